@@ -1,0 +1,388 @@
+"""Properties of the corpus: it holds what was read, whoever built it; and only a whole corpus ever opens."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
+from transformer_jax.data import corpus as corpus_module
+from transformer_jax.data import tokenising
+from transformer_jax.data.corpus import Corpus, build_corpus
+from transformer_jax.data.sources import read_pairs
+from transformer_jax.errors import UserError
+from transformer_jax.tokenizer import EOS_ID, Tokenizer
+
+NUMBERS = PairsConfig(kind="numbers", limit=3000)
+PAIRS = list(read_pairs(NUMBERS))
+TOKENIZER = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
+SAMPLED = {"sampling": 0.2, "num_samples": 3, "seed": 5}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(tokenising, "_CHUNK_PAIRS", 256)
+
+
+@pytest.fixture
+def in_processes(monkeypatch):
+    monkeypatch.setattr(tokenising, "_SMALL", 0)
+
+
+def sequences(corpus, side):
+    """[K, N] lists of ids."""
+    tokens, offsets = getattr(corpus, f"{side}_tokens"), getattr(corpus, f"{side}_offsets")
+    flat = [tokens[offsets[j] : offsets[j + 1]].tolist() for j in range(len(offsets) - 1)]
+    return [flat[v * corpus.num_pairs : (v + 1) * corpus.num_pairs] for v in range(corpus.num_samples)]
+
+
+def contents(folder):
+    """Every file under the folder, and its bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def from_text(tmp_path, pairs, **settings):
+    """A text source with these pairs (of str or bytes), and its data config."""
+    for i, name in enumerate(("source", "target")):
+        lines = [side if isinstance(side, bytes) else side.encode() for side in (pair[i] for pair in pairs)]
+        (tmp_path / name).write_bytes(b"".join(line + b"\n" for line in lines))
+    config = PairsConfig(kind="text", source=("source",), target=("target",))
+    return config, DataConfig(root=str(tmp_path), train=config, **settings)
+
+
+def test_corpus_holds_the_pairs_in_order(tmp_path):
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
+    [sources], [targets] = sequences(corpus, "source"), sequences(corpus, "target")
+    assert sources == [[*ids, EOS_ID] for ids in TOKENIZER.encode_source([source for source, _ in PAIRS])]
+    assert targets == [[*ids, EOS_ID] for ids in TOKENIZER.encode_target([target for _, target in PAIRS])]
+    assert (corpus.num_pairs, corpus.num_samples) == (3000, 1)
+    assert corpus.source_tokens.dtype == np.uint16 and isinstance(corpus.source_tokens, np.memmap)
+    assert corpus.source_offsets.dtype == np.int64
+    assert corpus.target_lengths.dtype == np.int32 and corpus.target_lengths.shape == (1, 3000)
+    assert corpus.target_lengths[0].tolist() == list(map(len, targets))
+    assert corpus.statistics == {"read": 3000, "kept": 3000, "empty": 0, "too_long": 0, "ratio": 0, "invalid_utf8": 0}
+
+
+def test_segmentations_differ_but_say_the_same(tmp_path):
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path, **SAMPLED)
+    assert corpus.num_samples == 3 and corpus.source_lengths.shape == (3, 3000)
+    for side, decode in (("source", TOKENIZER.decode_source), ("target", TOKENIZER.decode_target)):
+        versions = sequences(corpus, side)
+        texts = [pair[side == "target"] for pair in PAIRS]
+        assert all([decode(ids) for ids in version] == texts for version in versions)
+        assert all(ids[-1] == EOS_ID for version in versions for ids in version)
+        assert versions[0] != versions[1] != versions[2] != versions[0]
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED])
+def test_workers_do_not_matter(tmp_path, in_processes, sampling):
+    for workers in (1, 2):
+        build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=workers), tmp_path / str(workers), **sampling)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") != {}
+
+
+def test_settings_that_matter_have_corpora_of_their_own(tmp_path):
+    data = DataConfig()
+    builds = [
+        (NUMBERS, TOKENIZER, data, {}),
+        (dataclasses.replace(NUMBERS, limit=2999), TOKENIZER, data, {}),
+        (NUMBERS, Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=81)), data, {}),
+        (NUMBERS, TOKENIZER, DataConfig(max_source_length=200), {}),
+        (NUMBERS, TOKENIZER, DataConfig(max_length_ratio=9.0), {}),
+        (NUMBERS, TOKENIZER, data, SAMPLED),
+        (NUMBERS, TOKENIZER, data, SAMPLED | {"seed": 6}),
+    ]
+    for pairs, tokenizer, config, sampling in builds * 2:
+        build_corpus(pairs, tokenizer, config, tmp_path, **sampling)
+    assert len(list(tmp_path.iterdir())) == len(builds)
+    build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2, cache="x"), tmp_path, seed=3, num_samples=2)
+    assert len(list(tmp_path.iterdir())) == len(builds)  # these do not matter
+
+
+def test_a_finished_corpus_is_opened_not_built(tmp_path, monkeypatch):
+    first = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
+    monkeypatch.setattr(corpus_module, "_write", None)
+    again = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
+    assert again.fingerprint == first.fingerprint and again.statistics == first.statistics
+    assert sequences(again, "target") == sequences(first, "target")
+
+
+# Filters
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED])
+def test_filters_and_their_counts(tmp_path, in_processes, workers, sampling):
+    long, short = "nine hundred and ninety " * 20, "two"
+    pairs = [("one", "eins"), ("", "zwei"), ("two", "  "), (long, "eins"), ("eins", long), (b"\xff", "x"), ("six", "sechs")]
+    pairs += [(short, "seventy seventy seventy")]
+    config, data = from_text(tmp_path, pairs, max_source_length=60, max_target_length=60, max_length_ratio=1.7)
+    data = dataclasses.replace(data, invalid_utf8="skip", workers=workers)
+    corpus = build_corpus(config, TOKENIZER, data, tmp_path / "corpus", **sampling)
+    assert corpus.statistics == {"read": 8, "kept": 2, "empty": 2, "too_long": 2, "ratio": 1, "invalid_utf8": 1}
+    for version in sequences(corpus, "source"):
+        assert [TOKENIZER.decode_source(ids) for ids in version] == ["one", "six"]
+
+
+LONGER, LONGER_PIECES = "seven thousand, two hundred", len(TOKENIZER.encode_source(["seven thousand, two hundred"])[0])
+SHORTER, SHORTER_PIECES = "one", len(TOKENIZER.encode_source(["one"])[0])
+
+
+def test_length_limits_are_exact(tmp_path):
+    config, data = from_text(tmp_path, [(LONGER, SHORTER), (SHORTER, SHORTER)])
+    for most, kept in ((LONGER_PIECES + 1, 2), (LONGER_PIECES, 1)):
+        limited = dataclasses.replace(data, max_source_length=most)
+        assert build_corpus(config, TOKENIZER, limited, tmp_path / "corpus").num_pairs == kept
+
+
+def test_ratio_is_of_pieces_plus_five(tmp_path):
+    config, data = from_text(tmp_path, [(LONGER, SHORTER), (SHORTER, LONGER), (SHORTER, SHORTER)])
+    exact = (LONGER_PIECES + 5) / (SHORTER_PIECES + 5)
+    assert exact > 1
+    for most, kept in ((exact + 1e-9, 3), (exact - 1e-9, 1)):
+        limited = dataclasses.replace(data, max_length_ratio=most)
+        assert build_corpus(config, TOKENIZER, limited, tmp_path / "corpus").num_pairs == kept
+
+
+def test_a_pair_too_long_in_one_segmentation_is_left_out_of_all(tmp_path):
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(max_target_length=20), tmp_path, **SAMPLED)
+    free = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path, **SAMPLED)
+    fits = (free.target_lengths <= 20).all(0)
+    assert 0 < fits.sum() < (free.target_lengths <= 20).any(0).sum()  # for some pairs it depends on the segmentation
+    assert corpus.statistics["too_long"] == (~fits).sum()
+    kept = [[ids for ids, fit in zip(version, fits, strict=True) if fit] for version in sequences(free, "source")]
+    assert sequences(corpus, "source") == kept
+
+
+def test_nothing_left(tmp_path):
+    config, data = from_text(tmp_path, [("", "a"), ("b", "")])
+    with pytest.raises(
+        UserError, match=r"No sentence pair is left of 2 read: 2 empty, 0 longer than .*; expected at least one"
+    ):
+        build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
+    config, data = from_text(tmp_path, [])
+    with pytest.raises(UserError, match=r"No sentence pair is left of 0 read"):
+        build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
+    assert list((tmp_path / "corpus").iterdir()) == []
+
+
+def test_a_missing_file(tmp_path):
+    config, data = from_text(tmp_path, [("a", "b")])
+    (tmp_path / "target").unlink()
+    with pytest.raises(UserError, match=r"target' does not exist; expected the text file"):
+        build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_fault_in_the_text_leaves_nothing_behind(tmp_path, in_processes, workers):
+    config, data = from_text(tmp_path, [("a", "b")] * 2000 + [("a", b"\xff")], workers=workers)
+    with pytest.raises(UserError, match=r"target, line 2001: byte 1 is not valid UTF-8"):
+        build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
+    assert list((tmp_path / "corpus").iterdir()) == []
+    assert not [child for child in psutil.Process().children() if "_serve" in " ".join(child.cmdline())]
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    def full(path, array):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(corpus_module, "_append", full)
+    with pytest.raises(UserError, match=r"The disk of .* is full; expected room .* data\.cache"):
+        build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Crashes and second builders
+
+BUILDER = """
+import os, signal, sys
+from transformer_jax.config import DataConfig, PairsConfig
+from transformer_jax.data import corpus, tokenising
+from transformer_jax.tokenizer import Tokenizer
+
+if __name__ == "__main__":
+    folder, workers, appends = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    tokenising._CHUNK_PAIRS, tokenising._SMALL = 256, 0
+    append = corpus._append
+
+    def append_or_die(path, array):
+        global appends
+        appends -= 1
+        if not appends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(path, array)
+
+    corpus._append = append_or_die
+    tokenizer = Tokenizer.load(os.path.dirname(folder))
+    corpus.build_corpus(PairsConfig(kind="numbers", limit=3000), tokenizer, DataConfig(workers=workers), folder)
+    print("built")
+"""
+
+
+def builder(tmp_path, folder, workers, appends, program=BUILDER):
+    TOKENIZER.save(tmp_path)
+    (tmp_path / "builder.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "builder.py"), str(folder), str(workers), str(appends)]
+    root = str(Path(corpus_module.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root, "TEST_MARK": str(folder)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("workers", "appends"), [(1, 1), (2, 20), (1, 52)])  # the last while offsets are written
+def test_killed_while_building(tmp_path, workers, appends):
+    folder = tmp_path / "corpus"
+    process = builder(tmp_path, folder, workers, appends)
+    process.communicate()
+    assert process.returncode == -9
+    [left] = folder.iterdir()
+    assert left.name.startswith("tmp-")
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), folder)
+    assert left.exists()  # too young to be sure that nobody works on it
+    assert contents(folder / corpus.fingerprint[:20]) == whole(tmp_path)
+
+    def orphans():
+        return [p for p in psutil.process_iter() if p.pid != os.getpid() and mark(p) == str(folder)]
+
+    deadline = time.time() + 10
+    while orphans() and time.time() < deadline:
+        time.sleep(0.05)
+    assert not orphans()
+    for path in (*left.iterdir(), left):
+        os.utime(path, (1, 1))
+    build_corpus(dataclasses.replace(NUMBERS, limit=10), TOKENIZER, DataConfig(), folder)
+    assert not left.exists()
+
+
+def mark(process):
+    try:
+        return process.environ().get("TEST_MARK")
+    except psutil.Error:
+        return None
+
+
+def whole(tmp_path):
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "whole")
+    return contents(tmp_path / "whole" / corpus.fingerprint[:20])
+
+
+def test_old_folders_in_use_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_STALE_SECONDS", -1.0)
+    used, abandoned = tmp_path / "tmp-used", tmp_path / "tmp-abandoned"
+    used.mkdir()
+    abandoned.mkdir()
+    with corpus_module._locked(used):
+        build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
+    assert used.exists() and not abandoned.exists()
+
+
+def test_builders_at_the_same_time(tmp_path):
+    folder = tmp_path / "corpus"
+    processes = [builder(tmp_path, folder, 1, 0) for _ in range(3)]
+    for process in processes:
+        output, errors = process.communicate()
+        assert (process.returncode, output) == (0, "built\n"), errors
+    [only] = folder.iterdir()
+    assert contents(only) == whole(tmp_path)
+
+
+def test_builders_in_threads_meet_at_the_end(tmp_path, monkeypatch):
+    write, barrier, built = corpus_module._write, threading.Barrier(2), []
+
+    def write_and_meet(*arguments):
+        write(*arguments)
+        barrier.wait()
+
+    monkeypatch.setattr(corpus_module, "_write", write_and_meet)
+    build = lambda: built.append(build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path))  # noqa: E731
+    threads = [threading.Thread(target=build) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sequences(built[0], "source") == sequences(built[1], "source")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["shorten", "remove", "manifest", "no manifest"])
+def test_a_damaged_corpus_is_built_again(tmp_path, caplog, damage):
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
+    folder = tmp_path / corpus.fingerprint[:20]
+    before = contents(folder)
+    if damage == "shorten":
+        os.truncate(folder / "source_tokens", 100)
+    elif damage == "remove":
+        (folder / "target_offsets").unlink()
+    elif damage == "manifest":
+        (folder / "manifest.json").write_text("{")
+    else:
+        (folder / "manifest.json").unlink()
+    assert not caplog.records
+    build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
+    assert "is damaged; it is built again" in caplog.text
+    assert contents(folder) == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_script_needs_no_main_guard(tmp_path):
+    unguarded = BUILDER.replace('if __name__ == "__main__":', "if True:")
+    output, errors = builder(tmp_path, tmp_path / "corpus", 2, 0, program=unguarded).communicate()
+    assert output == "built\n", errors
+
+
+def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
+    spawned = []
+
+    def spawn(*arguments, **options):
+        spawned.append(subprocess.Popen(*arguments, **options))
+        spawned[-1].kill()
+        return spawned[-1]
+
+    monkeypatch.setattr(tokenising, "Popen", spawn)
+    with pytest.raises(
+        UserError, match=r"A tokenising process died \(exit status -9\); if memory ran out, lower data\.workers"
+    ):
+        build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path)
+    assert len(spawned) == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch):
+    config, data = from_text(tmp_path, [("a", "b")] * 600, workers=2)
+    monkeypatch.setattr(corpus_module, "read_pairs", lambda *_, **__: iter([("\ud800", "not encodable")] * 600))
+    with pytest.raises(TypeError) as raised:
+        build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
+    assert "in tokenise" in "".join(raised.value.__notes__)
+
+
+# Large vocabularies, corpora in memory, imports
+
+
+def test_tokens_are_wide_enough(tmp_path, monkeypatch):
+    assert build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16").target_tokens.dtype == np.uint16
+    monkeypatch.setattr(Tokenizer, "target_vocab_size", 2**16 + 1)
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "32")
+    assert (corpus.source_tokens.dtype, corpus.target_tokens.dtype) == (np.uint16, np.int32)
+
+
+def test_corpus_from_lists():
+    corpus = Corpus.from_lists([[4, 5], []], [[6], [7, 8, 9]])
+    assert sequences(corpus, "source") == [[[4, 5, EOS_ID], [EOS_ID]]]
+    assert corpus.target_lengths.tolist() == [[2, 4]]
+    assert corpus.statistics["kept"] == corpus.num_pairs == 2
+    assert corpus.fingerprint != Corpus.from_lists([[4], [5]], [[6], [7, 8, 9]]).fingerprint
+    assert Corpus.from_lists([], []).source_lengths.shape == (1, 0)
+    with pytest.raises(UserError, match="There are 1 sources and 2 targets"):
+        Corpus.from_lists([[4]], [[5], [6]])
+
+
+def test_workers_need_no_jax():
+    heavy = ("jax", "tensorflow_datasets", "orbax")
+    program = tokenising._WORKER_PROGRAM.replace("_serve()", f"print([name for name in {heavy} if name in sys.modules])")
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output == "[]\n"

@@ -1,0 +1,143 @@
+"""The loader: the plan's batches in order, on any number of devices; errors come out, threads end."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from transformer_jax.config import BatchConfig
+from transformer_jax.data.batching import Batch, BatchPlan
+from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.loader import load
+
+
+def make_plan(layout: str = "bucketed") -> BatchPlan:
+    random = np.random.default_rng(0)
+    sides = [[random.integers(4, 90, length).tolist() for length in random.integers(1, 25, 200)] for _ in range(2)]
+    return BatchPlan(Corpus.from_lists(*sides), BatchConfig(layout=layout, tokens=512, buckets=4, row_length=64), seed=0)
+
+
+def mesh_sharding(devices: int) -> NamedSharding:
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, 1), ("data", "fsdp"))
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def assert_same(loaded: Batch, expected: Batch) -> None:
+    for x, y in zip(loaded, expected, strict=True):
+        assert (x is None) == (y is None)
+        if y is not None:
+            assert isinstance(x, jax.Array) and x.dtype == np.int32
+            np.testing.assert_array_equal(x, y)
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("grain")]
+
+
+def assert_threads_end() -> None:
+    until = time.monotonic() + 5
+    while loader_threads() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not loader_threads()
+
+
+@pytest.mark.parametrize("devices", [None, 1, 2, 8])
+@pytest.mark.parametrize("layout", ["bucketed", "packed"])
+def test_the_same_batches_on_any_number_of_devices(layout, devices):
+    plan = make_plan(layout)
+    sharding = mesh_sharding(devices) if devices else None
+    batches = list(load(plan, sharding=sharding, start=0, stop=30))
+    assert len(batches) == 30
+    for step, batch in enumerate(batches):
+        assert_same(batch, plan.batch(step))
+        if sharding:
+            assert batch.source_BS.sharding.is_equivalent_to(sharding, 2)
+            assert batch.source_BS.addressable_shards[0].data.shape[0] == len(batch.source_BS) // devices
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 7])
+def test_starting_later_is_starting_at_that_step(prefetch):
+    plan = make_plan()
+    with load(plan, start=17, prefetch=prefetch) as batches:  # without end
+        for step in range(17, 45):
+            assert_same(next(batches), plan.batch(step))
+    assert list(batches) == []
+
+
+@pytest.mark.parametrize("layout", ["bucketed", "packed"])
+def test_only_rows_of_local_devices_are_read(layout, monkeypatch):
+    class PartOfAPod:
+        """Eight devices, of which this process has numbers 4 to 6."""
+
+        def addressable_devices_indices_map(self, shape):
+            B, _ = shape
+            return {device: (slice(device * B // 8, (device + 1) * B // 8), slice(None)) for device in (4, 5, 6)}
+
+    class Recording(BatchPlan):
+        def batch(self, step, rows=slice(None)):
+            asked.append(rows)
+            return super().batch(step, rows)
+
+    def shards_of_this_process(shape, sharding, callback):
+        return jax.numpy.concatenate([callback(index) for index in sharding.addressable_devices_indices_map(shape).values()])
+
+    asked: list[slice] = []
+    monkeypatch.setattr(jax, "make_array_from_callback", shards_of_this_process)
+    plan, recording = make_plan(layout), make_plan(layout)
+    recording.__class__ = Recording
+    for step, batch in enumerate(load(recording, sharding=PartOfAPod(), stop=10)):
+        B, _, _ = plan.shape(step)
+        rows = slice(4 * B // 8, 7 * B // 8)
+        assert asked[step] == rows
+        assert_same(batch, plan.batch(step, rows))
+
+
+def test_an_error_comes_out_where_its_batch_is_asked_for():
+    class Broken(BatchPlan):
+        def batch(self, step, rows=slice(None)):
+            if step == 5:
+                raise OSError("the disk is gone")
+            return super().batch(step, rows)
+
+    plan = make_plan()
+    plan.__class__ = Broken
+    batches = load(plan)
+    for step in range(5):
+        assert_same(next(batches), make_plan().batch(step))
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+    assert_threads_end()
+
+
+def test_threads_end_with_the_last_batch_or_when_closed():
+    plan = make_plan()
+    assert len(list(load(plan, stop=5))) == 5
+    assert_threads_end()
+    batches = load(plan)
+    next(batches)
+    assert loader_threads()
+    batches.close()
+    batches.close()
+    assert_threads_end()
+    assert list(load(plan, start=9, stop=9)) == []
+
+
+def test_waiting_is_counted_and_batches_are_built_ahead():
+    class Slow(BatchPlan):
+        def batch(self, step, rows=slice(None)):
+            time.sleep(0.2)
+            return super().batch(step, rows)
+
+    plan = make_plan()
+    plan.__class__ = Slow
+    with load(plan, prefetch=1) as batches:
+        assert batches.waited == 0
+        next(batches)
+        assert batches.waited >= 0.2
+        time.sleep(0.5)
+        batches.waited = 0.0
+        next(batches)
+        assert batches.waited < 0.15

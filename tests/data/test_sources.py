@@ -1,0 +1,241 @@
+"""Properties of the sources: every line arrives once and aligned; every fault names its file and line."""
+
+import gzip
+import importlib
+import io
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from num2words import num2words
+
+from transformer_jax.config import PairsConfig
+from transformer_jax.data.sources import pairs_fingerprint, read_lines, read_pairs
+from transformer_jax.errors import UserError
+
+# Characters at which str.splitlines() would also break a line.
+ODD_LINES = ["a\x0bb\x0cc", "d\x1c\x1d\x1ee", "f\x85g\u2028h\u2029", "", "i\rj", " k "]
+
+
+def text(tmp_path, source, target, name="train", **settings):
+    """Config for two parallel files with these bytes."""
+    (tmp_path / f"{name}.en").write_bytes(source)
+    (tmp_path / f"{name}.de").write_bytes(target)
+    return PairsConfig(kind="text", source=(f"{name}.en",), target=(f"{name}.de",), **settings)
+
+
+def read(config, root, **options):
+    return list(read_pairs(config, str(root), **options))
+
+
+# Lines
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"))), st.booleans())
+def test_lines_end_at_newline_alone(lines, ended):
+    data = "\n".join(lines).encode() + (b"\n" if ended and lines else b"")
+    expected = lines if (ended or not lines or lines[-1]) else lines[:-1]
+    assert list(read_lines(io.BytesIO(data))) == expected
+
+
+def test_one_carriage_return_is_part_of_the_line_end():
+    assert list(read_lines(io.BytesIO(b"a\r\nb\r\r\n\r\nc\rd"))) == ["a", "b\r", "", "c\rd"]
+
+
+def test_lines_of_files(tmp_path):
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfone\ntwo")  # with byte-order mark
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    assert list(read_lines(tmp_path / "a")) == list(read_lines(str(tmp_path / "b.gz"))) == ["one", "two"]
+    with pytest.raises(UserError, match=r"the input, line 2: byte 3 is not valid UTF-8; expected UTF-8 text"):
+        list(read_lines(io.BytesIO(b"ok\nab\xff\n")))
+
+
+# Plain text
+
+
+def test_text_in_several_files_some_packed(tmp_path):
+    text(tmp_path, "\n".join(ODD_LINES).encode(), "\n".join(reversed(ODD_LINES)).encode(), name="a")
+    (tmp_path / "b.en.gz").write_bytes(gzip.compress(b"x\r\ny\r\n"))
+    (tmp_path / "b.de").write_bytes(b"X\nY")
+    config = PairsConfig(kind="text", source=("a.en", str(tmp_path / "b.en.gz")), target=("a.de", "b.de"))
+    expected = [*zip(ODD_LINES, reversed(ODD_LINES), strict=True), ("x", "X"), ("y", "Y")]
+    assert read(config, tmp_path) == expected
+    limited = PairsConfig(kind="text", source=config.source, target=config.target, limit=7)
+    assert read(limited, tmp_path) == expected[:7]
+
+
+def test_reading_streams(tmp_path):
+    config = text(tmp_path, b"a\n" * 10 + b"\xff\n", b"b\n" * 11)
+    pairs = read_pairs(config, str(tmp_path))
+    assert [next(pairs) for _ in range(10)] == [("a", "b")] * 10  # the fault in line 11 is not reached yet
+
+
+@pytest.mark.parametrize(("source", "target"), [(5, 3), (3, 5), (0, 2), (2, 0)])
+def test_sides_of_different_length(tmp_path, source, target):
+    config = text(tmp_path, b"a\n" * source, b"b\n" * target)
+    with pytest.raises(UserError, match=rf"train.en' has {source} lines and '.*train.de' has {target}; expected as many"):
+        read(config, tmp_path)
+
+
+def test_missing_file_is_reported_by_the_call(tmp_path):
+    config = text(tmp_path, b"", b"")
+    (tmp_path / "train.de").unlink()
+    with pytest.raises(UserError, match=r"train\.de' does not exist; expected the text file that a data field"):
+        read_pairs(config, str(tmp_path))
+
+
+def test_damaged_gzip(tmp_path):
+    for damaged in (b"no gzip", gzip.compress(b"line\n" * 1000)[:-9]):
+        (tmp_path / "a.gz").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a\.gz' is damaged or is no gzip file"):
+            list(read_lines(tmp_path / "a.gz"))
+
+
+def test_invalid_utf8_names_the_line_or_skips_the_pair(tmp_path):
+    config = text(tmp_path, b"a\nb\xff\nc\nd\n", b"A\nB\nC\n\xc3\x28\n")
+    with pytest.raises(UserError, match=r"train\.en, line 2: byte 2 is not valid UTF-8; .* data\.invalid_utf8 to 'skip'"):
+        read(config, tmp_path)
+    counts = {}
+    assert read(config, tmp_path, invalid_utf8="skip", counts=counts) == [("a", "A"), ("c", "C")]
+    assert counts == {"invalid_utf8": 2}
+
+
+def test_nothing_to_read():
+    with pytest.raises(UserError, match="kind is 'none'; expected text, tsv"):
+        read_pairs(PairsConfig())
+
+
+# TSV and JSONL
+
+
+def test_tsv(tmp_path):
+    (tmp_path / "a.tsv").write_bytes(b'1\tone "x"\teins\n2\ttwo\tzwei\tmore\n')
+    config = PairsConfig(kind="tsv", source=("a.tsv",), source_field="2", target_field="1")
+    assert read(config, tmp_path) == [("eins", 'one "x"'), ("zwei", "two")]
+    (tmp_path / "a.tsv").write_bytes(b"1\tone\teins\n2\ttwo\n")
+    with pytest.raises(UserError, match=r"a\.tsv, line 2 has 2 tab-separated column\(s\); expected at least 3"):
+        read(config, tmp_path)
+    with pytest.raises(UserError, match=r"target_field is 'en'; expected the number of a TSV column"):
+        read_pairs(PairsConfig(kind="tsv", source=("a.tsv",), target_field="en"), str(tmp_path))
+
+
+def test_jsonl(tmp_path):
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps({"en": line, "de": f"{line}!"}) for line in ODD_LINES]
+    file.write_bytes("\n".join(lines).encode())
+    config = PairsConfig(kind="jsonl", source=("a.jsonl",), source_field="en", target_field="de")
+    assert read(config, tmp_path) == [(line, f"{line}!") for line in ODD_LINES]
+    file.write_bytes(b'{"en": "two\\nlines", "de": "x"}')
+    assert read(config, tmp_path) == [("two lines", "x")]
+    for bad, message in [
+        (b"{", r"line 2 is not JSON .* expected one object a line"),
+        (b"[1]", r"line 2 is a JSON list; expected an object"),
+        (b'{"en": "a"}', r"line 2 has no field 'de'; expected text there. Fields of this line: en"),
+        (b'{"en": "a", "de": 3}', r"line 2 has 3 in field 'de'; expected text"),
+        (b'{"en": "a", "de": "\\ud800"}', r"line 2: field 'de' is not valid Unicode"),
+        (b'{"en": "\xff", "de": ""}', r"line 2: byte 9 is not valid UTF-8"),
+    ]:
+        file.write_bytes(b'{"en": "a", "de": "b"}\n' + bad)
+        with pytest.raises(UserError, match=message):
+            read(config, tmp_path)
+
+
+# TFDS
+
+BUILDER = '''
+import tensorflow_datasets as tfds
+
+class {camel}(tfds.core.GeneratorBasedBuilder):
+    """Two sentences."""
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = tfds.features.Translation(languages=("de", "en"))
+        return self.dataset_info_from_configs(features=features, supervised_keys=("de", "en"))
+
+    def _split_generators(self, manager):
+        return {{"train": self._generate_examples(2000), "validation": self._generate_examples(3)}}
+
+    def _generate_examples(self, count):
+        for i in range(count):
+            yield i, {{"de": f"{{i}} \\u00fc", "en": f"{{i}} u"}}
+'''
+
+
+@pytest.fixture
+def tfds_name(tmp_path, monkeypatch):
+    """Name of a small dataset whose builder is importable; nothing is prepared yet."""
+    name = "tiny_translate_for_tests"
+    package = tmp_path / "builders" / name
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / f"{name}.py").write_text(BUILDER.format(camel="TinyTranslateForTests"))
+    monkeypatch.syspath_prepend(tmp_path / "builders")
+    importlib.import_module(f"{name}.{name}")
+    return name
+
+
+@pytest.mark.filterwarnings("ignore")  # TFDS's and its dependencies' own
+def test_tfds_without_tensorflow(tmp_path, tfds_name):
+    def config(source_field="en", target_field="de", split="train", **settings):
+        fields = {"source_field": source_field, "target_field": target_field, "split": split}
+        return PairsConfig(kind="tfds", source=(tfds_name,), **fields, **settings)
+
+    root = tmp_path / "prepared"
+    pairs = read(config(), root)
+    assert len(pairs) == 2000
+    assert set(pairs) == {(f"{i} u", f"{i} \u00fc") for i in range(2000)}
+    assert pairs == read(config(), root)
+    assert read(config("de", "en", limit=5), root) == [(target, source) for source, target in pairs[:5]]
+    assert len(read(config(split="validation"), root)) == 3
+    assert pairs_fingerprint(config(), str(root)) != pairs_fingerprint(config(split="validation"), str(root))
+    assert "tensorflow" not in sys.modules
+    with pytest.raises(UserError, match=r"has no text field 'fr'; expected .* two of: de, en"):
+        read(config(target_field="fr"), root)
+    with pytest.raises(UserError, match=r"TensorFlow Datasets cannot open .*, split 'nowhere'"):
+        read(config(split="nowhere"), root)
+    with pytest.raises(UserError, match=r"TensorFlow Datasets cannot open 'no_such_dataset_at_all'"):
+        read(PairsConfig(kind="tfds", source=("no_such_dataset_at_all",)), root)
+
+
+# Number names
+
+
+def test_numbers_are_num2words_and_splits_are_disjoint():
+    train, dev, test = (
+        list(read_pairs(PairsConfig(kind="numbers", split=split, limit=limit)))
+        for split, limit in (("train", 980_000), ("dev", None), ("test", None))
+    )
+    assert (len(train), len(dev), len(test)) == (980_000, 10_000, 10_000)
+    everything = dict(train) | dict(dev) | dict(test)
+    assert len(everything) == 1_000_000  # so all of them differ and no number is in two splits
+    assert everything["forty-two"] == "zweiundvierzig"
+    for n in [*range(0, 1102), *range(1000, 1_000_000, 9973), 100_000, 101_000, 100_001, 999_999]:
+        assert everything[num2words(n)] == num2words(n, lang="de")
+
+
+def test_numbers_are_the_same_each_time_and_limited():
+    few = list(read_pairs(PairsConfig(kind="numbers", limit=50)))
+    more = list(read_pairs(PairsConfig(kind="numbers")))
+    assert few == more[:50]
+    assert len(more) == 100_000
+    # Pinned: another order would put other numbers into dev and test.
+    assert few[0] == ("one hundred and seventy-five", "einhundertfünfundsiebzig")
+    with pytest.raises(UserError, match=r"limit is 10001; expected at most 10000 for split 'test'"):
+        read_pairs(PairsConfig(kind="numbers", split="test", limit=10_001))
+
+
+# Fingerprint
+
+
+def test_fingerprint_is_of_contents_not_names(tmp_path):
+    first = text(tmp_path, b"a\n", b"b\n")
+    same = text(tmp_path, b"a\n", b"b\n", name="copy")
+    other = text(tmp_path, b"a\n", b"c\n", name="other")
+    swapped = text(tmp_path, b"b\n", b"a\n", name="swapped")
+    limited = text(tmp_path, b"a\n", b"b\n", name="limited", limit=1)
+    prints = [pairs_fingerprint(config, str(tmp_path)) for config in (first, same, other, swapped, limited)]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 4

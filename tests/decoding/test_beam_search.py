@@ -1,0 +1,265 @@
+"""Beam search on toy chains: against brute force, a plain reference, and itself in other company."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.decoding.beam_search import beam_search, length_divisor, top_k
+from transformer_jax.errors import UserError
+
+PAD, BOS, EOS = 0, 1, 2
+IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
+
+
+def random_chain(seed: int, *, sentences: int, length: int, vocab: int, possible: int | None = None) -> np.ndarray:
+    """logits_BLVV of the next piece given the position and the piece before; only the first ``possible`` pieces occur."""
+    logits = np.random.default_rng(seed).normal(size=(sentences, length, vocab, vocab)).astype(np.float32) * 1.5
+    if possible is not None:
+        logits[..., possible:] = -np.inf
+    return logits
+
+
+@partial(jax.jit, static_argnames=("beam_size", "length_penalty", "num_hypotheses"))
+def _search(logits_BLVV, max_lengths_B, *, beam_size, length_penalty, num_hypotheses):
+    batch, length = logits_BLVV.shape[:2]
+
+    def step(tokens_BW, position_BW):
+        rows_B1 = jnp.arange(batch)[:, None]
+        return logits_BLVV[rows_B1, position_BW, tokens_BW], position_BW + 1
+
+    return beam_search(
+        step,
+        jnp.zeros((batch, beam_size), jnp.int32),
+        batch_size=batch,
+        beam_size=beam_size,
+        max_length=length,
+        max_lengths_B=max_lengths_B,
+        length_penalty=length_penalty,
+        num_hypotheses=num_hypotheses,
+        **IDS,
+    )
+
+
+def search(logits, *, beam_size, length_penalty=0.6, max_lengths=None, num_hypotheses=None):
+    """The result as one list of (pieces, score, log-probability) a sentence, with what every result must satisfy checked."""
+    limits = np.full(len(logits), logits.shape[1]) if max_lengths is None else np.asarray(max_lengths)
+    result = jax.tree.map(
+        np.asarray,
+        _search(logits, limits, beam_size=beam_size, length_penalty=length_penalty, num_hypotheses=num_hypotheses),
+    )
+    found = []
+    for sentence, limit in enumerate(limits):
+        hypotheses = []
+        for tokens, score, log_prob, length in zip(*(field[sentence] for field in result), strict=True):
+            assert (tokens[length:] == PAD).all()
+            if length == 0:
+                assert score == log_prob == -np.inf
+                continue
+            assert length <= limit and tokens[length - 1] == EOS
+            assert not {EOS, PAD} & set(tokens[: length - 1].tolist())
+            hypotheses.append((tokens[:length].tolist(), float(score), float(log_prob)))
+        scores = [score for _, score, _ in hypotheses]
+        assert scores == sorted(scores, reverse=True)
+        found.append(hypotheses)
+    return found
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def forced_log_prob(log_probs_LVV: np.ndarray, pieces: list[int]) -> float:
+    """What the chain gives ``pieces``, EOS included."""
+    return sum(log_probs_LVV[t, before, piece] for t, (before, piece) in enumerate(itertools.pairwise([BOS, *pieces])))
+
+
+def every_hypothesis(log_probs_LVV: np.ndarray, possible: int, alpha: float) -> list[tuple[list[int], float]]:
+    """All sequences that end in EOS within the length, best first."""
+    inner = [piece for piece in range(possible) if piece not in (PAD, EOS)]
+    scored = [
+        ([*pieces, EOS], forced_log_prob(log_probs_LVV, [*pieces, EOS]) / ((6 + len(pieces)) / 6) ** alpha)
+        for count in range(len(log_probs_LVV))
+        for pieces in itertools.product(inner, repeat=count)
+    ]
+    return sorted(scored, key=lambda hypothesis: -hypothesis[1])
+
+
+def reference_search(log_probs_LVV: np.ndarray, *, beam_size: int, alpha: float) -> list[tuple[list[int], float]]:
+    """The same search in plain Python, for one sentence, without early stopping."""
+    live, finished = [([], 0.0)], []
+    for t in range(len(log_probs_LVV)):
+        candidates = []
+        for pieces, log_prob in live:
+            row = log_probs_LVV[t, pieces[-1] if pieces else BOS]
+            allowed = [EOS] if t == len(log_probs_LVV) - 1 else [piece for piece in range(len(row)) if piece != PAD]
+            candidates += [([*pieces, piece], log_prob + row[piece]) for piece in allowed if row[piece] > -math.inf]
+        candidates.sort(key=lambda candidate: -candidate[1])
+        finished += [
+            (pieces, log_prob / ((5 + t + 1) / 6) ** alpha) for pieces, log_prob in candidates[:beam_size] if pieces[-1] == EOS
+        ]
+        live = [candidate for candidate in candidates[: 2 * beam_size] if candidate[0][-1] != EOS][:beam_size]
+    return sorted(finished, key=lambda hypothesis: -hypothesis[1])[:beam_size]
+
+
+@pytest.mark.parametrize(
+    ("possible", "length", "beam_size", "alpha"),
+    [(4, 5, 40, 0.6), (4, 5, 40, 2.0), (5, 4, 48, 0.6), (7, 3, 40, 0.0), (7, 3, 40, 1.0), (40, 2, 40, 0.6)],
+)
+def test_a_wide_beam_finds_the_best_of_all_sequences(possible, length, beam_size, alpha):
+    logits = random_chain(possible, sentences=6, length=length, vocab=beam_size, possible=possible)
+    for chain, found in zip(logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True):
+        expected = every_hypothesis(log_softmax(chain), possible, alpha)[:beam_size]
+        assert [pieces for pieces, _, _ in found] == [pieces for pieces, _ in expected]
+        np.testing.assert_allclose([score for _, score, _ in found], [score for _, score in expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("beam_size", "alpha"), [(2, 0.6), (3, 0.0), (3, 1.5), (4, 0.6), (8, 0.6)])
+def test_agrees_with_a_plain_search(beam_size, alpha):
+    logits = random_chain(beam_size, sentences=100, length=9, vocab=11)
+    for chain, found in zip(logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True):
+        expected = reference_search(log_softmax(chain), beam_size=beam_size, alpha=alpha)
+        assert [pieces for pieces, _, _ in found] == [pieces for pieces, _ in expected]
+        np.testing.assert_allclose([score for _, score, _ in found], [score for _, score in expected], rtol=1e-5)
+
+
+def test_beam_of_one_is_greedy():
+    logits = random_chain(0, sentences=40, length=12, vocab=9)
+    for chain, [(pieces, _, _)] in zip(logits, search(logits, beam_size=1), strict=True):
+        expected = [BOS]
+        while expected[-1] != EOS:
+            position = len(expected) - 1
+            row = chain[position, expected[-1]].copy()
+            row[PAD] = -np.inf
+            expected.append(EOS if position == 11 else int(row.argmax()))
+        assert pieces == expected[1:]
+
+
+@pytest.mark.parametrize("num_hypotheses", [1, 2, 3])
+def test_fewer_hypotheses_are_the_first_of_more(num_hypotheses):
+    logits = random_chain(1, sentences=30, length=9, vocab=11)
+    some = search(logits, beam_size=4, num_hypotheses=num_hypotheses)
+    assert some == [hypotheses[:num_hypotheses] for hypotheses in search(logits, beam_size=4)]
+
+
+def test_reported_scores_are_those_of_the_forced_output():
+    logits = random_chain(2, sentences=20, length=10, vocab=13)
+    limits = np.arange(20) % 10 + 1
+    for chain, hypotheses in zip(logits, search(logits, beam_size=5, max_lengths=limits), strict=True):
+        for pieces, score, log_prob in hypotheses:
+            expected = forced_log_prob(log_softmax(chain), pieces)
+            assert log_prob == pytest.approx(expected, abs=1e-4)
+            assert score == pytest.approx(expected / ((5 + len(pieces)) / 6) ** 0.6, abs=1e-4)
+
+
+def test_neighbours_do_not_matter():
+    logits = random_chain(3, sentences=12, length=8, vocab=10)
+    limits = np.array([8, 1, 3, 8, 5, 2, 8, 7, 6, 4, 8, 1])
+    together = search(logits, beam_size=3, max_lengths=limits)
+    order = np.random.default_rng(0).permutation(12)
+    shuffled = search(logits[order], beam_size=3, max_lengths=limits[order])
+    assert [together[i] for i in order] == shuffled
+    for i in range(12):
+        assert search(logits[i : i + 1], beam_size=3, max_lengths=limits[i : i + 1]) == [together[i]]
+
+
+def test_a_limit_is_the_same_as_a_shorter_search():
+    logits = random_chain(4, sentences=8, length=9, vocab=10)
+    assert search(logits, beam_size=4, max_lengths=[5] * 8) == search(logits[:, :5], beam_size=4, max_lengths=[5] * 8)
+
+
+def test_at_the_limit_only_the_end_is_allowed():
+    logits = random_chain(5, sentences=4, length=6, vocab=8)
+    logits[..., EOS] = -20
+    for limit in (1, 3, 6):
+        for hypotheses in search(logits, beam_size=2, max_lengths=[limit] * 4):
+            assert len(hypotheses[0][0]) == limit
+
+
+def test_no_room_gives_no_hypothesis():
+    logits = random_chain(6, sentences=2, length=4, vocab=8)
+    nothing, something = search(logits, beam_size=2, max_lengths=[0, 4])
+    assert not nothing and something
+
+
+def test_slots_that_nothing_can_fill_stay_empty():
+    logits = random_chain(7, sentences=3, length=2, vocab=6, possible=4)  # EOS, or 1 EOS, or 3 EOS
+    assert [len(hypotheses) for hypotheses in search(logits, beam_size=6)] == [3, 3, 3]
+
+
+def test_ties_go_to_the_better_beam_then_the_lower_piece():
+    logits = np.zeros((5, 4, 12, 12), np.float32)
+    logits[..., EOS] = -1
+    found = search(logits, beam_size=3)
+    assert found == [found[0]] * 5
+    assert [pieces for pieces, _, _ in found[0]] == [[1, 1, 1, EOS], [1, 1, 3, EOS], [1, 1, 4, EOS]]
+
+
+def test_impossible_pieces_never_give_nan():
+    logits = random_chain(8, sentences=5, length=6, vocab=10, possible=4)
+    logits[:, :, 3] = -np.inf
+    logits[:, :, 3, EOS] = 0
+    assert all(np.isfinite(score) for hypotheses in search(logits, beam_size=5) for _, score, _ in hypotheses)
+
+
+def test_compiles_once_for_one_shape():
+    before = _search._cache_size()
+    for seed in range(3):
+        logits = random_chain(seed, sentences=7, length=7, vocab=7)
+        search(logits, beam_size=2, max_lengths=np.full(7, 3 + seed))
+    assert _search._cache_size() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beam_size": 9}, "beam_size is 9; expected at most the vocabulary's 8"),
+        ({"beam_size": 2, "num_hypotheses": 3}, "num_hypotheses is 3"),
+        ({"beam_size": 0}, "beam_size 0"),
+        ({"beam_size": 2, "length_penalty": -1.0}, "length_penalty -1.0"),
+    ],
+)
+def test_settings_out_of_range(arguments, message):
+    with pytest.raises(UserError, match=message):
+        search(random_chain(0, sentences=2, length=3, vocab=8), **arguments)
+
+
+@pytest.mark.parametrize(("width", "k"), [(5, 3), (127, 4), (1024, 4), (3001, 8), (3001, 1), (4096, 16)])
+@pytest.mark.parametrize("values", [5, 1_000_000])
+def test_two_stage_top_k_equals_lax(width, k, values):
+    x = np.random.default_rng(width).integers(values, size=(6, width)).astype(np.float32)
+    x[0] = 0
+    x[1, : width // 2] = -np.inf
+    for ours, theirs in zip(jax.jit(top_k, static_argnums=1)(x, k), jax.lax.top_k(x, k), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_length_divisor_is_that_of_the_paper():
+    np.testing.assert_allclose(length_divisor(jnp.array([1, 7, 25]), 0.6), [1.0, 2**0.6, 5**0.6], rtol=1e-6)
+
+
+def test_pieces_and_rows_of_probability_zero_never_win() -> None:
+    chance = np.zeros((5, 5), np.float32)
+    chance[1, 3], chance[1, 4], chance[3, 2], chance[3, 3], chance[4, 2] = 0.9, 0.1, 0.5, 0.5, 1.0
+    with np.errstate(divide="ignore"):
+        log_chance_VV = jnp.asarray(np.log(chance))
+    result = beam_search(
+        lambda tokens_BW, cache: (log_chance_VV[tokens_BW], cache),
+        (),
+        batch_size=1,
+        beam_size=2,
+        max_length=6,
+        length_penalty=0.0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=0,
+    )
+    assert result.tokens_BNL[0, 0].tolist() == [3, 2, 0, 0, 0, 0]
+    np.testing.assert_allclose(result.scores_BN[0, 0], np.log(0.45), rtol=1e-5)

@@ -1,0 +1,223 @@
+"""Text in, text out, on a tiny random model: order, lengths, independence, and agreement with the model's own forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
+from transformer_jax.decoding.translator import Translator, _source_lengths
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.sharding import batch_sharding, make_mesh
+from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(23)]
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=6, max_source_length=24, batch_size=4)
+SHARPNESS = 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(((line, line.upper()) for line in LINES), TokenizerConfig(vocab_size=50, algorithm="unigram"))
+
+
+def make_model(tokenizer, seed=8, **settings):
+    settings = {"tie_embeddings": "none", "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1} | settings
+    config = ModelConfig(vocab_size=tokenizer.target_vocab_size, dtype="float32", **settings)
+    model = Transformer(config, rngs=nnx.Rngs(seed))
+    model.softmax_matrix[...] = model.softmax_matrix[...] * SHARPNESS  # so that the hypotheses differ clearly
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return make_model(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def translator(model, tokenizer):
+    return Translator(model, tokenizer, CONFIG)
+
+
+def reference_translation(model, tokenizer, line, *, beam_size, max_length, alpha=0.6):
+    """(pieces, score): the same search, one sentence, plain Python, each step by the model's whole forward pass."""
+    source = jnp.asarray([[*tokenizer.encode_source([line])[0], EOS_ID]])
+    source = jnp.repeat(jnp.pad(source, ((0, 0), (0, 24 - source.shape[1]))), beam_size, axis=0)
+
+    live, finished = [([], 0.0)], []
+    for t in range(max_length):
+        target = np.zeros((beam_size, 32), np.int32)
+        for row, (pieces, _) in zip(target, live, strict=False):
+            row[: t + 1] = [*pieces, EOS_ID]  # the last one is not looked at
+        log_probs = np.asarray(forward(model, source, target)[:, t])
+        candidates = [
+            ([*pieces, piece], log_prob + row[piece])
+            for (pieces, log_prob), row in zip(live, log_probs, strict=False)
+            for piece in ([EOS_ID] if t == max_length - 1 else range(1, len(row)))
+        ]
+        candidates.sort(key=lambda candidate: -candidate[1])
+        for pieces, log_prob in candidates[:beam_size]:
+            if pieces[-1] == EOS_ID:
+                finished.append((pieces, log_prob / ((5 + t + 1) / 6) ** alpha))
+        live = [c for c in candidates[: 2 * beam_size] if c[0][-1] != EOS_ID][:beam_size]
+    return max(finished, key=lambda hypothesis: hypothesis[1])
+
+
+@nnx.jit
+def forward(model, source_BS, target_BT):
+    return jax.nn.log_softmax(model(source_BS, target_BT))
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm": "pre", "positions": "learned", "max_positions": 32}])
+def test_equals_a_plain_search_by_the_whole_forward_pass(tokenizer, settings):
+    model = make_model(tokenizer, **settings)
+    lines = LINES[:8]
+    found = Translator(model, tokenizer, CONFIG).stream(lines)
+    for line, [translation] in zip(lines, found, strict=True):
+        limit = len(tokenizer.encode_source([line])[0]) + 1 + CONFIG.max_extra_length
+        pieces, score = reference_translation(model, tokenizer, line, beam_size=3, max_length=limit)
+        assert translation.score == pytest.approx(score, abs=1e-4)
+        assert translation.text == tokenizer.decode_target(pieces)
+        assert translation.length == len(pieces)
+
+
+def test_one_line_out_for_each_line_in(translator):
+    lines = ["", *LINES, "   ", "\t", LINES[3], ""]
+    found = translator.translate(lines)
+    assert len(found) == len(lines)
+    assert [i for i, text in enumerate(found) if not text] == [0, 24, 25, 27]
+    assert found[26] == found[4]
+    assert len(set(found)) > 5  # else the tests here would say little
+
+
+def test_a_line_does_not_depend_on_the_others(translator):
+    together = list(translator.stream(LINES))
+    order = np.random.default_rng(0).permutation(len(LINES))
+    assert list(translator.stream([LINES[i] for i in order])) == [together[i] for i in order]
+    assert [next(translator.stream([line])) for line in LINES] == together
+    assert list(translator.stream(LINES, window=5)) == together
+
+
+def test_batch_size_does_not_change_the_text(model, tokenizer, translator):
+    other = Translator(model, tokenizer, dataclasses.replace(CONFIG, batch_size=7))
+    assert other.translate(LINES) == translator.translate(LINES)
+
+
+def test_nothing_is_compiled_twice(model, tokenizer, caplog):
+    translator = Translator(model, tokenizer, CONFIG)
+    assert translator.lengths == (16, 24)
+    with caplog.at_level(logging.INFO, "transformer_jax"):
+        first = translator.translate(LINES)
+        assert translator.num_compiled == 2
+        translator.parameters = jax.tree.map(lambda x: -x, translator.parameters)
+        assert translator.translate(LINES) != first
+    assert translator.num_compiled == 2
+    assert sum("Compiling" in message for message in caplog.messages) == 2
+
+
+def test_streams_without_reading_ahead(translator):
+    read = []
+
+    def lines():
+        for line in LINES:
+            read.append(line)
+            yield line
+
+    stream = translator.stream(lines(), window=2)
+    next(stream)
+    assert len(read) == 2
+
+
+def test_n_best(translator):
+    best = list(translator.stream(LINES))
+    for [first], several in zip(best, translator.stream([*LINES], num_hypotheses=3), strict=True):
+        scores = [translation.score for translation in several]
+        assert len(several) == 3 and scores == sorted(scores, reverse=True)
+        assert first.text == several[0].text
+        for t in several:
+            assert t.score == pytest.approx(t.log_prob / ((5 + t.length) / 6) ** 0.6, rel=1e-5)
+    with pytest.raises(UserError, match="num_hypotheses is 4; expected 1 to"):
+        next(translator.stream(LINES, num_hypotheses=4))
+
+
+def test_a_long_line_is_translated_in_parts(translator, caplog):
+    line = " ".join(WORDS) * 30 + ". " + " ".join(WORDS) + ". " + "x" * 100
+    with caplog.at_level(logging.WARNING):
+        short, long = translator.translate([LINES[0], line])
+    assert short == translator.translate([LINES[0]])[0]
+    assert len(long.split()) > 30
+    [message] = caplog.messages
+    assert message.startswith("Line 2 has ") and "more than 23 are translated in parts" in message
+
+
+def test_long_lines_are_split_at_sentence_ends(translator, tokenizer):
+    sentences = ["one two.", "three four five six!", "seven eight nine ten one two?", "three."]
+    line = " ".join(sentences)
+    parts = translator._split(line, 23)
+    assert len(parts) > 1 and all(len(part) <= 23 for part in parts)
+    assert [piece for part in parts for piece in part] == tokenizer.encode_source([line])[0]
+    ends = {tokenizer.encode_source([sentence])[0][-1] for sentence in sentences}
+    assert {part[-1] for part in parts} <= ends
+
+
+def test_ten_thousand_words_in_one_line(translator, caplog):
+    [text] = translator.translate([" ".join(WORDS * 1000)])
+    assert len(text.split()) >= 1000 and "\n" not in text
+
+
+def test_rows_spread_over_devices_give_the_same(model, tokenizer, translator):
+    mesh = make_mesh(MeshConfig(), jax.devices()[:4])
+    spread = Translator(model, tokenizer, CONFIG, batch_sharding=batch_sharding(mesh))
+    spread.parameters = jax.device_put(spread.parameters, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert spread.translate(LINES[:9]) == translator.translate(LINES[:9])
+    assert translator.num_compiled
+
+
+def test_parameters_on_several_devices_need_no_sharding_of_the_batch(model, tokenizer, translator):
+    mesh = make_mesh(MeshConfig(), jax.devices()[:2])
+    whole = Translator(model, tokenizer, CONFIG)
+    whole.parameters = jax.device_put(whole.parameters, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert whole.translate(LINES[:3]) == translator.translate(LINES[:3])
+
+
+def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog):
+    broken = Translator(model, tokenizer, CONFIG)
+    broken.parameters = jax.tree.map(lambda x: x * jnp.nan, broken.parameters)
+    assert broken.translate(LINES[:1]) == [""]
+    assert "Line 1: the search found no translation" in caplog.text
+
+
+def test_learned_positions_bound_the_shapes(tokenizer):
+    model = make_model(tokenizer, positions="learned", max_positions=20)
+    translator = Translator(model, tokenizer, CONFIG)
+    assert translator.lengths == (16, 20)
+    assert all(translator.translate([LINES[0], " ".join(WORDS)]))
+
+
+def test_source_lengths():
+    assert _source_lengths(256) == (16, 24, 32, 48, 64, 96, 128, 192, 256)
+    assert _source_lengths(100) == (16, 24, 32, 48, 64, 96, 100)
+    assert _source_lengths(10) == (10,)
+
+
+def test_a_tokenizer_of_another_model(tokenizer):
+    model = Transformer(ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0))
+    with pytest.raises(UserError, match="expected those of one training run"):
+        Translator(model, tokenizer, CONFIG)
+
+
+def test_a_beam_wider_than_the_vocabulary(model, tokenizer):
+    with pytest.raises(UserError, match="beam_size is 1000; expected at most"):
+        Translator(model, tokenizer, dataclasses.replace(CONFIG, beam_size=1000))
+
+
+def test_special_ids_are_those_of_the_tokenizer():
+    assert (PAD_ID, BOS_ID, EOS_ID) == (0, 1, 2)

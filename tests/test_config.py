@@ -1,0 +1,134 @@
+"""Configs: round trip, validation messages, config files, what may change on resume, the recipes."""
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from transformer_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PairsConfig, TrainingConfig
+from transformer_jax.config_files import differences_on_resume, flatten, from_json, load_config_file, to_json
+from transformer_jax.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted((ROOT / "configs").glob("*.py"))
+
+
+def test_defaults_are_the_papers_base_model() -> None:
+    config = Config()
+    model, optimizer = config.model, config.optimizer
+    assert (model.num_layers, model.d_model, model.d_ff, model.num_heads) == (6, 512, 2048, 8)
+    assert (model.head_width_k, model.head_width_v, model.dropout) == (64, 64, 0.1)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.warmup_steps) == (0.9, 0.98, 1e-9, 4000)
+    assert (config.training.label_smoothing, config.batch.tokens, config.training.steps) == (0.1, 25_000, 100_000)
+    assert (config.decoding.beam_size, config.decoding.length_penalty, config.decoding.max_extra_length) == (4, 0.6, 50)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_load_and_survive_json(path: Path) -> None:
+    config = load_config_file(path)
+    assert from_json(to_json(config)) == config
+
+
+def test_every_field_has_a_meaning_for_help() -> None:
+    source = (ROOT / "transformer_jax" / "config.py").read_text()
+    for name in flatten(Config()):
+        field = name.rsplit(".", 1)[-1]
+        assert re.search(rf'^    {field}: .*\n    """', source, re.MULTILINE), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelConfig(d_model=33, num_heads=3), "model.d_model is 33; expected an even number"),
+        (lambda: ModelConfig(d_model=34, num_heads=4), "a multiple of model.num_heads = 4"),
+        (lambda: ModelConfig(dropout=1.0), r"model.dropout is 1.0; expected a probability in \[0, 1\)"),
+        (lambda: ModelConfig(vocab_size=9, source_vocab_size=8), "'target' or 'none'"),
+        (lambda: PairsConfig("text", ("a", "b"), ("c",)), "target is .'c',.; expected 2 files, as many as source"),
+        (lambda: PairsConfig("tfds"), "at least one entry for kind 'tfds'"),
+        (lambda: Config(batch=BatchConfig(tokens=2000)), "batch.tokens is 2000; expected at least 2048"),
+        (lambda: BatchConfig(layout="packed", tokens=100), "batch.tokens is 100"),
+        (lambda: DataConfig(max_length_ratio=0.5), "data.max_length_ratio is 0.5"),
+        (lambda: TrainingConfig(average=9, keep_checkpoints=5), "at most training.keep_checkpoints = 5"),
+    ],
+)
+def test_bad_values_are_named_with_what_was_expected(make: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model": {"d_modle": 5}}', r"Unknown config field model.d_modle; did you mean model.d_model\?"),
+        ('{"xyz": 5}', "Unknown config field xyz; known fields: model, "),
+        ('{"model": {"d_model": "512"}}', "model.d_model is '512'; expected int"),
+        ('{"model": {"norm": "mid"}}', "model.norm is 'mid'; expected one of 'post', 'pre'"),
+        ('{"model": {"remat": 1}}', "model.remat is 1; expected bool"),
+        ('{"model": 5}', "model is 5; expected an object"),
+        ('{"data": {"train": {"source": [1]}}}', r"source is \(1,\); expected a tuple of str"),
+        ("{", "The config is not JSON"),
+    ],
+)
+def test_bad_json_is_named(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_json(text)
+
+
+def test_json_accepts_whole_numbers_for_floats() -> None:
+    assert from_json('{"model": {"dropout": 0}}').model.dropout == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def get_config(:", "line 1, is not valid Python"),
+        (
+            "from transformer_jax import ModelConfig\ndef get_config(): return ModelConfig(d_modle=5)",
+            r"unexpected keyword argument 'd_modle'. Did you mean d_model\?",
+        ),
+        ("x = 1", "has no get_config"),
+        ("def get_config(): return 3", "returned int; expected a transformer_jax Config"),
+    ],
+)
+def test_bad_config_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_config_file(path)
+
+
+def test_missing_config_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.py' does not exist"):
+        load_config_file(tmp_path / "none.py")
+
+
+def test_only_fields_that_matter_stop_a_resume() -> None:
+    old = Config()
+    new = dataclasses.replace(
+        old, seed=1, training=dataclasses.replace(old.training, steps=5), data=dataclasses.replace(old.data, workers=3)
+    )
+    assert differences_on_resume(old, new) == ["seed: 0 in the work directory, 1 now"]
+
+
+def test_requirements_file_starts_with_the_packages_own() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "requirements.txt").read_text().split("\n\n")[0].splitlines()
+    assert [line.split("#")[0].strip() for line in lines if not line.startswith("#")] == project["dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelConfig(norm="rms"), "model.norm is 'rms'; expected one of 'post', 'pre'"),
+        (lambda: ModelConfig(d_model="512"), "model.d_model is '512'; expected int"),
+        (lambda: TrainingConfig(steps=1e5), "training.steps is 100000.0; expected int"),
+        (lambda: PairsConfig("text", "train.en", "train.de"), "source is 'train.en'; expected a tuple of str"),
+        (lambda: Config(seed=None), "seed is None; expected int"),
+        (lambda: Config(model=DataConfig()), "expected ModelConfig"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named_however_they_come(make: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()  # type: ignore[operator]

@@ -1,0 +1,195 @@
+"""decode.py: what goes in, what comes out, and how it ends."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.config_files import to_json
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.tokenizer import EOS_ID, Tokenizer
+from transformer_jax.training.checkpoint import Checkpoints
+from transformer_jax.training.step import TrainState
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES = ["one two three", "", "four five", "three one five two", "   ", "two two", "five"]
+TEXT = "".join(line + "\n" for line in LINES).encode()
+
+
+def _load_program():
+    spec = importlib.util.spec_from_file_location("decode_program", ROOT / "decode.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+program = _load_program()
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A work directory as training leaves it, with three checkpoints of random parameters."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = Tokenizer.train([(line, line.upper()) for line in LINES], TokenizerConfig(vocab_size=30, algorithm="unigram"))
+    config = Config(
+        model=ModelConfig(
+            vocab_size=30, d_model=16, d_ff=16, num_heads=2, num_layers=1, dtype="float32", tie_embeddings="none"
+        ),
+        data=DataConfig(max_source_length=16, max_target_length=16),
+        training=TrainingConfig(compilation_cache="", average=2),
+        decoding=DecodingConfig(beam_size=2, max_extra_length=4, max_source_length=16, batch_size=4),
+    )
+    (folder / "config.json").write_text(to_json(config))
+    tokenizer.save(folder)
+    checkpoints = Checkpoints(folder, config, tokenizer)
+    for step in (10, 20, 30):
+        model = Transformer(config.model, rngs=nnx.Rngs(step))
+        model.softmax_matrix[...] = 4 * model.softmax_matrix[...].at[EOS_ID].set(0)  # no end before something is said
+        parameters = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
+        zero = jnp.int32(0)
+        state = TrainState(
+            step=jnp.int32(step), parameters=parameters, optimizer={"count": zero}, ema=None, bad_steps=zero, bad_in_a_row=zero
+        )
+        checkpoints.save(state, {"best_step": 20})
+    checkpoints.wait()
+    return folder
+
+
+@pytest.fixture
+def decode(workdir, monkeypatch, capsysbinary):
+    """Run the program here: (exit status, stdout, stderr)."""
+
+    def run(*flags, stdin=TEXT, folder=workdir):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        status = program.main(["--workdir", str(folder), *map(str, flags)])
+        out, err = capsysbinary.readouterr()
+        return status, out.decode(), err.decode()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(workdir):
+    return Translator.from_workdir(workdir).translate(LINES)
+
+
+def test_one_line_out_for_each_line_in_and_nothing_else(decode, expected):
+    status, out, _ = decode()
+    assert status == 0
+    assert out == "".join(line + "\n" for line in expected)
+    assert [i for i, line in enumerate(out.split("\n")[:-1]) if not line] == [1, 4]
+
+
+def test_files(decode, expected, tmp_path):
+    packed = tmp_path / "input.gz"
+    packed.write_bytes(gzip.compress(TEXT))
+    status, out, _ = decode("--input", packed, "--output", tmp_path / "output")
+    assert (status, out) == (0, "")
+    assert (tmp_path / "output").read_text().split("\n") == [*expected, ""]
+
+
+def test_no_line_in_no_line_out(decode):
+    assert decode(stdin=b"")[:2] == (0, "")
+    assert decode(stdin=b"\n")[:2] == (0, "\n")
+    assert decode(stdin=b"one two")[1].count("\n") == 1
+
+
+def test_flags_reach_the_search(decode, workdir):
+    translator = Translator.from_workdir(workdir, checkpoint=20, average=2, beam_size=3, length_penalty=1.0, batch_size=2)
+    _, out, _ = decode(*("--checkpoint", 20, "--average", 2, "--beam-size", 3, "--length-penalty", 1.0, "--batch-size", 2))
+    assert out.split("\n")[:-1] == translator.translate(LINES)
+
+
+def test_best_is_the_checkpoint_that_training_says(decode):
+    assert decode("--checkpoint", "best")[1] == decode("--checkpoint", "20", "--average", 1)[1]
+
+
+def test_n_best(decode, expected):
+    _, out, _ = decode("--nbest", 2)
+    rows = [line.split(" ||| ") for line in out.split("\n")[:-1]]
+    assert [row[1] for i, row in enumerate(rows) if i == 0 or row[0] != rows[i - 1][0]] == expected
+    assert [row[0] for row in rows] == ["0", "0", "1", "2", "2", "3", "3", "4", "5", "5", "6", "6"]
+    assert all(re.fullmatch(r"-?\d+\.\d{4}", row[2]) for row in rows)
+
+
+def test_reference(decode, expected, tmp_path):
+    reference = tmp_path / "reference"
+    reference.write_text("".join(line + "\n" for line in expected))
+    status, out, err = decode("--reference", reference, "--bleu-tokenize", "char")
+    assert status == 0 and out.count("\n") == len(LINES)
+    assert re.search(r"^BLEU\|.*tok:char.* = 100\.00 ", err, re.MULTILINE)
+    assert re.search(r"^chrF2\|.* = \d", err, re.MULTILINE)
+    reference.write_text("one\n")
+    status, out, err = decode("--reference", reference)
+    assert (status, out) == (2, "") and "7 lines to score and 1 reference lines" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "message"),
+    [
+        ((), b"one\ntwo \xff\n", "line 2"),
+        (("--input", "no/such/file"), b"", "no/such/file"),
+        (("--output", "no/such/folder/file"), b"one\n", "no/such/folder/file"),
+        (("--beam-size", 0), b"one\n", "decoding.beam_size is 0"),
+        (("--beam-size", 31), b"one\n", "decoding.beam_size is 31"),
+        (("--nbest", 3), b"one\n", "num_hypotheses is 3; expected 1 to decoding.beam_size = 2"),
+        (("--checkpoint", 15), b"one\n", "10, 20, 30"),
+        (("--average", 9), b"one\n", "average is 9"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(decode, flags, stdin, message):
+    status, out, err = decode(*flags, stdin=stdin)
+    assert (status, out) == (2, "")
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_folder_that_is_no_work_directory(decode, tmp_path):
+    status, _, err = decode(folder=tmp_path)
+    assert status == 2 and "expected a work directory" in err
+
+
+def test_unknown_flags(workdir, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        program.main(["--workdir", str(workdir), "--beam", "4"])
+    assert exit_.value.code == 2 and "--beam-size" in capsys.readouterr().err
+
+
+def _start(workdir, *flags):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, str(ROOT / "decode.py"), "--workdir", str(workdir), *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+
+
+def test_a_closed_pipe_and_ctrl_c_end_it_quietly(workdir):
+    closed, interrupted = (_start(workdir, "--batch-size", "1") for _ in range(2))  # 100 lines are read at a time
+    for process in (closed, interrupted):
+        process.stdin.write(b"one two\n" * 100)
+        process.stdin.flush()
+    assert closed.stdout.readline() and interrupted.stdout.readline()
+
+    closed.stdout.close()
+    closed.stdin.write(b"one two\n" * 100)
+    closed.stdin.close()
+    interrupted.send_signal(signal.SIGINT)  # it waits for more input
+    assert closed.wait(60) == 141
+    assert interrupted.wait(60) == 130
+    for process in (closed, interrupted):
+        assert re.fullmatch(r"(Compiling .*\n)*", process.stderr.read().decode())
+        process.stderr.close()
+    interrupted.stdin.close()
+    interrupted.stdout.close()

@@ -1,0 +1,48 @@
+"""Scores: sacreBLEU's own values, its signature, and clear errors."""
+
+from __future__ import annotations
+
+import pytest
+import sacrebleu
+
+from transformer_jax.errors import UserError
+from transformer_jax.evaluation import bleu, check_pairs, chrf
+
+HYPOTHESES = ["The cat sat on the mat.", "Two dogs run, fast!", "It is raining today ."]
+REFERENCES = ["The cat sat on a mat.", "Two dogs run fast!", "It's raining today."]
+
+
+def test_identical_texts_score_100():
+    assert bleu(REFERENCES, REFERENCES).value == pytest.approx(100)
+    assert chrf(REFERENCES, REFERENCES).value == pytest.approx(100)
+
+
+@pytest.mark.parametrize("tokenize", ["13a", "none", "intl", "char"])
+def test_bleu_is_sacrebleu(tokenize):
+    score = bleu(HYPOTHESES, REFERENCES, tokenize=tokenize)
+    assert score.value == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], tokenize=tokenize).score
+    assert f"tok:{tokenize}" in score.signature and "case:mixed" in score.signature and sacrebleu.__version__ in score.signature
+    assert str(score).startswith(f"BLEU|{score.signature} = {score.value:.2f} ") and "hyp_len" in str(score)
+
+
+def test_chrf_is_sacrebleu():
+    score = chrf(HYPOTHESES, REFERENCES)
+    assert score.value == sacrebleu.corpus_chrf(HYPOTHESES, [REFERENCES]).score
+    assert str(score) == f"chrF2|{score.signature} = {score.value:.2f}"
+
+
+def test_case_counts():
+    assert bleu([line.lower() for line in REFERENCES], REFERENCES).value < 100
+
+
+@pytest.mark.parametrize("score", [bleu, chrf, check_pairs])
+def test_other_counts_and_nothing_at_all(score):
+    with pytest.raises(UserError, match="3 lines to score and 2 reference lines"):
+        score(HYPOTHESES, REFERENCES[:2])
+    with pytest.raises(UserError, match="nothing to score"):
+        score([], [])
+
+
+def test_unknown_tokenisation():
+    with pytest.raises(UserError, match=r"'13b' cannot be used .* sacreBLEU knows .*13a"):
+        bleu(HYPOTHESES, REFERENCES, tokenize="13b")

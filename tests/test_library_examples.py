@@ -1,0 +1,84 @@
+"""The Python blocks of README.md and docs/library.md: each runs by itself and prints what its comments say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Block(NamedTuple):
+    file: Path
+    line: int  # of the opening fence
+    code: str
+
+    def run(self) -> None:
+        """Run the block as a program and compare its output, where a comment beside a ``print`` tells it."""
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            # Newlines before the code make tracebacks point into the document.
+            exec(compile("\n" * self.line + self.code, str(self.file), "exec"), {"__name__": "__main__"})
+        printed = output.getvalue().splitlines()
+        prints = re.findall(r"^print\(.*?\)(?:  # (.*))?$", self.code, re.MULTILINE)
+        if any(prints):
+            assert len(printed) == len(prints), "in a block with expected output every print stands alone and prints a line"
+        for line, expected in zip(printed, prints):
+            # A colon begins an explanation.
+            assert not expected or line == expected.split(": ")[0]
+
+
+def blocks(name: str) -> list[Block]:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(ROOT / name, text[: match.start()].count("\n") + 1, match[1]) for match in found]
+
+
+BLOCKS = [*blocks("README.md"), *blocks("docs/library.md")]
+TRAINS = [block for block in BLOCKS if "train(config, " in block.code]
+OTHERS = [block for block in BLOCKS if block not in TRAINS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the blocks run: the guide's training block has left its work directory under every name that others read."""
+    folder = tmp_path_factory.mktemp("examples")
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))  # for the compilation cache that training turns on
+        jax.config.update("jax_disable_most_optimizations", True)  # the time goes into compiling, not into running
+        try:
+            for block in TRAINS:
+                block.run()
+            for name in {name for block in OTHERS for name in re.findall(r'"runs/(\w+)"', block.code)}:
+                (folder / "runs" / name).symlink_to("toy")
+            yield folder
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
+            jax.config.update("jax_compilation_cache_dir", None)
+            compilation_cache.reset_cache()
+
+
+def test_training_leaves_a_work_directory(folder: Path) -> None:
+    assert len(TRAINS) == 1
+    assert {"config.json", "tokenizer.model", "checkpoints", "metrics.jsonl", "summary.json"} <= {
+        path.name for path in (folder / "runs" / "toy").iterdir()
+    }
+
+
+@pytest.mark.parametrize("block", OTHERS, ids=lambda block: f"{block.file.name}:{block.line}")
+def test_block_runs_and_prints_what_it_says(block: Block, folder: Path) -> None:
+    block.run()
+
+
+def test_comments_beside_prints_are_compared() -> None:
+    Block(ROOT, 1, "print(1 + 1)  # 2: a sum\nprint('any')\n").run()
+    with pytest.raises(AssertionError):
+        Block(ROOT, 1, "print(1 + 1)  # 3\n").run()

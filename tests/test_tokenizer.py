@@ -1,0 +1,190 @@
+"""Properties of the tokenizer: round trip, reproducible training and sampling, sound special ids, helpful errors."""
+
+import hashlib
+import io
+import json
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_jax.config import PairsConfig, TokenizerConfig
+from transformer_jax.data.sources import read_pairs
+from transformer_jax.errors import UserError
+from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
+
+PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=2000)))
+SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))
+# Words of random syllables: each has many plausible segmentations, also for a unigram model.
+_generator = random.Random(0)
+_syllables = ["ba", "be", "bo", "da", "de", "do", "na", "ne", "no", "ta", "te", "to"]
+_words = ["".join(_generator.choices(_syllables, range(1, 13), k=_generator.randint(1, 4))) for _ in range(6000)]
+AMBIGUOUS = [" ".join(_words[i : i + 6]) for i in range(0, 6000, 6)]
+KINDS = [("bpe", True), ("bpe", False), ("unigram", True), ("unigram", False)]
+
+
+def train(algorithm="bpe", joint=True, vocab_size=60, pairs=PAIRS, **settings):
+    config = TokenizerConfig(vocab_size=vocab_size, algorithm=algorithm, joint=joint, **settings)
+    return Tokenizer.train(iter(pairs), config)
+
+
+BYTES = train(vocab_size=330, byte_fallback=True, normalization="identity")
+
+
+@pytest.mark.parametrize(("algorithm", "joint"), KINDS)
+def test_decoding_inverts_encoding(algorithm, joint):
+    tokenizer = train(algorithm, joint)
+    for sampling in (0.0, 0.3):
+        ids = tokenizer.encode_source(SOURCES, sampling=sampling, seed=1)
+        assert [tokenizer.decode_source(line) for line in ids] == SOURCES
+        ids = tokenizer.encode_target(TARGETS, sampling=sampling, seed=1)
+        assert [tokenizer.decode_target(line) for line in ids] == TARGETS
+    assert (tokenizer.joint, tokenizer.source_vocab_size, tokenizer.target_vocab_size) == (joint, 60, 60)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\u2581")), st.sampled_from([0.0, 0.5]))
+def test_identity_with_bytes_gives_any_line_back(line, sampling):
+    [ids] = BYTES.encode_source([line], sampling=sampling, seed=1)
+    assert BYTES.decode_source(ids) == line
+    assert UNK_ID not in ids
+
+
+def test_a_decoded_line_has_no_newline():
+    newline = [i for i in range(BYTES.source_vocab_size) if BYTES._source.id_to_piece(i) == "<0x0A>"]
+    assert BYTES.decode_source(newline) == " "
+
+
+def test_special_ids_are_never_text():
+    tokenizer = train()
+    ids = tokenizer.encode_source(["forty-two", "</s> <pad>", "", "forty \u4e2d two"])
+    assert not {PAD_ID, BOS_ID, EOS_ID} & {i for line in ids for i in line}
+    assert ids[2] == []
+    assert ids[3].count(UNK_ID) == 1
+    assert tokenizer.decode_target([BOS_ID, *ids[0], EOS_ID, PAD_ID, PAD_ID]) == "forty-two"
+
+
+@pytest.mark.parametrize(("algorithm", "joint"), KINDS)
+def test_training_is_reproducible_and_quiet(algorithm, joint, capfd):
+    assert train(algorithm, joint).fingerprint == train(algorithm, joint).fingerprint
+    assert train(algorithm, joint, vocab_size=59).fingerprint != train(algorithm, joint).fingerprint
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_at_most_so_many_sentences_from_all_over_the_text(joint):
+    pairs = [(f"{'a' if i < 500 else 'b'}{i}", f"x{i}") for i in range(1000)]
+    some = train(joint=joint, pairs=pairs, vocab_size=20, max_training_sentences=256)
+    # Every 4th pair (of 1,000, 250 are at most 256) on each side; every 8th where both sides share the budget.
+    every = pairs[:: 8 if joint else 4]
+    assert some.fingerprint == train(joint=joint, pairs=every, vocab_size=20).fingerprint
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_save_and_load(tmp_path, joint):
+    train(joint=not joint).save(tmp_path)
+    tokenizer = train(joint=joint)
+    tokenizer.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.fingerprint == tokenizer.fingerprint == pickle.loads(pickle.dumps(tokenizer)).fingerprint
+    assert loaded.encode_target(TARGETS) == tokenizer.encode_target(TARGETS)
+    expected = ["tokenizer.model"] if joint else ["tokenizer.source.model", "tokenizer.target.model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
+
+
+# Sampling
+
+
+def test_sampling_of_no_strength_is_sentencepieces_own_segmentation():
+    for tokenizer in (train(), BYTES):
+        lines = [*SOURCES, "caf\u00e9 \u4e2d\u4e2d forty", "  a  b "]
+        assert tokenizer.encode_source(lines, sampling=1e-12) == tokenizer.encode_source(lines)
+
+
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
+def test_sampling_depends_on_the_seed_and_on_nothing_else(algorithm, tmp_path):
+    tokenizer = train(algorithm, pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True))
+    tokenizer.save(tmp_path)
+
+    def digest(seed):
+        return hashlib.sha256(
+            json.dumps(tokenizer.encode_source(AMBIGUOUS[:200], sampling=0.2, seed=seed)).encode()
+        ).hexdigest()
+
+    assert digest(1) == digest(1) != digest(2)
+    program = f"""
+import hashlib, json, sys
+from transformer_jax.tokenizer import Tokenizer
+lines = json.load(sys.stdin)
+ids = Tokenizer.load({str(tmp_path)!r}).encode_source(lines, sampling=0.2, seed=1)
+print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
+"""
+    other = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(AMBIGUOUS[:200]), capture_output=True, text=True, check=True
+    )
+    assert other.stdout.strip() == digest(1)
+
+
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
+def test_sampling_has_sentencepieces_distribution(algorithm):
+    tokenizer, n = train(algorithm, pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True)), 20_000
+    ours = Counter(map(tuple, tokenizer.encode_source(["tobane"] * n, sampling=0.3, seed=1)))
+    theirs = Counter(
+        map(tuple, tokenizer._source.encode(["tobane"] * n, enable_sampling=True, nbest_size=-1, alpha=0.3, num_threads=1))
+    )
+    assert len(ours) > 3
+    distance = sum(abs(ours[ids] - theirs[ids]) for ids in ours | theirs) / (2 * n)
+    assert distance < 0.04
+
+
+# Errors
+
+
+@pytest.mark.parametrize(("algorithm", "joint"), KINDS)
+def test_a_vocabulary_larger_than_the_text_supports(algorithm, joint):
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size is 5000; expected at most \d+: the .*training text") as raised:
+        train(algorithm, joint, vocab_size=5000)
+    most = int(str(raised.value).split("at most ")[1].split(":")[0])
+    assert train(algorithm, joint, vocab_size=most).source_vocab_size == most
+
+
+def test_a_vocabulary_smaller_than_the_alphabet():
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size is 9; expected at least \d\d"):
+        train(vocab_size=9)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("pairs", [[], [("", " ")], [("\x01", "\x02")]])
+def test_empty_training_text(joint, pairs):
+    with pytest.raises(UserError, match=r"is empty|has no line .* check data.train"):
+        train(joint=joint, pairs=pairs)
+
+
+def test_load_from_a_folder_without_or_with_a_damaged_tokenizer(tmp_path):
+    with pytest.raises(UserError, match=r"No tokenizer in .* expected tokenizer\.model, or"):
+        Tokenizer.load(tmp_path)
+    for damaged in (b"", b"no model", train().source_model[:500]):
+        (tmp_path / "tokenizer.model").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"tokenizer\.model' is not a SentencePiece model, or is damaged"):
+            Tokenizer.load(tmp_path)
+
+
+def test_an_existing_model_is_used_if_its_ids_are_ours(tmp_path):
+    ours = train()
+    ours.save(tmp_path)
+    config = TokenizerConfig(model=str(tmp_path / "tokenizer.model"))
+    assert Tokenizer.train(iter([]), config).fingerprint == ours.fingerprint
+    with pytest.raises(UserError, match=r"tokenizer\.model = 'absent' does not exist"):
+        Tokenizer.train(PAIRS, TokenizerConfig(model="absent"))
+    other = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(SOURCES), model_writer=other, vocab_size=60, minloglevel=2)
+    (tmp_path / "other.model").write_bytes(other.getvalue())
+    with pytest.raises(
+        UserError, match=r"PAD, BOS, EOS, UNK = \(-1, 1, 2, 0\); expected \(0, 1, 2, 3\): train it with --pad_id=0"
+    ):
+        Tokenizer.train(PAIRS, TokenizerConfig(model=str(tmp_path / "other.model")))

@@ -1,0 +1,196 @@
+"""Checkpoints: exact, kept as configured, checked when read, usable alone, unharmed by a full disk."""
+
+import errno
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from transformer_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.errors import UserError
+from transformer_jax.saved_model import load_model
+from transformer_jax.sharding import make_mesh
+from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training import checkpoint as checkpoint_module
+from transformer_jax.training.checkpoint import Checkpoints
+from transformer_jax.training.step import Programs, TrainState, make_programs
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([("one two three", "eins zwei drei"), ("four five", "vier")] * 10, TokenizerConfig(vocab_size=40))
+
+
+@pytest.fixture(scope="module")
+def config(tokenizer: Tokenizer) -> Config:
+    return Config(
+        model=ModelConfig(vocab_size=tokenizer.target_vocab_size, d_model=8, d_ff=8, num_heads=2, num_layers=1),
+        data=DataConfig(max_source_length=16, max_target_length=16),
+        optimizer=OptimizerConfig(ema_decay=0.0),
+        training=TrainingConfig(keep_checkpoints=2, average=2),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(config: Config) -> Programs:
+    return make_programs(config, make_mesh(config.mesh))
+
+
+def _state(run: Programs, step: int) -> TrainState:
+    state = run.init()
+    shift = jax.tree.map(lambda x: x + step, state.parameters)
+    return TrainState(jax.numpy.int32(step), shift, state.optimizer, None, state.bad_steps, state.bad_in_a_row)
+
+
+def _save(checkpoints: Checkpoints, run: Programs, *steps: int, **progress: object) -> None:
+    for step in steps:
+        checkpoints.save(_state(run, step), progress)
+    checkpoints.wait()
+
+
+def test_restored_state_is_the_saved_one(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    assert checkpoints.restore_latest(run.abstract_state) is None
+    _save(checkpoints, run, 7, best_step=3)
+    state, progress = checkpoints.restore_latest(run.abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, state, _state(run, 7))
+    assert progress == {"best_step": 3}
+
+
+def test_newest_and_best_are_kept(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    _save(checkpoints, run, 1, 2, 3, 4, best_step=1)
+    assert checkpoints.steps() == [1, 3, 4]
+    _save(checkpoints, run, 5, best_step=5)
+    assert checkpoints.steps() == [4, 5]
+
+
+def test_a_checkpoint_is_usable_from_its_folder_alone(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
+    _save(Checkpoints(tmp_path / "run", config, tokenizer), run, 3)
+    shutil.move(tmp_path / "run" / "checkpoints" / "00000003", tmp_path / "elsewhere")
+    loaded_config, model, loaded_tokenizer = load_model(tmp_path / "elsewhere")
+    assert (loaded_config, loaded_tokenizer.fingerprint) == (config, tokenizer.fingerprint)
+    expected = _state(run, 3).parameters
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected)
+
+
+def test_averaging_and_choice(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+    _save(Checkpoints(tmp_path, config, tokenizer), run, 10, 20, best_step=10)
+    start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
+
+    def shift(**options: object) -> float:
+        return float(np.mean(load_model(tmp_path, **options)[1].target_embedding.matrix[...] - start))
+
+    assert shift(average=1) == pytest.approx(20, rel=1e-5)
+    assert shift() == pytest.approx(15, rel=1e-5)  # the config's training.average
+    assert shift(average=2) == pytest.approx(15, rel=1e-5)
+    assert shift(checkpoint="best") == pytest.approx(10, rel=1e-5)
+    assert shift(checkpoint=10) == pytest.approx(10, rel=1e-5)
+    with pytest.raises(UserError, match="average is 0; expected at least 1"):
+        load_model(tmp_path, average=0)
+    with pytest.raises(UserError, match="average is 3; expected at most 2"):
+        load_model(tmp_path, average=3)
+    with pytest.raises(UserError, match="checkpoint is 11; expected last, best, or one of the steps 10, 20"):
+        load_model(tmp_path, checkpoint=11)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_last_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    _save(checkpoints, run, 1, 2)
+    largest = max((tmp_path / "checkpoints" / "00000002" / "state").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "remove":
+        largest.unlink()
+    else:
+        largest.write_bytes(content if damage == "flip" else content[:-10])
+    with pytest.raises(UserError, match="is damaged"):
+        load_model(tmp_path, checkpoint=2)
+    assert int(load_model(tmp_path)[1].config.d_model) == 8  # the last whole one
+    with caplog.at_level(logging.WARNING):
+        state, _ = checkpoints.restore_latest(run.abstract_state)
+    assert int(state.step) == 1
+    assert "damaged" in caplog.text
+    assert checkpoints.steps() == [1]
+
+
+def test_when_all_are_damaged_nothing_is_deleted_or_begun_anew(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    _save(checkpoints, run, 1, 2)
+    for path in (tmp_path / "checkpoints").glob("*/config.json"):
+        path.write_text("{}")
+    with pytest.raises(UserError, match="All 2 checkpoints .* are damaged"):
+        load_model(tmp_path)
+    for _ in range(2):  # a second start does not begin anew either
+        with pytest.raises(UserError, match="All 2 checkpoints .* are damaged"):
+            Checkpoints(tmp_path, config, tokenizer).restore_latest(run.abstract_state)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_an_error_while_restoring_is_not_taken_for_damage(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    _save(checkpoints, run, 1, 2)
+
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(checkpoint_module, "_restore_state", out_of_memory)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        checkpoints.restore_latest(run.abstract_state)
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_save_that_was_cut_off_is_no_checkpoint(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+    _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2)
+    (tmp_path / "checkpoints" / "00000002" / "manifest.json").unlink()
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    assert int(checkpoints.restore_latest(run.abstract_state)[0].step) == 1
+    assert not (tmp_path / "checkpoints" / "00000002").exists()
+
+
+def test_full_disk_is_reported_and_older_checkpoints_stay(
+    tmp_path: Path,
+    run: Programs,
+    config: Config,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    _save(checkpoints, run, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "write_manifest", full)
+    _save(checkpoints, run, 2)
+    assert "No space left on device" in caplog.text
+    assert checkpoints.last_saved == -1
+    monkeypatch.undo()
+    assert [int(checkpoints.restore_latest(run.abstract_state)[0].step), *checkpoints.steps()] == [1, 1]
+
+
+def test_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no checkpoint; expected a work directory"):
+        load_model(tmp_path)
+
+
+def test_manifest_lists_every_file(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+    _save(Checkpoints(tmp_path, config, tokenizer), run, 1)
+    folder = tmp_path / "checkpoints" / "00000001"
+    listed = json.loads((folder / "manifest.json").read_text())
+    assert {"config.json", "tokenizer.model", "progress.json"} <= set(listed)

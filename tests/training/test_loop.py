@@ -1,0 +1,272 @@
+"""Whole runs on a tiny task: files, resume after kills, signals, devices, refusals, bad losses, early stopping."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from transformer_jax.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PairsConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.saved_model import complete_steps
+from transformer_jax.training.checkpoint import Checkpoints
+from transformer_jax.training.loop import Run, TrainingError, train
+from transformer_jax.training.workdir import lock
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE = jax.devices()[:1]  # where the number of devices is not what is tested
+
+
+def tiny(**training: Any) -> Config:
+    return Config(
+        model=ModelConfig(d_model=16, d_ff=32, num_heads=2, num_layers=1, dropout=0.1),
+        tokenizer=TokenizerConfig(vocab_size=60),
+        data=DataConfig(
+            train=PairsConfig("numbers", limit=500),
+            dev=PairsConfig("numbers", split="dev", limit=20),
+            test=PairsConfig("numbers", split="test", limit=10),
+            max_source_length=64,
+            max_target_length=64,
+        ),
+        batch=BatchConfig(tokens=1024, buckets=2),
+        optimizer=OptimizerConfig(warmup_steps=20, peak_learning_rate=0.01),
+        training=TrainingConfig(
+            **{
+                "steps": 30,
+                "log_every": 1,
+                "eval_every": 15,
+                "checkpoint_every": 5,
+                "bleu_sentences": 5,
+                "bleu_tokenize": "char",
+                "keep_checkpoints": 3,
+                "average": 2,
+                "compilation_cache": "",
+            }
+            | training
+        ),
+    )
+
+
+def command(workdir: Path, cache: Path, config: Config, *, devices: int = 1) -> subprocess.Popen[str]:
+    """``python train.py`` on this config, in a process of its own."""
+    file = workdir.parent / f"{workdir.name}_config.py"
+    text = json.dumps(dataclasses.asdict(config))
+    file.write_text(
+        f"from transformer_jax.config_files import from_json\n\n\ndef get_config():\n    return from_json({text!r})\n"
+    )
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    environment = os.environ | {"XLA_FLAGS": flags}
+    arguments = ["--config", str(file), "--workdir", str(workdir), "--training.compilation-cache", str(cache)]
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+
+
+def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [entry for line in lines if line.endswith("}") and (entry := json.loads(line))["kind"] == kind]
+
+
+def final_state(config: Config, workdir: Path) -> Any:
+    """Everything in the last checkpoint."""
+    run = Run(config, workdir, ONE)
+    restored = run.checkpoints.restore_latest(run.programs.abstract_state)
+    assert restored is not None
+    run.close()
+    return jax.tree.map(np.asarray, restored[0])
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, f"train.py ended before {what}: {process.communicate()[1]}"
+        assert time.monotonic() < deadline, f"no {what} within 120 s"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run, in one process on one device, with a compilation cache beside it."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    process = command(workdir, workdir.parent / "cache", tiny())
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return workdir
+
+
+def test_work_directory_holds_what_is_promised(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == 30
+    assert summary["stopped_by"] is None
+    assert set(summary["test"]) >= {"bleu", "bleu_signature", "chrf", "exact_match", "averaged_checkpoints"}
+    assert summary["tokens_per_second"] > 0 and summary["peak_memory_bytes"]["host"] > 1e7
+    assert summary["best_dev_loss"] == min(entry["dev_loss"] for entry in entries(finished, "dev"))
+    assert (finished / "tokenizer.model").exists() and list((finished / "tensorboard").iterdir())
+    train_entries = entries(finished)
+    assert [entry["step"] for entry in train_entries] == list(range(1, 31))
+    assert train_entries[-1]["loss"] < 0.9 * train_entries[0]["loss"]
+    assert {"learning_rate", "gradient_norm", "tokens_per_second", "source_fill", "data_wait_share"} <= set(train_entries[0])
+    assert [entry["step"] for entry in entries(finished, "dev")] == [15, 30]
+    assert complete_steps(finished / "checkpoints")[-3:] == [20, 25, 30]
+
+
+def test_killed_at_any_moment_the_run_ends_in_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    workdir, cache = tmp_path / "run", finished.parent / "cache"
+    moments = {
+        "a save": lambda: any((workdir / "checkpoints").glob("00000005*")),
+        "step 12": lambda: any(entry["step"] >= 12 for entry in entries(workdir)),
+        "step 23": lambda: any(entry["step"] >= 23 for entry in entries(workdir)),
+    }
+    for what, reached in moments.items():
+        process = command(workdir, cache, tiny())
+        wait_for(reached, process, what)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    process = command(workdir, cache, tiny())
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    jax.tree.map(np.testing.assert_array_equal, final_state(tiny(), workdir), final_state(tiny(), finished))
+    assert [entry["step"] for entry in entries(workdir)] == list(range(1, 31))
+    assert [entry["loss"] for entry in entries(workdir)] == [entry["loss"] for entry in entries(finished)]
+
+
+def test_eight_devices_see_the_same_batches_and_losses(finished: Path, tmp_path: Path) -> None:
+    assert len(jax.devices()) == 8
+    train(tiny(steps=12, eval_every=12, bleu_every=0), tmp_path / "run")
+    several, one = entries(tmp_path / "run"), entries(finished)[:12]
+    np.testing.assert_allclose([e["loss"] for e in several], [e["loss"] for e in one], rtol=1e-5)
+    assert [e["source_fill"] for e in several] == [e["source_fill"] for e in one]
+
+
+def test_sigterm_saves_and_tells_how_to_go_on(finished: Path, tmp_path: Path) -> None:
+    workdir, cache = tmp_path / "run", finished.parent / "cache"
+    process = command(workdir, cache, tiny(steps=100_000, eval_every=100_000, checkpoint_every=100_000))
+    wait_for(lambda: len(entries(workdir)) > 3, process, "step 3")
+    process.terminate()
+    process.terminate()  # a group's signal may come twice
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["stopped_by"] == "SIGTERM"
+    assert complete_steps(workdir / "checkpoints") == [summary["steps"]]
+    assert "Run the same command again" in errors
+
+
+def test_changed_training_text_is_refused(tmp_path: Path) -> None:
+    lines = "".join(f"{a} {b}\n" for a in range(40) for b in range(5))
+    (tmp_path / "text").write_text(lines)
+    pairs = PairsConfig("text", ("text",), ("text",))
+    data = DataConfig(root=str(tmp_path), train=pairs, max_source_length=64, max_target_length=64)
+    config = dataclasses.replace(tiny(steps=1), data=data, tokenizer=TokenizerConfig(vocab_size=30))
+    train(config, tmp_path / "run", devices=ONE)
+    (tmp_path / "text").write_text(lines.replace("7", "8"))
+    with pytest.raises(UserError, match="The training text is not the one"):
+        train(config, tmp_path / "run", devices=ONE)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(finished: Path) -> None:
+    with lock(finished), pytest.raises(UserError, match="Another run is at work"):
+        train(tiny(), finished, devices=ONE)
+
+
+def test_unequal_test_files_are_named_before_training(tmp_path: Path) -> None:
+    (tmp_path / "long").write_text("one\ntwo\n")
+    (tmp_path / "short").write_text("eins\n")
+    test = PairsConfig("text", ("long",), ("short",))
+    config = dataclasses.replace(tiny(), data=dataclasses.replace(tiny().data, test=test, root=str(tmp_path)))
+    with pytest.raises(UserError, match="has 2 lines and .* has 1"):
+        train(config, tmp_path / "run", devices=ONE)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
+    other = dataclasses.replace(tiny(), seed=1, model=dataclasses.replace(tiny().model, d_ff=64))
+    with pytest.raises(UserError, match=r"(?s)model.d_ff: 32 in the work directory, 64 now.*seed: 0 in the work directory"):
+        train(other, finished)
+
+
+def test_a_relative_work_directory_trains_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(tiny(steps=1, bleu_every=0), "run", devices=ONE)
+    assert len(Translator.from_workdir("run").translate(["one", ""])) == 2
+
+
+def test_a_folder_where_nothing_was_trained_is_taken_over(tmp_path: Path) -> None:
+    config = tiny(steps=1, bleu_every=0)
+    too_large = dataclasses.replace(config, tokenizer=TokenizerConfig(vocab_size=50_000))
+    with pytest.raises(UserError, match="tokenizer.vocab_size is 50000"):
+        train(too_large, tmp_path / "run", devices=ONE)
+    assert train(config, tmp_path / "run", devices=ONE)["steps"] == 1
+
+
+def test_a_missing_dev_file_is_named_before_work_starts(tmp_path: Path) -> None:
+    dev = PairsConfig("text", ("none.en",), ("none.de",))
+    config = dataclasses.replace(tiny(), data=dataclasses.replace(tiny().data, dev=dev))
+    with pytest.raises(UserError, match="File 'none.en' does not exist"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="is not empty and holds no config.json"):
+        train(tiny(), tmp_path)
+
+
+def test_a_loss_that_stays_non_finite_stops_the_run(tmp_path: Path) -> None:
+    config = tiny(max_bad_steps=3)
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38))
+    with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
+        train(config, tmp_path / "run", devices=ONE)
+    assert len(entries(tmp_path / "run", "bad_step")) == 3
+
+
+def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
+    config = tiny(steps=100, eval_every=2, checkpoint_every=100, patience=2, bleu_every=0)
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30))
+    summary = train(config, tmp_path / "run", devices=ONE)
+    assert summary["steps"] == 6
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [2, 6]
+    assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6  # nothing is left to do
+
+
+def test_a_last_save_that_fails_ends_with_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoints, "save", lambda self, state, progress: None)
+    with pytest.raises(UserError, match="could not be saved"):
+        train(tiny(steps=2, bleu_every=0), tmp_path / "run", devices=ONE)
+
+
+def test_packed_rows_and_sampled_subwords_train(tmp_path: Path) -> None:
+    config = tiny(steps=12, bleu_every=0)
+    config = dataclasses.replace(
+        config,
+        tokenizer=dataclasses.replace(config.tokenizer, sampling=0.1, sampled_epochs=3),
+        batch=BatchConfig(layout="packed", tokens=1024, row_length=128),
+    )
+    train(config, tmp_path / "run", devices=ONE)
+    found = entries(tmp_path / "run")
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert found[0]["target_fill"] > 0.9

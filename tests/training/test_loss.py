@@ -1,0 +1,60 @@
+"""The chunked loss equals a plain one: values, gradients, padding, chunk sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.training.loss import smoothed_cross_entropy
+
+B, T, D, V = 3, 7, 8, 19
+
+
+def _inputs() -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    target = jax.random.randint(keys[2], (B, T), 1, V).at[1, 4:].set(0).at[2].set(0)
+    return jax.random.normal(keys[0], (B, T, D)), jax.random.normal(keys[1], (V, D)), target
+
+
+def _plain(hidden: jax.Array, matrix: jax.Array, target: jax.Array, epsilon: float) -> jax.Array:
+    log_probs = jax.nn.log_softmax(jnp.einsum("BTD,VD->BTV", hidden, matrix))
+    wanted = (1 - epsilon) * jax.nn.one_hot(target, V) + epsilon / V
+    return -((wanted * log_probs).sum(axis=-1) * (target != 0)).sum()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+@pytest.mark.parametrize("max_logits", [1, 2 * B * V, 3 * B * V, 10**6])
+def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int) -> None:
+    hidden, matrix, target = _inputs()
+
+    def ours(h: jax.Array, m: jax.Array) -> jax.Array:
+        return smoothed_cross_entropy(h, m, target, epsilon, max_logits).loss
+
+    np.testing.assert_allclose(ours(hidden, matrix), _plain(hidden, matrix, target, epsilon), rtol=1e-5)
+    expected = jax.grad(_plain, argnums=(0, 1))(hidden, matrix, target, epsilon)
+    for got, want in zip(jax.grad(ours, argnums=(0, 1))(hidden, matrix), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_beside_the_loss() -> None:
+    hidden, matrix, target = _inputs()
+    for sums in (
+        smoothed_cross_entropy(hidden, matrix, target, 0.1, 60),
+        jax.vjp(lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60), hidden)[0],
+    ):
+        np.testing.assert_allclose(sums.nll, _plain(hidden, matrix, target, 0.0), rtol=1e-5)
+        predicted = jnp.einsum("BTD,VD->BTV", hidden, matrix).argmax(axis=-1)
+        assert int(sums.correct) == int(((predicted == target) & (target != 0)).sum())
+        assert int(sums.tokens) == int((target != 0).sum())
+
+
+def test_gradient_is_zero_at_padding() -> None:
+    hidden, matrix, target = _inputs()
+    gradient = jax.grad(lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60).loss)(hidden)
+    assert (gradient[target == 0] == 0).all()
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden, matrix, target = _inputs()
+    sums, pull = jax.vjp(lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60).loss, 1e4 * hidden)
+    assert jnp.isfinite(sums) and jnp.isfinite(pull(jnp.ones(()))[0]).all()

@@ -1,0 +1,173 @@
+"""The training step: the same on any mesh, accumulation, skipped bad steps, the paper's schedule."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.config import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from transformer_jax.data.batching import Batch
+from transformer_jax.errors import UserError
+from transformer_jax.sharding import check_rows, make_mesh, state_shardings
+from transformer_jax.training.optimizer import learning_rate_schedule
+from transformer_jax.training.step import Programs, TrainState, make_programs
+
+CONFIG = Config(
+    model=ModelConfig(vocab_size=24, d_model=16, d_ff=32, num_heads=4, num_layers=1, dropout=0.1),
+    data=DataConfig(max_source_length=16, max_target_length=16),
+    batch=BatchConfig(tokens=256, row_multiple=8),
+    optimizer=OptimizerConfig(warmup_steps=10),
+    training=TrainingConfig(steps=10),
+)
+
+
+def batch(seed: int = 0, rows: int = 16) -> Batch:
+    rng = np.random.default_rng(seed)
+    source, target = rng.integers(4, 24, (rows, 7)).astype(np.int32), rng.integers(4, 24, (rows, 6)).astype(np.int32)
+    source[1, 3:] = target[1, 4:] = 0
+    return Batch(source, target)
+
+
+@functools.cache
+def programs(config: Config, devices: int = 1) -> Programs:
+    return make_programs(config, make_mesh(config.mesh, jax.devices()[:devices]))
+
+
+def losses(config: Config, devices: int, steps: int = 4) -> tuple[list[float], TrainState]:
+    run = programs(config, devices)
+    state, result = run.init(), []
+    for step in range(steps):
+        state, metrics = run.train_step(state, batch(step))
+        result.append(float(metrics.sums.loss / metrics.sums.tokens))
+    return result, state
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> list[float]:
+    return losses(CONFIG, 1)[0]
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
+def test_losses_are_those_of_one_device(mesh: tuple[int, int, int], on_one_device: list[float]) -> None:
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(*mesh))
+    several, state = losses(config, 8)
+    np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
+    kernel = state.parameters["encoder"]["layers"][0]["feed_forward"]["inner"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // (mesh[1] * mesh[2])
+
+
+def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
+    run = programs(dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0)))
+    state = run.init()
+    first = None
+    for _ in range(30):
+        state, metrics = run.train_step(state, batch())
+        first = first or float(metrics.sums.nll)
+    assert float(metrics.sums.nll) < 0.6 * first
+
+
+def test_accumulation_changes_nothing() -> None:
+    plain = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
+    parts = dataclasses.replace(plain, optimizer=dataclasses.replace(plain.optimizer, accumulate_steps=4))
+    whole_losses, whole = losses(plain, 1)
+    part_losses, split = losses(parts, 1)
+    np.testing.assert_allclose(part_losses, whole_losses, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), split.parameters, whole.parameters)
+
+
+def test_rows_of_padding_change_nothing() -> None:
+    run = programs(dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0)))
+    padded = Batch(*(np.pad(side, ((0, 8), (0, 0))) for side in batch()[:2]))
+    one, one_metrics = run.train_step(run.init(), batch())
+    two, two_metrics = run.train_step(run.init(), padded)
+    assert one_metrics.sums.tokens == two_metrics.sums.tokens
+    np.testing.assert_allclose(one_metrics.gradient_norm, two_metrics.gradient_norm, rtol=1e-5)
+    sums = run.eval_step(one.parameters, padded)
+    np.testing.assert_allclose(run.eval_step(two.parameters, batch()).nll, sums.nll, rtol=1e-4)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
+    run = programs(CONFIG)
+    state, _ = run.train_step(run.init(), batch())
+    scale = state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"]
+    state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"] = scale.at[0].set(jnp.nan)
+    before = jax.tree.map(np.asarray, (state.parameters, state.optimizer))
+    for count in (1, 2):
+        state, metrics = run.train_step(state, batch())
+        assert (int(metrics.bad_steps), int(metrics.bad_in_a_row)) == (count, count)
+    jax.tree.map(np.testing.assert_array_equal, (state.parameters, state.optimizer), before)
+    assert int(state.step) == 3  # the data goes on
+    state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"] = scale
+    state, metrics = run.train_step(state, batch())
+    assert (int(metrics.bad_steps), int(metrics.bad_in_a_row)) == (2, 0)
+
+
+def test_a_bad_step_leaves_the_moving_average_alone() -> None:
+    run = programs(dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.9)))
+    state, _ = run.train_step(run.init(), batch())
+    before = jax.tree.map(np.asarray, state.ema)
+    state.parameters["target_embedding"]["matrix"] = state.parameters["target_embedding"]["matrix"].at[5].set(jnp.nan)
+    state, metrics = run.train_step(state, batch())
+    assert int(metrics.bad_steps) == 1
+    jax.tree.map(np.testing.assert_array_equal, state.ema, before)
+
+
+def test_moving_average_of_parameters() -> None:
+    run = programs(dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.9)))
+    state = run.init()
+    start = np.asarray(state.ema["target_embedding"]["matrix"])
+    state, _ = run.train_step(state, batch())
+    expected = 0.9 * start + 0.1 * np.asarray(state.parameters["target_embedding"]["matrix"])
+    np.testing.assert_allclose(state.ema["target_embedding"]["matrix"], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_dropout_differs_between_steps_and_rows() -> None:
+    run = programs(CONFIG)
+    same = Batch(*(np.repeat(side[:1], 16, axis=0) for side in batch()[:2]))
+    state = run.init()
+    first = float(run.train_step(run.init(), same)[1].sums.nll)
+    state = dataclasses.replace(state, step=state.step + 1)
+    assert float(run.train_step(state, same)[1].sums.nll) != first
+    again = float(run.train_step(run.init(), same)[1].sums.nll)
+    assert again == first
+
+
+def test_schedule_is_equation_3_with_steps_from_1() -> None:
+    schedule = learning_rate_schedule(OptimizerConfig(warmup_steps=4000), 512)
+    for step in (1, 100, 4000, 4001, 100_000):
+        expected = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
+        np.testing.assert_allclose(schedule(step - 1), expected, rtol=1e-5)
+    given = learning_rate_schedule(OptimizerConfig(warmup_steps=100, peak_learning_rate=0.01), 512)
+    np.testing.assert_allclose([given(99), given(399)], [0.01, 0.005], rtol=1e-5)
+
+
+def test_first_update_has_the_size_of_the_learning_rate() -> None:
+    """Adam's first step is the learning rate times the gradient's sign."""
+    run = programs(CONFIG)
+    before = run.init().parameters["target_embedding"]["matrix"]
+    state, metrics = run.train_step(run.init(), batch())
+    step = np.abs(np.asarray(state.parameters["target_embedding"]["matrix"]) - np.asarray(before))
+    np.testing.assert_allclose(step[4:].max(), metrics.learning_rate, rtol=1e-2)
+    np.testing.assert_allclose(metrics.learning_rate, 16**-0.5 * 10**-1.5, rtol=1e-5)
+
+
+def test_mesh_errors() -> None:
+    with pytest.raises(UserError, match="expected a product of 8, the number of devices"):
+        make_mesh(MeshConfig(data=3))
+    with pytest.raises(UserError, match=r"multiple of mesh.data x mesh.fsdp = 8"):
+        check_rows(make_mesh(MeshConfig()), 12)
+    with pytest.raises(UserError, match="mesh.tensor is 8; expected a divisor"):
+        programs(dataclasses.replace(CONFIG, mesh=MeshConfig(tensor=8)), 8)
+
+
+def test_optimizer_state_is_sharded_like_its_parameters() -> None:
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    abstract = jax.eval_shape(programs(CONFIG).init)
+    shardings = state_shardings(abstract, mesh)
+    parameters = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings.parameters))
+    moments = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings.optimizer[0].mu))
+    assert parameters == moments
+    assert sum("fsdp" in spec for spec in parameters) >= 10

@@ -1,0 +1,63 @@
+"""Train a Transformer: python train.py --config configs/demo.py --workdir runs/demo [--model.num-layers 2 ...]"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from transformer_jax.config import Config
+from transformer_jax.config_files import load_config_file
+from transformer_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train a Transformer. The same command run again resumes. The config file sets the defaults of all other flags."""
+
+    workdir: str
+    """Folder of this run: config, tokenizer, checkpoints, metrics; made if it does not exist."""
+    config: str = ""
+    """Config file, as in configs/; without one: the paper's base model."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns its exit status: 0, 1 (training failed), 2 (wrong input), 128 + a signal's number."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        first.add_argument("--config")
+        path = first.parse_known_args(argv)[0].config
+        defaults = load_config_file(path) if path else Config()
+        arguments = tyro.cli(Arguments, args=argv, prog="train.py", default=Arguments(tyro.MISSING, path or "", defaults))
+        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's; what goes wrong in a save is reported here
+        logging.getLogger("transformer_jax").setLevel(logging.INFO)
+        from transformer_jax.training.loop import TrainingError, train  # after the flags, so that --help answers at once
+
+        try:
+            summary = train(arguments.settings, arguments.workdir)
+        except TrainingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    except BrokenPipeError:  # nobody reads the output, as in train.py --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 128 + signal.Signals[summary["stopped_by"]] if summary["stopped_by"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""The tokenised corpus: flat token arrays on disk, built once by several processes, then opened by memory map.
+
+A corpus lives in ``<directory>/<fingerprint>``. It is written under another name and renamed when whole, so what opens
+is whole: a crash leaves a temporary folder that nobody opens, and of two builders the second finds the first one's work.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from transformer_jax.config import DataConfig, PairsConfig
+from transformer_jax.data.sources import read_pairs
+from transformer_jax.data.tokenising import TokeniseJob, flatten, tokenised
+from transformer_jax.errors import UserError
+from transformer_jax.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_STALE_SECONDS = 600.0  # an abandoned temporary folder is deleted at this age
+_TEMPORARY = "tmp-"
+_MANIFEST = "manifest.json"
+_SIDES = ("source", "target")
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """N pairs in K segmentations (1 unless sampled): sequence ``v * N + i`` is pair ``i`` in segmentation ``v``.
+
+    Sequence ``j`` of a side is ``tokens[offsets[j] : offsets[j + 1]]``. Each ends with EOS; there is no BOS.
+    """
+
+    fingerprint: str
+    num_pairs: int
+    num_samples: int
+    source_tokens: np.ndarray
+    """uint16, or int32 where the vocabulary is larger than that."""
+    source_offsets: np.ndarray
+    """int64 [K * N + 1]."""
+    target_tokens: np.ndarray
+    target_offsets: np.ndarray
+    statistics: dict[str, int]
+    """Pairs: read, kept, and left out as empty, too_long, ratio, invalid_utf8."""
+
+    @property
+    def source_lengths(self) -> np.ndarray:
+        """int32 [K, N], EOS counted."""
+        return self._lengths(self.source_offsets)
+
+    @property
+    def target_lengths(self) -> np.ndarray:
+        """int32 [K, N], EOS counted."""
+        return self._lengths(self.target_offsets)
+
+    def _lengths(self, offsets: np.ndarray) -> np.ndarray:
+        lengths = np.empty(len(offsets) - 1, np.int32)
+        np.subtract(offsets[1:], offsets[:-1], out=lengths, casting="unsafe")
+        return lengths.reshape(self.num_samples, self.num_pairs)
+
+    @classmethod
+    def from_lists(cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Corpus:
+        """A corpus in memory from piece ids without EOS, which is added here."""
+        if len(sources) != len(targets):
+            raise UserError(f"There are {len(sources)} sources and {len(targets)} targets; expected as many of both.")
+        arrays = [array for side in (sources, targets) for array in flatten(side, np.dtype(np.int32))]
+        offsets = [np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) for lengths in arrays[1::2]]
+        digest = hashlib.sha256()
+        for array in arrays:
+            digest.update(array.tobytes())
+        n = len(sources)
+        statistics = {"read": n, "kept": n, "empty": 0, "too_long": 0, "ratio": 0, "invalid_utf8": 0}
+        return cls(digest.hexdigest(), n, 1, arrays[0], offsets[0], arrays[2], offsets[1], statistics)
+
+
+def build_corpus(
+    pairs: PairsConfig,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    directory: str | Path,
+    *,
+    sampling: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
+) -> Corpus:
+    """Tokenise ``pairs`` into ``directory``, or open what an earlier call with the same inputs and settings left there.
+
+    Pairs that are empty, longer than ``data`` allows or of too unequal length (in any segmentation) are left out and
+    counted; ``UserError`` if none is left. With ``sampling`` (see ``Tokenizer.encode_source``) ``num_samples``
+    segmentations are drawn. The result does not depend on ``data.workers``.
+    """
+    num_samples = num_samples if sampling else 1
+    job = TokeniseJob(tokenizer, data, float(sampling), num_samples, seed if sampling else 0)
+    fingerprint = job.fingerprint(pairs)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    final = directory / fingerprint[:20]
+    if corpus := _open(final, fingerprint):
+        return corpus
+    if final.exists():
+        _log.warning("The tokenised corpus %s is damaged; it is built again.", final)
+    _remove_stale(directory)
+    temporary = directory / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        with _locked(temporary):
+            _write(temporary, fingerprint, pairs, job)
+            return _publish(temporary, final, fingerprint)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"The disk of {str(directory)!r} is full; expected room for the tokenised corpus: free some, or set data.cache."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob) -> None:
+    counts = {"read": 0, "kept": 0, "empty": 0, "too_long": 0, "ratio": 0, "invalid_utf8": 0}
+    read = read_pairs(pairs, job.data.root, invalid_utf8=job.data.invalid_utf8, counts=counts)
+    with closing(tokenised(read, job)) as chunks:  # also after an error: its processes end
+        for chunk in chunks:
+            for name, count in chunk.statistics.items():
+                counts[name] += count
+            for side, flat in zip(_SIDES, chunk.flat, strict=True):
+                for v, (tokens, lengths) in enumerate(flat):
+                    _append(folder / f"{side}_tokens.{v}", tokens)
+                    _append(folder / f"{side}_lengths.{v}", lengths)
+    counts["read"] += counts["invalid_utf8"]
+    if not counts["kept"]:
+        raise UserError(
+            f"No sentence pair is left of {counts['read']:,} read: {counts['empty']:,} empty, {counts['too_long']:,} longer "
+            f"than data.max_source_length or data.max_target_length, {counts['ratio']:,} beyond data.max_length_ratio, "
+            f"{counts['invalid_utf8']:,} not UTF-8; expected at least one: check the files, or relax these settings."
+        )
+    for side in _SIDES:
+        first, *others = [folder / f"{side}_tokens.{v}" for v in range(job.num_samples)]
+        with open(first, "ab") as whole:
+            for other in others:
+                with open(other, "rb") as part:
+                    shutil.copyfileobj(part, whole, 2**20)
+                other.unlink()
+        first.rename(folder / f"{side}_tokens")
+        offset = 0
+        _append(folder / f"{side}_offsets", np.zeros(1, np.int64))
+        for v in range(job.num_samples):
+            lengths_file = folder / f"{side}_lengths.{v}"
+            with open(lengths_file, "rb") as file:
+                while len(lengths := np.fromfile(file, np.int32, 2**20)):
+                    ends = offset + np.cumsum(lengths, dtype=np.int64)
+                    offset = int(ends[-1])
+                    _append(folder / f"{side}_offsets", ends)
+            lengths_file.unlink()
+    manifest = {
+        "fingerprint": fingerprint,
+        "num_pairs": counts["kept"],
+        "num_samples": job.num_samples,
+        "dtypes": [dtype.name for dtype in job.dtypes()],
+        "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+        "statistics": counts,
+    }
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _append(path: Path, array: np.ndarray) -> None:
+    with open(path, "ab") as file:  # opened anew each time: with many segmentations there are many files
+        file.write(array.data)
+
+
+def _publish(temporary: Path, final: Path, fingerprint: str) -> Corpus:
+    """Give the finished folder its name, unless another builder's corpus bears it."""
+    for path in (*temporary.iterdir(), temporary):
+        _sync(path)
+    with _locked(final.parent):
+        corpus = _open(final, fingerprint)
+        if corpus is None:
+            if final.exists():  # damaged
+                final.rename(temporary / "damaged")
+                shutil.rmtree(temporary / "damaged")
+            temporary.rename(final)
+            _sync(final.parent)
+            corpus = _open(final, fingerprint)
+    assert corpus is not None, f"{final} was just written and does not open"
+    return corpus
+
+
+def _open(folder: Path, fingerprint: str) -> Corpus | None:
+    """The corpus in ``folder``; None if it is absent or damaged."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        whole = all((folder / name).stat().st_size == size for name, size in manifest["sizes"].items())
+        if not whole or manifest["fingerprint"] != fingerprint:
+            return None
+        tokens = [
+            np.memmap(folder / f"{side}_tokens", np.dtype(dtype), "r")
+            for side, dtype in zip(_SIDES, manifest["dtypes"], strict=True)
+        ]
+        offsets = [np.memmap(folder / f"{side}_offsets", np.int64, "r") for side in _SIDES]
+        return Corpus(
+            fingerprint,
+            manifest["num_pairs"],
+            manifest["num_samples"],
+            tokens[0],
+            offsets[0],
+            tokens[1],
+            offsets[1],
+            manifest["statistics"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _remove_stale(directory: Path) -> None:
+    """Delete what killed builders left: their locks went with them."""
+    for folder in directory.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError):
+            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - newest > _STALE_SECONDS:
+                with _locked(folder, wait=False):
+                    shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the folder's lock, which ends with the process; with ``wait=False`` raises ``OSError`` if it is taken."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if not wait:
+                raise  # else a file system without locks: age alone protects the folder
+        yield
+    finally:
+        os.close(handle)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

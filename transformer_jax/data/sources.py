@@ -1,0 +1,285 @@
+"""Sentence pairs from plain text, TSV, JSONL, TensorFlow Datasets, or generated number names.
+
+Everything streams: no file is ever held in memory. Lines end at "\\n" alone (``str.splitlines`` would also break at
+control characters inside sentences); one "\\r" before it is dropped.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+from num2words import num2words
+
+from transformer_jax.config import PairsConfig
+from transformer_jax.errors import UserError
+
+_NUMBERS = 1_000_000
+_NUMBERS_HELD_OUT = 10_000  # in dev, and as many in test
+_NUMBERS_DEFAULT = 100_000
+
+
+def read_pairs(
+    config: PairsConfig,
+    root: str = "",
+    *,
+    invalid_utf8: Literal["error", "skip"] = "error",
+    counts: dict[str, int] | None = None,
+) -> Iterator[tuple[str, str]]:
+    """The (source, target) sentences that ``config`` describes, in order.
+
+    Relative file names start from ``root``; for TFDS, a ``root`` is the folder of prepared datasets. A pair with invalid
+    UTF-8 on either side raises ``UserError`` or, with "skip", is left out and counted in ``counts["invalid_utf8"]``.
+    Missing files are reported by the call itself, faults inside files while reading.
+    """
+    check_files(config, root)
+    if config.kind == "numbers":
+        return _number_names(config)
+    read, parse = _KINDS[config.kind]
+
+    def pairs() -> Iterator[tuple[str, str]]:
+        for record in read(config, root):
+            try:
+                pair = parse(record, config)
+            except _InvalidText:
+                if invalid_utf8 == "error":
+                    raise
+                if counts is not None:
+                    counts["invalid_utf8"] = counts.get("invalid_utf8", 0) + 1
+                continue
+            yield pair
+
+    return islice(pairs(), config.limit)
+
+
+def read_lines(source: str | Path | BinaryIO) -> Iterator[str]:
+    """Lines of a file (``.gz`` is unpacked) or of a binary stream, without their ends.
+
+    Raises ``UserError`` with file and line number where a line is not UTF-8.
+    """
+    name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "the input"))
+    for number, line in enumerate(_raw_lines(source), 1):
+        yield _decode(line, name, number)
+
+
+def pairs_fingerprint(config: PairsConfig, root: str = "") -> str:
+    """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names or dates."""
+    check_files(config, root)
+    fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split, config.limit]
+    if config.kind == "tfds":
+        examples = _tfds_examples(config, root)
+        fields += [examples.dataset_info.full_name, len(examples)]
+    elif config.kind != "numbers":
+        for path in _files(config, root):
+            with open(path, "rb") as file:
+                fields.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def check_files(config: PairsConfig, root: str = "") -> None:
+    """``UserError`` if there is nothing to read or a file is missing; opens nothing."""
+    if config.kind == "none":
+        raise UserError("kind is 'none'; expected text, tsv, jsonl, tfds or numbers: there are no pairs to read.")
+    for file in _files(config, root):
+        if not file.is_file():
+            raise UserError(
+                f"File {str(file)!r} does not exist; expected the {config.kind} file that a data field (source or target of "
+                f"train, dev or test) names. Relative names start from data.root = {root!r}."
+            )
+    if config.kind == "tsv":
+        for name, column in (("source_field", config.source_field), ("target_field", config.target_field)):
+            if not column.isdecimal():
+                raise UserError(f"{name} is {column!r}; expected the number of a TSV column, counted from 0.")
+
+
+class _InvalidText(UserError):
+    pass
+
+
+class _Record(NamedTuple):
+    """One pair before it is decoded: a line or example of one file, or of two."""
+
+    data: tuple[bytes, ...]
+    names: tuple[str, ...]
+    number: int
+
+
+def _files(config: PairsConfig, root: str) -> list[Path]:
+    names = () if config.kind in ("tfds", "numbers", "none") else config.source + config.target * (config.kind == "text")
+    return [Path(os.path.expanduser(root), os.path.expanduser(name)) for name in names]
+
+
+def _raw_lines(source: str | Path | BinaryIO) -> Iterator[bytes]:
+    if not isinstance(source, str | Path):
+        yield from map(_stripped, source)
+        return
+    try:
+        with gzip.open(source, "rb") if str(source).endswith(".gz") else open(source, "rb") as file:
+            first = next(file, None)
+            if first is not None:
+                yield _stripped(first.removeprefix(codecs.BOM_UTF8))
+            yield from map(_stripped, file)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise UserError(f"File {str(source)!r} is damaged or is no gzip file ({error}); expected one by its name.") from None
+
+
+def _stripped(line: bytes) -> bytes:
+    line = line.removesuffix(b"\n")
+    return line.removesuffix(b"\r")
+
+
+def _decode(data: bytes, name: str, number: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _InvalidText(
+            f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 text. Repair the line, or "
+            "(in training) set data.invalid_utf8 to 'skip'."
+        ) from None
+
+
+def _read_text(config: PairsConfig, root: str) -> Iterator[_Record]:
+    files = _files(config, root)
+    for source, target in zip(files[: len(config.source)], files[len(config.source) :], strict=True):
+        names = (str(source), str(target))
+        source_lines, target_lines = _raw_lines(source), _raw_lines(target)
+        for number, (s, t) in enumerate(zip_longest(source_lines, target_lines), 1):
+            if s is None or t is None:
+                rest = sum(1 for _ in (target_lines if s is None else source_lines))
+                shorter, longer = number - 1, number + rest
+                lengths = (shorter, longer) if s is None else (longer, shorter)
+                raise UserError(
+                    f"{names[0]!r} has {lengths[0]:,} lines and {names[1]!r} has {lengths[1]:,}; "
+                    "expected as many on both sides: line N of one translates line N of the other."
+                )
+            yield _Record((s, t), names, number)
+
+
+def _read_one(config: PairsConfig, root: str) -> Iterator[_Record]:
+    for file in _files(config, root):
+        names = (str(file),)
+        for number, line in enumerate(_raw_lines(file), 1):
+            yield _Record((line,), names, number)
+
+
+def _parse_text(record: _Record, config: PairsConfig) -> tuple[str, str]:
+    (source, target), (source_name, target_name), number = record
+    return _decode(source, source_name, number), _decode(target, target_name, number)
+
+
+def _parse_tsv(record: _Record, config: PairsConfig) -> tuple[str, str]:
+    columns = _decode(record.data[0], record.names[0], record.number).split("\t")
+    wanted = int(config.source_field), int(config.target_field)
+    if max(wanted) >= len(columns):
+        raise UserError(
+            f"{record.names[0]}, line {record.number} has {len(columns)} tab-separated column(s); expected at least "
+            f"{max(wanted) + 1}: source_field = {config.source_field!r}, target_field = {config.target_field!r}, from 0."
+        )
+    return columns[wanted[0]], columns[wanted[1]]
+
+
+def _parse_json(record: _Record, config: PairsConfig) -> tuple[str, str]:
+    where = f"{record.names[0]}, line {record.number}"
+    line = _decode(record.data[0], record.names[0], record.number)
+    try:
+        values = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{where} is a JSON {type(values).__name__}; expected an object.")
+    pair = []
+    for field in (config.source_field, config.target_field):
+        if not isinstance(values.get(field), str):
+            found = f"{values[field]!r} in field {field!r}" if field in values else f"no field {field!r}"
+            raise UserError(f"{where} has {found}; expected text there. Fields of this line: {', '.join(values)}.")
+        try:
+            values[field].encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
+            raise _InvalidText(f"{where}: field {field!r} is not valid Unicode; expected whole characters.") from None
+        pair.append(values[field].replace("\n", " "))
+    return pair[0], pair[1]
+
+
+def _tfds_examples(config: PairsConfig, root: str) -> Any:
+    import tensorflow_datasets as tfds  # slow to import, and few runs need it
+
+    name = config.source[0]
+    try:
+        # array_record is the format that is read without TensorFlow.
+        return tfds.data_source(name, split=config.split, data_dir=root or None, builder_kwargs={"file_format": "array_record"})
+    except (tfds.core.DatasetNotFoundError, ValueError, KeyError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"TensorFlow Datasets cannot open {name!r}, split {config.split!r} (data.root = {root!r}): {text}"
+        ) from None
+
+
+def _read_tfds(config: PairsConfig, root: str) -> Iterator[_Record]:
+    examples = _tfds_examples(config, root)
+    names = (f"{config.source[0]} ({config.split})",) * 2
+    block = 1024
+    for start in range(0, len(examples), block):
+        stop = min(start + block, len(examples))
+        for number, example in enumerate(examples.__getitems__(range(start, stop)), start + 1):
+            sides = []
+            for field in (config.source_field, config.target_field):
+                if not isinstance(example.get(field), bytes):
+                    raise UserError(
+                        f"{names[0]} has no text field {field!r}; expected source_field and target_field to be two of: "
+                        f"{', '.join(example)}."
+                    )
+                sides.append(example[field].replace(b"\n", b" "))
+            yield _Record((sides[0], sides[1]), names, number)
+
+
+_KINDS: dict[str, tuple[Callable[[PairsConfig, str], Iterator[_Record]], Callable[[_Record, PairsConfig], tuple[str, str]]]] = {
+    "text": (_read_text, _parse_text),
+    "tsv": (_read_one, _parse_tsv),
+    "jsonl": (_read_one, _parse_json),
+    "tfds": (_read_tfds, _parse_text),
+}
+
+
+def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
+    numbers = _numbers(config.split)
+    limit = config.limit or min(_NUMBERS_DEFAULT, len(numbers))
+    if limit > len(numbers):
+        raise UserError(f"limit is {limit}; expected at most {len(numbers)} for split {config.split!r} of kind 'numbers'.")
+    return ((_name(n, "en", ", ", " and "), _name(n, "de", "", "")) for n in map(int, numbers[:limit]))
+
+
+def _numbers(split: str) -> np.ndarray:
+    """Numbers below a million in a fixed random order; dev and test are kept out of train.
+
+    In train those below 1,000 come first: they are a thousandth of all, but the first that people try.
+    """
+    order = np.random.RandomState(0).permutation(_NUMBERS)  # of all generators, the one whose stream is frozen
+    held_out = _NUMBERS_HELD_OUT
+    if split != "train":
+        return order[:held_out] if split == "test" else order[held_out : 2 * held_out]
+    train = order[2 * held_out :]
+    return np.concatenate([train[train < 1000], train[train >= 1000]])
+
+
+def _name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:
+    # num2words takes about 50 us; putting the name together from those of thousands and rest makes that a lookup.
+    rest = n % 1000
+    if n < 1000 or not rest:
+        return _words(n, language)
+    joint = before_hundreds if rest >= 100 else before_rest
+    return _words(n - rest, language) + joint + _words(rest, language)
+
+
+@cache
+def _words(n: int, language: str) -> str:
+    return num2words(n, lang=language)

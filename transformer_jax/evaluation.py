@@ -1,0 +1,68 @@
+"""BLEU and chrF through sacreBLEU, each with the signature that makes it comparable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sacrebleu.metrics import BLEU, CHRF
+
+from transformer_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Score:
+    """A corpus score, printed in sacreBLEU's own form: all that another paper needs to compare with it."""
+
+    name: str
+    """BLEU or chrF2."""
+    value: float
+    """0 to 100."""
+    signature: str
+    """sacreBLEU's: tokenisation, case, smoothing, version."""
+    details: str = ""
+    """BLEU: the n-gram precisions, the brevity penalty and the lengths."""
+
+    def __str__(self) -> str:
+        return f"{self.name}|{self.signature} = {self.value:.2f} {self.details}".rstrip()
+
+
+def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a") -> Score:
+    """Corpus BLEU (Papineni et al., 2002), cased, of detokenised text.
+
+    ``tokenize``: one of sacreBLEU's tokenisations; ``"none"`` for text that is already tokenised.
+
+    Raises:
+        UserError: different counts, nothing to score, or a tokenisation that sacreBLEU lacks or has no package for.
+    """
+    check_pairs(hypotheses, references)
+    try:
+        metric = BLEU(tokenize=tokenize, force=tokenize == "none")
+    except (KeyError, ImportError, RuntimeError, OSError) as error:  # unknown; a package or a download is missing
+        reason, known = " ".join(str(error).split()), ", ".join(BLEU.TOKENIZERS)
+        raise UserError(f"BLEU tokenisation {tokenize!r} cannot be used ({reason}); sacreBLEU knows {known}.") from None
+    result = metric.corpus_score(hypotheses, [references])
+    details = str(result).split(" ", 3)[3]  # after "BLEU = 41.02 "
+    return Score("BLEU", result.score, str(metric.get_signature()), details)
+
+
+def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
+    """Corpus chrF2 (Popović, 2015): character n-grams up to 6, recall weighted twice.
+
+    Raises:
+        UserError: different counts, or nothing to score.
+    """
+    check_pairs(hypotheses, references)
+    metric = CHRF()
+    result = metric.corpus_score(hypotheses, [references])
+    return Score("chrF2", result.score, str(metric.get_signature()))
+
+
+def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+    """Raise ``UserError`` unless there is one reference for each line, and at least one line."""
+    if len(hypotheses) != len(references):
+        raise UserError(
+            f"{len(hypotheses)} lines to score and {len(references)} reference lines; expected as many references as lines."
+        )
+    if not hypotheses:
+        raise UserError("There is nothing to score: 0 lines and 0 references.")

@@ -1,0 +1,150 @@
+"""A trained model read from disk: which checkpoints there are, whether they are whole, their parameters and mean.
+
+A checkpoint is a folder that is usable alone (``training/checkpoint.py`` writes it):
+
+    config.json  tokenizer.model  progress.json
+    state/         Orbax: parameters, ema (if configured), rest (optimizer state and counters)
+    manifest.json  size and CRC-32 of every file; written last, so a folder without it is not a checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from transformer_jax.config import Config
+from transformer_jax.config_files import from_json
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class DamagedError(UserError):
+    """A checkpoint whose files are not those that were saved."""
+
+
+def load_model(
+    workdir: str | Path, *, average: int | None = None, checkpoint: str | int = "last"
+) -> tuple[Config, Transformer, Tokenizer]:
+    """A trained model from a work directory, or from one checkpoint's folder.
+
+    Args:
+      average: mean of the parameters of this many checkpoints, the chosen one and those before it (section 6.1). None: with
+        ``last`` as many of the run's ``training.average`` as there are, otherwise the chosen one alone.
+      checkpoint: ``last`` (damaged ones are passed over with a warning), ``best`` (on dev), or a step.
+
+    Raises UserError if there is no such checkpoint, if it is damaged, or if there are fewer than ``average``.
+    """
+    if average is not None and average < 1:
+        raise UserError(f"average is {average}; expected at least 1.")
+    workdir = Path(workdir).absolute()
+    paths = [workdir] if (workdir / "manifest.json").exists() else _candidates(workdir, checkpoint)
+    whole = _whole(paths, skip_damaged=checkpoint == "last" and len(paths) > 1)
+    newest = next(whole, None)
+    if newest is None:
+        raise UserError(f"All {len(paths)} checkpoints in {paths[0].parent} are damaged; expected at least one that is whole.")
+    config = from_json((newest / "config.json").read_text())
+    wanted = average or (config.training.average if checkpoint == "last" else 1)
+    chosen = [newest, *islice(whole, wanted - 1)]
+    if average is not None and len(chosen) < average:
+        raise UserError(
+            f"average is {average}; expected at most {len(chosen)}, the number of checkpoints up to the chosen one."
+        )
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)
+    shapes = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(abstract))  # restored as NumPy arrays
+    which = "ema" if config.optimizer.ema_decay > 0 else "parameters"
+    trees = (ocp.load_checkpointables(path / "state", {which: shapes})[which] for path in chosen)
+    return config, nnx.merge(graph, mean_parameters(trees)), Tokenizer.load(newest)
+
+
+def mean_parameters(trees: Iterable[Any]) -> Any:
+    """Mean of trees of arrays, taken one at a time; leaves are on the default device."""
+    total, count = None, 0
+    for tree in trees:
+        total, count = (tree if total is None else jax.tree.map(np.add, total, tree)), count + 1
+    return jax.tree.map(lambda x: jnp.asarray(x / np.float32(count)), total)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a ``checkpoints`` folder, oldest first."""
+    return sorted(int(path.parent.name) for path in folder.glob("*/manifest.json") if path.parent.name.isdigit())
+
+
+def write_manifest(path: Path) -> None:
+    """Declare the checkpoint in ``path`` complete."""
+    entries = {str(p.relative_to(path)): [p.stat().st_size, _checksum(p)] for p in sorted(path.rglob("*")) if p.is_file()}
+    temporary = path / "manifest.tmp"
+    temporary.write_text(json.dumps(entries, indent=1))
+    temporary.rename(path / "manifest.json")
+
+
+def verify(path: Path) -> None:
+    """``DamagedError`` unless every file of the checkpoint is as it was saved."""
+    try:
+        for name, (size, checksum) in json.loads((path / "manifest.json").read_text()).items():
+            file = path / name
+            if not file.is_file():
+                raise DamagedError(f"{name} is missing")
+            if file.stat().st_size != size or _checksum(file) != checksum:
+                raise DamagedError(f"{name} does not have the content that was saved")
+    except (OSError, ValueError) as error:
+        raise DamagedError(str(error)) from None
+
+
+def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
+    """The chosen checkpoint and those before it, newest first."""
+    folder = workdir / "checkpoints"
+    steps = complete_steps(folder) if folder.is_dir() else []
+    if not steps:
+        raise UserError(
+            f"{str(workdir)!r} holds no checkpoint; expected a work directory written by train.py --workdir, "
+            "or one of the folders in its checkpoints/."
+        )
+    listed = ", ".join(map(str, steps))
+    step: int | None
+    if checkpoint == "last":
+        step = steps[-1]
+    elif checkpoint == "best":
+        verify(newest := folder / f"{steps[-1]:08d}")
+        step = json.loads((newest / "progress.json").read_text()).get("best_step")
+        if step not in steps:
+            raise UserError(f"There is no best checkpoint: nothing was evaluated on dev. Expected last, or one of {listed}.")
+    else:
+        step = int(checkpoint) if str(checkpoint).isdigit() else None
+    if step not in steps:
+        raise UserError(f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}.")
+    return [folder / f"{s:08d}" for s in reversed(steps) if s <= step]
+
+
+def _whole(paths: list[Path], *, skip_damaged: bool) -> Iterator[Path]:
+    """Those of ``paths`` that are whole; a damaged one is an error, or passed over."""
+    for path in paths:
+        try:
+            verify(path)
+        except DamagedError as error:
+            if not skip_damaged:
+                raise UserError(f"Checkpoint {path} is damaged: {error}. Choose another with --checkpoint.") from None
+            log.warning("Checkpoint %s is damaged (%s); going on with the one before it.", path, error)
+        else:
+            yield path
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum

@@ -1,0 +1,93 @@
+"""Devices as a mesh, and where parameters and batches live on it.
+
+Three axes: ``data`` splits the batch; ``fsdp`` splits the batch and also every large parameter with its optimizer state;
+``tensor`` splits heads and d_ff. The arithmetic is the same for any sizes; XLA adds the communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from transformer_jax.config import MeshConfig
+from transformer_jax.errors import UserError
+
+BATCH_AXES = ("data", "fsdp")
+
+# Where each axis of a parameter goes, by the last names of its path. Everything else (norms, biases) is on every device.
+_RULES: dict[tuple[str, ...], PartitionSpec] = {
+    ("query", "kernel"): PartitionSpec("fsdp", "tensor", None),  # [D, H, K]
+    ("key", "kernel"): PartitionSpec("fsdp", "tensor", None),
+    ("value", "kernel"): PartitionSpec("fsdp", "tensor", None),
+    ("attention", "output", "kernel"): PartitionSpec("tensor", None, "fsdp"),  # [H, K, D]
+    ("inner", "kernel"): PartitionSpec("fsdp", "tensor"),  # [D, F]
+    ("feed_forward", "output", "kernel"): PartitionSpec("tensor", "fsdp"),  # [F, D]
+    ("matrix",): PartitionSpec(None, "fsdp"),  # [V, D]: embeddings, softmax; learned positions [L, D]
+}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """All devices (or the given ones) as a (data, fsdp, tensor) mesh."""
+    devices = jax.devices() if devices is None else devices
+    others = config.fsdp * config.tensor
+    data = len(devices) // others if config.data == -1 else config.data
+    if data * others != len(devices):
+        raise UserError(
+            f"mesh.data x mesh.fsdp x mesh.tensor is {config.data} x {config.fsdp} x {config.tensor}; "
+            f"expected a product of {len(devices)}, the number of devices (mesh.data = -1 takes what is left)."
+        )
+    grid = np.asarray(devices).reshape(data, config.fsdp, config.tensor)
+    return Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a batch over the ``data`` and ``fsdp`` axes."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A whole copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def check_rows(mesh: Mesh, row_multiple: int) -> None:
+    """Every batch must divide over the devices that share it."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if row_multiple % parts:
+        raise UserError(
+            f"batch.row_multiple is {row_multiple}; expected a multiple of mesh.data x mesh.fsdp = {parts}, "
+            "so that rows divide evenly over the devices."
+        )
+
+
+def state_shardings(state: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for each leaf of a pytree of parameters, or of optimizer state that repeats their paths."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf.shape, mesh), state)
+
+
+def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+    if isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # a leaf of an nnx.State
+        names.pop()
+    for suffix, spec in _RULES.items():
+        tail = names[len(names) - len(suffix) :]
+        # "attention" stands for self_attention and cross_attention alike.
+        matches = all(name == part or name.endswith("_" + part) for name, part in zip(tail, suffix, strict=False))
+        if len(tail) == len(suffix) and matches and len(spec) == len(shape):
+            return NamedSharding(mesh, PartitionSpec(*(_fit(axis, size, mesh, names) for axis, size in zip(spec, shape))))
+    return replicated(mesh)
+
+
+def _fit(axis: str | None, size: int, mesh: Mesh, names: list[str]) -> str | None:
+    if axis is None or size % mesh.shape[axis] == 0:
+        return axis
+    if axis == "tensor":
+        raise UserError(
+            f"mesh.tensor is {mesh.shape[axis]}; expected a divisor of model.num_heads and model.d_ff "
+            f"({'.'.join(names)} has {size} along that axis)."
+        )
+    return None

@@ -1,0 +1,243 @@
+"""Text to piece ids and back, by SentencePiece. The only home of the four special ids."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import random
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+import sentencepiece
+
+from transformer_jax.config import TokenizerConfig
+from transformer_jax.errors import UserError
+from transformer_jax.subwords import SubwordSampler
+
+_T = TypeVar("_T")
+
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+
+_JOINT, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
+
+
+class Tokenizer:
+    """One SentencePiece model for both languages, or one for each.
+
+    Built from the bytes of the model files; ``target_model=None`` means that both languages share ``source_model``.
+    """
+
+    def __init__(self, source_model: bytes, target_model: bytes | None = None) -> None:
+        self.source_model = source_model
+        self.target_model = target_model
+        self._source = _processor(source_model)
+        self._target = self._source if target_model is None else _processor(target_model)
+
+    @classmethod
+    def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
+        """Learn the vocabulary from sentence pairs, or load ``config.model``, which must have the ids 0 to 3 of this file.
+
+        Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (on each side, when separate).
+        Raises ``UserError`` where the text is empty or does not support ``config.vocab_size`` pieces.
+        """
+        if config.model:
+            return cls(_read_model(Path(config.model), "tokenizer.model"))
+        most = config.max_training_sentences
+        sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
+        if config.joint:
+            return cls(_learn((line for pair in _drain(sample) for line in pair), config, "training text"))
+        target_lines = deque(target for _, target in sample)
+        source_model = _learn((source for source, _ in _drain(sample)), config, "source side of the training text")
+        return cls(source_model, _learn(_drain(target_lines), config, "target side of the training text"))
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Tokenizer:
+        """The tokenizer that ``save`` wrote into ``directory``; ``UserError`` if it is absent or damaged."""
+        directory = Path(directory)
+        if (directory / _JOINT).exists():
+            return cls(_read_model(directory / _JOINT))
+        if (directory / _SOURCE).exists() and (directory / _TARGET).exists():
+            return cls(_read_model(directory / _SOURCE), _read_model(directory / _TARGET))
+        raise UserError(f"No tokenizer in {str(directory)!r}; expected {_JOINT}, or {_SOURCE} and {_TARGET}.")
+
+    def save(self, directory: str | Path) -> None:
+        """Write the model files; each of them appears whole or not at all."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.target_model is None:
+            files = {_JOINT: self.source_model}
+        else:
+            files = {_SOURCE: self.source_model, _TARGET: self.target_model}
+        for name, model in files.items():
+            temporary = directory / f".{name}.{os.getpid()}.tmp"
+            with open(temporary, "wb") as file:
+                file.write(model)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, directory / name)
+        for name in {_JOINT, _SOURCE, _TARGET} - files.keys():
+            (directory / name).unlink(missing_ok=True)
+
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[bytes, bytes | None]]:
+        return Tokenizer, (self.source_model, self.target_model)
+
+    @property
+    def joint(self) -> bool:
+        """Whether both languages share one vocabulary."""
+        return self.target_model is None
+
+    @property
+    def source_vocab_size(self) -> int:
+        """Number of source pieces, the four special ones included."""
+        return self._source.vocab_size()
+
+    @property
+    def target_vocab_size(self) -> int:
+        """Number of target pieces, the four special ones included."""
+        return self._target.vocab_size()
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the model bytes."""
+        digest = hashlib.sha256(self.source_model)
+        if self.target_model is not None:
+            digest.update(hashlib.sha256(self.target_model).digest())
+        return digest.hexdigest()
+
+    def encode_source(self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0) -> list[list[int]]:
+        """Piece ids of each line, without BOS and EOS.
+
+        ``sampling`` draws one segmentation of each line at random, as ``SubwordSampler`` tells. Same ``lines`` and ``seed``,
+        same result.
+        """
+        return _encode(self._source, lines, sampling=sampling, seed=seed)
+
+    def encode_target(self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0) -> list[list[int]]:
+        """Like ``encode_source``, for the target language."""
+        return _encode(self._target, lines, sampling=sampling, seed=seed)
+
+    def decode_source(self, ids: Iterable[int]) -> str:
+        """Text of one sequence of source pieces; PAD, BOS and EOS are left out."""
+        return _decode(self._source, ids)
+
+    def decode_target(self, ids: Iterable[int]) -> str:
+        """Text of one sequence of target pieces; PAD, BOS and EOS are left out."""
+        return _decode(self._target, ids)
+
+
+def _encode(
+    processor: sentencepiece.SentencePieceProcessor, lines: Sequence[str], *, sampling: float, seed: int
+) -> list[list[int]]:
+    if not sampling:
+        return processor.encode(list(lines), num_threads=1)
+    sampler = _sampler(processor, sampling)
+    generator = random.Random(seed)
+    return [sampler.sample(line, generator) for line in lines]
+
+
+@lru_cache(maxsize=4)
+def _sampler(processor: sentencepiece.SentencePieceProcessor, sampling: float) -> SubwordSampler:
+    return SubwordSampler(processor, sampling)
+
+
+def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Iterable[int]) -> str:
+    pieces = [piece for piece in map(int, ids) if piece not in (PAD_ID, BOS_ID, EOS_ID)]
+    return processor.decode(pieces).replace("\n", " ")  # a byte piece may spell a newline; a line stays one line
+
+
+def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.load_from_serialized_proto(model)
+    return processor
+
+
+def _read_model(path: Path, field: str = "") -> bytes:
+    """Bytes of a model file, checked: it loads and has this file's special ids."""
+    said = f"{field} = {str(path)!r}" if field else f"Tokenizer file {str(path)!r}"
+    if not path.is_file():
+        raise UserError(f"{said} does not exist; expected a SentencePiece model file.")
+    model = path.read_bytes()
+    try:
+        if not model:
+            raise RuntimeError("the file is empty")
+        processor = _processor(model)
+    except RuntimeError as error:
+        raise UserError(f"{said} is not a SentencePiece model, or is damaged; restore or retrain it ({error}).") from None
+    ids = (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id())
+    if ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+        raise UserError(
+            f"{said} has PAD, BOS, EOS, UNK = {ids}; expected {(PAD_ID, BOS_ID, EOS_ID, UNK_ID)}: "
+            "train it with --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
+        )
+    return model
+
+
+def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> deque[tuple[str, str]]:
+    """Every k-th pair, k being the smallest power of 2 that leaves at most ``most``."""
+    kept: list[tuple[str, str]] = []
+    stride = 1
+    for index, pair in enumerate(pairs):
+        if index % stride:
+            continue
+        if len(kept) == most:
+            kept = kept[::2]
+            stride *= 2
+            if index % stride:
+                continue
+        kept.append(pair)
+    return deque(kept)
+
+
+def _drain(items: deque[_T]) -> Iterator[_T]:
+    # Letting lines go while SentencePiece reads them keeps one copy of the text in memory, not two.
+    while items:
+        yield items.popleft()
+
+
+def _learn(lines: Iterator[str], config: TokenizerConfig, what: str) -> bytes:
+    lines = (line for line in lines if line.strip())
+    first = next(lines, None)
+    if first is None:
+        raise UserError(f"The {what} is empty; expected sentences to train the tokenizer on: check data.train.")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=chain([first], lines),
+            model_writer=model,
+            model_type=config.algorithm,
+            vocab_size=config.vocab_size,
+            character_coverage=config.character_coverage,
+            byte_fallback=config.byte_fallback,
+            normalization_rule_name=config.normalization,
+            remove_extra_whitespaces=config.normalization != "identity",
+            pad_id=PAD_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            num_threads=16,  # a unigram model depends on it, so it must not depend on the machine
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise UserError(_explain(str(error), config, what)) from None
+    return model.getvalue()
+
+
+def _explain(message: str, config: TokenizerConfig, what: str) -> str:
+    """SentencePiece's complaint in terms of our settings."""
+    size = f"tokenizer.vocab_size is {config.vocab_size}; expected"
+    if found := re.search(r"Vocabulary size too high .* value <= (\d+)", message):
+        return f"{size} at most {found[1]}: the {what} supports no more pieces. Lower it, or train on more text."
+    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return (
+            f"{size} at least {found[1]}, one piece for each character of the {what}. "
+            "Raise it, or lower tokenizer.character_coverage."
+        )
+    if "sentences_.empty" in message or "all_chars_count" in message:
+        return f"The {what} has no line that SentencePiece can use (up to 4,192 bytes of text); check data.train."
+    return f"SentencePiece cannot be trained on the {what}: {message}"

@@ -1,0 +1,146 @@
+"""Checkpoints: saved in the background by Orbax, kept as configured, restored exactly; ``saved_model.py`` has the format."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+from transformer_jax.config import Config
+from transformer_jax.config_files import to_json
+from transformer_jax.errors import UserError
+from transformer_jax.saved_model import DamagedError, complete_steps, verify, write_manifest
+from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.step import TrainState
+
+log = logging.getLogger(__name__)
+
+Progress = dict[str, Any]  # what the loop must remember besides the state: best dev value, seconds trained, ...
+
+
+class Checkpoints:
+    """The checkpoints of one work directory."""
+
+    def __init__(self, workdir: Path, config: Config, tokenizer: Tokenizer):
+        """Removes what an interrupted save left behind."""
+        self.folder = workdir.absolute() / "checkpoints"  # Orbax wants absolute paths
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._config, self._tokenizer = config, tokenizer
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self.last_saved = -1
+        self._best_step: int | None = None
+        for path in self.folder.iterdir():
+            if path.name.isdigit() and not (path / "manifest.json").exists():
+                shutil.rmtree(path)
+
+    def save(self, state: TrainState, progress: Progress) -> None:
+        """Start saving; returns once the state is copied. A failure is logged and leaves older checkpoints as they are."""
+        self.wait()
+        step = int(state.step)
+        path = self.folder / f"{step:08d}"
+        self.last_saved = step
+        if path.exists():  # saved before this run was resumed
+            shutil.rmtree(path)
+        parts = {"parameters": state.parameters, "rest": _rest(state)}
+        if state.ema is not None:
+            parts["ema"] = state.ema
+        # The next step overwrites the donated state while Orbax writes: it gets a copy.
+        parts = jax.tree.map(jnp.copy, parts)
+        try:
+            path.mkdir()
+            (path / "config.json").write_text(to_json(self._config))
+            (path / "progress.json").write_text(json.dumps(progress, indent=2))
+            self._tokenizer.save(path)
+            response = ocp.save_checkpointables_async(path / "state", parts)
+        except Exception as error:
+            self._discard(path, error)
+        else:
+            self._pending = self._worker.submit(self._finish, path, response, progress.get("best_step"))
+
+    def wait(self) -> None:
+        """Until the save under way, if any, is on disk."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        return complete_steps(self.folder)
+
+    def restore_latest(self, abstract_state: TrainState) -> tuple[TrainState, Progress] | None:
+        """The newest checkpoint that is whole, placed on devices as ``abstract_state`` says; None if none was ever saved.
+
+        Damaged newer ones are set aside under another name. ``UserError`` if all are damaged.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            path = self.folder / f"{step:08d}"
+            try:
+                verify(path)
+            except DamagedError as error:
+                log.warning("Checkpoint %s is damaged (%s); trying the one before it.", path, error)
+                continue
+            # Only now: with all of them renamed, the next start would find none and begin anew.
+            for damaged in (self.folder / f"{later:08d}" for later in steps if later > step):
+                damaged.rename(damaged.with_suffix(".damaged"))
+            progress = json.loads((path / "progress.json").read_text())
+            self.last_saved, self._best_step = step, progress.get("best_step")
+            return _restore_state(path, abstract_state), progress
+        if steps:
+            raise UserError(
+                f"All {len(steps)} checkpoints in {self.folder} are damaged; expected at least one that is whole. Restore "
+                "them from a backup, or start anew in another --workdir."
+            )
+        return None
+
+    def _finish(self, path: Path, response: Any, best_step: int | None) -> None:
+        try:
+            response.result()
+            write_manifest(path)
+        except Exception as error:
+            self._discard(path, error)
+            return
+        steps = self.steps()
+        if best_step in steps:  # not if its own save failed: then the best before it stays
+            self._best_step = best_step
+        for step in steps[: -self._config.training.keep_checkpoints]:
+            if step != self._best_step:
+                old = self.folder / f"{step:08d}"
+                (old / "manifest.json").unlink(missing_ok=True)  # from now on no checkpoint, however far deleting gets
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _discard(self, path: Path, error: Exception) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        self.last_saved = -1
+        log.error("Checkpoint %s could not be saved: %s. Older checkpoints are untouched.", path, _reason(error))
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    return {
+        "optimizer": state.optimizer,
+        "step": state.step,
+        "bad_steps": state.bad_steps,
+        "bad_in_a_row": state.bad_in_a_row,
+    }
+
+
+def _restore_state(path: Path, abstract: TrainState) -> TrainState:
+    wanted = {"parameters": abstract.parameters, "rest": _rest(abstract)}
+    if abstract.ema is not None:
+        wanted["ema"] = abstract.ema
+    parts = ocp.load_checkpointables(path / "state", wanted)
+    return TrainState(parameters=parts["parameters"], ema=parts.get("ema"), **parts["rest"])
+
+
+def _reason(error: Exception) -> str:
+    """The message on one line, not all of it where it is very long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

@@ -1,0 +1,336 @@
+"""A whole training run: prepare the work directory, train, evaluate, save, resume, sum up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from transformer_jax import evaluation
+from transformer_jax.config import Config
+from transformer_jax.data.batching import Batch, BatchPlan
+from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.evaluation_batches import whole_corpus
+from transformer_jax.data.loader import load
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.saved_model import load_model
+from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
+from transformer_jax.training.checkpoint import Checkpoints
+from transformer_jax.training.loss import LossSums
+from transformer_jax.training.metrics import Meter, Reporter, environment, means, peak_memory_bytes
+from transformer_jax.training.step import Parameters, Programs, StepMetrics, TrainState, make_programs
+from transformer_jax.training.workdir import (
+    check_inputs,
+    claim,
+    lock,
+    prepare_corpus,
+    prepare_tokenizer,
+    read_all,
+    with_vocabulary,
+    write_config,
+)
+
+log = logging.getLogger(__name__)
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on (loss not finite several steps in a row). The last checkpoint is from before."""
+
+
+def train(config: Config, workdir: str | Path, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
+    """Train as ``config`` says in ``workdir``, going on from its newest checkpoint; on all devices, or those given.
+
+    Returns the contents of summary.json; its ``stopped_by`` names the signal, if SIGTERM or Ctrl-C ended the run early.
+    Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite.
+    """
+    workdir = Path(workdir).absolute()
+    check_inputs(config)
+    claim(workdir, config)
+    with lock(workdir):
+        run = Run(config, workdir, devices)
+        try:
+            return run.train()
+        finally:
+            run.close()
+
+
+class Run:
+    """The pieces of one training run, put together."""
+
+    def __init__(self, config: Config, workdir: Path, devices: Sequence[jax.Device] | None = None):
+        """Prepare everything in a work directory that was claimed for this config; nothing is trained yet."""
+        if config.training.compilation_cache:
+            jax.config.update("jax_compilation_cache_dir", str(Path(config.training.compilation_cache).expanduser()))
+        self.mesh = make_mesh(config.mesh, devices)
+        check_rows(self.mesh, config.batch.row_multiple)
+        self.workdir = workdir
+        self.tokenizer = prepare_tokenizer(workdir, config)
+        self.config = config = with_vocabulary(config, self.tokenizer)
+        self.train_corpus = prepare_corpus(workdir, config, self.tokenizer, "train")
+        self.plan = BatchPlan(self.train_corpus, config.batch, seed=config.seed)
+        self.dev_corpus = prepare_corpus(workdir, config, self.tokenizer, "dev") if config.data.dev.kind != "none" else None
+        # What would fail late fails now: the test text, and a tokenisation that sacreBLEU cannot do.
+        self.dev_pairs = read_all(config, "dev", limit=config.training.bleu_sentences)
+        self.test_pairs = read_all(config, "test")
+        evaluation.bleu(["a"], ["a"], tokenize=config.training.bleu_tokenize)
+        self.programs: Programs = make_programs(config, self.mesh)
+        self.checkpoints = Checkpoints(workdir, config, self.tokenizer)
+        self.translator: Translator | None = None
+        self.stop_signal: int | None = None
+        self._shapes_seen: set[tuple[str | int, ...]] = set()
+        self.reporter: Reporter | None = None
+        write_config(workdir, config)
+
+    def train(self) -> dict[str, Any]:
+        """Run the loop to its end or to a signal; write summary.json."""
+        training = self.config.training
+        state, progress = self._start()
+        start = int(state.step)
+        self.reporter = Reporter(self.workdir, steps=training.steps, start_step=start)
+        self._announce(start)
+        meter = Meter(progress, self.plan, start)
+        step, pending, stopped_early = start, None, self._patience_is_over(progress)
+        loader = load(self.plan, sharding=batch_sharding(self.mesh), start=start, stop=training.steps)
+        with self._signals(), loader as batches:
+            for batch in [] if stopped_early else batches:
+                self._log_new_shape(batch, "training")
+                state, metrics = self.programs.train_step(state, batch)
+                # The host looks at a step's figures only when the next step is already under way.
+                if pending is not None:
+                    self._look_at(*pending, meter, batches)
+                step += 1
+                pending = (step, metrics)
+                self.reporter.advance(step)
+                stop_now = self.stop_signal is not None
+                evaluate_now = step % training.eval_every == 0 or step == training.steps
+                save_now = step % training.checkpoint_every == 0 or step == training.steps
+                if evaluate_now or save_now or stop_now:
+                    self._look_at(*pending, meter, batches)
+                    pending = None
+                if evaluate_now and self.dev_corpus is not None:
+                    with meter.paused():
+                        save_now |= self._evaluate(step, state, progress)
+                    stopped_early = self._patience_is_over(progress)
+                if save_now or stop_now or stopped_early:
+                    meter.book()
+                    self.checkpoints.save(state, progress)
+                if stop_now or stopped_early:
+                    break
+            if pending is not None:
+                self._look_at(*pending, meter, batches)
+        return self._finish(step, state, progress)
+
+    def close(self) -> None:
+        """Let a save under way end, and the terminal go."""
+        self.checkpoints.wait()
+        if self.reporter is not None:
+            self.reporter.close()
+
+    def _start(self) -> tuple[TrainState, dict[str, Any]]:
+        restored = self.checkpoints.restore_latest(self.programs.abstract_state)
+        if restored is not None:
+            if restored[1]["corpus"] != self.train_corpus.fingerprint:
+                raise UserError(
+                    f"The training text is not the one that {str(self.workdir)!r} was trained on up to step "
+                    f"{int(restored[0].step)}; expected the same files (data.train, data.root). Choose another --workdir."
+                )
+            return restored
+        fresh = {
+            "corpus": self.train_corpus.fingerprint,
+            "train_seconds": 0.0,
+            "target_tokens": 0,
+            "source_tokens": 0,
+            "evaluations": 0,
+            "since_best": 0,
+        }
+        return self.programs.init(), fresh
+
+    def _announce(self, start: int) -> None:
+        assert self.reporter is not None
+        config, say = self.config, self.reporter.say
+        count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(self.programs.abstract_state.parameters))
+        source_fill, target_fill = self.plan.fill
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        say(f"{self.train_corpus.num_pairs:,} training pairs; vocabulary {config.model.vocab_size:,}; {count:,} parameters")
+        say(f"devices: {axes}; {self.plan.steps_per_epoch:.1f} steps an epoch")
+        say(
+            f"batches of {config.batch.tokens:,} tokens a side, {len(self.plan.shapes)} shapes; "
+            f"real tokens: {source_fill:.1%} source, {target_fill:.1%} target"
+        )
+        if start:
+            say(f"resuming at step {start} of {config.training.steps}")
+        self.reporter.write("start", start, {"source_fill": source_fill, "target_fill": target_fill, "parameters": count})
+
+    def _log_new_shape(self, batch: Batch, what: str) -> None:
+        shape = (what, *batch.source_BS.shape, batch.target_BT.shape[1])
+        if shape not in self._shapes_seen:
+            self._shapes_seen.add(shape)
+            log.info("Compiling the %s step for %d rows of %d + %d pieces.", *shape)
+
+    def _look_at(self, step: int, metrics: StepMetrics, meter: Meter, batches: Any) -> None:
+        """Take in one step's figures; log them now and then; stop if the loss stays non-finite."""
+        assert self.reporter is not None
+        metrics = jax.device_get(metrics)
+        meter.add(metrics)
+        if metrics.bad_in_a_row:
+            self.reporter.write("bad_step", step, {"gradient_norm": repr(float(metrics.gradient_norm))})
+            log.warning("Step %d had a non-finite loss or gradient; it changed nothing.", step)
+        if metrics.bad_in_a_row >= self.config.training.max_bad_steps:
+            raise TrainingError(
+                f"The loss or gradient was not finite for {int(metrics.bad_in_a_row)} steps in a row, up to step {step}. "
+                "Lower optimizer.peak_learning_rate, raise optimizer.warmup_steps, or set optimizer.clip_norm; "
+                "the same command goes on from the last checkpoint."
+            )
+        if step % self.config.training.log_every == 0:
+            values = meter.entry(batches.waited)
+            values |= {
+                "learning_rate": float(metrics.learning_rate),
+                "gradient_norm": float(metrics.gradient_norm),
+                "bad_steps": int(metrics.bad_steps),
+                "epoch": self.plan.epoch(step),
+            }
+            self.reporter.training(step, values)
+
+    def _evaluate(self, step: int, state: TrainState, progress: dict[str, Any]) -> bool:
+        """Dev loss and BLEU; returns whether this is the best so far."""
+        assert self.reporter is not None and self.dev_corpus is not None
+        training = self.config.training
+        parameters = state.parameters if state.ema is None else state.ema
+        values: dict[str, Any] = means(self._loss(parameters, self.dev_corpus), "dev_")
+        text = f"step {step}: dev loss {values['dev_loss']:.4f}, perplexity {values['dev_perplexity']:.3f}"
+        text += f", accuracy {values['dev_accuracy']:.2%}"
+        progress["evaluations"] += 1
+        if training.bleu_every and progress["evaluations"] % training.bleu_every == 0:
+            translations, score = self._translate(parameters, self.dev_pairs)
+            values["dev_bleu"] = score.value
+            chosen = progress["evaluations"] * 7919 % len(translations)
+            source, target = self.dev_pairs[chosen]
+            text += f", BLEU {score.value:.2f}\n  source      {source}\n  reference   {target}"
+            text += f"\n  translation {translations[chosen]}"
+        self.reporter.write("dev", step, values)
+        self.reporter.say(text)
+        better = {
+            "dev_loss": values["dev_loss"] < progress.get("best_dev_loss", math.inf),
+            "dev_bleu": values.get("dev_bleu", -math.inf) > progress.get("best_dev_bleu", -math.inf),
+        }
+        progress |= {f"best_{name}": values[name] for name, is_better in better.items() if is_better}
+        selected = f"dev_{training.select_by}"
+        if selected not in values:  # BLEU was not due
+            return False
+        if better[selected]:
+            progress["best_step"] = step
+        progress["since_best"] = 0 if better[selected] else progress["since_best"] + 1
+        return better[selected]
+
+    def _patience_is_over(self, progress: dict[str, Any]) -> bool:
+        patience = self.config.training.patience
+        return bool(patience) and progress["since_best"] >= patience
+
+    def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
+        total: Any = None
+        for batch in whole_corpus(corpus, self.config.batch):
+            self._log_new_shape(batch, "evaluation")
+            sums = self.programs.eval_step(parameters, jax.device_put(batch, batch_sharding(self.mesh)))
+            total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
+        return jax.device_get(total)
+
+    def _translate(self, parameters: Parameters, pairs: list[tuple[str, str]]) -> tuple[list[str], evaluation.Score]:
+        if self.translator is None:
+            self.translator = Translator(nnx.merge(self.programs.graph, parameters), self.tokenizer, self.config.decoding)
+        self.translator.parameters = parameters  # newer ones need no new compilation
+        translations = self.translator.translate([source for source, _ in pairs])
+        tokenize = self.config.training.bleu_tokenize
+        return translations, evaluation.bleu(translations, [target for _, target in pairs], tokenize=tokenize)
+
+    def _finish(self, step: int, state: TrainState, progress: dict[str, Any]) -> dict[str, Any]:
+        assert self.reporter is not None
+        self.checkpoints.wait()
+        if self.checkpoints.last_saved != step:
+            self.checkpoints.save(state, progress)
+            self.checkpoints.wait()
+            if self.checkpoints.last_saved != step:
+                raise UserError(
+                    f"The last checkpoint (step {step}) could not be saved in {self.checkpoints.folder}; "
+                    "free some disk space and run the same command again: it goes on from the checkpoint before."
+                )
+        finished = self.stop_signal is None
+        seconds = progress["train_seconds"]
+        tokens = progress["source_tokens"] + progress["target_tokens"]
+        summary: dict[str, Any] = {
+            "stopped_by": None if self.stop_signal is None else signal.Signals(self.stop_signal).name,
+            "steps": step,
+            "epochs": self.plan.epoch(step),
+            "bad_steps": int(state.bad_steps),
+            **{name: value for name, value in progress.items() if name.startswith("best_")},
+            "train_seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "target_tokens_per_second": progress["target_tokens"] / seconds if seconds else 0.0,
+            "peak_memory_bytes": peak_memory_bytes(),
+            **environment(),
+        }
+        self._write_summary(summary)
+        if finished and self.test_pairs:
+            summary["test"] = self._test()
+            self._write_summary(summary)
+        if not finished:
+            self.reporter.say(f"{summary['stopped_by']}: saved at step {step}. Run the same command again to go on from there.")
+        else:
+            self.reporter.say(f"done at step {step}; figures in {self.workdir / 'summary.json'}")
+        return summary
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        (self.workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+    def _test(self) -> dict[str, Any]:
+        """BLEU and chrF of the averaged last checkpoints on the test pairs."""
+        assert self.reporter is not None
+        average = min(self.config.training.average, len(self.checkpoints.steps()))
+        _, model, _ = load_model(self.workdir, average=average)
+        pairs = self.test_pairs
+        parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        placed = jax.device_put(parameters, jax.tree.map(lambda s: s.sharding, self.programs.abstract_state.parameters))
+        translations, score = self._translate(placed, pairs)
+        chrf = evaluation.chrf(translations, [target for _, target in pairs])
+        exact = sum(ours == target for ours, (_, target) in zip(translations, pairs, strict=True)) / len(pairs)
+        self.reporter.say(f"test, mean of the last {average} checkpoints: {score}\n{chrf}\nexact match {exact:.2%}")
+        return {
+            "sentences": len(pairs),
+            "averaged_checkpoints": average,
+            "bleu": score.value,
+            "bleu_signature": score.signature,
+            "chrf": chrf.value,
+            "chrf_signature": chrf.signature,
+            "exact_match": exact,
+        }
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and the first Ctrl-C end the run after the step under way; a second Ctrl-C ends it at once."""
+
+        def handle(number: int, frame: Any) -> None:
+            if self.stop_signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.stop_signal = number
+            print("stopping after this step; saving ...", file=sys.stderr)
+
+        if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread only
+            yield
+            return
+        old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)

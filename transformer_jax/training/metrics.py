@@ -1,0 +1,218 @@
+"""What a run tells: metrics.jsonl, TensorBoard curves, and the terminal."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+from transformer_jax.data.batching import BatchPlan
+from transformer_jax.training.loss import LossSums
+from transformer_jax.training.step import StepMetrics
+
+
+def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
+    """Per-token figures of summed losses: loss (smoothed), nll, perplexity, accuracy."""
+    count = max(float(sums.tokens), 1.0)
+    nll = float(sums.nll) / count
+    return {
+        f"{prefix}loss": float(sums.loss) / count,
+        f"{prefix}nll": nll,
+        f"{prefix}perplexity": math.exp(min(nll, 700.0)),
+        f"{prefix}accuracy": float(sums.correct) / count,
+    }
+
+
+class Meter:
+    """Figures between two log entries, and totals for the summary."""
+
+    def __init__(self, progress: dict[str, Any], plan: BatchPlan, start: int):
+        self._progress = progress
+        self._plan = plan
+        self._step = start
+        self._sums: list[LossSums] = []
+        self._source_tokens = 0.0
+        self._positions = np.zeros(2)  # source, target; padding included
+        self._waited = 0.0
+        self._since = self._since_booked = time.perf_counter()
+
+    def add(self, metrics: StepMetrics) -> None:
+        self._sums.append(metrics.sums)
+        self._source_tokens += float(metrics.source_tokens)
+        rows, source_length, target_length = self._plan.shape(self._step)
+        self._positions += rows * source_length, rows * target_length
+        self._step += 1
+        self._progress["source_tokens"] += int(metrics.source_tokens)
+        self._progress["target_tokens"] += int(metrics.sums.tokens)
+
+    def entry(self, waited: float) -> dict[str, Any]:
+        """Means since the last entry; ``waited``: seconds the loop has waited for data so far."""
+        sums = LossSums(*np.sum(self._sums, axis=0))
+        now = time.perf_counter()
+        seconds = max(now - self._since, 1e-9)
+        target_tokens = float(sums.tokens)
+        values: dict[str, Any] = means(sums) | {
+            "tokens_per_second": (self._source_tokens + target_tokens) / seconds,
+            "target_tokens_per_second": target_tokens / seconds,
+            "source_fill": self._source_tokens / self._positions[0],
+            "target_fill": target_tokens / self._positions[1],
+            "data_wait_share": (waited - self._waited) / seconds,
+        }
+        self._sums, self._source_tokens, self._waited, self._since = [], 0.0, waited, now
+        self._positions[:] = 0
+        return values
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside counts as no training time."""
+        begin = time.perf_counter()
+        yield
+        length = time.perf_counter() - begin
+        self._since += length
+        self._since_booked += length
+
+    def book(self) -> None:
+        """Add the training seconds so far to the progress that goes into the checkpoint."""
+        now = time.perf_counter()
+        self._progress["train_seconds"] += now - self._since_booked
+        self._since_booked = now
+
+
+class Reporter:
+    """Writes entries of one run to metrics.jsonl and TensorBoard and shows its progress on stderr."""
+
+    def __init__(self, workdir: Path, *, steps: int, start_step: int):
+        """Entries after ``start_step`` come from a run that went on unsaved; they are dropped, the run writes them again."""
+        path = workdir / "metrics.jsonl"
+        _truncate(path, start_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._failed = False
+        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        # Log lines go above the bar as well, not through it.
+        self._logger = logging.getLogger("transformer_jax")
+        self._handler = _Lines(self)
+        self._logger.addHandler(self._handler)
+        self._logger.propagate = False
+        self._task = self._progress.add_task("train", total=steps, completed=start_step, status="")
+        self._progress.start()
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One line in metrics.jsonl and one point a number in TensorBoard."""
+        entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        with self._reporting_errors():
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def training(self, step: int, values: dict[str, Any]) -> None:
+        """A log entry of the training loop."""
+        self.write("train", step, values)
+        status = (
+            f"loss {values['loss']:.3f}  lr {values['learning_rate']:.2e}  {values['tokens_per_second']:,.0f} tokens/s"
+            f"  epoch {values['epoch']:.2f}"
+        )
+        self._progress.update(self._task, completed=step, status=status)
+        if not self.console.is_terminal:
+            self.say(f"step {step}  {status}")
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=step)
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar."""
+        self.console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._progress.stop()
+        self._logger.removeHandler(self._handler)
+        self._logger.propagate = True
+        with self._reporting_errors():
+            self._board.close()
+        with self._reporting_errors():
+            self._file.close()
+
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """A full disk costs entries, not the run."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                self.say(f"metrics cannot be written: {error}")
+            self._failed = True
+
+
+class _Lines(logging.Handler):
+    def __init__(self, reporter: Reporter):
+        super().__init__()
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._reporter.say(self.format(record))
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """Peak resident memory of this process, and of the first device where the backend tells."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics:
+        peaks["device"] = statistics["peak_bytes_in_use"]
+    return peaks
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, for summary.json."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "sacrebleu", "numpy")
+    return {
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "platform": platform.platform(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "devices": [str(device.device_kind) for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+
+
+def _truncate(path: Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that a kill cut short
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.rename(path)

@@ -1,0 +1,133 @@
+"""What a work directory holds before the first step: the config it belongs to, the tokenizer, the tokenised corpora."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from transformer_jax.config import Config, PairsConfig
+from transformer_jax.config_files import differences_on_resume, from_json, to_json
+from transformer_jax.data.corpus import Corpus, build_corpus
+from transformer_jax.data.sources import check_files, read_pairs
+from transformer_jax.errors import UserError
+from transformer_jax.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def check_inputs(config: Config) -> None:
+    """Miss a file now rather than after an hour of preparing the others."""
+    if config.data.train.kind == "none":
+        raise UserError("data.train.kind is 'none'; expected text, tsv, jsonl, tfds or numbers.")
+    for pairs in (config.data.train, config.data.dev, config.data.test):
+        if pairs.kind != "none":
+            check_files(pairs, config.data.root)
+
+
+def claim(workdir: Path, config: Config) -> None:
+    """Create the work directory for this config, or check that it is the config of the run that is already there.
+
+    A folder where no step was ever trained, for bad input say, is taken over; only its tokenised corpora can be of use.
+    """
+    path = workdir / "config.json"
+    if path.exists():
+        differences = differences_on_resume(from_json(path.read_text()), config)
+        if differences and not (workdir / "metrics.jsonl").exists():
+            for tokenizer in workdir.glob("tokenizer*.model"):
+                tokenizer.unlink()
+            write_config(workdir, config)
+        elif differences:
+            raise UserError(
+                f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the same settings. "
+                "Fields that differ:\n  " + "\n  ".join(differences)
+            )
+    elif workdir.is_dir() and any(not entry.name.startswith(".") for entry in workdir.iterdir()):
+        raise UserError(f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a work directory.")
+    elif workdir.exists() and not workdir.is_dir():
+        raise UserError(f"{str(workdir)!r} is a file; expected a new folder or a work directory.")
+    else:
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_config(workdir, config)
+
+
+@contextmanager
+def lock(workdir: Path) -> Iterator[None]:
+    """Keep a second run out of the work directory; the lock ends with the context, at the latest with this process."""
+    with (workdir / ".lock").open("wb") as file:
+        _take(file, workdir)
+        yield
+
+
+def _take(file: BinaryIO, workdir: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"Another run is at work in {str(workdir)!r}; wait for it or choose another --workdir.") from None
+    except OSError:
+        log.warning("%s is on a file system without locks: do not start a second run in it.", workdir)
+
+
+def write_config(workdir: Path, config: Config) -> None:
+    """Replace config.json in one go: a kill leaves the old one or the new one."""
+    temporary = workdir / ".config.json.tmp"
+    temporary.write_text(to_json(config))
+    temporary.rename(workdir / "config.json")
+
+
+def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
+    """The work directory's tokenizer, trained on the training text if there is none yet."""
+    # Of two files the target's is written last.
+    if (workdir / "tokenizer.model").exists() or (workdir / "tokenizer.target.model").exists():
+        return Tokenizer.load(workdir)
+    log.info("Training the tokenizer.")
+    tokenizer = Tokenizer.train(_read(config, config.data.train), config.tokenizer)
+    tokenizer.save(workdir)
+    return tokenizer
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with the model's vocabulary sizes taken from the tokenizer."""
+    model = dataclasses.replace(
+        config.model,
+        vocab_size=tokenizer.target_vocab_size,
+        source_vocab_size=None if tokenizer.joint else tokenizer.source_vocab_size,
+    )
+    return dataclasses.replace(config, model=model)
+
+
+def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: str) -> Corpus:
+    """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be; only train is segmented at random."""
+    folder = Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus"
+    sampling = config.tokenizer.sampling if name == "train" else 0.0
+    corpus = build_corpus(
+        getattr(config.data, name),
+        tokenizer,
+        config.data,
+        folder,
+        sampling=sampling,
+        num_samples=config.tokenizer.sampled_epochs if sampling else 1,
+        seed=config.seed,
+    )
+    log.info("%s pairs: %s", name, ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items()))
+    return corpus
+
+
+def read_all(config: Config, name: str, *, limit: int | None = None) -> list[tuple[str, str]]:
+    """The text of ``config.data.<name>``, at most ``limit`` pairs of it; empty if there is none."""
+    pairs: PairsConfig = getattr(config.data, name)
+    if pairs.kind == "none":
+        return []
+    found = list(islice(_read(config, pairs), limit))
+    if not found:
+        raise UserError(f"data.{name} has no pairs; expected at least one, or data.{name}.kind none.")
+    return found
+
+
+def _read(config: Config, pairs: PairsConfig) -> Iterator[tuple[str, str]]:
+    return read_pairs(pairs, config.data.root, invalid_utf8=config.data.invalid_utf8)
