@@ -227,9 +227,11 @@ if __name__ == "__main__":
 
 
 def builder(tmp_path, folder, workers, appends, program=BUILDER):
-    TOKENIZER.save(tmp_path)
-    (tmp_path / "builder.py").write_text(program)
-    command = [sys.executable, str(tmp_path / "builder.py"), str(folder), str(workers), str(appends)]
+    file = tmp_path / "builder.py"
+    if not file.exists():  # another one may be reading it
+        TOKENIZER.save(tmp_path)
+        file.write_text(program)
+    command = [sys.executable, str(file), str(folder), str(workers), str(appends)]
     root = str(Path(corpus_module.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "TEST_MARK": str(folder)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
