@@ -2,48 +2,122 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from transformer_jax.decoding.translator import Translation
+    from transformer_jax.config import TrainingConfig
+    from transformer_jax.decoding.records import Record
+    from transformer_jax.decoding.resuming import ResumableFile, Stream
+    from transformer_jax.decoding.scoring import Scorer
+    from transformer_jax.decoding.translator import Translation, Translator
 
 logger = logging.getLogger("transformer_jax.decode")
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """Translate lines of text with a trained model: one line out for each line in."""
+class Files:
+    """What is read and written."""
 
-    workdir: str
-    """Work directory of a training run."""
     input: str | None = None
     """File to translate, UTF-8, .gz too. Default: stdin."""
     output: str | None = None
     """File to write. Default: stdout."""
-    beam_size: int | None = None
-    """Hypotheses kept for a sentence; 1: greedy. Default: the run's decoding.beam_size."""
-    length_penalty: float | None = None
-    """alpha in log P / ((5 + length) / 6)^alpha. Default: the run's decoding.length_penalty."""
-    batch_size: int | None = None
-    """Sentences searched at a time. Default: the run's decoding.batch_size, or 1 when lines are typed at a terminal."""
-    checkpoint: Literal["last", "best"] | int = "last"
-    """The newest checkpoint, the best on dev, or that of a step."""
-    average: int | None = None
-    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's training.average, 1 unless last."""
+    format: Literal["text", "jsonl"] = "text"
+    """text: a sentence a line. jsonl: an object a line; its other fields come out unchanged."""
+    text_field: str = "text"
+    """JSONL: the field to translate. A field `prefix` forces the beginning of the translation."""
+    resume: bool = False
+    """Go on where an interrupted run with the same settings stopped writing --output."""
+    part: str | None = None
+    """i/n: take lines i, i + n, i + 2n, ... and write OUTPUT.part-i-of-n; other processes take the other parts."""
+    join: bool = False
+    """Write --output from all its parts; nothing is translated."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is told about a translation."""
+
     nbest: int = 1
-    """More than 1: so many lines a sentence, best first, as `number ||| translation ||| score`."""
+    """More than 1: so many lines a sentence, best first, as `number ||| translation ||| score`; JSONL: `hypotheses`."""
+    alignments: Literal["hard", "soft"] | None = None
+    """hard: after each translation ` ||| 0-0 1-2`, source word - target word. soft (JSONL): a matrix over pieces."""
+    alignment_layer: int = -1
+    """Decoder layer whose attention is the alignment; negative: from the last."""
+    piece_scores: bool = False
+    """JSONL: each piece and its log-probability."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Comparing with given translations."""
+
     reference: str | None = None
     """File of reference translations: BLEU and chrF of the output go to stderr."""
     bleu_tokenize: str | None = None
     """sacreBLEU's tokenisation for --reference. Default: the run's training.bleu_tokenize."""
+    score: str | None = None
+    """File of targets, a line for each input line: print their log-probabilities instead of translating."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How translations are searched. Default of each: the run's own decoding setting."""
+
+    beam_size: int | None = None
+    """Hypotheses kept for a sentence (1: greedy); sampling: samples drawn."""
+    length_penalty: float | None = None
+    """alpha in log P / ((5 + length) / 6)^alpha."""
+    batch_size: int | None = None
+    """Sentences searched at a time; 1 when lines are typed at a terminal."""
+    min_length: int | None = None
+    """A translation has at least so many pieces."""
+    coverage_penalty: float | None = None
+    """beta of the coverage penalty (Wu et al., 2016): scores down what leaves source pieces unread; 0: off."""
+    no_repeat_ngram: int | None = None
+    """No so many pieces in a row occur twice in a translation; 0: off."""
+    repetition_penalty: float | None = None
+    """A piece that the translation already has is ranked by this times its log-probability; 1: off."""
+    suppress: tuple[str, ...] | None = None
+    """Target pieces that are never generated, written as in the vocabulary (`▁` where a word begins)."""
+    shortlist: str | None = None
+    """File of python -m transformer_jax.decoding.shortlist: choose from the pieces that go with the source alone."""
+    method: Literal["beam", "sample"] | None = None
+    """sample: draw translations at random instead of searching the best."""
+    temperature: float | None = None
+    """Sampling: below 1 more cautious, above 1 more varied."""
+    top_k: int | None = None
+    """Sampling: draw from so many likeliest pieces; 0: from all."""
+    top_p: float | None = None
+    """Sampling: draw from the likeliest pieces that have this probability together."""
+    seed: int | None = None
+    """Sampling: another seed, other translations."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Translate lines of text with a trained model: one line out for each line in. docs/decoding.md has examples."""
+
+    workdir: tuple[str, ...] = ()
+    """Work directory of a training run; several: their models translate together (mean of their probabilities)."""
+    checkpoint: Literal["last", "best"] | int = "last"
+    """The newest checkpoint, the best on dev, or that of a step."""
+    average: int | None = None
+    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's training.average, 1 unless last."""
+    files: Files = field(default_factory=Files)
+    results: Results = field(default_factory=Results)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    search: Search = field(default_factory=Search)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import tyro
 
-        arguments = tyro.cli(Arguments, prog="decode.py", args=argv)
+        arguments = tyro.cli(Arguments, prog="decode.py", args=argv, config=(tyro.conf.OmitArgPrefixes,))
         logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
         logging.getLogger("transformer_jax").setLevel(logging.INFO)
         from transformer_jax.errors import UserError
@@ -71,72 +145,157 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _decode(arguments: Arguments) -> None:
+def _decode(a: Arguments) -> None:
+    from transformer_jax.data.sources import read_lines
+    from transformer_jax.decoding.alignments import aligned
+    from transformer_jax.decoding.output import Output
+    from transformer_jax.decoding.parts import join_parts, parse_part, part_path
+    from transformer_jax.decoding.records import UntilFault, open_records, paired
+    from transformer_jax.decoding.resuming import is_complete
+    from transformer_jax.decoding.scoring import Scorer
+    from transformer_jax.decoding.translator import Translator
+    from transformer_jax.evaluation import bleu, check_pairs, chrf
+
+    _check_flags(a)
+    if a.files.join:
+        logger.info("%d sentences joined.", join_parts(str(a.files.output)))
+        return
+    scoring = a.evaluation.score is not None
+    piece_scores = a.results.piece_scores or (scoring and a.files.format == "jsonl")
+    shape = Output(a.files.format, a.results.nbest, scoring, piece_scores, a.results.alignments)
+    part = parse_part(a.files.part) if a.files.part else (0, 1)
+    path = part_path(str(a.files.output), part) if a.files.part else a.files.output
+    training = _training_config(a.workdir)
+    read = open_records(
+        a.files.input or sys.stdin.buffer,
+        format=a.files.format,
+        text_field=a.files.text_field,
+        part=part,
+        targets=a.evaluation.score,
+        hold=a.evaluation.reference is not None,
+    )
+    references = None if a.evaluation.reference is None else list(read_lines(a.evaluation.reference))
+    if references is not None:
+        check_pairs([record.text for record in read()], references)  # before the work, not after it
+    if a.files.resume and is_complete(str(path), read, nbest=shape.group_size):
+        logger.info("%s is complete; there is nothing to do.", path)
+        return
+
+    at_terminal = a.files.input is None and sys.stdin.isatty()
+    search = {name: value for name, value in dataclasses.asdict(a.search).items() if value is not None}
+    if at_terminal:
+        search.setdefault("batch_size", 1)
+    translator = Translator.from_workdir(a.workdir, checkpoint=a.checkpoint, average=a.average, **search)
+    scorer = Scorer(translator.models, translator.tokenizer, translator.config)
+    _check_against_model(a, translator, scorer, read)
+
+    def stream(records: Iterable[Record]) -> Iterable[list[Translation]]:
+        if scoring:
+            return ([scored] for scored in scorer.score((record.text, record.target) for record in records))
+        return translator.stream(
+            (record.request() for record in records), num_hypotheses=a.results.nbest, window=1 if at_terminal else None
+        )
+
+    start, best = time.perf_counter(), []
+    with _open(path, a, translator, group_size=shape.group_size) as output:
+        records = UntilFault(_checked(islice(read(), output.kept, None), translator))
+        results = paired(records, stream)
+        aligner = scorer if a.results.alignments else None
+        for record, translations, alignments in aligned(results, aligner, layer=a.results.alignment_layer):
+            output.write(shape.lines(record, translations, alignments))
+            if references is not None:
+                best.append(translations[0].text)
+        if records.fault is not None:
+            raise records.fault  # what came before it is written
+    if translator.num_failed:
+        logger.warning("%d lines could not be translated; their output is empty.", translator.num_failed)
+    if translator.num_split:
+        logger.warning("%d lines were translated in parts.", translator.num_split)
+    num_compiled = translator.engine.num_compiled + scorer.num_compiled
+    logger.info("%.1f s; %d shapes compiled.", time.perf_counter() - start, num_compiled)
+    if references is not None:
+        print(bleu(best, references, tokenize=a.evaluation.bleu_tokenize or training.bleu_tokenize), file=sys.stderr)
+        print(chrf(best, references), file=sys.stderr)
+
+
+def _check_flags(a: Arguments) -> None:
+    """Refuse what cannot be meant, before anything is read."""
+    from transformer_jax.errors import UserError
+
+    files, evaluation = a.files, a.evaluation
+    if not a.workdir and not files.join:
+        raise UserError("--workdir is missing; expected a work directory written by train.py.")
+    for name in ("resume", "part", "join"):
+        if getattr(files, name) and files.output is None:
+            raise UserError(f"--{name} is given without --output; expected the file that it is about.")
+    if evaluation.score is not None and (a.results.nbest > 1 or evaluation.reference):
+        raise UserError("--score has one given target a line; expected neither --nbest nor --reference with it.")
+    if evaluation.reference and (files.resume or files.part):
+        raise UserError("--reference needs the whole output of one run; score the finished file with sacrebleu instead.")
+    for name, path in (("input", files.input), ("reference", evaluation.reference), ("score", evaluation.score)):
+        if path is not None and not Path(path).is_file():
+            raise UserError(f"{name} is {path!r}, which does not exist; expected a text file.")
+        if path is not None and files.output is not None and Path(path).resolve() == Path(files.output).resolve():
+            raise UserError(f"output and {name} are both {path!r}; expected another file for the output.")
+
+
+def _check_against_model(a: Arguments, translator: Translator, scorer: Scorer, read: Callable[[], Iterable[Record]]) -> None:
+    """Refuse what this model cannot do, before the output file is touched."""
+    from transformer_jax.errors import UserError
+
+    if a.results.nbest > translator.config.beam_size:
+        expected = f"expected 1 to decoding.beam_size = {translator.config.beam_size}"
+        raise UserError(f"num_hypotheses is {a.results.nbest}; {expected}.")
+    if a.results.alignments:
+        scorer.align_pieces([], layer=a.results.alignment_layer)  # is there such a layer?
+    if a.files.input is not None and a.files.format == "jsonl":
+        for _ in _checked(read(), translator):
+            pass
+
+
+def _checked(records: Iterable[Record], translator: Translator) -> Iterator[Record]:
+    """The records; ``UserError`` at one whose prefix cannot be forced."""
+    for record in records:
+        if record.prefix:
+            translator.prefix_pieces(record.request())
+        yield record
+
+
+def _training_config(workdirs: tuple[str, ...]) -> TrainingConfig:
+    """The first run's; every run must be there."""
     import jax
 
     from transformer_jax.config_files import from_json
-    from transformer_jax.data.sources import read_lines
-    from transformer_jax.decoding.translator import Translator
     from transformer_jax.errors import UserError
-    from transformer_jax.evaluation import bleu, check_pairs, chrf
 
-    config_file = Path(arguments.workdir) / "config.json"
-    if not config_file.is_file():
-        raise UserError(
-            f"workdir is {arguments.workdir!r}, which has no config.json; expected a work directory written by train.py."
-        )
-    training = from_json(config_file.read_text()).training
+    for workdir in workdirs:
+        if not (Path(workdir) / "config.json").is_file():
+            raise UserError(f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py.")
+    training = from_json((Path(workdirs[0]) / "config.json").read_text()).training
     if training.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(training.compilation_cache).expanduser()))
-
-    for name in ("input", "reference"):
-        path = getattr(arguments, name)
-        if path is not None and not Path(path).is_file():
-            raise UserError(f"{name} is {path!r}, which does not exist; expected a text file.")
-        if path is not None and arguments.output is not None and Path(path).resolve() == Path(arguments.output).resolve():
-            raise UserError(f"output and {name} are both {path!r}; expected another file for the output.")
-    lines: Iterable[str] = read_lines(arguments.input or sys.stdin.buffer)
-    references = list(read_lines(arguments.reference)) if arguments.reference else None
-    if references is not None:
-        lines = list(lines)
-        check_pairs(lines, references)  # before the work, not after it
-
-    at_terminal = arguments.input is None and sys.stdin.isatty()
-    settings = {
-        "beam_size": arguments.beam_size,
-        "length_penalty": arguments.length_penalty,
-        "batch_size": 1 if at_terminal and arguments.batch_size is None else arguments.batch_size,
-    }
-    translator = Translator.from_workdir(
-        arguments.workdir,
-        checkpoint=arguments.checkpoint,
-        average=arguments.average,
-        **{name: value for name, value in settings.items() if value is not None},
-    )
-    results = translator.stream(lines, num_hypotheses=arguments.nbest, window=1 if at_terminal else None)
-    start = time.perf_counter()
-    with nullcontext(sys.stdout.buffer) if arguments.output is None else open(arguments.output, "wb") as output:
-        best = _write(results, output, nbest=arguments.nbest, keep=references is not None)
-    logger.info("%.1f s; %d shapes compiled.", time.perf_counter() - start, translator.num_compiled)
-    if references is not None:
-        for score in (
-            bleu(best, references, tokenize=arguments.bleu_tokenize or training.bleu_tokenize),
-            chrf(best, references),
-        ):
-            print(score, file=sys.stderr)
+    return training
 
 
-def _write(results: Iterable[list[Translation]], output: BinaryIO, *, nbest: int, keep: bool) -> list[str]:
-    """Write translations as they come; returns the best ones, if they are to be kept."""
-    best = []
-    for number, translations in enumerate(results):
-        for t in translations:
-            text = t.text if nbest == 1 else f"{number} ||| {t.text} ||| {t.score:.4f}"
-            output.write(text.encode() + b"\n")
-        output.flush()
-        if keep:
-            best.append(translations[0].text)
-    return best
+def _open(path: str | Path | None, a: Arguments, translator: Translator, *, group_size: int) -> ResumableFile | Stream:
+    from transformer_jax.decoding.resuming import ResumableFile, Stream, fingerprint
+
+    if path is None:
+        return Stream(sys.stdout.buffer)
+    if Path(path).exists() and not Path(path).is_file():
+        return Stream(open(path, "wb"))  # a device or a named pipe
+    settings: dict[str, Any] = {"task": "translate" if a.evaluation.score is None else "score"}
+    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist_content": a.search.shortlist}
+    for name, file_name in contents.items():
+        if file_name is not None:
+            with open(file_name, "rb") as file:
+                settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
+    settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(a.results)
+    settings |= {"model": fingerprint(translator.parameters), "tokenizer": translator.tokenizer.fingerprint}
+    settings |= dataclasses.asdict(translator.config)
+    keep_progress = a.files.part is not None
+    return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)
 
 
 if __name__ == "__main__":

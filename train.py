@@ -24,7 +24,7 @@ class Arguments:
     workdir: str
     """Folder of this run: config, tokenizer, checkpoints, metrics; made if it does not exist."""
     config: str = ""
-    """Config file, as in configs/; without one: the paper's base model."""
+    """Config file, as in configs/, or a work directory's config.json; without one: the paper's base model."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 

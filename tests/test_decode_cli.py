@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib.util
 import io
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -69,11 +72,19 @@ def workdir(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def translators():
+    """Equal flags get the translator that an earlier run had: it need not be compiled again."""
+    build = Translator.from_workdir
+    return functools.cache(lambda workdir, **settings: build(workdir, **settings))
+
+
 @pytest.fixture
-def decode(workdir, monkeypatch, capsysbinary):
+def decode(workdir, translators, monkeypatch, capsysbinary):
     """Run the program here: (exit status, stdout, stderr)."""
 
     def run(*flags, stdin=TEXT, folder=workdir):
+        monkeypatch.setattr(Translator, "from_workdir", translators)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         status = program.main(["--workdir", str(folder), *map(str, flags)])
         out, err = capsysbinary.readouterr()
@@ -141,7 +152,6 @@ def test_reference(decode, expected, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "stdin", "message"),
     [
-        ((), b"one\ntwo \xff\n", "line 2"),
         (("--input", "no/such/file"), b"", "no/such/file"),
         (("--output", "no/such/folder/file"), b"one\n", "no/such/folder/file"),
         (("--beam-size", 0), b"one\n", "decoding.beam_size is 0"),
@@ -193,3 +203,153 @@ def test_a_closed_pipe_and_ctrl_c_end_it_quietly(workdir):
         process.stderr.close()
     interrupted.stdin.close()
     interrupted.stdout.close()
+
+
+OBJECTS = "".join(f'{{"id": {i}, "text": "{line}", "x": [1.50]}}\n' for i, line in enumerate(LINES)).encode()
+
+
+def test_what_comes_before_a_faulty_line_is_not_lost(decode, expected):
+    status, out, err = decode(stdin=b"one two three\n\nfour five\n\xff\nfive\n")
+    assert (status, out) == (2, "".join(line + "\n" for line in expected[:3]))
+    assert "line 4: byte 1 is not valid UTF-8" in err
+    status, out, err = decode("--format", "jsonl", stdin=OBJECTS[: OBJECTS.index(b"five two") - 3])
+    assert status == 2 and out.count("\n") == 3 and "line 4 is not JSON" in err
+
+
+def test_a_faulty_file_is_found_before_the_work(decode, tmp_path):
+    source = tmp_path / "in.jsonl"
+    for line, message in [("{", "in.jsonl, line 8 is not JSON"), ('{"text": "one", "prefix": "€"}', "Line 8: prefix '€' has")]:
+        source.write_bytes(OBJECTS + line.encode() + b"\n")
+        status, out, err = decode("--input", source, "--format", "jsonl", "--output", tmp_path / "out")
+        assert (status, out) == (2, "") and message in err
+        assert not (tmp_path / "out").exists()
+
+
+def test_jsonl(decode, expected):
+    status, out, _ = decode("--format", "jsonl", "--nbest", 2, "--piece-scores", stdin=OBJECTS)
+    values = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and out.count('"x": [1.50], ') == len(LINES)
+    assert [v["translation"] for v in values] == expected
+    assert [(v["id"], v["text"]) for v in values] == list(enumerate(LINES))
+    for v in values:
+        assert len(v["pieces"]) == len(v["piece_scores"])
+        assert sum(v["piece_scores"]) == pytest.approx(v["log_prob"], abs=1e-3)
+        assert [h["score"] for h in v["hypotheses"]] == sorted((h["score"] for h in v["hypotheses"]), reverse=True)
+        assert v["hypotheses"][0]["translation"] == v["translation"]
+
+
+def test_a_prefix_is_the_beginning(decode):
+    _, out, _ = decode("--format", "jsonl", "--text-field", "en", stdin=b'{"en": "one two", "prefix": "FIVE"}\n')
+    assert json.loads(out)["translation"].startswith("FIVE")
+
+
+def test_alignments(decode, expected):
+    status, out, _ = decode("--alignments", "hard")
+    assert status == 0
+    for line, translation, source in zip(out.split("\n"), expected, LINES, strict=False):
+        text, _, pairs = line.partition(" ||| ")
+        assert text == translation
+        targets = [pair.split("-")[1] for pair in pairs.split()]
+        assert sorted(set(map(int, targets))) == list(range(len(translation.split())))
+        assert all(int(pair.split("-")[0]) < len(source.split()) for pair in pairs.split())
+    status, _, err = decode("--alignments", "hard", "--alignment-layer", 3)
+    assert status == 2 and "alignment layer is 3; expected -1 to 0" in err
+
+
+def test_score(decode, tmp_path):
+    _, out, _ = decode("--format", "jsonl", stdin=OBJECTS)
+    targets = tmp_path / "targets"
+    targets.write_text("".join(json.loads(line)["translation"] + "\n" for line in out.splitlines()))
+    status, plain, _ = decode("--score", targets)
+    assert status == 0 and all(re.fullmatch(r"-\d+\.\d{4}", line) for line in plain.splitlines())
+    status, scored, _ = decode("--score", targets, "--format", "jsonl", "--alignments", "soft", stdin=OBJECTS)
+    for line, number in zip(map(json.loads, scored.splitlines()), plain.splitlines(), strict=True):
+        assert line["log_prob"] == pytest.approx(float(number), abs=1e-4)
+        assert len(line["piece_scores"]) == len(line["pieces"])
+        for row in line["alignment"]:
+            assert len(row) == len(line["source_pieces"]) and sum(row) == pytest.approx(1, abs=1e-3)
+
+
+def test_score_needs_a_target_for_each_line(decode, tmp_path):
+    source, targets = tmp_path / "source", tmp_path / "targets"
+    source.write_bytes(TEXT)
+    targets.write_text("one\ntwo\n")
+    for flags in ((), ("--input", source)):
+        status, out, err = decode("--score", targets, *flags)
+        assert (status, out) == (2, "") and "has 7 lines and" in err and "targets has 2" in err
+
+
+def test_several_models_translate_together(decode, workdir, expected):
+    assert decode("--workdir", workdir, workdir)[1] == "".join(line + "\n" for line in expected)
+
+
+def test_sampled_parts_joined_are_the_whole(decode, tmp_path):
+    """The random numbers of a line depend on its number, not on the process that has it."""
+    flags = ("--method", "sample", "--seed", 3, "--nbest", 2, "--input", tmp_path / "in")
+    (tmp_path / "in").write_bytes(TEXT)
+    whole = decode(*flags)[1]
+    for i in range(3):
+        assert decode(*flags, "--output", tmp_path / "out", "--part", f"{i}/3")[0] == 0
+    assert (tmp_path / "out.part-2-of-3").read_text() == "".join(x for x in whole.splitlines(True) if x[:2] in ("2 ", "5 "))
+    status, out, err = decode("--join", "--output", tmp_path / "out")
+    assert (status, out) == (0, "") and "7 sentences joined" in err
+    assert (tmp_path / "out").read_text() == whole
+
+
+def test_killed_and_resumed(decode, workdir, tmp_path):
+    path = tmp_path / "out"
+    lines = [json.dumps({"id": i, "text": LINES[i % 7]}).encode() + b"\n" for i in range(240)]
+    flags = ("--format", "jsonl", "--batch-size", "1")  # 100 lines are read at a time
+    process = _start(workdir, *flags, "--output", str(path))
+    process.stdin.write(b"".join(lines))
+    process.stdin.flush()
+    while not path.exists() or path.read_bytes().count(b"\n") < 200:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        pipe.close()
+    os.truncate(path, path.stat().st_size - 5)
+
+    torn = path.read_bytes()
+    status, _, err = decode(*flags, "--length-penalty", 0.1, "--output", path, "--resume", stdin=b"".join(lines))
+    assert status == 2 and "length_penalty: 0.6 then, 0.1 now" in err and path.read_bytes() == torn
+    status, out, _ = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
+    assert (status, out) == (0, "")
+    assert path.read_bytes().decode() == decode(*flags, stdin=b"".join(lines))[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
+    assert status == 0 and "is complete; there is nothing to do" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--resume",), "--resume is given without --output"),
+        (("--part", "0/2"), "--part is given without --output"),
+        (("--part", "2/2", "--output", "x"), "part is '2/2'"),
+        (("--join",), "--join is given without --output"),
+        (("--score", "no/such"), "score is 'no/such', which does not exist"),
+        (("--score", __file__, "--nbest", 2), "expected neither --nbest nor --reference"),
+        (("--reference", __file__, "--part", "0/2", "--output", "x"), "--reference needs the whole output"),
+        (("--piece-scores",), "--piece-scores does not go with --format text"),
+        (("--nbest", 0), "nbest is 0"),
+        (("--format", "jsonl", "--text-field", "score"), "text_field is 'score'"),
+    ],
+)
+def test_flags_that_contradict(decode, flags, message):
+    status, out, err = decode(*flags)
+    assert (status, out) == (2, "")
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_without_a_work_directory(capsys):
+    assert program.main([]) == 2
+    assert "--workdir is missing" in capsys.readouterr().err
+
+
+def test_help_needs_no_jax():
+    code = "import runpy, sys; sys.argv = ['decode.py', '--help']\ntry: runpy.run_path('decode.py', run_name='__main__')\n"
+    code += "except SystemExit: sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0

@@ -27,3 +27,12 @@ def test_named_files_and_fields_exist(path: Path) -> None:
     sections = {field.split(".")[0] for field in fields if "." in field}
     for flag in re.findall(rf"--((?:{'|'.join(sections)})\.[\w.-]+)", text):
         assert flag.replace("-", "_").replace(".no_", ".") in fields, f"{path.name} names --{flag}"
+
+
+def test_flags_of_decode_exist() -> None:
+    fields = re.findall(r"^    (\w+): .* = ", (ROOT / "decode.py").read_text(), re.MULTILINE)
+    flags = {field.replace("_", "-") for field in fields} | {"help"}
+    text = re.sub(r"srun .*? sh", "", (ROOT / "docs" / "decoding.md").read_text())
+    commands = "\n".join(line for line in text.replace("\\\n", "").split("\n") if "decode.py" in line or "`--" in line)
+    named = set(re.findall(r"--([a-z-]+)", commands))
+    assert len(named) > 20 and not named - flags, f"docs/decoding.md names {named - flags}"

@@ -20,10 +20,26 @@ ORDER = [
     "data.loader",
     "model.attention",
     "model.layers",
+    "model.cache",
     "model.transformer",
+    "model.alignment",
     "saved_model",
+    "decoding.search",
+    "decoding.constraints",
     "decoding.beam_search",
+    "decoding.sampling",
+    "decoding.queue",
+    "decoding.ensemble",
+    "decoding.lexicon",
+    "decoding.shortlist",
+    "decoding.engine",
     "decoding.translator",
+    "decoding.scoring",
+    "decoding.records",
+    "decoding.alignments",
+    "decoding.output",
+    "decoding.resuming",
+    "decoding.parts",
     "evaluation",
     "training.loss",
     "training.optimizer",
@@ -32,6 +48,16 @@ ORDER = [
     "training.metrics",
     "training.workdir",
     "training.loop",
+    "interop.generation",
+    "interop.weights",
+    "interop.vocabulary",
+    "interop.huggingface_weights",
+    "interop.huggingface",
+    "interop.read_huggingface",
+    "interop.ctranslate2",
+    "interop.marian",
+    "interop.export",
+    "interop.import_marian",
 ]
 
 
@@ -47,6 +73,6 @@ def test_every_module_is_listed_and_imports_only_earlier_ones() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_jax"):
                 imported = (node.module or "").removeprefix("transformer_jax").lstrip(".")
-                targets = [imported] if imported in files else [alias.name for alias in node.names]
+                targets = [imported] if imported in files else [f"{imported}.{alias.name}".lstrip(".") for alias in node.names]
                 for target in targets:
                     assert ORDER.index(target) < ORDER.index(name), f"{name} imports {target}"

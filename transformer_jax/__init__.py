@@ -16,13 +16,15 @@ from transformer_jax.config_files import load_config_file
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus, build_corpus
 from transformer_jax.data.loader import load
-from transformer_jax.decoding.beam_search import SearchResult, beam_search, gather_beams
+from transformer_jax.decoding.beam_search import beam_search
+from transformer_jax.decoding.search import SearchResult, gather_beams
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu, chrf
 from transformer_jax.model.attention import MultiHeadAttention, attention_mask, dot_product_attention
+from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.layers import DecoderLayer, EncoderLayer, FeedForward, sinusoidal_positions
-from transformer_jax.model.transformer import Decoder, DecoderCache, Embedding, Encoder, Transformer
+from transformer_jax.model.transformer import Decoder, Embedding, Encoder, Transformer
 from transformer_jax.saved_model import load_model
 from transformer_jax.sharding import batch_sharding, make_mesh, state_shardings
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer

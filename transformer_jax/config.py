@@ -72,6 +72,8 @@ class ModelConfig:
     """Dropout inside the feed-forward layer, after its activation (not in the paper)."""
     norm: Literal["post", "pre"] = "post"
     """Layer norm after the residual sum (the paper), or before each sub-layer with a final norm."""
+    norm_epsilon: float = 1e-6
+    """What layer norm adds to the variance (PyTorch's default, and so that of models from elsewhere, is 1e-5)."""
     attention_bias: bool = False
     """Add biases to the four attention projections (fairseq, Marian and BERT do)."""
     activation: Literal["relu", "gelu", "silu"] = "relu"
@@ -82,6 +84,8 @@ class ModelConfig:
     """Rows of the learned position table; sinusoids have no limit."""
     tie_embeddings: Literal["all", "target", "none"] = "all"
     """Share one matrix between source embedding, target embedding and softmax (the paper), the last two only, or none."""
+    softmax_bias: bool = False
+    """Add a bias to each piece's score before the softmax (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the matrix products; auto: float32 on CPU, bfloat16 on GPU and TPU. Parameters, norms and loss stay float32."""
     remat: bool = False
@@ -96,6 +100,7 @@ class ModelConfig:
             _require(value is None or value > 0, f"model.{name}", value, "a positive number, or None")
         for name in ("dropout", "attention_dropout", "feed_forward_dropout"):
             _require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "a probability in [0, 1)")
+        _require(self.norm_epsilon > 0, "model.norm_epsilon", self.norm_epsilon, "a positive number")
         even = self.d_model % 2 == 0 or self.positions == "learned"
         _require(even, "model.d_model", self.d_model, "an even number: sinusoidal positions pair a sine with a cosine")
         divides = self.d_model % self.num_heads == 0 or (self.d_k is not None and self.d_v is not None)
@@ -356,14 +361,34 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """Beam search (section 6.1)."""
+    """Beam search (section 6.1), or sampling."""
 
+    method: Literal["beam", "sample"] = "beam"
+    """Search for the likeliest translation, or draw from the model's distribution."""
     beam_size: int = 4
-    """Hypotheses kept for a sentence; 1: greedy."""
+    """Hypotheses kept for a sentence (1: greedy); with method sample: samples drawn."""
     length_penalty: float = 0.6
     """alpha in log P / ((5 + length) / 6)^alpha."""
+    coverage_penalty: float = 0.0
+    """beta of the coverage penalty (Wu et al., 2016, equation 14): scores down what leaves source pieces unread; 0: off."""
     max_extra_length: int = 50
     """A translation has at most this many pieces more than its source."""
+    min_length: int = 0
+    """A translation has at least this many pieces."""
+    no_repeat_ngram: int = 0
+    """No n pieces in a row occur twice in a translation; 0: off."""
+    repetition_penalty: float = 1.0
+    """A piece that the translation already has is ranked by this times its log-probability; 1: off."""
+    suppress: tuple[str, ...] = ()
+    """Target pieces that are never generated, written as in the vocabulary (`▁` where a word begins)."""
+    temperature: float = 1.0
+    """sample: logits are divided by it; below 1 likely pieces gain."""
+    top_k: int = 0
+    """sample: draw from the likeliest k pieces only; 0: from all."""
+    top_p: float = 1.0
+    """sample: draw from the fewest likeliest pieces whose probability reaches p; 1: from all."""
+    seed: int = 0
+    """sample: another seed, other samples. The same line gets the same samples in any batch."""
     max_source_length: int = 256
     """Longer input lines (in pieces) are translated in parts, with a warning."""
     batch_size: int = 32
@@ -374,7 +399,17 @@ class DecodingConfig:
         for name in ("beam_size", "batch_size", "max_extra_length"):
             _require(getattr(self, name) > 0, f"decoding.{name}", getattr(self, name), "a positive number")
         _require(self.max_source_length > 1, "decoding.max_source_length", self.max_source_length, "at least 2")
-        _require(self.length_penalty >= 0, "decoding.length_penalty", self.length_penalty, "0 or more")
+        for name in ("length_penalty", "coverage_penalty", "min_length", "no_repeat_ngram", "top_k"):
+            _require(getattr(self, name) >= 0, f"decoding.{name}", getattr(self, name), "0 or more")
+        _require(
+            self.min_length <= self.max_extra_length,
+            "decoding.min_length",
+            self.min_length,
+            f"at most decoding.max_extra_length = {self.max_extra_length}, so that the shortest source leaves room for it",
+        )
+        _require(self.repetition_penalty >= 1, "decoding.repetition_penalty", self.repetition_penalty, "1 (off) or more")
+        _require(self.temperature > 0, "decoding.temperature", self.temperature, "a number above 0")
+        _require(0 < self.top_p <= 1, "decoding.top_p", self.top_p, "a probability in (0, 1]")
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,12 @@ _FREE_ON_RESUME = (
 
 
 def load_config_file(path: str | Path) -> Config:
-    """Run a config file's ``get_config()``."""
+    """Run a config file's ``get_config()``, or read the config.json of a work directory."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"Config file {str(path)!r} does not exist; expected a Python file with get_config(), as in configs/.")
+    if path.suffix == ".json":
+        return from_json(path.read_text())
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"Config file {str(path)!r} is not a Python file; expected one with get_config(), as in configs/.")

@@ -83,6 +83,12 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(path.parent.name) for path in folder.glob("*/manifest.json") if path.parent.name.isdigit())
 
 
+def is_imported(path: Path) -> bool:
+    """Whether a complete checkpoint holds parameters from elsewhere, which training can begin with, and nothing else."""
+    progress = path / "progress.json"
+    return progress.exists() and bool(json.loads(progress.read_text()).get("imported"))
+
+
 def write_manifest(path: Path) -> None:
     """Declare the checkpoint in ``path`` complete."""
     entries = {str(p.relative_to(path)): [p.stat().st_size, _checksum(p)] for p in sorted(path.rglob("*")) if p.is_file()}
@@ -126,7 +132,8 @@ def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
         step = int(checkpoint) if str(checkpoint).isdigit() else None
     if step not in steps:
         raise UserError(f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}.")
-    return [folder / f"{s:08d}" for s in reversed(steps) if s <= step]
+    before = [folder / f"{s:08d}" for s in reversed(steps) if s < step]
+    return [folder / f"{step:08d}", *(path for path in before if not is_imported(path))]
 
 
 def _whole(paths: list[Path], *, skip_damaged: bool) -> Iterator[Path]:

@@ -24,13 +24,17 @@ _T = TypeVar("_T")
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 
+_TAG = re.compile(r">>.*?<<")
+
 _JOINT, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
 
 
 class Tokenizer:
     """One SentencePiece model for both languages, or one for each.
 
-    Built from the bytes of the model files; ``target_model=None`` means that both languages share ``source_model``.
+    Built from the bytes of the model files; ``target_model=None`` means that both languages share ``source_model``. Two
+    models may have one vocabulary, each of them with the pieces of both languages, as in imported models; there a line may
+    begin with a tag like ``>>deu<<``, which is kept whole if it is a piece.
     """
 
     def __init__(self, source_model: bytes, target_model: bytes | None = None) -> None:
@@ -90,7 +94,10 @@ class Tokenizer:
     @property
     def joint(self) -> bool:
         """Whether both languages share one vocabulary."""
-        return self.target_model is None
+        if self.target_model is None:
+            return True
+        ids = range(self.source_vocab_size)
+        return len(ids) == self.target_vocab_size and self.source_pieces(ids) == self.target_pieces(ids)
 
     @property
     def source_vocab_size(self) -> int:
@@ -130,15 +137,53 @@ class Tokenizer:
         """Text of one sequence of target pieces; PAD, BOS and EOS are left out."""
         return _decode(self._target, ids)
 
+    def source_pieces(self, ids: Sequence[int]) -> list[str]:
+        """Source pieces as SentencePiece writes them: a word's first one begins with ▁ (U+2581)."""
+        return [self._source.id_to_piece(int(piece)) for piece in ids]
+
+    def target_pieces(self, ids: Sequence[int]) -> list[str]:
+        """Target pieces as SentencePiece writes them."""
+        return [self._target.id_to_piece(int(piece)) for piece in ids]
+
+    def target_ids(self, pieces: Sequence[str]) -> list[int]:
+        """The ids of target pieces; UNK_ID for what is none."""
+        return [self._target.piece_to_id(piece) for piece in pieces]
+
 
 def _encode(
     processor: sentencepiece.SentencePieceProcessor, lines: Sequence[str], *, sampling: float, seed: int
 ) -> list[list[int]]:
-    if not sampling:
-        return processor.encode(list(lines), num_threads=1)
-    sampler = _sampler(processor, sampling)
-    generator = random.Random(seed)
-    return [sampler.sample(line, generator) for line in lines]
+    if _has_unused_pieces(processor):
+        tags, lines = zip(*(_split_tag(processor, line) for line in lines), strict=True) if lines else ((), ())
+    else:
+        tags = ([],) * len(lines)
+    if sampling:
+        sampler = _sampler(processor, sampling)
+        generator = random.Random(seed)
+        ids = [sampler.sample(line, generator) for line in lines]
+    else:
+        ids = processor.encode(list(lines), num_threads=1)
+        if _has_unused_pieces(processor):
+            ids = [_with_unused(processor, line, pieces) if UNK_ID in pieces else pieces for line, pieces in zip(lines, ids)]
+    return [tag + pieces for tag, pieces in zip(tags, ids, strict=True)]
+
+
+@lru_cache(maxsize=8)
+def _has_unused_pieces(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    """Whether the vocabulary has pieces that text is never cut into: another model's, or tags."""
+    return any(processor.is_unused(i) for i in range(processor.vocab_size()))
+
+
+def _split_tag(processor: sentencepiece.SentencePieceProcessor, line: str) -> tuple[list[int], str]:
+    """The id of a tag that ``line`` begins with, if it does, and the rest of the line."""
+    tag = _TAG.match(line)
+    return ([processor.piece_to_id(tag[0])], line[tag.end() :]) if tag else ([], line)
+
+
+def _with_unused(processor: sentencepiece.SentencePieceProcessor, line: str, ids: list[int]) -> list[int]:
+    """``ids`` of ``line`` where what is unknown to the model may be a piece of the vocabulary."""
+    looked_up = [processor.piece_to_id(piece) for piece in processor.encode(line, out_type=str)]
+    return [there if i == UNK_ID and processor.is_unused(there) else i for i, there in zip(ids, looked_up, strict=True)]
 
 
 @lru_cache(maxsize=4)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_search import Rules, every_hypothesis, reference_search
+from reference_search import chain as as_model
 
-from transformer_jax.decoding.beam_search import beam_search, length_divisor, top_k
+from transformer_jax.decoding.beam_search import beam_search, top_k
+from transformer_jax.decoding.search import length_divisor
 from transformer_jax.errors import UserError
 
 PAD, BOS, EOS = 0, 1, 2
@@ -57,7 +59,7 @@ def search(logits, *, beam_size, length_penalty=0.6, max_lengths=None, num_hypot
     found = []
     for sentence, limit in enumerate(limits):
         hypotheses = []
-        for tokens, score, log_prob, length in zip(*(field[sentence] for field in result), strict=True):
+        for tokens, score, log_prob, length, _ in zip(*(field[sentence] for field in result), strict=True):
             assert (tokens[length:] == PAD).all()
             if length == 0:
                 assert score == log_prob == -np.inf
@@ -73,7 +75,8 @@ def search(logits, *, beam_size, length_penalty=0.6, max_lengths=None, num_hypot
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     logits = logits.astype(np.float64)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    with np.errstate(divide="ignore"):
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def forced_log_prob(log_probs_LVV: np.ndarray, pieces: list[int]) -> float:
@@ -81,32 +84,11 @@ def forced_log_prob(log_probs_LVV: np.ndarray, pieces: list[int]) -> float:
     return sum(log_probs_LVV[t, before, piece] for t, (before, piece) in enumerate(itertools.pairwise([BOS, *pieces])))
 
 
-def every_hypothesis(log_probs_LVV: np.ndarray, possible: int, alpha: float) -> list[tuple[list[int], float]]:
-    """All sequences that end in EOS within the length, best first."""
-    inner = [piece for piece in range(possible) if piece not in (PAD, EOS)]
-    scored = [
-        ([*pieces, EOS], forced_log_prob(log_probs_LVV, [*pieces, EOS]) / ((6 + len(pieces)) / 6) ** alpha)
-        for count in range(len(log_probs_LVV))
-        for pieces in itertools.product(inner, repeat=count)
-    ]
-    return sorted(scored, key=lambda hypothesis: -hypothesis[1])
-
-
-def reference_search(log_probs_LVV: np.ndarray, *, beam_size: int, alpha: float) -> list[tuple[list[int], float]]:
-    """The same search in plain Python, for one sentence, without early stopping."""
-    live, finished = [([], 0.0)], []
-    for t in range(len(log_probs_LVV)):
-        candidates = []
-        for pieces, log_prob in live:
-            row = log_probs_LVV[t, pieces[-1] if pieces else BOS]
-            allowed = [EOS] if t == len(log_probs_LVV) - 1 else [piece for piece in range(len(row)) if piece != PAD]
-            candidates += [([*pieces, piece], log_prob + row[piece]) for piece in allowed if row[piece] > -math.inf]
-        candidates.sort(key=lambda candidate: -candidate[1])
-        finished += [
-            (pieces, log_prob / ((5 + t + 1) / 6) ** alpha) for pieces, log_prob in candidates[:beam_size] if pieces[-1] == EOS
-        ]
-        live = [candidate for candidate in candidates[: 2 * beam_size] if candidate[0][-1] != EOS][:beam_size]
-    return sorted(finished, key=lambda hypothesis: -hypothesis[1])[:beam_size]
+def assert_same(found, expected):
+    """The hypotheses of one sentence against those of the plain search."""
+    assert [tuple(pieces) for pieces, _, _ in found] == [hypothesis.pieces for hypothesis in expected]
+    np.testing.assert_allclose([score for _, score, _ in found], [hypothesis.score for hypothesis in expected], rtol=1e-5)
+    np.testing.assert_allclose([log_p for _, _, log_p in found], [hypothesis.log_prob for hypothesis in expected], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,18 +98,16 @@ def reference_search(log_probs_LVV: np.ndarray, *, beam_size: int, alpha: float)
 def test_a_wide_beam_finds_the_best_of_all_sequences(possible, length, beam_size, alpha):
     logits = random_chain(possible, sentences=6, length=length, vocab=beam_size, possible=possible)
     for chain, found in zip(logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True):
-        expected = every_hypothesis(log_softmax(chain), possible, alpha)[:beam_size]
-        assert [pieces for pieces, _, _ in found] == [pieces for pieces, _ in expected]
-        np.testing.assert_allclose([score for _, score, _ in found], [score for _, score in expected], rtol=1e-5)
+        rules = Rules(max_length=length, length_penalty=alpha)
+        assert_same(found, every_hypothesis(as_model(log_softmax(chain)), rules)[:beam_size])
 
 
 @pytest.mark.parametrize(("beam_size", "alpha"), [(2, 0.6), (3, 0.0), (3, 1.5), (4, 0.6), (8, 0.6)])
 def test_agrees_with_a_plain_search(beam_size, alpha):
     logits = random_chain(beam_size, sentences=100, length=9, vocab=11)
     for chain, found in zip(logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True):
-        expected = reference_search(log_softmax(chain), beam_size=beam_size, alpha=alpha)
-        assert [pieces for pieces, _, _ in found] == [pieces for pieces, _ in expected]
-        np.testing.assert_allclose([score for _, score, _ in found], [score for _, score in expected], rtol=1e-5)
+        rules = Rules(max_length=9, length_penalty=alpha)
+        assert_same(found, reference_search(as_model(log_softmax(chain)), rules, beam_size=beam_size))
 
 
 def test_beam_of_one_is_greedy():
@@ -223,7 +203,7 @@ def test_compiles_once_for_one_shape():
         ({"beam_size": 9}, "beam_size is 9; expected at most the vocabulary's 8"),
         ({"beam_size": 2, "num_hypotheses": 3}, "num_hypotheses is 3"),
         ({"beam_size": 0}, "beam_size 0"),
-        ({"beam_size": 2, "length_penalty": -1.0}, "length_penalty -1.0"),
+        ({"beam_size": 2, "length_penalty": -1.0}, "length_penalty is -1.0"),
     ],
 )
 def test_settings_out_of_range(arguments, message):

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
-from transformer_jax.decoding.translator import Translator, _source_lengths
+from transformer_jax.decoding.engine import _source_lengths
+from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import batch_sharding, make_mesh
@@ -113,13 +114,13 @@ def test_batch_size_does_not_change_the_text(model, tokenizer, translator):
 
 def test_nothing_is_compiled_twice(model, tokenizer, caplog):
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.lengths == (16, 24)
+    assert translator.engine.lengths == (16, 24)
     with caplog.at_level(logging.INFO, "transformer_jax"):
         first = translator.translate(LINES)
-        assert translator.num_compiled == 2
+        assert translator.engine.num_compiled == 2
         translator.parameters = jax.tree.map(lambda x: -x, translator.parameters)
         assert translator.translate(LINES) != first
-    assert translator.num_compiled == 2
+    assert translator.engine.num_compiled == 2
     assert sum("Compiling" in message for message in caplog.messages) == 2
 
 
@@ -178,7 +179,7 @@ def test_rows_spread_over_devices_give_the_same(model, tokenizer, translator):
     spread = Translator(model, tokenizer, CONFIG, batch_sharding=batch_sharding(mesh))
     spread.parameters = jax.device_put(spread.parameters, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     assert spread.translate(LINES[:9]) == translator.translate(LINES[:9])
-    assert translator.num_compiled
+    assert translator.engine.num_compiled
 
 
 def test_parameters_on_several_devices_need_no_sharding_of_the_batch(model, tokenizer, translator):
@@ -198,7 +199,7 @@ def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog
 def test_learned_positions_bound_the_shapes(tokenizer):
     model = make_model(tokenizer, positions="learned", max_positions=20)
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.lengths == (16, 20)
+    assert translator.engine.lengths == (16, 20)
     assert all(translator.translate([LINES[0], " ".join(WORDS)]))
 
 

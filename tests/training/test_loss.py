@@ -36,6 +36,24 @@ def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("max_logits", [2 * B * V, 10**6])
+def test_a_bias_counts_in_value_and_gradient(max_logits: int) -> None:
+    hidden, matrix, target = _inputs()
+    bias = jax.random.normal(jax.random.key(9), (V,))
+
+    def plain(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:  # a bias is a weight of one more, constant feature
+        ones = jnp.ones((B, T, 1))
+        return _plain(jnp.concatenate([h, ones], axis=2), jnp.concatenate([m, b[:, None]], axis=1), target, 0.1)
+
+    def ours(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
+        return smoothed_cross_entropy(h, m, target, 0.1, max_logits, b).loss
+
+    np.testing.assert_allclose(ours(hidden, matrix, bias), plain(hidden, matrix, bias), rtol=1e-5)
+    expected = jax.grad(plain, argnums=(0, 1, 2))(hidden, matrix, bias)
+    for got, want in zip(jax.grad(ours, argnums=(0, 1, 2))(hidden, matrix, bias), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_sums_beside_the_loss() -> None:
     hidden, matrix, target = _inputs()
     for sums in (

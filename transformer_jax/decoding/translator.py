@@ -1,31 +1,41 @@
-"""Text in, text out: lines are grouped by length, searched in batches of few fixed shapes, and put back in order."""
+"""Text in, text out: one translation for every line, in the order of the lines."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
+from jax.sharding import NamedSharding
 
-from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.beam_search import SearchResult, beam_search, length_divisor
+from transformer_jax.config import DecodingConfig, ModelConfig
+from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
+from transformer_jax.decoding.search import length_divisor
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import DecoderCache, Transformer
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.saved_model import load_model
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
+from transformer_jax.tokenizer import UNK_ID, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _SENTENCE_END = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])\s*")
+_MOST_WARNINGS = 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """A line to translate, with wishes of its own."""
+
+    text: str
+    prefix: str = ""
+    """What the translation must begin with."""
+    number: int = 0
+    """The line's number, for messages and for the random numbers of sampling; 0: its place in the stream, from 1."""
 
 
 @dataclass(frozen=True)
@@ -34,125 +44,187 @@ class Translation:
 
     text: str
     score: float
-    """log_prob / ((5 + length) / 6)^alpha: what the search ranks by."""
+    """What the search ranks by: log_prob / ((5 + length) / 6)^alpha, if no other penalty is on."""
     log_prob: float
     """Natural logarithm of the probability of all pieces, the end symbol included."""
     length: int
-    """Pieces, the end symbol included."""
+    """Pieces, the end symbol included (one for each part of a line that was translated in parts)."""
+    pieces: tuple[str, ...] = ()
+    """As in the vocabulary, without the end symbol; between parts of a long line it is there: ``length - 1`` pieces."""
+    piece_log_probs: tuple[float, ...] = ()
+    """Log-probability of each piece given those before it, the end symbol's included: ``length`` numbers."""
 
 
-@dataclass
-class _Part:
+class _Part(NamedTuple):
     """What is searched at a time: a line, or a part of one that is too long."""
 
     line: int
-    pieces: list[int]
-    hypotheses: list[Translation] = field(default_factory=list)
+    sentence: Sentence
 
 
 class Translator:
-    """A model, its tokenizer and the settings of the search.
+    """A model (or several, whose probabilities are averaged), the tokenizer and the settings of the search.
 
-    What a line becomes depends on the line and the settings alone: it is searched in the shape for its own length, and the
-    rows of a batch do not touch. Each shape (``config.batch_size`` rows of one of ``lengths``) is compiled once.
+    What a line becomes depends on the line and the settings alone, not on its neighbours.
 
     Attributes:
-      parameters: the model's, as ``nnx.to_pure_dict`` gives them. Assign newer ones (a training loop's) to translate with
-        those; nothing is compiled again.
-      lengths: source lengths, end symbol included, that shapes are made for.
-      num_compiled: how many shapes have been compiled so far.
+      engine: the search itself, over piece ids, with its compiled shapes and counts.
+      num_failed: how many lines came out empty because the search found nothing.
+      num_split: how many lines were translated in parts.
     """
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | Sequence[Transformer],
         tokenizer: Tokenizer,
         config: DecodingConfig | None = None,
         *,
-        batch_sharding: jax.sharding.Sharding | None = None,
+        batch_sharding: NamedSharding | None = None,
     ):
         """With ``batch_sharding`` the rows of a batch are spread over devices, which ``config.batch_size`` must divide over.
 
         Without it every device that holds the parameters does the whole work.
+
+        Raises:
+          UserError: settings that do not go together, or not with the model; a model with another vocabulary.
         """
+        models = [model] if isinstance(model, Transformer) else list(model)
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
-        self.batch_sharding = batch_sharding
-        self._graph, state = nnx.split(model, nnx.Param)
-        self.parameters = nnx.to_pure_dict(state)
-        self._check(model)
-        # Learned positions end somewhere.
-        self._max_positions = model.config.max_positions if model.config.positions == "learned" else None
-        self.lengths = _source_lengths(min(filter(None, (self.config.max_source_length, self._max_positions))))
-        self.num_compiled = 0
-        self._search = jax.jit(self._search_batch, static_argnames="num_hypotheses")
+        for each in models:
+            self._check(each.config)
+        suppress = tuple(tokenizer.target_ids(self.config.suppress))
+        for piece, number in zip(self.config.suppress, suppress, strict=True):
+            if number == UNK_ID and piece not in tokenizer.target_pieces([UNK_ID]):
+                raise UserError(
+                    f"decoding.suppress has {piece!r}; expected pieces of the target vocabulary ('▁' begins a word)."
+                )
+        self.engine = Engine(models, self.config, suppress=suppress, batch_sharding=batch_sharding)
+        self.num_failed = self.num_split = 0
 
     @classmethod
     def from_workdir(
         cls,
-        workdir: str | Path,
+        workdir: str | Path | Sequence[str | Path],
         *,
         checkpoint: Literal["last", "best"] | int = "last",
         average: int | None = None,
         **settings: Any,
     ) -> Translator:
-        """The translator of a training run; ``settings`` replace fields of its ``decoding`` config.
+        """The translator of a training run, or of several whose models decode as one; ``settings`` replace fields of the
+        (first) run's ``decoding`` config.
 
         ``checkpoint`` and ``average`` choose the parameters as in ``load_model``.
-        """
-        config, model, tokenizer = load_model(workdir, checkpoint=checkpoint, average=average)
-        return cls(model, tokenizer, dataclasses.replace(config.decoding, **settings))
 
-    def translate(self, lines: Iterable[str]) -> list[str]:
+        Raises:
+          UserError: runs with different tokenizers.
+        """
+        workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
+        loaded = [load_model(each, checkpoint=checkpoint, average=average) for each in workdirs]
+        config, model, tokenizer = loaded[0]
+        for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
+            if its_tokenizer.fingerprint != tokenizer.fingerprint:
+                raise UserError(
+                    f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected models that were trained with "
+                    "the same tokenizer (train.py --tokenizer.model)."
+                )
+        models = model if len(loaded) == 1 else [each for _, each, _ in loaded]
+        return cls(models, tokenizer, dataclasses.replace(config.decoding, **settings))
+
+    @property
+    def parameters(self) -> Any:
+        """The model's, as ``nnx.to_pure_dict`` gives them (of several models a tuple of those).
+
+        Assign newer ones (a training loop's) to translate with those; nothing is compiled again.
+        """
+        return self.engine.parameters if len(self.engine.parameters) > 1 else self.engine.parameters[0]
+
+    @parameters.setter
+    def parameters(self, parameters: Any) -> None:
+        self.engine.parameters = (parameters,) if isinstance(parameters, dict) else tuple(parameters)
+
+    @property
+    def models(self) -> list[Transformer]:
+        """The models, with the parameters they have now."""
+        return self.engine.models
+
+    def translate(self, lines: Iterable[str | Request]) -> list[str]:
         """The best translation of each line; for an empty line an empty one."""
         return [translations[0].text for translations in self.stream(lines)]
 
     def stream(
-        self, lines: Iterable[str], *, num_hypotheses: int = 1, window: int | None = None
+        self, lines: Iterable[str | Request], *, num_hypotheses: int = 1, window: int | None = None
     ) -> Iterator[list[Translation]]:
         """For each line, in order, its ``num_hypotheses`` best translations, best first; at least one, fewer if no more exist.
 
-        Holds ``window`` lines at a time (default: 100 batches). An empty line gives one empty translation. A line of more than
-        ``config.max_source_length`` pieces is translated in parts, with a warning.
+        Holds ``window`` lines at a time (default: 100 batches). An empty line gives one empty translation, and so does a line
+        for which the search finds none (with a warning; see ``num_failed``). A line of more than ``config.max_source_length``
+        pieces is translated in parts, with a warning.
+
+        Raises:
+          UserError: a prefix with pieces that the vocabulary lacks, or longer than the translation may be (with its line).
         """
         if not 1 <= num_hypotheses <= self.config.beam_size:
             raise UserError(f"num_hypotheses is {num_hypotheses}; expected 1 to decoding.beam_size = {self.config.beam_size}.")
         lines, first = iter(lines), 1
         while block := list(islice(lines, window or 100 * self.config.batch_size)):
-            yield from self._translate(block, first, num_hypotheses)
+            requests = [Request(line) if isinstance(line, str) else line for line in block]
+            numbered = [r if r.number else dataclasses.replace(r, number=number) for number, r in enumerate(requests, first)]
+            yield from self._translate(numbered, num_hypotheses)
             first += len(block)
 
-    def _translate(self, lines: list[str], first: int, num_hypotheses: int) -> Iterator[list[Translation]]:
-        parts = list(self._parts(lines, first))
-        # The device gets all batches before the first result is waited for.
-        running = [(batch, self._start(batch, length, num_hypotheses)) for length, batch in self._batches(parts)]
-        for batch, result in running:
-            fields = [np.asarray(values) for values in result]
-            for part, *row in zip(batch, *fields, strict=False):  # the rows left over are padding
-                part.hypotheses = self._hypotheses(*row)
-        of_line: list[list[_Part]] = [[] for _ in lines]
-        for part in parts:
-            of_line[part.line].append(part)
-        for number, its_parts in enumerate(of_line, first):
-            if not all(part.hypotheses for part in its_parts):
-                logger.warning("Line %d: the search found no translation; its output is empty.", number)
-            yield self._join([part.hypotheses for part in its_parts])
+    def _translate(self, requests: list[Request], num_hypotheses: int) -> Iterator[list[Translation]]:
+        parts = list(self._parts(requests))
+        found = self.engine.search([part.sentence for part in parts], num_hypotheses=num_hypotheses)
+        of_line: list[list[list[Translation]]] = [[] for _ in requests]
+        for part, hypotheses in zip(parts, found, strict=True):
+            of_line[part.line].append([self._translation(hypothesis) for hypothesis in hypotheses])
+        for request, its_parts in zip(requests, of_line, strict=True):
+            if not all(its_parts):
+                self.num_failed += 1
+                _warn(self.num_failed, "Line %d: the search found no translation; its output is empty.", request.number)
+            yield self._join(its_parts)
 
-    def _parts(self, lines: list[str], first: int) -> Iterator[_Part]:
-        room = self.lengths[-1] - 1  # the end symbol takes one position
-        for number, (line, pieces) in enumerate(zip(lines, self.tokenizer.encode_source(lines), strict=True)):
-            if not line.strip():
+    def _parts(self, requests: list[Request]) -> Iterator[_Part]:
+        room = self.engine.lengths[-1] - 1  # the end symbol takes one position
+        encoded = self.tokenizer.encode_source([request.text for request in requests])
+        for line, (request, pieces) in enumerate(zip(requests, encoded, strict=True)):
+            prefix = self.prefix_pieces(request)
+            if not request.text.strip():
                 continue
-            parts = [pieces] if len(pieces) <= room else self._split(line, room)
+            parts = [pieces] if len(pieces) <= room else self._split(request.text, room)
             if len(parts) > 1:
-                logger.warning(
-                    "Line %d has %d pieces; more than %d are translated in parts, here %d.",
-                    first + number,
-                    len(pieces),
-                    room,
-                    len(parts),
-                )
-            yield from (_Part(number, part) for part in parts if part)
+                self.num_split += 1
+                said = "Line %d has %d pieces; more than %d are translated in parts, here %d."
+                _warn(self.num_split, said, request.number, len(pieces), room, len(parts))
+            for index, part in enumerate(part for part in parts if part):
+                yield _Part(line, Sentence(part, prefix if index == 0 else [], request.number + 1_000_003 * index))
+
+    def _translation(self, hypothesis: Hypothesis) -> Translation:
+        return Translation(
+            self.tokenizer.decode_target(hypothesis.pieces),
+            hypothesis.score,
+            hypothesis.log_prob,
+            len(hypothesis.pieces) + 1,
+            tuple(self.tokenizer.target_pieces(hypothesis.pieces)),
+            tuple(hypothesis.piece_log_probs),
+        )
+
+    def prefix_pieces(self, request: Request) -> list[int]:
+        """The pieces that the request forces, checked: ``UserError`` with its number as ``stream`` tells."""
+        [prefix] = self.tokenizer.encode_target([request.prefix])
+        if UNK_ID in prefix:
+            said = " ".join(self.tokenizer.target_pieces(prefix))
+            raise UserError(
+                f"Line {request.number}: prefix {request.prefix!r} has pieces that the vocabulary lacks ({said}); leave them "
+                "out."
+            )
+        if len(prefix) > self.config.max_extra_length:
+            raise UserError(
+                f"Line {request.number}: prefix {request.prefix!r} has {len(prefix)} pieces; expected at most "
+                f"decoding.max_extra_length = {self.config.max_extra_length}."
+            )
+        return prefix
 
     def _split(self, line: str, room: int) -> list[list[int]]:
         """Parts of at most ``room`` pieces: as many whole sentences as fit; an over-long sentence ends anywhere between words,
@@ -172,58 +244,6 @@ class Translator:
             parts[-1] += unit
         return parts
 
-    def _batches(self, parts: list[_Part]) -> Iterator[tuple[int, list[_Part]]]:
-        """(source length, at most ``batch_size`` parts of that shape), the longest first."""
-        shapes: dict[int, list[_Part]] = {length: [] for length in self.lengths}
-        for part in sorted(parts, key=lambda part: -len(part.pieces)):
-            shapes[next(length for length in self.lengths if len(part.pieces) < length)].append(part)
-        for length in reversed(self.lengths):
-            for start in range(0, len(shapes[length]), self.config.batch_size):
-                yield length, shapes[length][start : start + self.config.batch_size]
-
-    def _start(self, batch: list[_Part], length: int, num_hypotheses: int) -> SearchResult:
-        """Hand a batch to the device. Rows that are missing are padding, which ends at once."""
-        source_BS = np.full((self.config.batch_size, length), PAD_ID, np.int32)
-        for row, part in zip(source_BS, batch, strict=False):
-            row[: len(part.pieces) + 1] = [*part.pieces, EOS_ID]
-        on_device = jax.device_put(source_BS, self.batch_sharding) if self.batch_sharding else source_BS
-        return self._search(self.parameters, on_device, num_hypotheses=num_hypotheses)
-
-    def _search_batch(self, parameters: Any, source_BS: jax.Array, *, num_hypotheses: int) -> SearchResult:
-        batch_size, source_length = source_BS.shape
-        self.num_compiled += 1  # this runs when a shape is traced, which is once
-        logger.info("Compiling the search for %d sentences of up to %d pieces.", batch_size, source_length)
-        model = nnx.merge(self._graph, parameters)
-        mask_BS = source_BS != PAD_ID
-        lengths_B = mask_BS.sum(axis=1)
-        max_length = source_length + self.config.max_extra_length
-        if self._max_positions is not None:
-            max_length = min(max_length, self._max_positions)
-        cache = model.start_cache(model.encode(source_BS), mask_BS, beam_size=self.config.beam_size, max_length=max_length)
-        return beam_search(
-            model.decode_step,
-            cache,
-            batch_size=batch_size,
-            beam_size=self.config.beam_size,
-            max_length=max_length,
-            max_lengths_B=jnp.where(lengths_B == 0, 0, lengths_B + self.config.max_extra_length),
-            length_penalty=self.config.length_penalty,
-            num_hypotheses=num_hypotheses,
-            bos_id=BOS_ID,
-            eos_id=EOS_ID,
-            pad_id=PAD_ID,
-            reorder=DecoderCache.reorder,
-        )
-
-    def _hypotheses(
-        self, tokens_NL: np.ndarray, scores_N: np.ndarray, log_probs_N: np.ndarray, lengths_N: np.ndarray
-    ) -> list[Translation]:
-        return [
-            Translation(self.tokenizer.decode_target(tokens[:length].tolist()), float(score), float(log_prob), int(length))
-            for tokens, score, log_prob, length in zip(tokens_NL, scores_N, log_probs_N, lengths_N, strict=True)
-            if length
-        ]
-
     def _join(self, parts: list[list[Translation]]) -> list[Translation]:
         """The first-best of the parts as one line, then the second-best, as far as every part has one."""
         if len(parts) == 1 and parts[0]:
@@ -234,24 +254,21 @@ class Translator:
             log_prob = sum(hypothesis.log_prob for hypothesis in hypotheses)
             text = " ".join(hypothesis.text for hypothesis in hypotheses if hypothesis.text)
             score = log_prob / float(length_divisor(length, self.config.length_penalty))
-            joined.append(Translation(text, score, log_prob, length))
+            pieces = tuple(piece for hypothesis in hypotheses for piece in (*hypothesis.pieces, "</s>"))[:-1]
+            piece_log_probs = tuple(x for hypothesis in hypotheses for x in hypothesis.piece_log_probs)
+            joined.append(Translation(text, score, log_prob, length, pieces, piece_log_probs))
         return joined or [Translation("", 0.0, 0.0, 0)]
 
-    def _check(self, model: Transformer) -> None:
-        config, tokenizer = model.config, self.tokenizer
-        pieces = tokenizer.source_vocab_size, tokenizer.target_vocab_size
-        rows = config.source_vocab_size or config.vocab_size, config.vocab_size
+    def _check(self, model: ModelConfig) -> None:
+        pieces = self.tokenizer.source_vocab_size, self.tokenizer.target_vocab_size
+        rows = model.source_vocab_size or model.vocab_size, model.vocab_size
         if pieces != rows:
             raise UserError(
                 f"The tokenizer has {pieces} source and target pieces, the model {rows}; expected those of one training run."
             )
-        if self.config.beam_size > config.vocab_size:
-            raise UserError(
-                f"decoding.beam_size is {self.config.beam_size}; expected at most {config.vocab_size}, the pieces there are."
-            )
 
 
-def _source_lengths(longest: int) -> tuple[int, ...]:
-    """16, 24, 32, 48, 64, 96, ... and the longest."""
-    steps = (width << i for i in range(longest.bit_length()) for width in (16, 24))
-    return (*(length for length in steps if length < longest), longest)
+def _warn(count: int, message: str, *arguments: Any) -> None:
+    """The first few warnings of a kind; a large file may have thousands, and the counts are there."""
+    if count <= _MOST_WARNINGS:
+        logger.warning(message + (" (Further ones are only counted.)" if count == _MOST_WARNINGS else ""), *arguments)

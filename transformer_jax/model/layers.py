@@ -83,8 +83,8 @@ class Residual(nnx.Module):
     """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4); pre-norm: x + Dropout(Sublayer(LayerNorm(x)))."""
 
     def __init__(self, config: ModelConfig):
-        """Reads d_model, norm and dropout."""
-        self.norm = LayerNorm(config.d_model)
+        """Reads d_model, norm, norm_epsilon and dropout."""
+        self.norm = LayerNorm(config.d_model, epsilon=config.norm_epsilon)
         self.pre = config.norm == "pre"
         self.dropout = config.dropout
 

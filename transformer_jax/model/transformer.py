@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import nnx
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.attention import MASKED, attention_mask, dropout
+from transformer_jax.model.attention import attention_mask, dropout
+from transformer_jax.model.cache import DecoderCache, attend_to_history, attend_to_memory, empty_cache
 from transformer_jax.model.layers import (
     DecoderLayer,
     EncoderLayer,
@@ -60,7 +60,7 @@ class Encoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Pre-norm stacks end in one more norm."""
         self.layers = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.final_norm = LayerNorm(config.d_model) if config.norm == "pre" else None
+        self.final_norm = LayerNorm(config.d_model, epsilon=config.norm_epsilon) if config.norm == "pre" else None
         self.remat = config.remat
 
     def __call__(self, x_BSD: jax.Array, mask_BHSS: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Pre-norm stacks end in one more norm."""
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.decoder_layers)])
-        self.final_norm = LayerNorm(config.d_model) if config.norm == "pre" else None
+        self.final_norm = LayerNorm(config.d_model, epsilon=config.norm_epsilon) if config.norm == "pre" else None
         self.remat = config.remat
 
     def __call__(
@@ -94,29 +94,6 @@ class Decoder(nnx.Module):
             run = partial(layer, dropout_key=_fold(dropout_key, i))
             x_BTD = (jax.checkpoint(run) if self.remat else run)(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)
         return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
-
-
-@struct.dataclass
-class DecoderCache:
-    """What decoding one more token needs; W hypotheses of each sentence share its cross-attention.
-
-    Self-attention keys and values stay where they were written: position t of beam w lives in slot t * W + w for good.
-    When beams are reordered, only the small table ``ancestors_BWT`` moves; it names, for each beam, the beam in whose
-    slot each earlier position of its history lives.
-    """
-
-    self_keys: tuple[jax.Array, ...]  # one a layer, [B, H, T*W, K]
-    self_values: tuple[jax.Array, ...]  # likewise
-    cross_keys: tuple[jax.Array, ...]  # one a layer, [B, H, S, K]
-    cross_values: tuple[jax.Array, ...]  # likewise
-    source_mask_BS: jax.Array  # True: a real source token
-    ancestors_BWT: jax.Array  # int32
-    position: jax.Array  # int32 scalar: the number of tokens already taken in
-
-    def reorder(self, parents_BW: jax.Array) -> DecoderCache:
-        """Beam w goes on from what was beam ``parents_BW[b, w]``."""
-        ancestors_BWT = jnp.take_along_axis(self.ancestors_BWT, parents_BW[:, :, None], axis=1)
-        return dataclasses.replace(self, ancestors_BWT=ancestors_BWT)
 
 
 class Transformer(nnx.Module):
@@ -138,11 +115,17 @@ class Transformer(nnx.Module):
             if config.tie_embeddings == "none"
             else None
         )
+        self.softmax_bias = nnx.Param(jnp.zeros((config.vocab_size,), jnp.float32)) if config.softmax_bias else None
 
     @property
     def output_matrix_VD(self) -> jax.Array:
         """The softmax weights, float32 [V, D]: the target embedding's own matrix unless untied."""
         return self.target_embedding.matrix[...] if self.softmax_matrix is None else self.softmax_matrix[...]
+
+    @property
+    def output_bias_V(self) -> jax.Array | None:
+        """The softmax biases, float32 [V], if there are any."""
+        return None if self.softmax_bias is None else self.softmax_bias[...]
 
     def __call__(
         self,
@@ -213,81 +196,70 @@ class Transformer(nnx.Module):
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Scores of the next token, float32 [B, T, V], before the softmax."""
         matrix_VD = self.output_matrix_VD.astype(hidden_BTD.dtype)
-        return jnp.einsum("BTD,VD->BTV", hidden_BTD, matrix_VD, preferred_element_type=jnp.float32)
+        logits_BTV = jnp.einsum("BTD,VD->BTV", hidden_BTD, matrix_VD, preferred_element_type=jnp.float32)
+        return logits_BTV if self.softmax_bias is None else logits_BTV + self.softmax_bias[...][None, None]
 
     def _num_positions(self, tokens_BL: jax.Array, packed: bool) -> int:
         """Bound of the positions in rows of this length; a packed row may be longer than any sentence in it."""
         length = tokens_BL.shape[1]
         return min(length, self.config.max_positions) if packed and self.config.positions == "learned" else length
 
-    def start_cache(self, memory_BSD: jax.Array, source_mask_BS: jax.Array, *, beam_size: int, max_length: int) -> DecoderCache:
-        """An empty cache for at most ``max_length`` decoder steps; cross-attention is projected here, once a sentence."""
-        config, (batch, _, _) = self.config, memory_BSD.shape
-        layers = list(self.decoder.layers)
-        slots = (batch, config.num_heads, max_length * beam_size)
-        cross = [layer.cross_attention.keys_values(memory_BSD) for layer in layers]
-        ancestors_BWT = jnp.broadcast_to(jnp.arange(beam_size, dtype=jnp.int32)[None, :, None], (batch, beam_size, max_length))
-        return DecoderCache(
-            self_keys=tuple(jnp.zeros((*slots, config.head_width_k), memory_BSD.dtype) for _ in layers),
-            self_values=tuple(jnp.zeros((*slots, config.head_width_v), memory_BSD.dtype) for _ in layers),
-            cross_keys=tuple(k.swapaxes(1, 2) for k, _ in cross),
-            cross_values=tuple(v.swapaxes(1, 2) for _, v in cross),
-            source_mask_BS=source_mask_BS,
-            ancestors_BWT=ancestors_BWT,
-            position=jnp.zeros((), jnp.int32),
-        )
+    def start_cache(
+        self,
+        memory_BSD: jax.Array,
+        source_mask_BS: jax.Array,
+        *,
+        beam_size: int,
+        max_length: int,
+        keep_attention: bool = False,
+    ) -> DecoderCache:
+        """An empty cache for at most ``max_length`` decoder steps; cross-attention is projected here, once a sentence.
+
+        With ``keep_attention`` each step leaves its cross-attention weights in ``cache.attention_BWS``.
+        """
+        cross = [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers]
+        return empty_cache(cross, source_mask_BS, beam_size=beam_size, max_length=max_length, keep_attention=keep_attention)
 
     def decode_step(self, tokens_BW: jax.Array, cache: DecoderCache) -> tuple[jax.Array, DecoderCache]:
         """Take in each hypothesis' last token (BOS_ID first) and score the next: float32 [B, W, V], and the new cache."""
-        beam_size, max_length = cache.ancestors_BWT.shape[1:]
-        here = cache.position
-        # This token of beam w goes to slot here * W + w, and w is from now on its own ancestor at this position.
-        beams_W = jnp.arange(beam_size, dtype=jnp.int32)
-        own_BW1 = jnp.broadcast_to(beams_W[None, :, None], (*tokens_BW.shape, 1))
-        ancestors_BWT = jax.lax.dynamic_update_slice_in_dim(cache.ancestors_BWT, own_BW1, here, axis=2)
-        written_T = jnp.arange(max_length, dtype=jnp.int32) <= here
-        visible_BWTW = (ancestors_BWT[..., None] == beams_W[None, None, None]) & written_T[None, None, :, None]
-        visible_B1WL = visible_BWTW.reshape(*tokens_BW.shape, -1)[:, None]
-        source_B11S = cache.source_mask_BS[:, None, None]
+        hidden_BWD, cache = self.decode_hidden(tokens_BW, cache)
+        return self.logits(hidden_BWD), cache
 
-        positions = jnp.broadcast_to(here, (1, 1))
-        x_BWD = self.target_embedding(tokens_BW, positions, num_positions=max_length)
-        self_keys, self_values = list(cache.self_keys), list(cache.self_values)
+    def decode_hidden(self, tokens_BW: jax.Array, cache: DecoderCache) -> tuple[jax.Array, DecoderCache]:
+        """``decode_step`` before the softmax layer: the decoder's output [B, W, D] for the last tokens, and the new cache."""
+        visible_B1LW = cache.visible()
+        source_B1S1 = cache.source_mask_BS[:, None, :, None]
+        # A finished sentence may run on beyond the end; it must stay finite.
+        positions_B1 = jnp.minimum(cache.position_B, cache.max_length - 1)[:, None]
+        x_BWD = self.target_embedding(tokens_BW, positions_B1, num_positions=cache.max_length)
+        keys, values, attention_BWS = [], [], None
         for i, layer in enumerate(self.decoder.layers):
 
             def self_attention(y_BWD: jax.Array, i: int = i, layer: DecoderLayer = layer) -> jax.Array:
-                k_BWHK, v_BWHK = layer.self_attention.keys_values(y_BWD)
-                put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=here * beam_size, axis=2)
-                self_keys[i] = put(self_keys[i], k_BWHK.swapaxes(1, 2))
-                self_values[i] = put(self_values[i], v_BWHK.swapaxes(1, 2))
-                q_BWHK = layer.self_attention.query(y_BWD)
-                out_BWHK = _attend_to_cache(q_BWHK, self_keys[i], self_values[i], visible_B1WL)
+                own_k_BWHK, own_v_BWHK = layer.self_attention.keys_values(y_BWD)
+                keys.append(own_k_BWHK)
+                values.append(own_v_BWHK)
+                out_BWHK = attend_to_history(
+                    layer.self_attention.query(y_BWD),
+                    cache.self_keys[i],
+                    cache.self_values[i],
+                    visible_B1LW,
+                    own_k_BWHK=own_k_BWHK,
+                    own_v_BWHK=own_v_BWHK,
+                )
                 return layer.self_attention.output(out_BWHK)
 
             def cross_attention(y_BWD: jax.Array, i: int = i, layer: DecoderLayer = layer) -> jax.Array:
+                nonlocal attention_BWS
                 q_BWHK = layer.cross_attention.query(y_BWD)
-                out_BWHK = _attend_to_cache(q_BWHK, cache.cross_keys[i], cache.cross_values[i], source_B11S)
+                out_BWHK, weights_BHSW = attend_to_memory(q_BWHK, cache.cross_keys[i], cache.cross_values[i], source_B1S1)
+                attention_BWS = weights_BHSW.mean(axis=1).swapaxes(1, 2)
                 return layer.cross_attention.output(out_BWHK)
 
             x_BWD = layer.connect(x_BWD, self_attention, cross_attention)
         if self.decoder.final_norm is not None:
             x_BWD = self.decoder.final_norm(x_BWD)
-        cache = dataclasses.replace(
-            cache,
-            self_keys=tuple(self_keys),
-            self_values=tuple(self_values),
-            ancestors_BWT=ancestors_BWT,
-            position=here + 1,
-        )
-        return self.logits(x_BWD), cache
-
-
-def _attend_to_cache(q_BWHK: jax.Array, k_BHLK: jax.Array, v_BHLK: jax.Array, mask_BHWL: jax.Array) -> jax.Array:
-    """Equation 1 for the W hypotheses of each sentence over cached keys and values that they share; [B, W, H, K]."""
-    q_BWHK = q_BWHK * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
-    scores_BHWL = jnp.einsum("BWHK,BHLK->BHWL", q_BWHK, k_BHLK, preferred_element_type=jnp.float32)
-    weights_BHWL = jax.nn.softmax(jnp.where(mask_BHWL, scores_BHWL, MASKED), axis=-1)
-    return jnp.einsum("BHWL,BHLK->BWHK", weights_BHWL.astype(v_BHLK.dtype), v_BHLK)
+        return x_BWD, cache.append(keys, values, attention_BWS)
 
 
 def _segments(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array:

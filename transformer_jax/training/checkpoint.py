@@ -16,9 +16,9 @@ from orbax.checkpoint import v1 as ocp
 from transformer_jax.config import Config
 from transformer_jax.config_files import to_json
 from transformer_jax.errors import UserError
-from transformer_jax.saved_model import DamagedError, complete_steps, verify, write_manifest
+from transformer_jax.saved_model import DamagedError, complete_steps, is_imported, verify, write_manifest
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.step import TrainState
+from transformer_jax.training.step import Parameters, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ class Checkpoints:
             self._pending = None
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
-        return complete_steps(self.folder)
+        """Steps with a complete checkpoint that training saved, oldest first."""
+        return [step for step in complete_steps(self.folder) if not is_imported(self.folder / f"{step:08d}")]
 
     def restore_latest(self, abstract_state: TrainState) -> tuple[TrainState, Progress] | None:
-        """The newest checkpoint that is whole, placed on devices as ``abstract_state`` says; None if none was ever saved.
+        """The newest checkpoint that is whole, placed on devices as ``abstract_state`` says; None if training saved none.
 
         Damaged newer ones are set aside under another name. ``UserError`` if all are damaged.
         """
@@ -101,6 +101,13 @@ class Checkpoints:
             )
         return None
 
+    def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
+        """The parameters that ``save_imported`` left to begin with, placed as ``abstract_parameters`` says, if it did."""
+        path = self.folder / f"{0:08d}"
+        if not (path / "manifest.json").exists() or not is_imported(path):
+            return None
+        return ocp.load_checkpointables(path / "state", {"parameters": abstract_parameters})["parameters"]
+
     def _finish(self, path: Path, response: Any, best_step: int | None) -> None:
         try:
             response.result()
@@ -121,6 +128,18 @@ class Checkpoints:
         shutil.rmtree(path, ignore_errors=True)
         self.last_saved = -1
         log.error("Checkpoint %s could not be saved: %s. Older checkpoints are untouched.", path, _reason(error))
+
+
+def save_imported(workdir: Path, config: Config, tokenizer: Tokenizer, parameters: Parameters) -> None:
+    """Make a work directory whose training begins with ``parameters`` (nested dict of arrays) instead of random ones."""
+    path = workdir.absolute() / "checkpoints" / f"{0:08d}"
+    path.mkdir(parents=True)
+    (path / "progress.json").write_text(json.dumps({"imported": True}, indent=2))
+    for folder in (workdir, path):
+        (folder / "config.json").write_text(to_json(config))
+        tokenizer.save(folder)
+    ocp.save_checkpointables(path / "state", {"parameters": jax.tree.map(jnp.asarray, parameters)})
+    write_manifest(path)
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

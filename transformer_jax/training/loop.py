@@ -155,7 +155,13 @@ class Run:
             "evaluations": 0,
             "since_best": 0,
         }
-        return self.programs.init(), fresh
+        state = self.programs.init()
+        imported = self.checkpoints.imported_parameters(self.programs.abstract_state.parameters)
+        if imported is not None:
+            log.info("Beginning with the imported parameters in %s.", self.workdir)
+            ema = None if state.ema is None else jax.tree.map(lambda p: p.copy(), imported)
+            state = state.replace(parameters=imported, ema=ema)  # type: ignore[attr-defined]
+        return state, fresh
 
     def _announce(self, start: int) -> None:
         assert self.reporter is not None

@@ -84,7 +84,12 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
             dropout_key=dropout_key,
         )
         return smoothed_cross_entropy(
-            hidden_BTD, model.output_matrix_VD, batch.target_BT, config.training.label_smoothing, max_logits
+            hidden_BTD,
+            model.output_matrix_VD,
+            batch.target_BT,
+            config.training.label_smoothing,
+            max_logits,
+            model.output_bias_V,
         )
 
     def gradients(parameters: Parameters, batch: Batch, dropout_key: jax.Array) -> tuple[Parameters, LossSums]:

@@ -16,6 +16,7 @@ from transformer_jax.config_files import differences_on_resume, from_json, to_js
 from transformer_jax.data.corpus import Corpus, build_corpus
 from transformer_jax.data.sources import check_files, read_pairs
 from transformer_jax.errors import UserError
+from transformer_jax.saved_model import complete_steps
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -33,12 +34,22 @@ def check_inputs(config: Config) -> None:
 def claim(workdir: Path, config: Config) -> None:
     """Create the work directory for this config, or check that it is the config of the run that is already there.
 
-    A folder where no step was ever trained, for bad input say, is taken over; only its tokenised corpora can be of use.
+    A folder where no step was ever trained, for bad input say, is taken over; only its tokenised corpora can be of use. One
+    with imported parameters gets the new config if that leaves their model and tokenizer as they are.
     """
     path = workdir / "config.json"
     if path.exists():
         differences = differences_on_resume(from_json(path.read_text()), config)
-        if differences and not (workdir / "metrics.jsonl").exists():
+        untrained = not (workdir / "metrics.jsonl").exists()
+        if untrained and complete_steps(workdir / "checkpoints"):
+            fixed = [line for line in differences if line.startswith(("model.", "tokenizer.")) and "dropout:" not in line]
+            if fixed:
+                raise UserError(
+                    f"{str(workdir)!r} holds an imported model; expected its own settings, which --config {path} gives. "
+                    "Fields that differ:\n  " + "\n  ".join(fixed)
+                )
+            write_config(workdir, config)
+        elif differences and untrained:
             for tokenizer in workdir.glob("tokenizer*.model"):
                 tokenizer.unlink()
             write_config(workdir, config)

@@ -1,0 +1,80 @@
+"""Toy models for the tests of every search: the next piece depends on the sentence, the position and the piece before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+PAD, BOS, EOS = 0, 1, 2
+IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
+
+
+class Chains(NamedTuple):
+    """One chain a sentence, and where each of its steps looks."""
+
+    log_probs_BLVV: np.ndarray
+    attention_BLVS: np.ndarray
+
+
+def random_chains(seed: int, *, sentences: int, length: int, vocab: int, source: int = 3) -> Chains:
+    """Normalised log-probabilities; attention rows sum to 1, and two more source positions are padding."""
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(size=(sentences, length, vocab, vocab)) * 1.5
+    attention = generator.dirichlet(np.ones(source), size=(sentences, length, vocab))
+    padded = np.pad(attention, ((0, 0), (0, 0), (0, 0), (0, 2)))
+    return Chains((logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32), padded.astype(np.float32))
+
+
+def start(chains: Chains, sentence_B: Array, *, beam_size: int) -> dict[str, Array]:
+    """A cache in which row b holds sentence ``sentence_B[b]`` of ``chains``."""
+    batch = sentence_B.shape[0]
+    return {
+        "sentence_BW": jnp.broadcast_to(sentence_B[:, None], (batch, beam_size)).astype(jnp.int32),
+        "position_BW": jnp.zeros((batch, beam_size), jnp.int32),
+        "attention_BWS": jnp.zeros((batch, beam_size, chains.attention_BLVS.shape[-1])),
+    }
+
+
+def step(chains: Chains) -> Callable[[Array, Any], tuple[Array, Any]]:
+    """The step function of the chains over such a cache."""
+    log_probs_BLVV, attention_BLVS = map(jnp.asarray, chains)
+
+    def step(tokens_BW: Array, cache: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+        at = cache["sentence_BW"], jnp.minimum(cache["position_BW"], log_probs_BLVV.shape[1] - 1), tokens_BW
+        return log_probs_BLVV[at], {
+            **cache,
+            "position_BW": cache["position_BW"] + 1,
+            "attention_BWS": attention_BLVS[at],
+        }
+
+    return step
+
+
+def attention(cache: dict[str, Array]) -> Array:
+    """Where the last step looked."""
+    return cache["attention_BWS"]
+
+
+def hypotheses(result: Any) -> list[list[tuple[tuple[int, ...], float, float]]]:
+    """(pieces, score, log-probability) of every hypothesis of every sentence, with what each result must satisfy checked."""
+    tokens_BNL, scores_BN, log_probs_BN, lengths_BN, piece_log_probs_BNL = map(np.asarray, result)
+    found = []
+    for sentence in range(len(lengths_BN)):
+        its = []
+        for n, length in enumerate(lengths_BN[sentence]):
+            tokens, each = tokens_BNL[sentence, n], piece_log_probs_BNL[sentence, n]
+            assert (tokens[length:] == PAD).all() and (each[length:] == 0).all()
+            if length == 0:
+                assert scores_BN[sentence, n] == log_probs_BN[sentence, n] == -np.inf
+                continue
+            assert tokens[length - 1] == EOS and not {EOS, PAD} & set(tokens[: length - 1].tolist())
+            np.testing.assert_allclose(each.sum(), log_probs_BN[sentence, n], rtol=1e-5)
+            its.append((tuple(tokens[:length].tolist()), float(scores_BN[sentence, n]), float(log_probs_BN[sentence, n])))
+        scores = [score for _, score, _ in its]
+        assert scores == sorted(scores, reverse=True)
+        found.append(its)
+    return found

@@ -1,0 +1,129 @@
+"""Every rule of the search, alone and together: the compiled search against the plain one, sentence by sentence."""
+
+from __future__ import annotations
+
+import chains
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chains import EOS, IDS, Chains, random_chains
+from reference_search import Rules, chain, every_hypothesis, reference_search
+
+from transformer_jax.decoding.beam_search import beam_search
+from transformer_jax.decoding.constraints import Constraints
+from transformer_jax.decoding.search import NOT_FORCED
+from transformer_jax.errors import UserError
+
+SENTENCES, LENGTH = 20, 9
+RULES = {
+    "minimum": {"min_length": 4},
+    "minimum beyond the end": {"min_length": 50},
+    "prefix": {"prefix": (3, 1, 3)},
+    "prefix beyond the end": {"prefix": (3, 3, 1, 1, 3, 1, 3, 1, 3)},
+    "suppressed": {"suppress": (1, 4)},
+    "suppressed end": {"suppress": (EOS,)},
+    "unigrams": {"no_repeat_ngram": 1},
+    "bigrams": {"no_repeat_ngram": 2},
+    "trigrams, prefix that repeats them": {"no_repeat_ngram": 3, "prefix": (3, 3, 3, 3)},
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition, prefix that repeats": {"repetition_penalty": 2.5, "prefix": (1, 1)},
+    "coverage": {"coverage_penalty": 0.8},
+    "all": {
+        "length_penalty": 1.2,
+        "min_length": 2,
+        "prefix": (1,),
+        "suppress": (4,),
+        "no_repeat_ngram": 2,
+        "repetition_penalty": 1.3,
+        "coverage_penalty": 0.3,
+    },
+}
+
+
+def search(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int | None = None):
+    batch, length = toys.log_probs_BLVV.shape[:2]
+    prefix_BP = np.full((batch, len(rules.prefix) + 1), NOT_FORCED)
+    prefix_BP[:, : len(rules.prefix)] = rules.prefix
+    constraints = Constraints(rules.min_length, tuple(rules.suppress), rules.no_repeat_ngram, rules.repetition_penalty)
+
+    @jax.jit
+    def run():
+        return beam_search(
+            chains.step(toys),
+            chains.start(toys, jnp.arange(batch), beam_size=beam_size),
+            batch_size=batch,
+            beam_size=beam_size,
+            num_hypotheses=num_hypotheses,
+            max_length=length,
+            length_penalty=rules.length_penalty,
+            constraints=constraints,
+            prefix_BP=jnp.asarray(prefix_BP),
+            coverage_penalty=rules.coverage_penalty,
+            attention=chains.attention,
+            source_length=toys.attention_BLVS.shape[-1],
+            **IDS,
+        )
+
+    return chains.hypotheses(run())
+
+
+def model(toys: Chains, sentence: int):
+    log_probs, attention_LVS = toys.log_probs_BLVV[sentence].astype(np.float64), toys.attention_BLVS[sentence]
+    return chain(log_probs), lambda pieces: attention_LVS[len(pieces), pieces[-1] if pieces else chains.BOS]
+
+
+def assert_same(found, expected):
+    assert [pieces for pieces, _, _ in found] == [hypothesis.pieces for hypothesis in expected]
+    np.testing.assert_allclose([score for _, score, _ in found], [hypothesis.score for hypothesis in expected], rtol=1e-4)
+    np.testing.assert_allclose([log_p for _, _, log_p in found], [hypothesis.log_prob for hypothesis in expected], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "beam_size"), [*((name, 4) for name in RULES), ("all", 1), ("all", 2)])
+def test_agrees_with_the_plain_search(name, beam_size):
+    toys = random_chains(beam_size, sentences=SENTENCES, length=LENGTH, vocab=11)
+    rules = Rules(LENGTH, **RULES[name])
+    for sentence, found in enumerate(search(toys, rules, beam_size=beam_size)):
+        log_probs, attention = model(toys, sentence)
+        assert_same(found, reference_search(log_probs, rules, beam_size=beam_size, attention=attention))
+
+
+@pytest.mark.parametrize("name", ["suppressed", "bigrams", "repetition", "all"])
+def test_a_wide_beam_finds_the_best_of_all_sequences(name):
+    toys = random_chains(7, sentences=3, length=4, vocab=5)
+    wide = Chains(np.full((3, 4, 60, 60), -np.inf, np.float32), np.zeros((3, 4, 60, 5), np.float32))
+    wide.log_probs_BLVV[..., :5, :5] = toys.log_probs_BLVV
+    wide.attention_BLVS[:, :, :5] = toys.attention_BLVS
+    rules = Rules(4, **RULES[name])
+    for sentence, found in enumerate(search(wide, rules, beam_size=60)):
+        log_probs, attention = model(toys, sentence)
+        assert_same(found, every_hypothesis(log_probs, rules, attention=attention)[:60])
+
+
+def test_what_is_reported_is_the_models_own_probability():
+    toys = random_chains(3, sentences=10, length=LENGTH, vocab=11)
+    rules = Rules(LENGTH, repetition_penalty=2.0, no_repeat_ngram=2, suppress=(5, 6), min_length=3)
+    for sentence, found in enumerate(search(toys, rules, beam_size=3)):
+        log_probs, _ = model(toys, sentence)
+        for pieces, _, log_prob in found:
+            forced = sum(log_probs(pieces[:t])[piece] for t, piece in enumerate(pieces))
+            assert log_prob == pytest.approx(forced, abs=1e-4)
+
+
+def test_where_everything_is_forbidden_nothing_is_found():
+    toys = random_chains(4, sentences=3, length=LENGTH, vocab=6)
+    everything = Rules(LENGTH, suppress=(1, 2, 3, 4, 5))
+    assert search(toys, everything, beam_size=2) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_length": -1}, "min_length is -1"),
+        ({"no_repeat_ngram": -2}, "no_repeat_ngram -2"),
+        ({"repetition_penalty": 0.5}, "repetition_penalty is 0.5; expected at least 1.0"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(UserError, match=message):
+        Constraints(**settings)

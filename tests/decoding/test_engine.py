@@ -1,0 +1,150 @@
+"""Sentences through the compiled program: the same in any company, and the program moves no more than it must."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig
+from transformer_jax.decoding.engine import Engine, Sentence
+from transformer_jax.errors import UserError
+from transformer_jax.model.alignment import cross_attention_weights
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.sharding import batch_sharding, make_mesh
+
+VOCAB = 40
+MODEL = ModelConfig(vocab_size=VOCAB, d_model=16, d_ff=32, num_heads=2, num_layers=1, tie_embeddings="none", dtype="float32")
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=16, batch_size=4)
+SENTENCES = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + i % 11).tolist(), seed=i) for i in range(30)]
+
+
+def make_model(seed, config=MODEL):
+    model = Transformer(config, rngs=nnx.Rngs(seed))
+    model.softmax_matrix[...] = model.softmax_matrix[...] * 4  # so that hypotheses differ clearly
+    return model
+
+
+def as_arrays(sentences, found):
+    """Sources and best hypotheses, EOS included, padded to one shape: [N, 12] and [N, 28]."""
+    source_NS, target_NT = np.zeros((len(sentences), 12), np.int32), np.zeros((len(sentences), 28), np.int32)
+    for n, (sentence, its) in enumerate(zip(sentences, found, strict=True)):
+        source_NS[n, : len(sentence.pieces) + 1] = [*sentence.pieces, 2]
+        target_NT[n, : len(its[0].pieces) + 1] = [*its[0].pieces, 2]
+    return source_NS, target_NT
+
+
+def pieces(found):
+    return [[hypothesis.pieces for hypothesis in its] for its in found]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine([make_model(0)], CONFIG)
+
+
+def test_the_same_in_any_company(engine):
+    """To the last bit for one shape, whichever blocks of the cache the neighbours need."""
+    whole = engine.search(SENTENCES, num_hypotheses=2)
+    order = np.random.default_rng(0).permutation(len(SENTENCES))
+    shuffled = engine.search([SENTENCES[i] for i in order], num_hypotheses=2)
+    assert shuffled == [whole[i] for i in order]
+    assert [engine.search([sentence], num_hypotheses=2)[0] for sentence in SENTENCES[:6]] == whole[:6]
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_other_batch_sizes_agree(engine, batch_size):
+    other = Engine([make_model(0)], DecodingConfig(**{**vars(CONFIG), "batch_size": batch_size}))
+    for one, two in zip(engine.search(SENTENCES), other.search(SENTENCES), strict=True):
+        assert one[0].pieces == two[0].pieces
+        assert one[0].log_prob == pytest.approx(two[0].log_prob, abs=1e-4)
+
+
+def test_no_compilation_in_steady_state():
+    fresh = Engine([make_model(1)], CONFIG)
+    fresh.search(SENTENCES[:3])
+    assert fresh.num_compiled == 1
+    fresh.search(SENTENCES)
+    fresh.search(SENTENCES[5:])
+    assert fresh.num_compiled == 1
+
+
+def test_an_ensemble_of_one_model_twice_is_that_model(engine):
+    twice = Engine([make_model(0), make_model(0)], CONFIG)
+    for one, two in zip(engine.search(SENTENCES), twice.search(SENTENCES), strict=True):
+        assert one[0].pieces == two[0].pieces
+        assert one[0].log_prob == pytest.approx(two[0].log_prob, abs=1e-4)
+
+
+def test_an_ensemble_averages_probabilities():
+    models = [make_model(2), make_model(3, ModelConfig(**{**vars(MODEL), "num_heads": 4}))]
+    found = Engine(models, CONFIG).search(SENTENCES)
+    source_NS, target_NT = as_arrays(SENTENCES, found)
+    chances = [jax.jit(lambda s, t, model=model: jax.nn.softmax(model(s, t)))(source_NS, target_NT) for model in models]
+    log_probs_NTV = np.log(np.mean(chances, axis=0))
+    for its, target_T, log_probs_TV in zip(found, target_NT, log_probs_NTV, strict=True):
+        each = its[0].piece_log_probs
+        np.testing.assert_allclose(each, log_probs_TV[np.arange(28), target_T][: len(each)], atol=1e-4)
+
+
+def test_samples_of_a_sentence_depend_on_its_seed_alone():
+    engine = Engine([make_model(0)], DecodingConfig(**{**vars(CONFIG), "method": "sample", "beam_size": 2}))
+    whole = engine.search(SENTENCES, num_hypotheses=2)
+    assert engine.search(SENTENCES[::-1], num_hypotheses=2) == whole[::-1]
+    other_seeds = [sentence._replace(seed=99 + sentence.seed) for sentence in SENTENCES]
+    assert pieces(engine.search(other_seeds, num_hypotheses=2)) != pieces(whole)
+
+
+def test_the_coverage_penalty_is_that_of_the_models_attention():
+    model = make_model(0)
+    config = DecodingConfig(**{**vars(CONFIG), "coverage_penalty": 0.5, "max_extra_length": 1, "no_repeat_ngram": 1})
+    found = Engine([model], config).search(SENTENCES)
+    source_NS, target_NT = as_arrays(SENTENCES, found)
+    weights_NTS = np.asarray(jax.jit(lambda s, t: cross_attention_weights(model, s, t))(source_NS, target_NT))
+    penalties = []
+    for sentence, its, weights_TS in zip(SENTENCES, found, weights_NTS, strict=True):
+        length = len(its[0].piece_log_probs)
+        seen_S = weights_TS[:length, : len(sentence.pieces) + 1].sum(axis=0)
+        penalties.append(0.5 * np.log(np.minimum(seen_S, 1)).sum())
+        assert its[0].score == pytest.approx(its[0].log_prob / ((5 + length) / 6) ** 0.6 + penalties[-1], abs=1e-4)
+    assert min(penalties) < -0.1
+
+
+def test_devices_share_the_work(engine):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    spread = Engine([make_model(0)], CONFIG, batch_sharding=batch_sharding(mesh))
+    assert pieces(spread.search(SENTENCES)) == pieces(engine.search(SENTENCES))
+
+
+def test_settings_that_do_not_fit():
+    with pytest.raises(UserError, match="beam_size is 41; expected at most 40"):
+        Engine([make_model(0)], DecodingConfig(beam_size=41))
+    mesh = make_mesh(MeshConfig(data=8))
+    with pytest.raises(UserError, match="batch_size is 4; expected a multiple of 8"):
+        Engine([make_model(0)], CONFIG, batch_sharding=batch_sharding(mesh))
+
+
+def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_vocabulary():
+    batch, beam, vocab, length = 5, 4, 3000, 24 + 10
+    model = Transformer(ModelConfig(**{**vars(MODEL), "vocab_size": vocab, "num_layers": 2}), rngs=nnx.Rngs(0))
+    config = DecodingConfig(**{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24})
+    program = Engine([model], config).lowered(24).compile().as_text()
+    bodies = [text for text in re.split(r"\n(?=%|ENTRY)", program) if not text.startswith("ENTRY")]
+    steps = [text for text in bodies if re.search(rf"f32\[{batch * beam},{vocab}\]", text) and "dot" in text]
+    assert steps  # the computations that the loop consists of
+
+    blocks = {f"f32[{batch},2,{slots * beam},8]" for slots in (16, 16, length - 32)}
+    moves = re.compile(r"= (\S+?)\{\S* (copy|gather|transpose|concatenate|pad|select)\(")
+    moved = [(op, shape) for text in bodies for shape, op in moves.findall(text) if shape in blocks]
+    assert not moved
+
+    # Logits are written once, by the product that makes them; the search reads them and writes narrower things.
+    wide = re.compile(rf"^  (?:ROOT )?%(\S+) = f32\[(?:{batch * beam},{vocab}|{batch},{beam},{vocab})\]\S* ([\w-]+)\(", re.M)
+    loop = [text for text in bodies if "fused_computation" not in text[:40] and "wrapped" not in text[:40]]
+    written = [
+        name for text in loop for name, op in wide.findall(text) if op not in ("bitcast", "parameter", "get-tuple-element")
+    ]
+    assert len(written) == 1, written

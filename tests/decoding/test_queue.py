@@ -1,0 +1,100 @@
+"""Rows that are handed on: every sentence gets what it gets alone, and few slots are computed in vain."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import chains
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chains import IDS, PAD, random_chains
+
+from transformer_jax.decoding.beam_search import BeamSearch, beam_search
+from transformer_jax.decoding.queue import Queue, search_queue
+from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.decoding.search import gather_beams
+
+QUEUE, LENGTH, VOCAB = 48, 10, 9
+TOYS = random_chains(0, sentences=QUEUE, length=LENGTH, vocab=VOCAB)
+LIMITS = np.random.default_rng(1).integers(1, LENGTH + 1, QUEUE)
+
+
+def queue_of(order, limits=LIMITS):
+    """The sentences in this order; the source of sentence i is the number i alone."""
+    return Queue(
+        source_QS=jnp.asarray(order, jnp.int32)[:, None],
+        limit_Q=jnp.asarray(limits[order], jnp.int32),
+        prefix_QP=jnp.zeros((len(order), 0), jnp.int32),
+        seed_Q=jnp.asarray(order, jnp.uint32),
+    )
+
+
+@partial(jax.jit, static_argnames=("method", "batch_size", "beam_size"))
+def run(method, queue, count, *, batch_size, beam_size):
+    return search_queue(
+        method,
+        chains.step(TOYS),
+        lambda source_BS, _: chains.start(TOYS, source_BS[:, 0], beam_size=beam_size),
+        lambda cache, rows_R, fresh: jax.tree.map(lambda old, new: old.at[rows_R].set(new), cache, fresh),
+        queue,
+        num_sentences=count,
+        batch_size=batch_size,
+        max_length=LENGTH,
+        pad_id=PAD,
+        reorder=gather_beams,
+    )
+
+
+BEAM = BeamSearch(1, 2, 0, beam_size=3)
+SAMPLES = Sampling(1, 2, 0, num_samples=3, seed=5)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    result = beam_search(
+        chains.step(TOYS),
+        chains.start(TOYS, jnp.arange(QUEUE), beam_size=3),
+        batch_size=QUEUE,
+        beam_size=3,
+        max_length=LENGTH,
+        max_lengths_B=jnp.asarray(LIMITS),
+        **IDS,
+    )
+    return chains.hypotheses(result)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16, 48])
+def test_a_queue_gives_what_a_batch_gives(alone, batch_size):
+    order = np.random.default_rng(batch_size).permutation(QUEUE)
+    result = run(BEAM, queue_of(order), QUEUE, batch_size=batch_size, beam_size=3)
+    assert chains.hypotheses(result.found) == [alone[i] for i in order]
+
+
+def test_only_the_first_of_the_queue_are_searched(alone):
+    for count in (0, 1, 5, 16, 47):
+        result = run(BEAM, queue_of(np.arange(QUEUE)), count, batch_size=16, beam_size=3)
+        assert chains.hypotheses(result.found) == alone[:count] + [[]] * (QUEUE - count)
+
+
+def test_sentences_with_nothing_to_search_do_not_stop_the_others(alone):
+    limits = np.where(np.arange(QUEUE) % 5 == 0, 0, LIMITS)
+    result = run(BEAM, queue_of(np.arange(QUEUE), limits), QUEUE, batch_size=4, beam_size=3)
+    assert chains.hypotheses(result.found) == [[] if i % 5 == 0 else its for i, its in enumerate(alone)]
+
+
+def test_samples_do_not_depend_on_row_or_company():
+    in_order = chains.hypotheses(run(SAMPLES, queue_of(np.arange(QUEUE)), QUEUE, batch_size=16, beam_size=3).found)
+    order = np.random.default_rng(3).permutation(QUEUE)
+    shuffled = chains.hypotheses(run(SAMPLES, queue_of(order), QUEUE, batch_size=4, beam_size=3).found)
+    assert shuffled == [in_order[i] for i in order]
+
+
+def test_few_slots_are_wasted():
+    toys_lengths = np.sort(np.random.default_rng(2).integers(2, LENGTH + 1, QUEUE))[::-1]
+    method = BeamSearch(1, 2, 0, beam_size=1)
+    together = run(method, queue_of(np.arange(QUEUE), toys_lengths), QUEUE, batch_size=48, beam_size=1)
+    handed_on = run(method, queue_of(np.arange(QUEUE), toys_lengths), QUEUE, batch_size=4, beam_size=1)
+    assert int(handed_on.slots_used) == int(together.slots_used)
+    assert int(handed_on.slots_computed) * 0.9 <= int(handed_on.slots_used) < int(together.slots_computed) * 0.7

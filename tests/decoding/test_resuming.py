@@ -1,0 +1,232 @@
+"""Killed at any moment and resumed, or shared by several processes and joined, an output is what one run would have written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tracemalloc
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from transformer_jax.decoding import resuming
+from transformer_jax.decoding.output import Output
+from transformer_jax.decoding.parts import join_parts, parse_part, part_path
+from transformer_jax.decoding.records import open_records, paired
+from transformer_jax.decoding.resuming import ResumableFile, fingerprint, is_complete, progress_path, sentence_groups
+from transformer_jax.decoding.translator import Translation
+from transformer_jax.errors import UserError
+
+SETTINGS = {"format": "text", "nbest": 1, "beam_size": 4, "suppress": ()}
+LINES = [" ".join(["word"] * (i % 7)) + str(i) for i in range(25)]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours runs after it."""
+
+
+def translate(records, nbest=1):
+    """A translator that reads ahead, and finds fewer than ``nbest`` for every fourth line."""
+    records = iter(records)
+    while block := list(islice(records, 6)):
+        for record in block:
+            texts = [f"{record.text.upper()} {k}" for k in range(nbest if record.number % 4 else 1)]
+            yield [Translation(text, -1.0 - k, -2.0, 3) for k, text in enumerate(texts)]
+
+
+def run(source, path, *, nbest=1, format="text", stop=None, part=None, resume=False, **settings):
+    """What decode.py does, with the translator above; ``stop``: killed after so many more sentences."""
+    output = Output(format, nbest=nbest)
+    read = open_records(source, format=format, part=part or (0, 1))
+    settings = SETTINGS | {"nbest": nbest, "format": format} | settings
+    kept, keep_progress = 0, part is not None
+    with (
+        contextlib.suppress(Killed),
+        ResumableFile(path, settings, nbest=output.group_size, resume=resume, keep_progress=keep_progress) as file,
+    ):
+        kept = file.kept
+        results = paired(islice(read(), kept, None), lambda records: translate(records, nbest))
+        for record, translations in islice(results, stop):
+            file.write(output.lines(record, translations))
+        if stop is not None:
+            raise Killed  # nothing is done on the way out that a killed process would miss
+    return kept
+
+
+@pytest.fixture(params=["text", "text-nbest", "jsonl", "jsonl-nbest"])
+def kind(request, tmp_path):
+    """(input file, arguments of ``run``)."""
+    format, _, nbest = request.param.partition("-")
+    source = tmp_path / "input"
+    source.write_text("".join((line if format == "text" else json.dumps({"text": line})) + "\n" for line in LINES))
+    return source, {"format": format, "nbest": 3 if nbest else 1}
+
+
+def test_a_whole_run_leaves_the_file_alone(kind, tmp_path):
+    source, arguments = kind
+    run(source, tmp_path / "out", **arguments)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["input", "out"]
+    with open(tmp_path / "out", "rb") as file:
+        assert sum(1 for _ in sentence_groups(file, numbered=arguments == {"format": "text", "nbest": 3})) == 25
+
+
+def test_cut_anywhere_the_rest_is_the_same(kind, tmp_path):
+    source, arguments = kind
+    run(source, tmp_path / "whole", **arguments)
+    whole = (tmp_path / "whole").read_bytes()
+    path = tmp_path / "out"
+    run(source, path, stop=25, **arguments)
+    progress = progress_path(path).read_bytes()
+    for size in [*range(0, len(whole), len(whole) // 40 + 1), len(whole) - 1, len(whole)]:
+        path.write_bytes(whole[:size])
+        progress_path(path).write_bytes(progress)
+        kept = run(source, path, resume=True, **arguments)
+        assert path.read_bytes() == whole, size
+        assert kept >= whole[:size].count(b"\n") / arguments["nbest"] - 1  # it does not begin anew either
+        assert not progress_path(path).exists()
+
+
+@pytest.mark.parametrize("moment", range(8))
+def test_killed_while_it_begins(tmp_path, monkeypatch, moment):
+    """An older file stands there: at no moment is it taken for this run's."""
+    source, path = tmp_path / "input", tmp_path / "out"
+    source.write_text("\n".join(LINES) + "\n")
+    path.write_text("old\n" * 25)
+    calls = 0
+
+    def count(function):
+        def counted(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls > moment:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        for module, name in ((os, "fsync"), (os, "replace"), (resuming.json, "dump")):
+            patch.setattr(module, name, count(getattr(module, name)))
+        with contextlib.suppress(Killed):
+            run(source, path, stop=3, beam_size=5)
+    if not progress_path(path).exists():  # nothing has begun
+        assert path.read_text() == "old\n" * 25
+        return
+    run(source, path, resume=True, beam_size=5)
+    assert path.read_text().splitlines() == [line.upper() + " 0" for line in LINES]
+
+
+def test_other_settings_are_refused(tmp_path):
+    source, path = tmp_path / "input", tmp_path / "out"
+    source.write_text("\n".join(LINES) + "\n")
+    run(source, path, stop=3)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="begun with other settings: beam_size: 4 then, 5 now. Resume with the same"):
+        run(source, path, resume=True, beam_size=5)
+    assert path.read_bytes() == before
+    run(source, path, beam_size=5)  # without resume it is written anew
+    assert path.read_bytes().count(b"\n") == 25
+
+
+def test_lines_of_unknown_origin_are_not_gone_on_with(tmp_path):
+    path = tmp_path / "out"
+    path.write_text("x\n")
+    with pytest.raises(UserError, match=r"out has lines, but out.progress.json is not beside it"):
+        ResumableFile(path, SETTINGS, resume=True)
+    progress_path(path).write_text("{}")
+    with pytest.raises(UserError, match=r"out.progress.json is damaged"):
+        ResumableFile(path, SETTINGS, resume=True)
+    assert path.read_text() == "x\n"
+
+
+def test_with_nothing_there_it_begins(tmp_path):
+    source, path = tmp_path / "input", tmp_path / "out"
+    source.write_text("\n".join(LINES) + "\n")
+    assert run(source, path, resume=True) == 0
+    assert path.read_text().count("\n") == 25
+
+
+def test_a_finished_file_is_known_by_its_length(tmp_path):
+    source, path = tmp_path / "input", tmp_path / "out"
+    source.write_text("\n".join(LINES) + "\n")
+    assert not is_complete(path, open_records(source))
+    run(source, path, nbest=2)
+    assert is_complete(path, open_records(source), nbest=2)
+    source.write_text("\n".join(LINES[:-1]) + "\n")
+    assert not is_complete(path, open_records(source), nbest=2)
+
+
+def test_an_error_keeps_what_is_written(tmp_path, caplog):
+    path = tmp_path / "out"
+    with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt), ResumableFile(path, SETTINGS) as file:
+        file.write(["one"])
+        assert path.read_text() == "one\n"
+        raise KeyboardInterrupt
+    assert "the same command with --resume goes on" in caplog.text
+    with ResumableFile(path, SETTINGS, resume=True) as file:
+        assert file.kept == 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 30])
+def test_parts_joined_are_the_whole(kind, tmp_path, count):
+    source, arguments = kind
+    run(source, tmp_path / "whole", **arguments)
+    for i in reversed(range(count)):
+        run(source, part_path(tmp_path / "out", (i, count)), part=(i, count), stop=2, **arguments)
+        run(source, part_path(tmp_path / "out", (i, count)), part=(i, count), resume=True, **arguments)
+    assert join_parts(tmp_path / "out") == 25
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_parts_that_do_not_make_a_whole(tmp_path):
+    source, out = tmp_path / "input", tmp_path / "out"
+    source.write_text("\n".join(LINES) + "\n")
+    paths = [part_path(out, (i, 3)) for i in range(3)]
+
+    def refused(message):
+        with pytest.raises(UserError, match=message):
+            join_parts(out)
+        assert not out.exists() and not list(tmp_path.glob(".out*"))
+
+    refused("there are none. Expected out.part-i-of-n")
+    for i in range(2):
+        run(source, paths[i], part=(i, 3))
+    refused("out.part-2-of-3 missing; run decode.py --part")
+    run(source, paths[2], part=(2, 3), stop=2)
+    refused("out.part-2-of-3 is not complete .*--resume")
+    run(source, paths[2], part=(2, 3), beam_size=5)
+    refused("out.part-0-of-3 and out.part-2-of-3 were written with other settings: beam_size: 4 then, 5 now")
+    run(source, paths[2], part=(2, 3))
+    paths[1].write_text("x\n")
+    refused("out.part-1-of-3 ends before out.part-2-of-3")
+    part_path(out, (0, 2)).write_text("")
+    refused("there are those of 2, 3")
+
+
+def test_which_part():
+    assert parse_part("0/1") == (0, 1) and parse_part("3/12") == (3, 12)
+    for part in ("4/4", "1", "-1/3", "a/b", "1/0"):
+        with pytest.raises(UserError, match=f"part is '{part}'; expected i/n"):
+            parse_part(part)
+
+
+def test_a_fingerprint_tells_parameters_apart():
+    tree = {"a": np.arange(3.0), "b": [np.ones(2)]}
+    assert fingerprint(tree) == fingerprint({"a": np.arange(3.0), "b": [np.ones(2)]})
+    assert fingerprint(tree) != fingerprint({"a": np.arange(3.0), "b": [np.zeros(2)]})
+
+
+def test_a_hundred_thousand_lines_in_flat_memory(tmp_path):
+    source, path = tmp_path / "input", tmp_path / "out"
+    source.write_text("".join(f"{i}\n" for i in range(100_000)))
+    tracemalloc.start()
+    run(source, path, stop=60_000)
+    run(source, path, resume=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2_000_000
+    with open(path) as file:
+        assert all(line == f"{i} 0\n" for i, line in enumerate(file))
+    assert path.read_bytes().count(b"\n") == 100_000

@@ -1,0 +1,115 @@
+"""Samples follow the model's distribution, within what temperature, top-k, top-p and the rules leave of it."""
+
+from __future__ import annotations
+
+import collections
+
+import chains
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chains import EOS, IDS, random_chains
+
+from transformer_jax.decoding.beam_search import beam_search
+from transformer_jax.decoding.constraints import Constraints
+from transformer_jax.decoding.sampling import sample
+from transformer_jax.errors import UserError
+
+LENGTH, VOCAB = 5, 8
+TOYS = random_chains(0, sentences=2, length=LENGTH, vocab=VOCAB)
+
+
+def draw(num_samples, *, toys=TOYS, **settings):
+    batch = len(toys.log_probs_BLVV)
+    result = jax.jit(
+        lambda: sample(
+            chains.step(toys),
+            chains.start(toys, jnp.arange(batch), beam_size=num_samples),
+            batch_size=batch,
+            num_samples=num_samples,
+            max_length=toys.log_probs_BLVV.shape[1],
+            **{**IDS, **settings},
+        )
+    )()
+    return chains.hypotheses(result)
+
+
+def first_pieces(found):
+    return collections.Counter(pieces[0] for pieces, _, _ in found)
+
+
+def distribution(sentence, temperature=1.0):
+    """Of the first piece: what PAD had is shared out."""
+    logits = TOYS.log_probs_BLVV[sentence, 0, chains.BOS] / temperature
+    chances = np.exp(logits) * (np.arange(VOCAB) != chains.PAD)
+    return chances / chances.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_are_the_models(temperature):
+    for sentence, found in enumerate(draw(4000, temperature=temperature)):
+        counts, expected = first_pieces(found), distribution(sentence, temperature) * 4000
+        assert sum(counts.values()) == 4000
+        for piece in range(VOCAB):
+            assert abs(counts[piece] - expected[piece]) <= 4 * np.sqrt(expected[piece] + 1)
+
+
+def test_top_k_and_top_p_leave_the_likeliest():
+    for sentence in range(2):
+        chances = distribution(sentence)
+        order = np.argsort(-chances)
+        assert set(first_pieces(draw(500, top_k=3)[sentence])) == set(order[:3].tolist())
+        nucleus = order[: int(np.searchsorted(np.cumsum(chances[order]), 0.7)) + 1]
+        assert set(first_pieces(draw(500, top_p=0.7)[sentence])) == set(nucleus.tolist())
+        assert set(first_pieces(draw(500, top_k=5, top_p=0.5)[sentence])) <= set(order[:5].tolist())
+
+
+def test_the_likeliest_alone_is_greedy():
+    greedy = beam_search(
+        chains.step(TOYS),
+        chains.start(TOYS, jnp.arange(2), beam_size=1),
+        batch_size=2,
+        beam_size=1,
+        max_length=LENGTH,
+        **IDS,
+    )
+    assert draw(1, top_k=1) == chains.hypotheses(greedy)
+
+
+def test_seeds_choose_the_samples():
+    assert draw(5, seed=1) == draw(5, seed=1) != draw(5, seed=2)
+    one, other = draw(5, seed_B=jnp.array([3, 4])), draw(5, seed_B=jnp.array([4, 4]))
+    assert one[0] != other[0] and one[1] == other[1]
+
+
+def test_log_probabilities_are_the_models_at_temperature_one():
+    for sentence, found in enumerate(draw(20, temperature=3.0, top_k=4)):
+        for pieces, score, log_prob in found:
+            before = (chains.BOS, *pieces)
+            forced = sum(TOYS.log_probs_BLVV[sentence, t, before[t], piece] for t, piece in enumerate(pieces))
+            assert log_prob == pytest.approx(forced, abs=1e-4)
+            assert score == pytest.approx(forced / ((5 + len(pieces)) / 6) ** 0.6, abs=1e-4)
+
+
+def test_rules_hold_for_samples():
+    rules = Constraints(min_length=2, suppress=(3,), no_repeat_ngram=1)
+    for found in draw(200, constraints=rules, prefix_BP=jnp.array([[4], [5]])):
+        for pieces, _, _ in found:
+            *text, end = pieces
+            assert end == EOS and len(text) >= 2 and 3 not in text and len(set(text)) == len(text)
+    assert {pieces[0] for pieces, _, _ in draw(50, prefix_BP=jnp.array([[4], [-1]]))[0]} == {4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"num_samples": 0}, "num_samples 0"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(UserError, match=message):
+        draw(**{"num_samples": 2, **settings})

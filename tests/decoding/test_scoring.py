@@ -1,0 +1,199 @@
+"""Force-decoding says of a translation what the search said of it, whatever else is in the batch; attention adds up to 1."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
+from transformer_jax.decoding import scoring
+from transformer_jax.decoding.alignments import Alignment, aligned
+from transformer_jax.decoding.records import Record
+from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.translator import Translation, Translator
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(12)]
+TARGETS = [line.upper() for line in reversed(LINES)]
+CONFIG = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(((line, line.upper()) for line in LINES), TokenizerConfig(vocab_size=50, algorithm="unigram"))
+
+
+def make_model(tokenizer, seed=8, **settings):
+    settings = {"tie_embeddings": "none", "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 2} | settings
+    model = Transformer(ModelConfig(vocab_size=tokenizer.target_vocab_size, dtype="float32", **settings), rngs=nnx.Rngs(seed))
+    model.softmax_matrix[...] = model.softmax_matrix[...] * 4
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return make_model(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def scorer(model, tokenizer):
+    return Scorer(model, tokenizer, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def pairs(tokenizer):
+    return list(zip(tokenizer.encode_source(LINES), tokenizer.encode_target(TARGETS), strict=True))
+
+
+def by_hand(model, source, target):
+    """Each piece's log-probability by the model's own forward pass, one sentence at a time."""
+    log_probs_1TV = np.asarray(forward(model, padded([source], 140), padded([target], 140)))
+    return log_probs_1TV[0, np.arange(len(target) + 1), [*target, EOS_ID]]
+
+
+@nnx.jit
+def forward(model, source_BS, target_BT):
+    return jax.nn.log_softmax(model(source_BS, target_BT))
+
+
+def padded(rows, length):
+    array_BL = np.full((len(rows), length), PAD_ID, np.int32)
+    for row, pieces in zip(array_BL, rows, strict=True):
+        row[: len(pieces) + 1] = [*pieces, EOS_ID]
+    return array_BL
+
+
+def test_the_score_of_a_translation_is_what_the_search_reported(model, tokenizer, scorer):
+    found = list(Translator(model, tokenizer, CONFIG).stream(LINES, num_hypotheses=2))
+    sources = tokenizer.encode_source(LINES)
+    pairs = [(source, tokenizer.target_ids(t.pieces)) for source, both in zip(sources, found, strict=True) for t in both]
+    for t, log_probs in zip((t for both in found for t in both), scorer.score_pieces(pairs), strict=True):
+        np.testing.assert_allclose(log_probs, t.piece_log_probs, atol=1e-4)
+        assert log_probs.sum() == pytest.approx(t.log_prob, abs=1e-4)
+
+
+def test_several_models_score_by_the_mean_of_their_probabilities(model, tokenizer, pairs):
+    models = [model, make_model(tokenizer, seed=9)]
+    source, target = pairs[0]
+    [log_probs] = Scorer(Translator(models, tokenizer, CONFIG).models, tokenizer, CONFIG).score_pieces(pairs[:1])
+    expected = np.log(np.mean([np.exp(by_hand(each, source, target)) for each in models], axis=0))
+    np.testing.assert_allclose(log_probs, expected, atol=1e-5)
+
+
+def test_equals_the_models_forward_pass(model, scorer, pairs):
+    for (source, target), log_probs in zip(pairs[:4], scorer.score_pieces(pairs)[:4], strict=True):
+        np.testing.assert_allclose(log_probs, by_hand(model, source, target), atol=1e-5)
+
+
+def test_logits_exist_for_a_few_positions_at_a_time(model, tokenizer, pairs, scorer, monkeypatch):
+    monkeypatch.setattr(scoring, "_MAX_LOGITS", 3 * 4 * 50)  # 3 positions of a batch; 16 are no multiple of it
+    for in_chunks, whole in zip(
+        Scorer(model, tokenizer, CONFIG).score_pieces(pairs[:4]), scorer.score_pieces(pairs[:4]), strict=True
+    ):
+        np.testing.assert_allclose(in_chunks, whole, atol=1e-6)
+
+
+def test_no_pair_depends_on_the_others(scorer, pairs):
+    together = scorer.score_pieces(pairs)
+    order = np.random.default_rng(0).permutation(len(pairs))
+    for i, log_probs in zip(order, scorer.score_pieces([pairs[i] for i in order]), strict=True):
+        np.testing.assert_array_equal(log_probs, together[i])
+    for pair, log_probs in zip(pairs, together, strict=True):
+        np.testing.assert_array_equal(scorer.score_pieces([pair])[0], log_probs)
+
+
+def test_lines_come_out_in_order_without_reading_ahead(scorer, pairs):
+    read = []
+
+    def lines():
+        for pair in zip(LINES, TARGETS, strict=True):
+            read.append(pair)
+            yield pair
+
+    stream = scorer.score(lines(), window=5)
+    first = next(stream)
+    assert len(read) == 5
+    found = [first, *stream]
+    assert [t.text for t in found] == TARGETS
+    for t, log_probs in zip(found, scorer.score_pieces(pairs), strict=True):
+        assert t.length == len(log_probs) == len(t.pieces) + 1
+        assert t.log_prob == pytest.approx(log_probs.sum(), abs=1e-5)
+        assert t.score == pytest.approx(t.log_prob / ((5 + t.length) / 6) ** 0.6, rel=1e-5)
+        np.testing.assert_array_equal(np.float32(t.piece_log_probs), log_probs)
+
+
+def test_empty_lines_are_scored_as_their_end(model, scorer):
+    for t, (source, target) in zip(scorer.score([("", ""), (LINES[3], "")]), [("", ""), (LINES[3], "")], strict=True):
+        expected = by_hand(model, scorer.tokenizer.encode_source([source])[0], [])
+        assert (t.text, t.length, t.pieces) == (target, 1, ()) and t.log_prob == pytest.approx(expected[0], abs=1e-5)
+
+
+def test_every_shape_is_compiled_once(model, tokenizer):
+    scorer = Scorer(model, tokenizer, CONFIG)
+    for _ in range(2):
+        list(scorer.score(zip(LINES, TARGETS, strict=True)))
+    assert scorer.num_compiled <= 3
+    assert [scorer._padded(n) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [16, 16, 24, 32, 48, 64, 96, 1024]
+
+
+def test_over_long_pairs_are_scored_whole(model, tokenizer, scorer):
+    source, target = " ".join(WORDS * 6), " ".join(WORDS * 4).upper()
+    [t] = scorer.score([(source, target)])
+    pieces = tokenizer.encode_source([source])[0], tokenizer.encode_target([target])[0]
+    assert min(map(len, pieces)) > CONFIG.max_source_length
+    np.testing.assert_allclose(t.piece_log_probs, by_hand(model, *pieces), atol=1e-4)
+
+
+def test_learned_positions_end_somewhere(tokenizer):
+    scorer = Scorer(make_model(tokenizer, positions="learned", max_positions=20, num_layers=1), tokenizer, CONFIG)
+    found = scorer.score([("one", "TWO"), ("two", "ONE"), ("one", " ".join(WORDS * 3))])
+    assert [next(found).text, next(found).text] == ["TWO", "ONE"]
+    with pytest.raises(UserError, match=r"Line 3 has 2 and \d+ source and target pieces.*max_positions = 20"):
+        next(found)
+
+
+def test_layers_look_elsewhere_and_must_exist(scorer, pairs):
+    first, last, same = (scorer.align_pieces(pairs[:1], layer=layer)[0] for layer in (0, -1, 1))
+    assert np.abs(first - last).max() > 1e-3
+    np.testing.assert_array_equal(last, same)
+    with pytest.raises(UserError, match="alignment layer is 2; expected -2 to 1"):
+        scorer.align_pieces(pairs[:1], layer=2)
+
+
+def test_translations_are_aligned_in_order(scorer):
+    def translation(text):
+        pieces = scorer.tokenizer.target_pieces(scorer.tokenizer.encode_target([text])[0])
+        return Translation(text, 0.0, 0.0, len(pieces) + 1, tuple(pieces))
+
+    results = [
+        (Record(0, "one two"), [translation("ONE TWO"), translation("TWO")]),
+        (Record(1, ""), [Translation("", 0, 0, 0)]),
+    ]
+    results += [(Record(i, LINES[i]), [translation(TARGETS[i])]) for i in range(2, 9)]
+    found = list(aligned(results, scorer))
+    assert [(record, translations) for record, translations, _ in found] == results
+    assert [alignment is None for _, _, alignments in found for alignment in alignments] == [False, False, True] + [False] * 7
+    for record, translations, alignments in found:
+        for t, alignment in zip(translations, alignments, strict=True):
+            if alignment is not None:
+                assert alignment.target == (*t.pieces, "</s>") and alignment.source[-1] == "</s>"
+                source, target = alignment.source[:-1], scorer.tokenizer.target_ids(t.pieces)
+                [expected] = scorer.align_pieces([(scorer.tokenizer.encode_source([record.text])[0], target)])
+                np.testing.assert_allclose(alignment.weights_TS, expected, atol=1e-6)
+                assert "".join(source).replace("▁", " ").strip() == record.text
+                for i, j in (map(int, pair.split("-")) for pair in alignment.hard().split()):
+                    assert i < len(record.text.split()) and j < len(t.text.split())
+
+
+def test_hard_alignments_join_words():
+    weights_TS = np.array([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.6, 0.1], [0.2, 0.5, 0.2, 0.1], [0, 0, 0, 1]])
+    alignment = Alignment(("▁gr", "een", "▁room", "</s>"), ("▁grün", "e", "▁Wand", "</s>"), weights_TS)
+    assert alignment.hard() == "0-0 0-1 1-0"
+    joined = Alignment(("▁a", "▁b", "</s>"), ("▁x", "<unk>", "y", "</s>", "▁z", "</s>"), np.eye(3)[[0, 0, 1, 2, 1, 2]])
+    assert joined.hard() == "0-0 0-1 1-2 1-3"  # x ⁇ y z
+    assert Alignment(("</s>",), ("▁x", "</s>"), np.ones((2, 1))).hard() == ""

@@ -1,0 +1,84 @@
+"""Tiny models of random weights, sharp enough that hypotheses differ and end by themselves, and their tokenizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the tests read folders they wrote
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.tokenizer import EOS_ID, Tokenizer
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+
+@pytest.fixture(scope="session")
+def lines() -> list[str]:
+    """Sentences of one length in words."""
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(WORDS, 5)) for _ in range(60)]
+
+
+@pytest.fixture(scope="session")
+def joint(lines: list[str]) -> Tokenizer:
+    """One vocabulary for both languages."""
+    return Tokenizer.train([(line, line.upper()) for line in lines], TokenizerConfig(vocab_size=64))
+
+
+@pytest.fixture(scope="session")
+def separate(lines: list[str]) -> Tokenizer:
+    """A vocabulary for each language."""
+    return Tokenizer.train([(line, line.upper()) for line in lines], TokenizerConfig(vocab_size=40, joint=False))
+
+
+@pytest.fixture(scope="session")
+def make() -> Callable[..., tuple[Config, Transformer]]:
+    """``make(tokenizer, seed, **fields of ModelConfig)``: a config and a model of random weights."""
+
+    def build(tokenizer: Tokenizer, seed: int = 0, **fields: Any) -> tuple[Config, Transformer]:
+        sizes = {"d_model": 16, "d_ff": 24, "num_heads": 2, "num_layers": 2, "dtype": "float32"}
+        vocabulary = {
+            "vocab_size": tokenizer.target_vocab_size,
+            "source_vocab_size": None if tokenizer.joint else tokenizer.source_vocab_size,
+        }
+        config = Config(
+            model=ModelConfig(**(sizes | vocabulary | fields)),
+            tokenizer=TokenizerConfig(joint=tokenizer.joint),
+            data=DataConfig(max_source_length=24, max_target_length=24),
+            decoding=DecodingConfig(beam_size=4, length_penalty=0.0, max_extra_length=10, max_source_length=24, batch_size=8),
+        )
+        model = Transformer(config.model, rngs=nnx.Rngs(seed))
+        graph, state = nnx.split(model, nnx.Param)
+        rng = np.random.default_rng(seed)
+
+        def sharpen(path: Any, x: jax.Array) -> jax.Array:
+            name = jax.tree_util.keystr(path)
+            if "matrix" in name or "kernel" in name:
+                return (2.5 if "softmax_matrix" in name else 1.7) * x
+            noise = 0.3 * rng.standard_normal(x.shape).astype(np.float32)
+            if "softmax_bias" in name:
+                noise[EOS_ID] += 3.0  # translations end before they must
+            return x + noise
+
+        return config, nnx.merge(graph, jax.tree_util.tree_map_with_path(sharpen, state))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def logits() -> Callable[..., np.ndarray]:
+    """``logits(model, source_BS, target_BT)`` of ours, compiled once for each model."""
+
+    def compute(model: Transformer, source_BS: np.ndarray, target_BT: np.ndarray) -> np.ndarray:
+        return np.asarray(nnx.jit(lambda m, s, t: m(s, t))(model, jnp.asarray(source_BS), jnp.asarray(target_BT)))
+
+    return compute

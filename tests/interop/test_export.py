@@ -1,0 +1,234 @@
+"""Exported models compute what ours compute, by the libraries themselves, and what cannot be expressed is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import ctranslate2
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from ctranslate2.converters import MarianConverter
+from flax import nnx
+from transformers import MarianMTModel, MarianTokenizer
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.interop import export
+from transformer_jax.interop.ctranslate2 import export_ctranslate2
+from transformer_jax.interop.huggingface import export_safetensors
+from transformer_jax.interop.marian import export_marian
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from transformer_jax.training.checkpoint import save_imported
+
+EXPORTS = {"ctranslate2": export_ctranslate2, "safetensors": export_safetensors, "marian": export_marian}
+# Fields of the model, whether both languages share the vocabulary, and the formats that can express it.
+VARIANTS = {
+    "paper": ({}, True, ["ctranslate2", "safetensors"]),
+    "biases": (
+        {"attention_bias": True, "softmax_bias": True, "positions": "split"},
+        True,
+        ["ctranslate2", "safetensors", "marian"],
+    ),
+    "pre-norm, wide heads, untied": (
+        {"norm": "pre", "d_k": 12, "d_v": 9, "tie_embeddings": "none", "activation": "gelu", "norm_epsilon": 1e-3},
+        True,
+        ["ctranslate2"],
+    ),
+    "learned, narrow heads": (
+        {"positions": "learned", "max_positions": 40, "d_k": 3, "d_v": 5, "tie_embeddings": "target"},
+        True,
+        ["ctranslate2", "safetensors"],
+    ),
+    "untied, one decoder layer": (
+        {"tie_embeddings": "none", "num_decoder_layers": 1, "activation": "silu", "positions": "split", "d_k": 4, "d_v": 6},
+        True,
+        ["ctranslate2", "safetensors", "marian"],
+    ),
+    "two vocabularies": (
+        {"tie_embeddings": "target", "positions": "split", "norm_epsilon": 1e-5},
+        False,
+        ["ctranslate2", "safetensors", "marian"],
+    ),
+}
+
+
+def _translator(folder: Path) -> ctranslate2.Translator:
+    return ctranslate2.Translator(str(folder), inter_threads=1, intra_threads=1)
+
+
+def _through_marian_converter(folder: Path, epsilon: float) -> ctranslate2.Translator:
+    vocabularies = [str(folder / f"{side}.vocab.yml") for side in ("source", "target")]
+    MarianConverter(str(folder / "model.npz"), vocabularies).convert(str(folder / "converted"))
+    file = folder / "converted" / "config.json"  # the converter leaves CTranslate2's own epsilon, 1e-5, not Marian's
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_norm_epsilon": epsilon}))
+    return _translator(folder / "converted")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_agree_with_the_libraries(name, tmp_path, joint, separate, lines, make, logits) -> None:
+    fields, shared, formats = VARIANTS[name]
+    tokenizer = joint if shared else separate
+    config, model = make(tokenizer, **fields)
+    sources = [[*ids, EOS_ID] for ids in tokenizer.encode_source(lines[:4])]
+    targets = [[*ids, EOS_ID] for ids in tokenizer.encode_target([line.upper() for line in lines[4:8]])]
+    source_BS, target_BT = (np.array([ids + [PAD_ID] * (30 - len(ids)) for ids in side]) for side in (sources, targets))
+    ours_BTV = logits(model, source_BS, target_BT)
+    log_probs_BTV = np.asarray(jax.nn.log_softmax(ours_BTV))
+    for form in formats:
+        folder = tmp_path / form
+        folder.mkdir()
+        EXPORTS[form](config, model, tokenizer, folder)
+        if form == "safetensors":
+            theirs, info = MarianMTModel.from_pretrained(folder, output_loading_info=True)
+            assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+            theirs.eval()
+            with torch.no_grad():
+                inputs_BT = np.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
+                source = torch.tensor(source_BS)
+                got = theirs(source, attention_mask=source != PAD_ID, decoder_input_ids=torch.tensor(inputs_BT)).logits.numpy()
+            real_BT = target_BT != PAD_ID
+            np.testing.assert_allclose(got[real_BT], ours_BTV[real_BT], atol=1e-4)
+        else:
+            judge = (
+                _translator(folder) if form == "ctranslate2" else _through_marian_converter(folder, config.model.norm_epsilon)
+            )
+            scores = judge.score_batch(
+                [tokenizer.source_pieces(ids[:-1]) for ids in sources], [tokenizer.target_pieces(ids[:-1]) for ids in targets]
+            )
+            for b, (score, ids) in enumerate(zip(scores, targets, strict=True)):
+                np.testing.assert_allclose(score.log_probs, log_probs_BTV[b, range(len(ids)), ids], atol=1e-4)
+    if not shared:
+        assert json.loads((tmp_path / "safetensors" / "tokenizer_config.json").read_text())["separate_vocabs"]
+
+
+def _let_sentences_end(model: Transformer, drift: float) -> None:
+    """Give later target positions more and more of the direction that EOS is scored by."""
+    end_D = model.softmax_matrix[...][EOS_ID]
+    table = model.target_embedding.position_matrix
+    steps_L1 = jnp.arange(len(table), dtype=jnp.float32)[:, None] - 4
+    table[...] = table[...] + drift * steps_L1 * (end_D / jnp.linalg.norm(end_D))[None]
+
+
+def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines, make) -> None:
+    # Length penalty 0, where all normalise alike; EOS likely enough that no translation meets a limit, where they differ.
+    texts = lines[:16]
+    ours: dict[int, Translator] = {}
+    for seed, drift in [(2, 1.0), (2, 1.5), (18, 0.8)]:
+        config, model = make(
+            joint, seed, softmax_bias=True, tie_embeddings="none", num_layers=1, positions="learned", max_positions=40
+        )
+        _let_sentences_end(model, drift)
+        folders = {form: tmp_path / f"{form} {seed} {drift}" for form in ("ctranslate2", "safetensors")}
+        for form, folder in folders.items():
+            folder.mkdir()
+            EXPORTS[form](config, model, joint, folder)
+        translator = _translator(folders["ctranslate2"])
+        settings = json.loads((folders["ctranslate2"] / "generation_config.json").read_text())
+        theirs = MarianMTModel.from_pretrained(folders["safetensors"]).eval()
+        their_tokenizer = MarianTokenizer.from_pretrained(folders["safetensors"])
+        batch = their_tokenizer(texts, return_tensors="pt", padding=True)
+        sources = joint.encode_source(texts)
+        assert [[i for i in row if i != PAD_ID] for row in batch.input_ids.tolist()] == [[*ids, EOS_ID] for ids in sources]
+        assert theirs.generation_config.num_beams == settings["beam_size"] == 4
+        for beam_size in (1, 4):
+            if beam_size not in ours:
+                ours[beam_size] = Translator(model, joint, dataclasses.replace(config.decoding, beam_size=beam_size))
+            ours[beam_size].parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            results = [translations[0] for translations in ours[beam_size].stream(texts)]
+            assert len({result.text for result in results}) > (8 if beam_size == 1 else 3)
+            assert max(result.length for result in results) < 20
+            found = translator.translate_batch(
+                [joint.source_pieces(ids) for ids in sources], **settings | {"beam_size": beam_size}
+            )
+            assert [joint.decode_target(joint.target_ids(f.hypotheses[0])) for f in found] == [r.text for r in results]
+            generated = theirs.generate(**batch, num_beams=beam_size)
+            texts_there = their_tokenizer.batch_decode(generated, skip_special_tokens=True)  # stripped of outer spaces
+            assert texts_there == [r.text.strip() for r in results]
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "field"),
+    [
+        ("safetensors", {"norm": "pre"}, "model.norm"),
+        ("safetensors", {"d_k": 9, "d_v": 8}, "model.d_k"),
+        ("safetensors", {"d_k": 8, "d_v": 9}, "model.d_v"),
+        ("safetensors", {"norm_epsilon": 1e-3}, "model.norm_epsilon"),
+        ("marian", {"norm": "pre", "positions": "split"}, "model.norm"),
+        ("marian", {}, "model.positions"),
+        ("marian", {"positions": "learned"}, "model.positions"),
+        ("marian", {"positions": "split", "activation": "gelu"}, "model.activation"),
+        ("marian", {"positions": "split", "d_k": 9, "d_v": 8}, "model.d_k"),
+        ("marian", {"positions": "split", "norm_epsilon": 1e-4}, "model.norm_epsilon"),
+    ],
+)
+def test_what_a_format_cannot_express_is_refused_by_field(form, fields, field, tmp_path, joint, make) -> None:
+    config, model = make(joint, **fields)
+    with pytest.raises(UserError, match=f"^{field} is "):
+        EXPORTS[form](config, model, joint, tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_notes_name_what_is_only_approximated(tmp_path, joint, make) -> None:
+    config, model = make(joint)
+    decoding = dataclasses.replace(config.decoding, length_penalty=0.6, min_length=2, suppress=("T",), no_repeat_ngram=3)
+    notes = export_safetensors(dataclasses.replace(config, decoding=decoding), model, joint, tmp_path)
+    said = "\n".join(notes)
+    assert "length^0.6" in said and "((5 + length) / 6)^0.6" in said and "1e-05" in said and "34 pieces" in said
+    generation = MarianMTModel.from_pretrained(tmp_path).generation_config
+    assert (generation.length_penalty, generation.max_length, generation.min_new_tokens) == (0.6, 35, 2)
+    assert generation.bad_words_ids == [[PAD_ID], joint.target_ids(["T"])] and generation.no_repeat_ngram_size == 3
+
+
+def test_marian_decoder_config_has_the_search_settings(tmp_path, joint, make) -> None:
+    config, model = make(joint, positions="split")
+    export_marian(config, model, joint, tmp_path)
+    text = (tmp_path / "decoder.yml").read_text()
+    assert "beam-size: 4\n" in text and "normalize: 0.0\n" in text and 'vocabs: ["source.spm", "target.spm"]\n' in text
+
+
+@pytest.fixture
+def workdir(tmp_path, joint, make):
+    config, model = make(joint)
+    folder = tmp_path / "run"
+    save_imported(folder, config, joint, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return folder
+
+
+def test_program_writes_a_whole_folder(workdir, tmp_path, capsys) -> None:
+    arguments = ["--workdir", str(workdir), "--format", "ctranslate2", "--output", str(tmp_path / "out")]
+    assert export.main(arguments) == 0
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "model.bin", "config.json", "shared_vocabulary.json", "source.spm", "target.spm", "generation_config.json"
+    }  # fmt: skip
+    assert "note: " in capsys.readouterr().err
+    assert export.main(arguments) == 2
+    assert "there already" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_program_ends_with_status_2_and_writes_nothing(workdir, tmp_path, capsys, monkeypatch) -> None:
+    output = ["--output", str(tmp_path / "out")]
+    assert export.main(["--workdir", str(workdir), "--format", "marian", *output]) == 2
+    assert "error: model.positions is 'interleaved'" in capsys.readouterr().err
+    assert export.main(["--workdir", str(tmp_path / "none"), "--format", "marian", *output]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert export.main(["--workdir", str(workdir), "--format", "marian", "--average", "2", *output]) == 2
+    assert "average is 2" in capsys.readouterr().err
+    for package, form in (("ctranslate2.specs", "ctranslate2"), ("safetensors.numpy", "safetensors")):
+        monkeypatch.setitem(sys.modules, package, None)
+        assert export.main(["--workdir", str(workdir), "--format", form, *output]) == 2
+        assert f"pip install {form}" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"run"}
+
+
+def test_norm_epsilon_must_be_positive() -> None:
+    with pytest.raises(UserError, match="model.norm_epsilon is 0.0"):
+        ModelConfig(norm_epsilon=0.0)

@@ -1,0 +1,303 @@
+"""An imported MarianMT model is the model it was: its text, its logits, its translations; and it trains on."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from transformers import MarianConfig, MarianMTModel, MarianTokenizer
+
+from transformer_jax.config import BatchConfig, DataConfig, ModelConfig, PairsConfig, TrainingConfig
+from transformer_jax.config_files import load_config_file
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.interop.huggingface import export_safetensors
+from transformer_jax.interop.import_marian import main
+from transformer_jax.interop.read_huggingface import read_marian
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.saved_model import load_model
+from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.training.loop import train
+from transformer_jax.training.workdir import claim
+
+TAGS = [">>deu<<", ">>fra<<"]
+
+
+def _target(line: str) -> str:
+    return line.upper().replace("E", "Ä")
+
+
+def _sentencepiece(lines: list[str], size: int) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, model_type="unigram", vocab_size=size, minloglevel=2
+    )
+    return model.getvalue()
+
+
+def _pieces(model: bytes) -> list[str]:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return [processor.id_to_piece(i) for i in range(processor.vocab_size()) if not processor.is_control(i)][1:]
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory, lines) -> Path:
+    """A folder as of an OPUS-MT model: EOS 0, UNK 1, PAD last and zero; two SentencePiece models, one vocabulary of both
+    without two of their pieces and with two tags."""
+    folder = tmp_path_factory.mktemp("marian")
+    models = _sentencepiece(lines, 31), _sentencepiece([_target(line) for line in lines], 29)
+    for name, model in zip(("source.spm", "target.spm"), models, strict=True):
+        (folder / name).write_bytes(model)
+    known = dict.fromkeys(_pieces(models[0]) + _pieces(models[1]))
+    for piece in [p for p in _pieces(models[0]) if len(p) > 2][:2]:
+        del known[piece]
+    names = ["</s>", "<unk>", *TAGS, *known, "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(names)}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"source_lang": "en", "target_lang": "de"}))
+    last = len(names) - 1
+    config = MarianConfig(
+        vocab_size=len(names), d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, activation_function="swish", scale_embedding=True,
+        pad_token_id=last, eos_token_id=0, decoder_start_token_id=last, forced_eos_token_id=0, max_position_embeddings=64,
+    )  # fmt: skip
+    model = MarianMTModel(config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_positions" not in name:
+                spread = 0.4 if parameter.ndim > 1 else 0.2
+                centre = 1.0 if "norm.weight" in name else 0.0
+                parameter.copy_(centre + spread * torch.randn(parameter.shape, generator=generator))
+        model.model.shared.weight[last] = 0
+        model.final_logits_bias.copy_(0.3 * torch.randn(model.final_logits_bias.shape, generator=generator))
+        model.final_logits_bias[0, 0] += 5.0  # translations end before they must
+    model.generation_config.update(num_beams=3, length_penalty=0.0, max_length=60, min_new_tokens=5, bad_words_ids=[[last]])
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workdir(marian, tmp_path_factory) -> Path:
+    """The imported model."""
+    folder = tmp_path_factory.mktemp("imported") / "run"
+    assert main(["--input", str(marian), "--workdir", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(marian) -> tuple[MarianMTModel, MarianTokenizer]:
+    return MarianMTModel.from_pretrained(marian).eval(), MarianTokenizer.from_pretrained(marian)
+
+
+def _columns(marian: Path, pieces: list[str]) -> list[int]:
+    """Our id of each of their ids."""
+    special = {"<pad>": BOS_ID, "</s>": EOS_ID, "<unk>": UNK_ID}
+    return [special[p] if p in special else pieces.index(p) for p in json.loads((marian / "vocab.json").read_text())]
+
+
+def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lines) -> None:
+    tokenizer, theirs_ = load_model(workdir)[2], theirs[1]
+    ours_of = np.array(_columns(marian, tokenizer.source_pieces(range(tokenizer.source_vocab_size))))
+    size = len(ours_of)  # pieces that their vocabulary lacks come last here, and are unknown there
+    odd = ["Äone zzz Ä two", "OÄN 漢字 Ä ÄÄ", "  two  ones", "", "three-four, fiveeee"]
+    tagged = [">>deu<< one two", ">>fra<<one two", ">>xxx<< one", "one >>deu<< two", ">>deu<<"]
+    texts = lines[:20] + [_target(line) for line in lines[:20]] + odd + tagged
+    assert tokenizer.joint and tokenizer.target_model is not None
+    unknown = 0
+    for side, encode in (("source", tokenizer.encode_source), ("target", tokenizer.encode_target)):
+        for text, ids in zip(texts, encode(texts), strict=True):
+            expected = (theirs_(text) if side == "source" else theirs_(text_target=text)).input_ids[:-1]
+            as_theirs = [UNK_ID if i > size else i for i in ids]
+            assert as_theirs == ours_of[expected].tolist(), (side, text)
+            unknown += any(i > size for i in ids)
+    assert unknown > 5
+    ids = tokenizer.encode_target([_target(line) for line in lines[:8]])
+    assert [tokenizer.decode_target(row) for row in ids] == [_target(line) for line in lines[:8]]
+
+
+def test_logits_agree_and_new_pieces_get_no_probability(marian, workdir, theirs, lines, logits) -> None:
+    config, model, tokenizer = load_model(workdir)
+    columns = _columns(marian, tokenizer.source_pieces(range(tokenizer.source_vocab_size)))
+    assert (config.model.activation, config.model.norm_epsilon, config.model.softmax_bias) == ("silu", 1e-5, True)
+    for source, target in [(lines[0], _target(lines[1])), (">>deu<< Ä " + lines[2], "漢 " + _target(lines[3]))]:
+        source_ids, target_ids = theirs[1](source).input_ids, theirs[1](text_target=target).input_ids
+        start = theirs[0].config.pad_token_id
+        with torch.no_grad():
+            inputs = torch.tensor([[start, *target_ids[:-1]]])
+            expected = theirs[0](input_ids=torch.tensor([source_ids]), decoder_input_ids=inputs).logits[0].numpy()
+        sides = [[*tokenizer.encode_source([source])[0], EOS_ID], [*tokenizer.encode_target([target])[0], EOS_ID]]
+        source_BS, target_BT = (np.array([ids + [PAD_ID] * (40 - len(ids))]) for ids in sides)
+        ours = logits(model, source_BS, target_BT)[0, : len(target_ids)]
+        np.testing.assert_allclose(ours[:, columns], expected, atol=1e-4)
+        assert np.delete(ours, columns, axis=1).max() < ours.max() - 80
+
+
+def test_translations_agree(workdir, theirs, lines) -> None:
+    model, tokenizer = theirs
+    texts = lines[:16]
+    ours = Translator.from_workdir(workdir, batch_size=16)
+    generated = model.generate(**tokenizer(texts, return_tensors="pt", padding=True))
+    expected = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    assert (ours.config.beam_size, ours.config.min_length, ours.config.suppress) == (3, 5, ("<s>",))
+    assert [text.strip() for text in ours.translate(texts)] == expected
+    assert len(set(expected)) > 3 and generated.shape[1] < 25
+
+
+def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(workdir, run)
+    (tmp_path / "source").write_text("\n".join(lines) + "\n")
+    (tmp_path / "target").write_text("\n".join(map(_target, lines)) + "\n")
+    pairs = PairsConfig("text", ("source",), ("target",))
+    config = load_config_file(run / "config.json")  # what train.py --config takes too
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dropout=0.0),
+        data=DataConfig(root=str(tmp_path), train=pairs, max_source_length=40, max_target_length=40, workers=1),
+        batch=BatchConfig(tokens=512, buckets=1),
+        optimizer=dataclasses.replace(config.optimizer, ema_decay=0.9, clip_norm=1.0),
+        training=TrainingConfig(steps=3, compilation_cache=""),
+    )
+    with pytest.raises(UserError, match="holds an imported model"):
+        train(dataclasses.replace(config, model=ModelConfig()), run)
+    assert (run / "tokenizer.source.model").exists()
+    assert train(config, run, devices=jax.devices()[:1])["steps"] == 3
+    claim(run, config)  # as the same command run again does
+    before = nnx.to_pure_dict(nnx.state(load_model(workdir)[1], nnx.Param))
+    trained, model, tokenizer = load_model(run)
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert trained.optimizer.ema_decay == 0.9 and tokenizer.fingerprint == load_model(workdir)[2].fingerprint
+    moved = np.abs(np.asarray(after["target_embedding"]["matrix"] - before["target_embedding"]["matrix"])).max()
+    assert 0 < moved < 1e-5  # three steps of a warm-up from zero
+    again = nnx.to_pure_dict(nnx.state(load_model(run, checkpoint=0)[1], nnx.Param))
+    np.testing.assert_array_equal(again["target_embedding"]["matrix"], before["target_embedding"]["matrix"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"attention_bias": True, "softmax_bias": True, "positions": "split"},
+        {"positions": "learned", "max_positions": 40, "tie_embeddings": "none", "activation": "gelu"},
+    ],
+    ids=["paper", "biases", "learned, untied"],
+)
+def test_export_and_import_give_back_the_model(fields, tmp_path, joint, lines, make, logits) -> None:
+    config, model = make(joint, norm_epsilon=1e-5, **fields)
+    export_safetensors(config, model, joint, tmp_path)
+    _check_same(config, model, joint, read_marian(tmp_path), lines, logits)
+
+
+def test_export_and_import_of_two_vocabularies(tmp_path, separate, lines, make, logits) -> None:
+    config, model = make(separate, norm_epsilon=1e-5, tie_embeddings="target")
+    export_safetensors(config, model, separate, tmp_path)
+    _check_same(config, model, separate, read_marian(tmp_path), lines, logits)
+
+
+def _check_same(config: Any, model: Any, tokenizer: Any, imported: Any, lines: list[str], logits: Callable[..., Any]) -> None:
+    assert imported.tokenizer.encode_source(lines) == tokenizer.encode_source(lines)
+    assert imported.tokenizer.joint == tokenizer.joint
+    same = ("vocab_size", "tie_embeddings", "positions", "attention_bias", "softmax_bias", "activation", "norm_epsilon")
+    assert all(getattr(imported.config.model, name) == getattr(config.model, name) for name in same)
+    again = Transformer(imported.config.model, rngs=nnx.Rngs(9))
+    graph, state = nnx.split(again, nnx.Param)
+    assert nnx.to_flat_state(state) and imported.config.decoding.beam_size == config.decoding.beam_size
+    nnx.replace_by_pure_dict(state, imported.parameters)
+    source_BS = np.array([[*tokenizer.encode_source(lines[:1])[0], EOS_ID]])
+    target_BT = np.array([[*tokenizer.encode_target([lines[1].upper()])[0], EOS_ID]])
+    np.testing.assert_allclose(
+        logits(nnx.merge(graph, state), source_BS, target_BT)[..., 1:], logits(model, source_BS, target_BT)[..., 1:], atol=1e-4
+    )
+
+
+def _change_config(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "config.json").read_text()) | values
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+    return change
+
+
+def _change_tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return rewrite
+
+
+_FC1 = "model.encoder.layers.0.fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "model.safetensors").unlink(), "No weights in .*; expected model.safetensors or pytorch_model.bin"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "is damaged; fetch it again"),
+        (_change_tensors(lambda t: t.pop(_FC1)), f"lack {_FC1}; expected those that config.json describes"),
+        (_change_tensors(lambda t: t.update(more=np.ones(3, np.float32))), "have unknown more; expected"),
+        (
+            _change_tensors(lambda t: t.update({_FC1: np.ones((3, 16), np.float32)})),
+            r"shape \(3, 16\); expected \(24, 16\)",
+        ),
+        (lambda f: (f / "config.json").unlink(), "config.json' does not exist; expected a whole Hugging Face MarianMT folder"),
+        (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+        (lambda f: (f / "source.spm").unlink(), "source.spm' does not exist"),
+        (lambda f: (f / "target.spm").write_bytes(b"not a model"), "target.spm.* is not a SentencePiece model"),
+        (lambda f: (f / "vocab.json").write_text('{"<unk>": 0}'), "has 1 pieces; expected the ids 0 to"),
+        (_change_config(model_type="bart"), "model_type in .* is 'bart'; expected 'marian'"),
+        (_change_config(d_model=None), "lacks d_model"),
+        (_change_config(normalize_before=True), "normalize_before in .* is True"),
+        (_change_config(scale_embedding=False), "scale_embedding in .* is False"),
+        (_change_config(decoder_ffn_dim=30), "decoder_ffn_dim in .* is 30"),
+        (_change_config(activation_function="gelu"), "activation_function in .* is 'gelu'; expected one of relu"),
+        (_change_config(decoder_start_token_id=999), "decoder_start_token_id in .* is 999, which is no id"),
+        (_change_config(encoder_layers=3), "lack model.encoder.layers.2.fc1.bias, .* and 13 more"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(change, message, marian, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(marian, folder)
+    change(folder)
+    with pytest.raises(UserError, match=message):
+        read_marian(folder)
+
+
+def test_pytorch_files_are_read_too(marian, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(marian, folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    # Older files name tied matrices more than once, and hold the position table.
+    state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
+    state |= {f"model.{side}.embed_tokens.weight": state["model.shared.weight"] for side in ("encoder", "decoder")}
+    state["lm_head.weight"] = state["model.shared.weight"]
+    torch.save(state, folder / "pytorch_model.bin")
+    first, second = read_marian(marian), read_marian(folder)
+    np.testing.assert_array_equal(
+        first.parameters["target_embedding"]["matrix"], second.parameters["target_embedding"]["matrix"]
+    )
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_marian(folder)
+
+
+def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path, capsys) -> None:
+    assert main(["--input", str(marian), "--workdir", str(workdir)]) == 2
+    assert "there already" in capsys.readouterr().err
+    assert main(["--input", str(tmp_path / "none"), "--workdir", str(tmp_path / "w")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "w").exists()

@@ -1,0 +1,265 @@
+"""Piece ids in, piece ids out: sentences of all lengths through few compiled programs, on one or several devices."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding import ensemble
+from transformer_jax.decoding.beam_search import BeamSearch
+from transformer_jax.decoding.constraints import Constraints
+from transformer_jax.decoding.queue import Queue, QueueResult, search_queue
+from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.decoding.search import NOT_FORCED
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID
+
+logger = logging.getLogger(__name__)
+
+_QUEUE_ROUNDS = 32  # a queue holds so many batches; its end, where no sentence waits any more, is what costs
+_PREFIX_STEP = 8  # prefixes are padded to a multiple of this: few shapes
+
+
+class Sentence(NamedTuple):
+    """What to search."""
+
+    pieces: Sequence[int]
+    """Source pieces without EOS, fewer than the longest of ``Engine.lengths``."""
+    prefix: Sequence[int] = ()
+    """Target pieces that the translation must begin with."""
+    seed: int = 0
+    """Tells the samples of sentences apart."""
+
+
+class Hypothesis(NamedTuple):
+    """What was found."""
+
+    pieces: list[int]
+    """Target pieces without EOS."""
+    score: float
+    log_prob: float
+    piece_log_probs: list[float]
+    """One more than ``pieces``: the end symbol's is the last."""
+
+
+class Engine:
+    """The search of one model, or of several whose probabilities are averaged.
+
+    Each sentence is searched in the shape for its own length: ``config.batch_size`` rows of one of ``lengths``, compiled
+    once. What it gets does not depend on the sentences that share the batch.
+
+    Attributes:
+      parameters: one ``nnx.to_pure_dict`` a model. Newer ones may be assigned; nothing is compiled again.
+      lengths: source lengths, end symbol included, that shapes are made for.
+      num_compiled: how many shapes have been compiled so far.
+      slots_computed, slots_used: rows times steps of the searches so far, and those of them in which a sentence was under way.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Transformer],
+        config: DecodingConfig,
+        *,
+        suppress: tuple[int, ...] = (),
+        batch_sharding: NamedSharding | None = None,
+    ):
+        """``suppress`` holds the ids of ``config.suppress``; ``batch_sharding`` spreads the rows of a batch over devices.
+
+        Raises:
+          UserError: a batch size that does not divide over the devices, a beam wider than the vocabulary.
+        """
+        self.config = config
+        self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
+        self.parameters: tuple[Any, ...] = tuple(map(nnx.to_pure_dict, states))
+        self._suppress = suppress
+        self._batch_sharding = batch_sharding
+        self._shares = 1 if batch_sharding is None else batch_sharding.num_devices // _copies(batch_sharding)
+        if config.batch_size % self._shares:
+            raise UserError(
+                f"decoding.batch_size is {config.batch_size}; expected a multiple of {self._shares}, the devices that share it."
+            )
+        vocab_size = models[0].config.vocab_size
+        if config.beam_size > vocab_size:
+            raise UserError(f"decoding.beam_size is {config.beam_size}; expected at most {vocab_size}, the pieces there are.")
+        # Learned positions end somewhere.
+        self._max_positions = [model.config.max_positions for model in models if model.config.positions == "learned"]
+        self.lengths = _source_lengths(min([config.max_source_length, *self._max_positions]))
+        self.num_compiled = self.slots_computed = self.slots_used = 0
+        # Without this, XLA's CPU compiler copies caches that could be updated in place.
+        options = {"xla_cpu_copy_insertion_use_region_analysis": True} if jax.default_backend() == "cpu" else None
+        self._search = jax.jit(self._search_queue, static_argnames="num_hypotheses", compiler_options=options)
+
+    @property
+    def models(self) -> list[Transformer]:
+        """The models, with the parameters they have now."""
+        return [nnx.merge(graph, parameters) for graph, parameters in zip(self._graphs, self.parameters, strict=True)]
+
+    def search(self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1) -> list[list[Hypothesis]]:
+        """The best hypotheses of each sentence, best first; none where the search finds none."""
+        queues: dict[int, list[int]] = defaultdict(list)
+        for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].pieces)):
+            length = next(length for length in self.lengths if len(sentences[index].pieces) < length)
+            queues[length].append(index)
+        most = _QUEUE_ROUNDS * self.config.batch_size
+        chunks = [
+            (length, indices[first : first + most])
+            for length, indices in queues.items()
+            for first in range(0, len(indices), most)
+        ]
+        # The device gets everything before the first result is waited for.
+        running = [
+            (indices, self._start([sentences[index] for index in indices], length, num_hypotheses))
+            for length, indices in chunks
+        ]
+        found: list[list[Hypothesis]] = [[] for _ in sentences]
+        for indices, result in running:
+            fetched: Any = jax.tree.map(np.asarray, result)
+            self.slots_computed += int(fetched.slots_computed.sum())
+            self.slots_used += int(fetched.slots_used.sum())
+            for index, place in zip(indices, self._places(len(indices)), strict=True):
+                found[index] = _hypotheses(*(x[place] for x in fetched.found))
+        return found
+
+    def lowered(self, source_length: int, *, num_hypotheses: int = 1) -> jax.stages.Lowered:
+        """The program for one of ``lengths``, not yet compiled: to look at, or to compile ahead."""
+        queue, counts = self._queue([Sentence([EOS_ID])], source_length)
+        return self._search.lower(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
+
+    def _longest(self, source_length: int) -> int:
+        """Positions that any translation of a source of this shape can need."""
+        return min([source_length + self.config.max_extra_length, *self._max_positions])
+
+    def _places(self, count: int) -> np.ndarray:
+        """Where in the queue each of ``count`` sentences stands: dealt out to the devices in turn."""
+        of_a_share = _QUEUE_ROUNDS * self.config.batch_size // self._shares
+        return np.arange(count) % self._shares * of_a_share + np.arange(count) // self._shares
+
+    def _start(self, sentences: list[Sentence], length: int, num_hypotheses: int) -> QueueResult:
+        """Hand a queue to the device."""
+        queue, counts = self._queue(sentences, length)
+        return self._search(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
+
+    def _queue(self, sentences: list[Sentence], length: int) -> tuple[Queue, np.ndarray]:
+        """The sentences as arrays, and how many of them each device has."""
+        size = _QUEUE_ROUNDS * self.config.batch_size
+        longest_prefix = max(len(sentence.prefix) for sentence in sentences)
+        source_QS = np.full((size, length), PAD_ID, np.int32)
+        limit_Q, seed_Q = np.zeros(size, np.int32), np.zeros(size, np.uint32)
+        prefix_QP = np.full((size, -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP), NOT_FORCED, np.int32)
+        for sentence, place in zip(sentences, self._places(len(sentences)), strict=True):
+            pieces, prefix = sentence.pieces, sentence.prefix
+            source_QS[place, : len(pieces) + 1] = [*pieces, EOS_ID]
+            limit_Q[place] = min(len(pieces) + 1 + self.config.max_extra_length, self._longest(length))
+            prefix_QP[place, : len(prefix)] = prefix
+            seed_Q[place] = sentence.seed
+        counts = np.bincount(np.arange(len(sentences)) % self._shares, minlength=self._shares).astype(np.int32)
+        return Queue(*map(jnp.asarray, (source_QS, limit_Q, prefix_QP, seed_Q))), counts
+
+    def _search_queue(self, parameters: Any, queue: Queue, counts: jax.Array, *, num_hypotheses: int) -> QueueResult:
+        self.num_compiled += 1  # this runs when a shape is traced, which is once
+        source_length = queue.source_QS.shape[1]
+        logger.info("Compiling the search for %d sentences of up to %d pieces.", self.config.batch_size, source_length)
+        search = partial(self._search_share, num_hypotheses=num_hypotheses)
+        if self._batch_sharding is None:
+            return search(parameters, queue, counts)
+        rows = self._batch_sharding.spec
+        # Each device searches its own share, for as long as that takes.
+        return jax.shard_map(
+            search,
+            mesh=self._batch_sharding.mesh,
+            in_specs=(PartitionSpec(), rows, rows),
+            out_specs=rows,
+            check_vma=False,
+        )(parameters, queue, counts)
+
+    def _search_share(self, parameters: Any, queue: Queue, count_1: jax.Array, *, num_hypotheses: int) -> QueueResult:
+        models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters, strict=True)]
+        keep_attention = self.config.coverage_penalty > 0
+
+        def start_cache(source_BS: jax.Array, max_length: int) -> ensemble.Caches:
+            return ensemble.start_caches(
+                models,
+                source_BS,
+                source_BS != PAD_ID,
+                beam_size=self.config.beam_size,
+                max_length=max_length,
+                keep_attention=keep_attention,
+            )
+
+        result = search_queue(
+            self._method(num_hypotheses),
+            ensemble.ensemble_step(models),
+            start_cache,
+            ensemble.replace_rows,
+            queue,
+            num_sentences=count_1[0],
+            batch_size=self.config.batch_size // self._shares,
+            max_length=self._longest(queue.source_QS.shape[1]),
+            pad_id=PAD_ID,
+            reorder=ensemble.reorder,
+            attention=ensemble.attention if keep_attention else None,
+        )
+        return result._replace(slots_computed=result.slots_computed[None], slots_used=result.slots_used[None])
+
+    def _method(self, num_hypotheses: int) -> BeamSearch | Sampling:
+        config = self.config
+        constraints = Constraints(config.min_length, self._suppress, config.no_repeat_ngram, config.repetition_penalty)
+        if config.method == "sample":
+            return Sampling(
+                BOS_ID,
+                EOS_ID,
+                PAD_ID,
+                num_samples=config.beam_size,
+                num_hypotheses=num_hypotheses,
+                temperature=config.temperature,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                seed=config.seed,
+                length_penalty=config.length_penalty,
+                constraints=constraints,
+            )
+        return BeamSearch(
+            BOS_ID,
+            EOS_ID,
+            PAD_ID,
+            beam_size=config.beam_size,
+            num_hypotheses=num_hypotheses,
+            length_penalty=config.length_penalty,
+            coverage_penalty=config.coverage_penalty,
+            constraints=constraints,
+        )
+
+
+def _hypotheses(
+    tokens_NL: np.ndarray, scores_N: np.ndarray, log_probs_N: np.ndarray, lengths_N: np.ndarray, piece_log_probs_NL: np.ndarray
+) -> list[Hypothesis]:
+    return [
+        Hypothesis(tokens[: length - 1], score, log_prob, piece_log_probs[:length])
+        for tokens, score, log_prob, length, piece_log_probs in zip(
+            *(x.tolist() for x in (tokens_NL, scores_N, log_probs_N, lengths_N, piece_log_probs_NL)), strict=True
+        )
+        if length
+    ]
+
+
+def _copies(sharding: NamedSharding) -> int:
+    """How many devices hold the same rows."""
+    split = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
+    return int(np.prod([size for axis, size in sharding.mesh.shape.items() if axis not in split]))
+
+
+def _source_lengths(longest: int) -> tuple[int, ...]:
+    """16, 24, 32, 48, 64, 96, ... and the longest."""
+    steps = (width << i for i in range(longest.bit_length()) for width in (16, 24))
+    return (*(length for length in steps if length < longest), longest)

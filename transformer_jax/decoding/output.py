@@ -1,0 +1,95 @@
+"""What ``decode.py`` writes about a sentence: plain lines or JSONL, n-best lists, scores, alignments."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformer_jax.decoding.alignments import Alignment
+from transformer_jax.decoding.records import Record
+from transformer_jax.decoding.translator import Translation
+from transformer_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is written about a sentence.
+
+    Text: the translation; with ``scores`` alone its log-probability; with ``nbest`` > 1 so many lines, best first, as
+    ``number ||| translation ||| score``; hard alignments follow as ``||| 0-0 1-2``.
+
+    JSONL: the object that was read, its other fields as they were, and ``translation``, ``score``, ``log_prob``; on request
+    ``hypotheses`` (a list of the same), ``pieces`` and ``piece_scores`` (EOS last), ``alignment``.
+
+    A hard alignment is a list of pairs i-j: word i of the source (split at white space, from 0) and word j of the
+    translation. A soft one is a matrix: a row for each of ``pieces``, a column for each of ``source_pieces``, EOS included.
+    """
+
+    format: Literal["text", "jsonl"] = "text"
+    nbest: int = 1
+    scores: bool = False
+    """Text: the log-probability instead of the translation."""
+    piece_scores: bool = False
+    alignments: Literal["hard", "soft"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.nbest < 1:
+            raise UserError(f"nbest is {self.nbest}; expected at least 1.")
+        for name, wanted in (("--piece-scores", self.piece_scores), ("--alignments soft", self.alignments == "soft")):
+            if wanted and self.format == "text":
+                raise UserError(f"{name} does not go with --format text; expected --format jsonl, which has a place for them.")
+
+    @property
+    def group_size(self) -> int:
+        """Lines that stand for a sentence, at most."""
+        return self.nbest if self.format == "text" else 1
+
+    def lines(
+        self, record: Record, translations: Sequence[Translation], alignments: Sequence[Alignment | None] | None = None
+    ) -> list[str]:
+        """The lines that stand for one sentence."""
+        aligned = alignments or [None] * len(translations)
+        if self.format == "jsonl":
+            return [self._json(record, translations, aligned)]
+        lines = []
+        for t, alignment in zip(translations, aligned, strict=True):
+            columns = [f"{t.log_prob:.4f}" if self.scores else t.text]
+            if self.nbest > 1:
+                columns = [str(record.number), *columns, f"{t.score:.4f}"]
+            if self.alignments:
+                columns.append(alignment.hard() if alignment else "")
+            lines.append(" ||| ".join(columns))
+        return lines
+
+    def _json(self, record: Record, translations: Sequence[Translation], alignments: Sequence[Alignment | None]) -> str:
+        hypotheses = [self._fields(t, alignment) for t, alignment in zip(translations, alignments, strict=True)]
+        fields = hypotheses[0] | ({"hypotheses": hypotheses} if self.nbest > 1 else {})
+        read = record.json or "{}"
+        values = json.loads(read)
+        if clashing := fields.keys() & values.keys():  # from an earlier translation
+            read = json.dumps({name: value for name, value in values.items() if name not in clashing})
+        # What was read is not written anew: no number, escape or order of fields changes on the way.
+        rest, end = read.rstrip().removesuffix("}").rstrip(), json.dumps(fields, ensure_ascii=False)[1:]
+        return f"{rest}{'' if rest == '{' else ', '}{end}"
+
+    def _fields(self, t: Translation, alignment: Alignment | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {"translation": t.text, "score": _number(t.score), "log_prob": _number(t.log_prob)}
+        soft = self.alignments == "soft"
+        if self.piece_scores or soft:
+            fields["pieces"] = [*t.pieces, "</s>"] if t.length else []
+        if self.piece_scores:
+            fields["piece_scores"] = list(map(_number, t.piece_log_probs))
+        if soft:
+            fields["source_pieces"] = list(alignment.source) if alignment else []
+            fields["alignment"] = [list(map(_number, row)) for row in alignment.weights_TS.tolist()] if alignment else []
+        elif self.alignments:
+            fields["alignment"] = alignment.hard() if alignment else ""
+        return fields
+
+
+def _number(x: float) -> float | None:
+    """Four digits after the point; JSON has no infinities."""
+    return round(float(x), 4) if math.isfinite(x) else None

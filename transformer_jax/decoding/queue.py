@@ -1,0 +1,156 @@
+"""Many sentences through few rows, on the device: when a sentence is done, a waiting one takes its row.
+
+A batch that starts and ends together computes until its longest sentence is done. Here rows are handed on in between, so that
+most of what is computed is of use. Letters as in ``search.py``, and Q sentences in the queue, R rows handed on at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from transformer_jax.decoding.search import (
+    Attention,
+    Cache,
+    Method,
+    Reorder,
+    SearchResult,
+    SearchState,
+    StepFn,
+    results,
+    take_step,
+)
+
+
+class Queue(NamedTuple):
+    """What waits; every leaf has Q as its first axis."""
+
+    source_QS: Array
+    limit_Q: Array
+    prefix_QP: Array
+    seed_Q: Array
+
+
+class QueueResult(NamedTuple):
+    """What came of the queue, in its order."""
+
+    found: SearchResult
+    slots_computed: Array
+    """int32: rows times steps."""
+    slots_used: Array
+    """int32: those of them in which a sentence was under way."""
+
+
+class _Carry(NamedTuple):
+    state: SearchState
+    cache: Cache
+    owner_B: Array  # whose row it is; Q: nobody's
+    taken: Array  # how many have left the queue
+    found: SearchResult
+    slots_computed: Array
+    slots_used: Array
+
+
+def search_queue(
+    method: Method,
+    step_fn: StepFn,
+    start_cache: Callable[[Array, int], Cache],
+    replace_rows: Callable[[Cache, Array, Cache], Cache],
+    queue: Queue,
+    *,
+    num_sentences: Array,
+    batch_size: int,
+    max_length: int,
+    pad_id: int,
+    reorder: Reorder,
+    attention: Attention | None = None,
+) -> QueueResult:
+    """Search the first ``num_sentences`` of the queue in ``batch_size`` rows; what one gets does not depend on the others.
+
+    ``start_cache(source_BS, max_length)`` makes a cache of B rows, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows
+    into it. Every leaf of a cache has B as its first axis. Q is a multiple of B.
+
+    Three loops, one in the other, so that none holds a branch through which caches would be copied: the outer one encodes B
+    sentences at a time, the middle one hands rows on as soon as 1/16 of them are idle, the inner one takes steps.
+    """
+    B, (Q, source_length) = batch_size, queue.source_QS.shape
+    R = max(1, B // 16)
+
+    def start(entries: Queue) -> SearchState:
+        return method.start(
+            entries.limit_Q,
+            max_length=max_length,
+            source_length=source_length,
+            prefix_BP=entries.prefix_QP,
+            seed_B=entries.seed_Q,
+        )
+
+    def step(carry: _Carry) -> _Carry:
+        busy_B = ~carry.state.done_B
+        state, cache = take_step(method, step_fn, carry.state, carry.cache, reorder=reorder, attention=attention)
+        return carry._replace(
+            state=state,
+            cache=cache,
+            slots_computed=carry.slots_computed + B,
+            slots_used=carry.slots_used + busy_B.sum(),
+        )
+
+    def collect(carry: _Carry, rows_R: Array) -> SearchResult:
+        owners_R = carry.owner_B[rows_R]
+        return jax.tree.map(
+            lambda all_of_them, new: all_of_them.at[owners_R].set(new[rows_R], mode="drop"), carry.found, carry.state.finished
+        )
+
+    def one_block(carry: _Carry) -> _Carry:
+        first = carry.taken
+        last = jnp.minimum(first + B, num_sentences)
+        block: Queue = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, B), queue)
+        encoded = start_cache(block.source_QS, 0)
+
+        def hand_on(carry: _Carry) -> _Carry:
+            def go_on(carry: _Carry) -> Array:
+                num_idle = carry.state.done_B.sum()
+                return (num_idle < B) & ~((carry.taken < last) & (num_idle >= R))
+
+            carry = jax.lax.while_loop(go_on, step, carry)
+            # R idle rows: their results go out, the next of the block come in.
+            rows_R = jnp.argsort(~carry.state.done_B, stable=True)[:R]
+            found = collect(carry, rows_R)
+            places_R = carry.taken + jnp.arange(R)
+            come_R = places_R < last
+            entries, fresh = jax.tree.map(lambda x: x[jnp.minimum(places_R - first, B - 1)], (block, encoded))
+            entries = entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0))
+            return carry._replace(
+                state=jax.tree.map(lambda old, new: old.at[rows_R].set(new), carry.state, start(entries)),
+                cache=replace_rows(carry.cache, rows_R, fresh),
+                owner_B=carry.owner_B.at[rows_R].set(jnp.where(come_R, places_R, Q)),
+                taken=carry.taken + come_R.sum(),
+                found=found,
+            )
+
+        def more(carry: _Carry) -> Array:
+            return (carry.taken < last) | ((last == num_sentences) & ~carry.state.done_B.all())
+
+        return jax.lax.while_loop(more, hand_on, carry)
+
+    def nothing(count: int) -> Queue:
+        return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), queue)
+
+    no_source_BS = jnp.full((B, source_length), pad_id, queue.source_QS.dtype)
+    cache_shapes = jax.eval_shape(lambda: start_cache(no_source_BS, max_length))
+    carry = _Carry(
+        state=start(nothing(B)),
+        cache=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache_shapes),
+        owner_B=jnp.full(B, Q, jnp.int32),
+        taken=jnp.int32(0),
+        found=start(nothing(Q)).finished,
+        slots_computed=jnp.int32(0),
+        slots_used=jnp.int32(0),
+    )
+    carry = jax.lax.while_loop(lambda carry: carry.taken < num_sentences, one_block, carry)
+    found = results(collect(carry, jnp.arange(B)), pad_id)
+    return QueueResult(found, carry.slots_computed, carry.slots_used)

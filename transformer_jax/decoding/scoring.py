@@ -1,0 +1,199 @@
+"""Force-decoding: the log-probabilities that a model gives to targets it did not choose, and their soft alignments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.search import length_divisor
+from transformer_jax.decoding.translator import Translation
+from transformer_jax.errors import UserError
+from transformer_jax.model.alignment import cross_attention_weights
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Pieces = Sequence[int]
+
+_MAX_LOGITS = 2**22
+_FULL_LENGTH = 64
+
+
+class Scorer:
+    """One model, or several with one vocabulary, that says how likely given targets are.
+
+    Several score by the mean of their probabilities, as an ensemble translates. Sentences of any length are scored; a batch
+    has ``config.batch_size`` pairs of up to 64 pieces and fewer of longer ones. Each shape is compiled once.
+
+    Attributes:
+      parameters: the models', a list of what ``nnx.to_pure_dict`` gives.
+      num_compiled: how many programs have been compiled so far.
+    """
+
+    def __init__(self, models: Transformer | Sequence[Transformer], tokenizer: Tokenizer, config: DecodingConfig | None = None):
+        """``config`` gives the batch size and the length penalty of the scores."""
+        models = [models] if isinstance(models, Transformer) else list(models)
+        self.tokenizer = tokenizer
+        self.config = DecodingConfig() if config is None else config
+        self.num_compiled = 0
+        self._layers = [model.config.decoder_layers for model in models]
+        limits = [model.config.max_positions for model in models if model.config.positions == "learned"]
+        self._max_positions = min(limits, default=None)
+        split = [nnx.split(model, nnx.Param) for model in models]
+        self._graphs = [graph for graph, _ in split]
+        self.parameters = [nnx.to_pure_dict(state) for _, state in split]
+        self._log_probs_BT = jax.jit(self._score_batch)
+        self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
+
+    def score(self, pairs: Iterable[tuple[str, str]], *, window: int | None = None) -> Iterator[Translation]:
+        """Each (source, target), in order, as a ``Translation``: the target with its log-probabilities, EOS included.
+
+        Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS alone.
+
+        Raises:
+            UserError: naming the line, for a pair that learned positions are too few for; earlier pairs come out first.
+        """
+        pairs, number = iter(pairs), 1
+        while block := list(islice(pairs, window or 100 * self.config.batch_size)):
+            sources, targets = zip(*block, strict=True)
+            targets_pieces = self.tokenizer.encode_target(targets)
+            pieces = list(zip(self.tokenizer.encode_source(sources), targets_pieces, strict=True))
+            fitting = next((i for i, pair in enumerate(pieces) if not self.fits(pair)), len(pieces))
+            for target, (_, ids), log_probs in zip(targets, pieces, self.score_pieces(pieces[:fitting]), strict=False):
+                yield self._translation(target, ids, log_probs)
+            if fitting < len(pieces):
+                self._check(pieces[fitting], f"Line {number + fitting}")
+            number += len(block)
+
+    def score_pieces(self, pairs: Sequence[tuple[Pieces, Pieces]]) -> list[np.ndarray]:
+        """Natural log-probability of each target's pieces and, last, of EOS; float32. Pieces are given without EOS.
+
+        Raises:
+            UserError: a pair that learned positions are too few for.
+        """
+
+        def run(source_BS: np.ndarray, target_BT: np.ndarray) -> jax.Array:
+            return self._log_probs_BT(self.parameters, source_BS, target_BT)
+
+        return [row[: len(target) + 1] for row, (_, target) in zip(self._in_batches(run, pairs), pairs, strict=True)]
+
+    def align_pieces(self, pairs: Sequence[tuple[Pieces, Pieces]], *, layer: int = -1) -> list[np.ndarray]:
+        """Each pair's soft alignment, float32 [T, S], both with EOS last: row t is where piece t of the target looked.
+
+        Mean over the heads of decoder layer ``layer`` (and over the models); each row sums to 1. All of them are held.
+
+        Raises:
+            UserError: no such layer, or a pair that learned positions are too few for.
+        """
+        if not all(-count <= layer < count for count in self._layers):
+            count = min(self._layers)
+            raise UserError(f"The alignment layer is {layer}; expected {-count} to {count - 1}, one of the decoder's layers.")
+
+        def run(source_BS: np.ndarray, target_BT: np.ndarray) -> jax.Array:
+            return self._weights_BTS(self.parameters, source_BS, target_BT, layer=layer)
+
+        weights = self._in_batches(run, pairs)
+        return [w[: len(target) + 1, : len(source) + 1] for w, (source, target) in zip(weights, pairs, strict=True)]
+
+    def _in_batches(
+        self, run: Callable[[np.ndarray, np.ndarray], jax.Array], pairs: Sequence[tuple[Pieces, Pieces]]
+    ) -> list[np.ndarray]:
+        """``run(source_BS, target_BT)`` on pairs of similar length at a time; its rows in the order of ``pairs``."""
+        for number, pair in enumerate(pairs, 1):
+            self._check(pair, f"Pair {number}")
+        lengths = [self._padded(1 + max(map(len, pair))) for pair in pairs]
+        running = []
+        # The device gets the longest first, and all batches before the first result is waited for.
+        for length, same in groupby(sorted(range(len(pairs)), key=lambda i: -lengths[i]), key=lambda i: lengths[i]):
+            rows = max(1, min(self.config.batch_size, self.config.batch_size * _FULL_LENGTH // length))
+            while batch := list(islice(same, rows)):
+                sources, targets = (np.full((rows, length), PAD_ID, np.int32) for _ in range(2))
+                for row, i in enumerate(batch):
+                    for array, pieces in zip((sources, targets), pairs[i], strict=True):
+                        array[row, : len(pieces) + 1] = [*pieces, EOS_ID]
+                running.append((batch, run(sources, targets)))
+        results: dict[int, np.ndarray] = {}
+        for batch, result in running:
+            results |= zip(batch, np.asarray(result), strict=False)  # the rows left over are padding
+        return [results[i] for i in range(len(pairs))]
+
+    def _score_batch(self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
+        self._count(source_BS, "scoring")
+        each = []
+        for graph, values in zip(self._graphs, parameters, strict=True):
+            model = nnx.merge(graph, values)
+            each.append(_label_log_probs(model, model.hidden(source_BS, target_BT), target_BT))
+        return each[0] if len(each) == 1 else jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
+
+    def _align_batch(self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array, *, layer: int) -> jax.Array:
+        self._count(source_BS, "alignment")
+        each = [
+            cross_attention_weights(nnx.merge(graph, values), source_BS, target_BT, layer=layer)
+            for graph, values in zip(self._graphs, parameters, strict=True)
+        ]
+        return jnp.stack(each).mean(axis=0)
+
+    def _count(self, source_BS: jax.Array, what: str) -> None:
+        self.num_compiled += 1  # this runs when a shape is traced, which is once
+        logger.info("Compiling the %s of %d pairs of up to %d pieces.", what, *source_BS.shape)
+
+    def _translation(self, text: str, pieces: Pieces, log_probs: np.ndarray) -> Translation:
+        log_prob = float(log_probs.sum(dtype=np.float64))
+        score = log_prob / float(length_divisor(len(log_probs), self.config.length_penalty))
+        return Translation(
+            text,
+            score,
+            log_prob,
+            len(log_probs),
+            pieces=tuple(self.tokenizer.target_pieces(pieces)),
+            piece_log_probs=tuple(map(float, log_probs)),
+        )
+
+    def _padded(self, length: int) -> int:
+        """The next of 16, 24, 32, 48, 64, 96, ... without end, or that of learned positions."""
+        width = 16
+        while width < length:
+            width = width * 4 // 3 if width % 3 == 0 else width * 3 // 2
+        return width if self._max_positions is None else min(width, self._max_positions)
+
+    def fits(self, pair: tuple[Pieces, Pieces]) -> bool:
+        """Whether the model has positions for the pieces, given without EOS; only learned ones are limited."""
+        return self._max_positions is None or max(map(len, pair)) < self._max_positions
+
+    def _check(self, pair: tuple[Pieces, Pieces], where: str) -> None:
+        if not self.fits(pair):
+            lengths = " and ".join(str(len(pieces) + 1) for pieces in pair)
+            raise UserError(
+                f"{where} has {lengths} source and target pieces, the end symbols included; expected at most "
+                f"model.max_positions = {self._max_positions}: this model's positions are learned and end there."
+            )
+
+
+def _label_log_probs(model: Transformer, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
+    """log softmax(logits)[target], float32 [B, T]; logits exist for a few positions at a time."""
+    batch, length, d_model = hidden_BTD.shape
+    width = max(1, min(length, _MAX_LOGITS // (batch * model.config.vocab_size)))
+    chunks = -(-length // width)
+    spare = chunks * width - length
+    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, spare), (0, 0)))
+    target_BT = jnp.pad(target_BT, ((0, 0), (0, spare)), constant_values=PAD_ID)
+
+    def one_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden_BtD, target_Bt = chunk
+        logits_BtV = model.logits(hidden_BtD)
+        label_Bt = jnp.take_along_axis(logits_BtV, target_Bt[:, :, None], axis=-1)[..., 0]
+        return label_Bt - jax.nn.logsumexp(logits_BtV, axis=-1)
+
+    hidden_CBtD = hidden_BTD.reshape(batch, chunks, width, d_model).swapaxes(0, 1)
+    target_CBt = target_BT.reshape(batch, chunks, width).swapaxes(0, 1)
+    log_probs_CBt = jax.lax.map(one_chunk, (hidden_CBtD, target_CBt))
+    return log_probs_CBt.swapaxes(0, 1).reshape(batch, chunks * width)[:, :length]

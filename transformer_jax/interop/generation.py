@@ -1,0 +1,37 @@
+"""What exports say about search settings, and the limits that they share."""
+
+from __future__ import annotations
+
+from transformer_jax.config import Config
+
+
+def length_limits(config: Config) -> tuple[int, int]:
+    """The longest source and the longest translation in pieces, end symbols included, that decoding here allows."""
+    source = config.decoding.max_source_length
+    target = source + config.decoding.max_extra_length
+    if config.model.positions == "learned":
+        return min(source, config.model.max_positions), min(target, config.model.max_positions)
+    return source, target
+
+
+def search_notes(config: Config, library: str, *, limit: str = "") -> list[str]:
+    """Where the search of ``library`` cannot be that of ours, though it gets the same settings.
+
+    ``limit``: when a translation ends at the latest there, if not at one number of pieces for all sources.
+    """
+    decoding = config.decoding
+    limit = limit or f"{length_limits(config)[1]} pieces"
+    notes = [f"translations end at {limit} at the latest in {library}, at source length + {decoding.max_extra_length} here."]
+    if decoding.length_penalty and decoding.beam_size > 1:
+        notes.append(
+            f"{library} divides log P by length^{decoding.length_penalty:g}, decoding here by "
+            f"((5 + length) / 6)^{decoding.length_penalty:g}: hypotheses of different lengths may rank otherwise. "
+            "They agree at length penalty 0."
+        )
+    if decoding.method == "sample":
+        notes.append(f"decoding.method is 'sample', which is left out: {library} is set up for beam search.")
+    if decoding.repetition_penalty != 1:
+        notes.append("decoding.repetition_penalty is left out: it works on logits there, on log-probabilities here.")
+    if decoding.coverage_penalty:
+        notes.append(f"decoding.coverage_penalty is left out: {library} has none, or another one.")
+    return notes

@@ -1,0 +1,61 @@
+"""Bring a Hugging Face MarianMT model here: python -m transformer_jax.interop.import_marian --input FOLDER --workdir W."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger("transformer_jax.import")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Make a work directory, for decode.py and train.py, of a Hugging Face MarianMT folder (OPUS-MT models, for example)."""
+
+    input: str
+    """Folder with config.json, vocab.json, source.spm, target.spm, and model.safetensors or pytorch_model.bin."""
+    workdir: str
+    """Work directory to write; it must not exist, or be empty."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns its exit status: 0, 2 (wrong input, or a model that cannot be expressed here), 130 (Ctrl-C)."""
+    try:
+        import tyro
+
+        arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.import_marian", args=argv)
+        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        logging.getLogger("transformer_jax").setLevel(logging.INFO)
+        from transformer_jax.errors import UserError
+
+        try:
+            _import(arguments)
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _import(arguments: Arguments) -> None:
+    from transformer_jax.errors import UserError
+    from transformer_jax.interop.read_huggingface import read_marian
+    from transformer_jax.training.checkpoint import save_imported
+
+    workdir = Path(arguments.workdir)
+    if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
+        raise UserError(f"workdir is {arguments.workdir!r}, which is there already; expected a new or empty folder.")
+    imported = read_marian(Path(arguments.input))
+    save_imported(workdir, imported.config, imported.tokenizer, imported.parameters)
+    for note in imported.notes:
+        logger.info("note: %s", note)
+    logger.info("translate:  python decode.py --workdir %s", workdir)
+    logger.info("train on:   python train.py --config %s --workdir %s --data...", workdir / "config.json", workdir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
