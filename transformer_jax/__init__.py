@@ -17,8 +17,12 @@ from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus, build_corpus
 from transformer_jax.data.loader import load
 from transformer_jax.decoding.beam_search import beam_search
+from transformer_jax.decoding.constraints import Constraints
+from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
+from transformer_jax.decoding.sampling import sample
+from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.search import SearchResult, gather_beams
-from transformer_jax.decoding.translator import Translation, Translator
+from transformer_jax.decoding.translator import Request, Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu, chrf
 from transformer_jax.model.attention import MultiHeadAttention, attention_mask, dot_product_attention
@@ -41,6 +45,7 @@ __all__ = [
     "BatchConfig",
     "BatchPlan",
     "Config",
+    "Constraints",
     "Corpus",
     "DataConfig",
     "Decoder",
@@ -50,13 +55,18 @@ __all__ = [
     "Embedding",
     "Encoder",
     "EncoderLayer",
+    "Engine",
     "FeedForward",
+    "Hypothesis",
     "MeshConfig",
     "ModelConfig",
     "MultiHeadAttention",
     "OptimizerConfig",
     "PairsConfig",
+    "Request",
+    "Scorer",
     "SearchResult",
+    "Sentence",
     "Tokenizer",
     "TokenizerConfig",
     "TrainingConfig",
@@ -78,6 +88,7 @@ __all__ = [
     "load_model",
     "make_mesh",
     "make_optimizer",
+    "sample",
     "sinusoidal_positions",
     "smoothed_cross_entropy",
     "state_shardings",

@@ -1,0 +1,132 @@
+"""Checks of the decoder on a trained model and real text, too slow for the test suite.
+
+    python tests/decoding/check_trained.py --workdir W --input FILE --what agreement
+    python tests/decoding/check_trained.py --workdir W --input FILE --what independence
+
+agreement: every line's n-best list against the slow plain-Python search, which asks the model's whole forward pass for each
+hypothesis and position; and every reported score against force-decoding.
+independence: the lines in batches of several sizes, in order and shuffled: the same within a shape, and how far between shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+import tyro
+from flax import nnx
+from jax import Array
+from reference_search import Rules, reference_search
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from transformer_jax.data.sources import read_lines
+from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
+from transformer_jax.decoding.translator import Translator
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare translations of a file with a slow search, or with themselves in other company."""
+
+    workdir: str
+    """Work directory of a training run."""
+    input: str
+    """Text to translate."""
+    what: Literal["agreement", "independence"]
+    """Which check."""
+    limit: int | None = None
+    """Use the first lines only."""
+    beam_size: int = 4
+    """Hypotheses kept for a sentence."""
+    max_extra_length: int = 20
+    """Longest translation beyond the source; the plain search always goes to the end."""
+    batch_sizes: tuple[int, ...] = (1, 7, 32, 128)
+    """independence: sentences searched at a time."""
+
+
+def main(arguments: Arguments) -> None:
+    """Run one check and print what came of it."""
+    translator = Translator.from_workdir(
+        arguments.workdir, beam_size=arguments.beam_size, max_extra_length=arguments.max_extra_length
+    )
+    lines = list(read_lines(arguments.input))[: arguments.limit]
+    encoded = translator.tokenizer.encode_source(lines)
+    room = translator.engine.lengths[-1] - 1
+    sentences = [Sentence(pieces[:room]) for pieces in encoded if pieces]
+    print(f"{len(sentences)} sentences, {sum(len(s.pieces) for s in sentences) / len(sentences):.1f} pieces on average")
+    if arguments.what == "agreement":
+        agreement(translator.engine, sentences)
+    else:
+        independence(translator.engine, sentences, arguments.batch_sizes)
+
+
+def agreement(engine: Engine, sentences: list[Sentence]) -> None:
+    """Line by line against the plain search."""
+    config, [model] = engine.config, engine.models
+    start = time.perf_counter()
+    found = engine.search(sentences, num_hypotheses=config.beam_size)
+    print(f"search: {time.perf_counter() - start:.0f} s")
+    graph, parameters = nnx.split(model)
+    whole_pass = jax.jit(lambda p, source, target, at: jax.nn.log_softmax(nnx.merge(graph, p)(source, target)[0, at]))
+    step = partial(whole_pass, parameters)
+    start, same, best_same, worst = time.perf_counter(), 0, 0, 0.0
+    for number, (sentence, its) in enumerate(zip(sentences, found, strict=True), 1):
+        limit = len(sentence.pieces) + 1 + config.max_extra_length
+        rules = Rules(limit, config.length_penalty, min_length=config.min_length)
+        expected = reference_search(forward(step, sentence), rules, beam_size=config.beam_size)
+        ours, theirs = [(*h.pieces, 2) for h in its], [h.pieces for h in expected]
+        same += ours == theirs
+        best_same += ours[0] == theirs[0]
+        worst = max(worst, *(abs(a.log_prob - b.log_prob) for a, b in zip(its, expected) if (*a.pieces, 2) == b.pieces))
+        if ours != theirs:
+            print(f"  line {number}: " + ", ".join(f"{a.score:.6f} / {b.score:.6f}" for a, b in zip(its, expected)))
+    print(
+        f"{len(sentences)} lines: best translation the same for {best_same}, whole n-best list for {same}; "
+        f"largest difference of a log-probability {worst:.1e}; plain search {time.perf_counter() - start:.0f} s"
+    )
+
+
+def forward(step: Callable[..., Array], sentence: Sentence) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """log_probs(pieces) by the model's whole forward pass, encoder included, for one hypothesis; lengths in steps of 16."""
+
+    def padded(pieces: Sequence[int]) -> np.ndarray:
+        row = np.zeros((1, -(-len(pieces) // 16) * 16), np.int32)
+        row[0, : len(pieces)] = pieces
+        return row
+
+    source = padded([*sentence.pieces, 2])
+    return lambda pieces: np.asarray(step(source, padded([*pieces, 2]), len(pieces)))  # the last piece is not looked at
+
+
+def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[int, ...]) -> None:
+    """The same sentences in other company."""
+    order = np.random.default_rng(0).permutation(len(sentences))
+    first: list[list[Hypothesis]] | None = None
+    for batch_size in batch_sizes:
+        of_size = Engine(engine.models, dataclasses.replace(engine.config, batch_size=batch_size))
+        start = time.perf_counter()
+        whole = of_size.search(sentences)
+        shuffled = of_size.search([sentences[i] for i in order])
+        exact = sum(shuffled[place] == whole[i] for place, i in enumerate(order))
+        first = whole if first is None else first
+        same = sum(a[0].pieces == b[0].pieces for a, b in zip(first, whole, strict=True))
+        waste = 1 - of_size.slots_used / of_size.slots_computed
+        print(
+            f"batch {batch_size}: shuffled and not, identical to the last bit on {exact} of {len(sentences)}; "
+            f"pieces as with batch {batch_sizes[0]} on {same}; slots wasted {waste:.1%}; "
+            f"{of_size.num_compiled} shapes; {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))
