@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformer_jax.decoding.records import Record
     from transformer_jax.decoding.resuming import ResumableFile, Stream
     from transformer_jax.decoding.scoring import Scorer
-    from transformer_jax.decoding.translator import Translation, Translator
+    from transformer_jax.decoding.translator import Request, Translation, Translator
 
 logger = logging.getLogger("transformer_jax.decode")
 
@@ -63,7 +63,8 @@ class Evaluation:
     """Comparing with given translations."""
 
     reference: str | None = None
-    """File of reference translations: BLEU and chrF of the output go to stderr."""
+    """File of reference translations: BLEU and chrF of the output go to stderr; with --shortlist also BLEU without it, how
+    many lines differ, and the time of both."""
     bleu_tokenize: str | None = None
     """sacreBLEU's tokenisation for --reference. Default: the run's training.bleu_tokenize."""
     score: str | None = None
@@ -91,7 +92,8 @@ class Search:
     suppress: tuple[str, ...] | None = None
     """Target pieces that are never generated, written as in the vocabulary (`▁` where a word begins)."""
     shortlist: str | None = None
-    """File of python -m transformer_jax.decoding.shortlist: choose from the pieces that go with the source alone."""
+    """File of python -m transformer_jax.decoding.shortlist: choose from the pieces that go with the source alone, which is
+    faster where the vocabulary is large; '': from all. --reference says what it costs in BLEU."""
     method: Literal["beam", "sample"] | None = None
     """sample: draw translations at random instead of searching the best."""
     temperature: float | None = None
@@ -175,8 +177,10 @@ def _decode(a: Arguments) -> None:
         hold=a.evaluation.reference is not None,
     )
     references = None if a.evaluation.reference is None else list(read_lines(a.evaluation.reference))
-    if references is not None:
-        check_pairs([record.text for record in read()], references)  # before the work, not after it
+    tokenize = a.evaluation.bleu_tokenize or training.bleu_tokenize
+    if references is not None:  # before the work, not after it
+        check_pairs([record.text for record in read()], references)
+        bleu(references[:1], references[:1], tokenize=tokenize)
     if a.files.resume and is_complete(str(path), read, nbest=shape.group_size):
         logger.info("%s is complete; there is nothing to do.", path)
         return
@@ -191,7 +195,9 @@ def _decode(a: Arguments) -> None:
 
     def stream(records: Iterable[Record]) -> Iterable[list[Translation]]:
         if scoring:
-            return ([scored] for scored in scorer.score((record.text, record.target) for record in records))
+            pairs, numbers = tee(records)
+            found = scorer.score(((r.text, r.target) for r in pairs), numbers=(r.number + 1 for r in numbers))
+            return ([scored] for scored in found)
         return translator.stream(
             (record.request() for record in records), num_hypotheses=a.results.nbest, window=1 if at_terminal else None
         )
@@ -214,8 +220,34 @@ def _decode(a: Arguments) -> None:
     num_compiled = translator.engine.num_compiled + scorer.num_compiled
     logger.info("%.1f s; %d shapes compiled.", time.perf_counter() - start, num_compiled)
     if references is not None:
-        print(bleu(best, references, tokenize=a.evaluation.bleu_tokenize or training.bleu_tokenize), file=sys.stderr)
+        print(bleu(best, references, tokenize=tokenize), file=sys.stderr)
         print(chrf(best, references), file=sys.stderr)
+        if translator.config.shortlist:
+            _compare(translator, [record.request() for record in read()], references, tokenize, nbest=a.results.nbest)
+
+
+def _compare(translator: Translator, requests: list[Request], references: list[str], tokenize: str, *, nbest: int) -> None:
+    """Say what the shortlist costs in BLEU and what it saves. Its own shapes are compiled already."""
+    from transformer_jax.decoding.translator import Translator
+    from transformer_jax.evaluation import bleu
+
+    def best(of: Translator) -> list[str]:
+        return [translations[0].text for translations in of.stream(requests, num_hypotheses=nbest)]
+
+    whole = Translator(translator.models, translator.tokenizer, dataclasses.replace(translator.config, shortlist=""))
+    best(whole)  # compiles
+    lines, seconds = [], []
+    for each in (translator, whole):
+        start = time.perf_counter()
+        lines.append(best(each))
+        seconds.append(time.perf_counter() - start)
+    print(f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}", file=sys.stderr)
+    differ = sum(one != other for one, other in zip(*lines, strict=True))
+    print(
+        f"The shortlist changes {differ} of {len(requests)} lines ({differ / len(requests):.1%}) and takes {seconds[0]:.2f} s "
+        f"instead of {seconds[1]:.2f} s, compiling apart.",
+        file=sys.stderr,
+    )
 
 
 def _check_flags(a: Arguments) -> None:
@@ -234,9 +266,12 @@ def _check_flags(a: Arguments) -> None:
         raise UserError("--reference needs the whole output of one run; score the finished file with sacrebleu instead.")
     for name, path in (("input", files.input), ("reference", evaluation.reference), ("score", evaluation.score)):
         if path is not None and not Path(path).is_file():
-            raise UserError(f"{name} is {path!r}, which does not exist; expected a text file.")
+            what = "is no regular file" if Path(path).exists() else "does not exist"
+            raise UserError(f"{name} is {path!r}, which {what}; expected a text file{' or stdin' * (name == 'input')}.")
         if path is not None and files.output is not None and Path(path).resolve() == Path(files.output).resolve():
             raise UserError(f"output and {name} are both {path!r}; expected another file for the output.")
+    if files.output is not None and (Path(files.output).is_dir() or not Path(files.output).absolute().parent.is_dir()):
+        raise UserError(f"output is {files.output!r}; expected the name of a file in a folder that exists.")
 
 
 def _check_against_model(a: Arguments, translator: Translator, scorer: Scorer, read: Callable[[], Iterable[Record]]) -> None:
@@ -246,6 +281,10 @@ def _check_against_model(a: Arguments, translator: Translator, scorer: Scorer, r
     if a.results.nbest > translator.config.beam_size:
         expected = f"expected 1 to decoding.beam_size = {translator.config.beam_size}"
         raise UserError(f"num_hypotheses is {a.results.nbest}; {expected}.")
+    if translator.config.method != "sample":
+        for name in ("temperature", "top_k", "top_p", "seed"):
+            if (value := getattr(a.search, name)) is not None:
+                raise UserError(f"{name} is {value} without sampling; expected --method sample with it.")
     if a.results.alignments:
         scorer.align_pieces([], layer=a.results.alignment_layer)  # is there such a layer?
     if a.files.input is not None and a.files.format == "jsonl":
@@ -285,15 +324,15 @@ def _open(path: str | Path | None, a: Arguments, translator: Translator, *, grou
     if Path(path).exists() and not Path(path).is_file():
         return Stream(open(path, "wb"))  # a device or a named pipe
     settings: dict[str, Any] = {"task": "translate" if a.evaluation.score is None else "score"}
-    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist_content": a.search.shortlist}
+    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist": translator.config.shortlist}
+    settings |= dataclasses.asdict(translator.config)
     for name, file_name in contents.items():
-        if file_name is not None:
+        if file_name:
             with open(file_name, "rb") as file:
                 settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
     settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
     settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(a.results)
     settings |= {"model": fingerprint(translator.parameters), "tokenizer": translator.tokenizer.fingerprint}
-    settings |= dataclasses.asdict(translator.config)
     keep_progress = a.files.part is not None
     return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)
 

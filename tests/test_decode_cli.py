@@ -16,11 +16,13 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from transformer_jax.config_files import to_json
+from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import EOS_ID, Tokenizer
@@ -336,6 +338,10 @@ def test_killed_and_resumed(decode, workdir, tmp_path):
         (("--piece-scores",), "--piece-scores does not go with --format text"),
         (("--nbest", 0), "nbest is 0"),
         (("--format", "jsonl", "--text-field", "score"), "text_field is 'score'"),
+        (("--temperature", 0.5), "temperature is 0.5 without sampling; expected --method sample"),
+        (("--input", os.devnull), "which is no regular file; expected a text file or stdin"),
+        (("--reference", __file__, "--input", __file__, "--bleu-tokenize", "x"), "BLEU tokenisation 'x' cannot be used"),
+        (("--output", "."), "output is '.'; expected the name of a file"),
     ],
 )
 def test_flags_that_contradict(decode, flags, message):
@@ -353,3 +359,56 @@ def test_help_needs_no_jax():
     code = "import runpy, sys; sys.argv = ['decode.py', '--help']\ntry: runpy.run_path('decode.py', run_name='__main__')\n"
     code += "except SystemExit: sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def shortlist(workdir):
+    """Four pieces, whatever the source: the search goes another way."""
+    tokenizer = Tokenizer.load(workdir)
+    sources, targets = tokenizer.source_vocab_size, tokenizer.target_vocab_size
+    nothing = np.zeros(sources + 1, np.int64)
+    made = Shortlist(tokenizer.fingerprint, nothing, np.zeros(0, np.int32), np.arange(targets, dtype=np.int32), 4)
+    made.save(workdir / "shortlist.npz")
+    return workdir / "shortlist.npz"
+
+
+def test_a_shortlist_says_what_it_costs(decode, expected, shortlist, tmp_path):
+    reference = tmp_path / "reference"
+    reference.write_text("".join(line + "\n" for line in expected))
+    status, out, err = decode("--shortlist", shortlist, "--reference", reference, "--bleu-tokenize", "char")
+    assert status == 0
+    differ = sum(one != other for one, other in zip(out.split("\n"), expected, strict=False))
+    assert differ == 5  # all but the empty ones
+    [with_it] = re.findall(r"^BLEU\|.* = (\S+)", err, re.MULTILINE)
+    [without] = re.findall(r"^without the shortlist: BLEU\|.* = (\S+)", err, re.MULTILINE)
+    assert float(with_it) < 90 and without == "100.00"
+    assert re.search(r"changes 5 of 7 lines \(71\.4%\) and takes \d+\.\d\d s instead of \d+\.\d\d s", err)
+
+
+def test_wrong_shortlists_are_refused_before_the_work(decode, shortlist, tmp_path):
+    saved = dict(np.load(shortlist))
+    without_eos = np.where(saved["by_frequency"] == EOS_ID, 29, saved["by_frequency"])
+    changes = {"by_frequency": without_eos, "fingerprint": np.array("another")}
+    messages = {"by_frequency": "misses EOS", "fingerprint": "made with another tokenizer"}
+    for name, message in messages.items():
+        np.savez(tmp_path / f"{name}.npz", **saved | {name: changes[name]})
+        status, out, err = decode("--shortlist", tmp_path / f"{name}.npz", "--output", tmp_path / "out")
+        assert (status, out) == (2, "") and message in err and not (tmp_path / "out").exists()
+    status, _, err = decode("--shortlist", tmp_path / "none.npz")
+    assert status == 2 and "none.npz', which does not exist" in err
+
+
+def test_a_run_is_resumed_with_the_same_shortlist_only(decode, shortlist, tmp_path):
+    """The same content; its name does not matter."""
+    same, other = tmp_path / "same.npz", tmp_path / "other.npz"
+    same.write_bytes(shortlist.read_bytes())
+    np.savez(other, **dict(np.load(shortlist)) | {"frequent": np.int32(5)})
+    _, whole, _ = decode("--shortlist", shortlist)
+    flags = ("--output", tmp_path / "out", "--resume")
+    stdin = TEXT[: TEXT.index(b"five")] + b"\xff\n"  # which stops it
+    assert decode("--shortlist", shortlist, *flags, stdin=stdin)[0] == 2
+    for which in (("--shortlist", other), ()):
+        status, _, err = decode(*which, *flags)
+        assert status == 2 and "shortlist: " in err
+    assert decode("--shortlist", same, *flags)[0] == 0
+    assert (tmp_path / "out").read_text() == whole

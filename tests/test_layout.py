@@ -29,6 +29,7 @@ ORDER = [
     "decoding.beam_search",
     "decoding.sampling",
     "decoding.queue",
+    "decoding.reduced_softmax",
     "decoding.ensemble",
     "decoding.lexicon",
     "decoding.shortlist",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ class Arguments:
     """Use the first lines only."""
     beam_size: int = 4
     """Hypotheses kept for a sentence."""
-    max_extra_length: int = 20
+    max_extra_length: int = 12
     """Longest translation beyond the source; the plain search always goes to the end."""
     batch_sizes: tuple[int, ...] = (1, 7, 32, 128)
     """independence: sentences searched at a time."""
@@ -76,13 +76,14 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
     found = engine.search(sentences, num_hypotheses=config.beam_size)
     print(f"search: {time.perf_counter() - start:.0f} s")
     graph, parameters = nnx.split(model)
-    whole_pass = jax.jit(lambda p, source, target, at: jax.nn.log_softmax(nnx.merge(graph, p)(source, target)[0, at]))
-    step = partial(whole_pass, parameters)
+    compiled = jax.jit(lambda p, source, target, at: jax.nn.log_softmax(nnx.merge(graph, p)(source, target)[:, at]))
+    whole_pass = partial(compiled, parameters)
     start, same, best_same, worst = time.perf_counter(), 0, 0, 0.0
     for number, (sentence, its) in enumerate(zip(sentences, found, strict=True), 1):
         limit = len(sentence.pieces) + 1 + config.max_extra_length
         rules = Rules(limit, config.length_penalty, min_length=config.min_length)
-        expected = reference_search(forward(step, sentence), rules, beam_size=config.beam_size)
+        model = WholePass(whole_pass, sentence, config.beam_size, limit)
+        expected = reference_search(model, rules, beam_size=config.beam_size)
         ours, theirs = [(*h.pieces, 2) for h in its], [h.pieces for h in expected]
         same += ours == theirs
         best_same += ours[0] == theirs[0]
@@ -95,16 +96,26 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
     )
 
 
-def forward(step: Callable[..., Array], sentence: Sentence) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """log_probs(pieces) by the model's whole forward pass, encoder included, for one hypothesis; lengths in steps of 16."""
+class WholePass:
+    """log_probs(pieces) of one sentence by the model's whole forward pass, encoder included; nothing is kept between steps."""
 
-    def padded(pieces: Sequence[int]) -> np.ndarray:
-        row = np.zeros((1, -(-len(pieces) // 16) * 16), np.int32)
-        row[0, : len(pieces)] = pieces
-        return row
+    def __init__(self, whole_pass: Callable[..., Array], sentence: Sentence, beam_size: int, limit: int) -> None:
+        self.whole_pass, self.beam_size, self.found = whole_pass, beam_size, {}
+        self.width = -(-limit // 32) * 32
+        source = np.zeros(-(-(len(sentence.pieces) + 1) // 16) * 16, np.int32)
+        source[: len(sentence.pieces) + 1] = [*sentence.pieces, 2]
+        self.source_WS = np.tile(source, (beam_size, 1))
 
-    source = padded([*sentence.pieces, 2])
-    return lambda pieces: np.asarray(step(source, padded([*pieces, 2]), len(pieces)))  # the last piece is not looked at
+    def look_ahead(self, hypotheses: list[tuple[int, ...]]) -> None:
+        """Ask for all live hypotheses, which have one length, at a time."""
+        target_WT = np.zeros((self.beam_size, self.width), np.int32)
+        for row, pieces in zip(target_WT, hypotheses):
+            row[: len(pieces) + 1] = [*pieces, 2]  # the last one is not looked at
+        rows_WV = np.asarray(self.whole_pass(self.source_WS, target_WT, len(hypotheses[0])))
+        self.found = dict(zip(hypotheses, rows_WV))
+
+    def __call__(self, pieces: tuple[int, ...]) -> np.ndarray:
+        return self.found[pieces]
 
 
 def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[int, ...]) -> None:

@@ -130,6 +130,8 @@ def reference_search(
     finished: list[Hypothesis] = []
     for _ in range(rules.max_length):
         candidates = []
+        if hasattr(log_probs, "look_ahead"):  # a model that is quicker when asked for several at a time
+            log_probs.look_ahead([parent.pieces for parent in live])
         for beam, parent in enumerate(live):
             for piece, log_prob in enumerate(np.asarray(log_probs(parent.pieces)).tolist()):
                 if log_prob == -math.inf or not rules.allowed(parent.pieces, piece):

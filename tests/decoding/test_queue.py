@@ -22,9 +22,9 @@ LIMITS = np.random.default_rng(1).integers(1, LENGTH + 1, QUEUE)
 
 
 def queue_of(order, limits=LIMITS):
-    """The sentences in this order; the source of sentence i is the number i alone."""
+    """The sentences in this order; all that is known of sentence i is its number."""
     return Queue(
-        source_QS=jnp.asarray(order, jnp.int32)[:, None],
+        inputs=jnp.asarray(order, jnp.int32),
         limit_Q=jnp.asarray(limits[order], jnp.int32),
         prefix_QP=jnp.zeros((len(order), 0), jnp.int32),
         seed_Q=jnp.asarray(order, jnp.uint32),
@@ -36,7 +36,7 @@ def run(method, queue, count, *, batch_size, beam_size):
     return search_queue(
         method,
         chains.step(TOYS),
-        lambda source_BS, _: chains.start(TOYS, source_BS[:, 0], beam_size=beam_size),
+        lambda numbers_B, _: chains.start(TOYS, numbers_B, beam_size=beam_size),
         lambda cache, rows_R, fresh: jax.tree.map(lambda old, new: old.at[rows_R].set(new), cache, fresh),
         queue,
         num_sentences=count,

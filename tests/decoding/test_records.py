@@ -63,8 +63,9 @@ def test_a_faulty_line_is_named_and_loses_nothing_before_it(line, message):
 
 
 def test_a_field_that_the_output_needs_cannot_be_the_text():
-    with pytest.raises(UserError, match="text_field is 'translation'"):
-        list(objects({"translation": "x"}, text_field="translation"))
+    for name in ("translation", "prefix"):
+        with pytest.raises(UserError, match=f"text_field is '{name}'"):  # before anything is read
+            open_records(stream("{}"), format="jsonl", text_field=name)
 
 
 def test_parts_share_the_lines():

@@ -46,7 +46,7 @@ def distribution(sentence, temperature=1.0):
     return chances / chances.sum()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1e9])
 def test_frequencies_are_the_models(temperature):
     for sentence, found in enumerate(draw(4000, temperature=temperature)):
         counts, expected = first_pieces(found), distribution(sentence, temperature) * 4000

@@ -151,9 +151,10 @@ def test_over_long_pairs_are_scored_whole(model, tokenizer, scorer):
 
 def test_learned_positions_end_somewhere(tokenizer):
     scorer = Scorer(make_model(tokenizer, positions="learned", max_positions=20, num_layers=1), tokenizer, CONFIG)
-    found = scorer.score([("one", "TWO"), ("two", "ONE"), ("one", " ".join(WORDS * 3))])
+    pairs = [("one", "TWO"), ("two", "ONE"), ("one", " ".join(WORDS * 3))]
+    found = scorer.score(pairs, numbers=[2, 5, 8])
     assert [next(found).text, next(found).text] == ["TWO", "ONE"]
-    with pytest.raises(UserError, match=r"Line 3 has 2 and \d+ source and target pieces.*max_positions = 20"):
+    with pytest.raises(UserError, match=r"Line 8 has 2 and \d+ source and target pieces.*max_positions = 20"):
         next(found)
 
 

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import logging
+import re
 import subprocess
 import sys
-from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from transformer_jax.config import Config, DataConfig, ModelConfig, PairsConfig, TokenizerConfig
+from transformer_jax.config import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    MeshConfig,
+    ModelConfig,
+    PairsConfig,
+    TokenizerConfig,
+)
 from transformer_jax.config_files import to_json
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.decoding import lexicon, shortlist
-from transformer_jax.decoding.beam_search import beam_search
-from transformer_jax.decoding.shortlist import Shortlist, check_pieces, main, shortlisted_step
+from transformer_jax.decoding.engine import Engine, Sentence
+from transformer_jax.decoding.shortlist import Shortlist, main
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.sharding import batch_sharding, make_mesh
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 
 V = 40
@@ -136,137 +145,159 @@ def test_strongest_keeps_the_largest_and_of_equals_the_lower():
     assert kept.indices.tolist() == [1, 3, 3, 2] and kept.indptr.tolist() == [0, 2, 2, 4]
 
 
-# The pieces of a batch
+# The pieces of a sentence
 
 
-def test_pieces_are_what_the_batch_needs():
+def test_shared_pieces_stand_first_in_a_fixed_order():
+    shared = make_shortlist(frequent=3).shared((30, EOS_ID, 7))
+    assert shared.dtype == np.int32 and shared.tolist() == [*SPECIAL, 30, 7, 10, 11, 12]
+
+
+def test_a_sentence_has_what_goes_with_its_own_pieces():
     made = make_shortlist(vocab_size=2000)
-    pieces = made.pieces(np.array([[700, 2, 0], [700, 900, 2]]))
-    assert pieces.dtype == np.int32 and len(pieces) == 256
-    assert pieces[:4].tolist() == SPECIAL and (np.diff(pieces) > 0).all()
-    assert {10, 11, 700, 701, 702, 900, 901, 902} <= set(pieces.tolist())
-    fill = sorted(set(pieces.tolist()) - {*range(5), 700, 701, 702, 900, 901, 902})  # PAD and EOS have candidates here
-    assert fill == list(range(10, 10 + len(fill)))  # the next most frequent ones
+    shared = made.shared()
+    pieces = made.of_sentences(np.array([[700, 900, 2], [11, 2, 0]]), shared, prefix_BP=np.array([[-1, -1], [1500, -1]]))
+    assert pieces.dtype == np.int32 and pieces.shape == (2, len(shared) + 64)
+    assert (pieces[:, : len(shared)] == shared).all()
+    own = pieces[:, len(shared) :]
+    assert own[0][:7].tolist() == [4, 700, 701, 702, 900, 901, 902] and (own[0][7:] == -1).all()  # EOS has candidates here
+    assert own[1][:4].tolist() == [4, 12, 13, 1500] and (own[1][4:] == -1).all()
 
 
-def test_sizes_are_few():
+def test_neighbours_change_nothing_but_the_padding():
+    made = make_shortlist(vocab_size=2000, top=10)
+    shared = made.shared()
+    sources = np.random.default_rng(0).integers(4, 2000, (6, 9))
+    together = made.of_sentences(np.concatenate([sources, np.arange(1000, 1090)[None, :9]]), shared)
+    for source, its in zip(sources, together, strict=False):
+        [alone] = made.of_sentences(source[None], shared)
+        assert alone[alone >= 0].tolist() == its[its >= 0].tolist()
+
+
+def test_widths_are_few():
     made = make_shortlist(vocab_size=2000)
-    sizes = {len(made.pieces(np.arange(count)[None])) for count in range(0, 2000, 50)}
-    assert sizes == {256, 384, 512, 768, 1024, 1536, 2000}
-    np.testing.assert_array_equal(made.pieces(np.arange(2000)[None]), np.arange(2000))
-
-
-def test_given_pieces_come_first_and_prefixes_are_in():
-    made = make_shortlist(vocab_size=2000)
-    pieces = made.pieces(np.array([[5, 2]]), prefix_BP=np.array([[1500, -1], [-1, 1501]]), first=(1234, EOS_ID, 7))
-    assert pieces[:6].tolist() == [*SPECIAL, 1234, 7] and (np.diff(pieces[6:]) > 0).all()
-    assert {1500, 1501} <= set(pieces.tolist())
-    check_pieces(pieces, 2000)
-
-
-def test_a_sentence_is_allowed_what_it_would_have_alone():
-    made = make_shortlist(vocab_size=2000)
-    source = np.array([[700, 900, 2], [30, 2, 0]])
-    prefix = np.array([[-1], [1500]])
-    pieces = made.pieces(source, prefix_BP=prefix)
-    allowed = made.allowed(source, pieces, prefix_BP=prefix)
-    assert sorted(pieces[allowed[0]]) == [0, 1, 2, 3, 4, 10, 11, 700, 701, 702, 900, 901, 902]
-    assert sorted(pieces[allowed[1]]) == [0, 1, 2, 3, 4, 10, 11, 30, 31, 32, 1500]
-    alone = source[1:, :2]
-    its_pieces = made.pieces(alone, prefix_BP=prefix[1:])
-    assert sorted(its_pieces[made.allowed(alone, its_pieces, prefix_BP=prefix[1:])[0]])[3:] == sorted(pieces[allowed[1]])[3:]
+    widths = {made.of_sentences(np.arange(count)[None], made.shared()).shape[1] for count in range(1, 2000, 50)}
+    assert widths == {6 + width for width in (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)}
 
 
 # Searching with it
 
 
-def make_model(vocab_size: int = V, **settings) -> Transformer:
-    small = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1, "dtype": "float32"}
-    settings = {"vocab_size": vocab_size, "tie_embeddings": "none", "softmax_bias": True} | small | settings
-    model = Transformer(ModelConfig(**settings), rngs=nnx.Rngs(3))
-    key = jax.random.key(0)
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=6, max_source_length=8, batch_size=4)
+SENTENCES = [Sentence(np.random.default_rng(i).integers(4, V, 1 + i % 7).tolist(), seed=i) for i in range(24)]
+
+
+def make_model(seed: int = 3, **settings) -> Transformer:
+    small = {"vocab_size": V, "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1, "dtype": "float32"}
+    model = Transformer(ModelConfig(**small | {"tie_embeddings": "none", "softmax_bias": True} | settings), rngs=nnx.Rngs(seed))
     if model.softmax_matrix is not None:
-        model.softmax_matrix[...] = model.softmax_matrix[...] * 5
+        model.softmax_matrix[...] = model.softmax_matrix[...] * 4
     if model.softmax_bias is not None:
-        model.softmax_bias[...] = jax.random.normal(key, (vocab_size,))
+        bias_V = jax.random.normal(jax.random.key(seed), (V,))
+        model.softmax_bias[...] = bias_V.at[EOS_ID].set(-2)  # no end before something is said
     return model
 
 
-SOURCE = np.random.default_rng(1).integers(4, V, size=(6, 7))
-SOURCE[:, -1] = EOS_ID
+@pytest.fixture(scope="module")
+def engine():
+    return Engine([make_model()], CONFIG, shortlist=make_shortlist(frequent=3))
 
 
-@partial(jax.jit, static_argnums=0)
-def _search(graph, parameters, source_BS, pieces_K, allowed_BK):
-    model = nnx.merge(graph, parameters)
-    cache = model.start_cache(model.encode(source_BS), source_BS != PAD_ID, beam_size=3, max_length=9)
-    return beam_search(
-        model.decode_step if pieces_K is None else partial(shortlisted_step(model, pieces_K), allowed_BK=allowed_BK),
-        cache,
-        batch_size=len(source_BS),
-        beam_size=3,
-        max_length=9,
-        bos_id=BOS_ID,
-        eos_id=EOS_ID,
-        pad_id=PAD_ID,
-        reorder=lambda cache, parents_BW: cache.reorder(parents_BW),
-    )
+def agree(one, other):
+    """The same hypotheses, to the last piece; numbers as far as sums over another order of pieces allow."""
+    assert [[hypothesis.pieces for hypothesis in its] for its in one] == [[h.pieces for h in its] for its in other]
+    for its, others in zip(one, other, strict=True):
+        for hypothesis, same in zip(its, others, strict=True):
+            np.testing.assert_allclose(hypothesis.piece_log_probs, same.piece_log_probs, atol=1e-4)
+            assert hypothesis.score == pytest.approx(same.score, abs=1e-4)
 
 
-def search(model, source=SOURCE, pieces=None, allowed=None):
-    """(true pieces, scores) of the best hypotheses."""
-    graph, parameters = nnx.split(model, nnx.Param)
-    result = _search(graph, parameters, jnp.asarray(source), pieces, allowed)
-    tokens = np.asarray(result.tokens_BNL)
-    return tokens if pieces is None else pieces[tokens], np.asarray(result.scores_BN)
+@pytest.mark.parametrize(
+    ("models", "search"),
+    [
+        ([{"tie_embeddings": "all", "softmax_bias": False}], {"no_repeat_ngram": 2, "coverage_penalty": 0.3}),
+        ([{"seed": 1}, {"seed": 2, "num_heads": 4}], {"min_length": 4, "repetition_penalty": 1.5}),
+    ],
+)
+def test_the_whole_vocabulary_as_a_shortlist_changes_nothing(models, search):
+    """In any order of its pieces, too: suppressed ones come first."""
+    models, config = [make_model(**each) for each in models], dataclasses.replace(CONFIG, **search)
+    sentences = [sentence._replace(prefix=[30, 7][: i % 3]) for i, sentence in enumerate(SENTENCES)]
+    plain = Engine(models, config, suppress=(17, 30)).search(sentences, num_hypotheses=2)
+    listed = Engine(models, config, suppress=(17, 30), shortlist=make_shortlist(frequent=V))
+    agree(listed.search(sentences, num_hypotheses=2), plain)
 
 
-@pytest.mark.parametrize("settings", [{}, {"tie_embeddings": "all", "softmax_bias": False}])
-def test_the_whole_vocabulary_as_a_shortlist_changes_nothing(settings):
-    model = make_model(**settings)
-    made = make_shortlist(frequent=V)
-    pieces = made.pieces(SOURCE)
-    assert len(pieces) == V
-    tokens, scores = search(model)
-    shuffled = np.concatenate([SPECIAL, np.random.default_rng(0).permutation(np.arange(4, V))]).astype(np.int32)
-    for order in (pieces, shuffled):
-        its_tokens, its_scores = search(model, pieces=order, allowed=made.allowed(SOURCE, order))
-        np.testing.assert_array_equal(its_tokens, tokens)
-        np.testing.assert_allclose(its_scores, scores, rtol=1e-5)
+def test_neighbours_and_order_do_not_matter(engine):
+    """To the last bit, as without a shortlist."""
+    together = engine.search(SENTENCES)
+    assert len({str(best.pieces) for [best] in together}) > 18
+    assert [engine.search([sentence])[0] for sentence in SENTENCES[:12]] == together[:12]
+    assert engine.search(SENTENCES[::-1])[::-1] == together
+    assert engine.num_compiled == 1
 
 
-def test_one_step_is_that_of_the_model_without_the_other_pieces():
-    model, pieces = make_model(), np.array([*SPECIAL, 30, 9, 17], np.int32)
-
-    @jax.jit
-    def steps(places_BW):
-        cache = model.start_cache(model.encode(SOURCE), SOURCE != PAD_ID, beam_size=2, max_length=4)
-        return shortlisted_step(model, pieces)(places_BW, cache), model.decode_step(jnp.asarray(pieces)[places_BW], cache)
-
-    (logits, cache), (expected, expected_cache) = steps(np.array([[4, 6]] * len(SOURCE)))
-    np.testing.assert_allclose(logits, expected[:, :, pieces], atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, cache, expected_cache)
+def test_other_batch_sizes_and_widths_agree(engine, monkeypatch):
+    monkeypatch.setattr(shortlist, "_SMALLEST", 24)
+    other = Engine([make_model()], dataclasses.replace(CONFIG, batch_size=2), shortlist=make_shortlist(frequent=3))
+    agree(other.search(SENTENCES), engine.search(SENTENCES))
 
 
-def test_only_allowed_pieces_are_found():
-    model, pieces = make_model(), np.arange(V, dtype=np.int32)
-    allowed = np.isin(pieces, [*SPECIAL, *range(5, 15)])
-    tokens, scores = search(model, pieces=pieces, allowed=np.tile(allowed, (len(SOURCE), 1)))
-    assert set(tokens.ravel().tolist()) <= set(pieces[allowed].tolist())
-    assert (tokens != search(model)[0]).any() and np.isfinite(scores).all()
+def test_samples_of_a_sentence_depend_on_its_seed_alone(monkeypatch):
+    config, made = dataclasses.replace(CONFIG, method="sample", beam_size=2), make_shortlist(frequent=3)
+    whole = Engine([make_model()], config, shortlist=made).search(SENTENCES, num_hypotheses=2)
+    monkeypatch.setattr(shortlist, "_SMALLEST", 24)  # as if its neighbours needed less
+    agree(Engine([make_model()], config, shortlist=made).search(SENTENCES[::-1], num_hypotheses=2)[::-1], whole)
 
 
-def test_with_a_mask_neighbours_do_not_matter(monkeypatch):
-    monkeypatch.setattr(shortlist, "_SMALLEST", 16)
-    model, made = make_model(), make_shortlist(frequent=3)
-    pieces = made.pieces(SOURCE)
-    together = search(model, pieces=pieces, allowed=made.allowed(SOURCE, pieces))
-    for i in range(len(SOURCE)):
-        alone = SOURCE[i : i + 1]
-        pieces = made.pieces(alone)
-        tokens, scores = search(model, alone, pieces, made.allowed(alone, pieces))
-        np.testing.assert_array_equal(tokens[0], together[0][i])
-        np.testing.assert_allclose(scores[0], together[1][i], rtol=1e-5)
+@pytest.mark.parametrize("num_models", [1, 2])
+def test_probabilities_are_those_of_a_softmax_over_a_sentences_own_pieces(engine, num_models):
+    if num_models == 2:
+        engine = Engine([make_model(1), make_model(2)], CONFIG, shortlist=make_shortlist(frequent=3))
+    source_NS, target_NT = np.zeros((len(SENTENCES), 8), np.int32), np.zeros((len(SENTENCES), 14), np.int32)
+    its_own_NV = np.zeros((len(SENTENCES), V), bool)
+    its_own_NV[:, [*SPECIAL, 10, 11, 12]] = True
+    found = engine.search(SENTENCES)
+    for i, (sentence, [best]) in enumerate(zip(SENTENCES, found, strict=True)):
+        source_NS[i, : len(sentence.pieces) + 1] = [*sentence.pieces, EOS_ID]
+        target_NT[i, : len(best.pieces) + 1] = [*best.pieces, EOS_ID]
+        its_own_NV[i, (np.array([*sentence.pieces, EOS_ID])[:, None] + np.arange(3)) % V] = True
+    logits = [jax.jit(lambda s, t, model=model: model(s, t))(source_NS, target_NT) for model in engine.models]
+    chances_NTV = np.mean([jax.nn.softmax(np.where(its_own_NV[:, None], each, -np.inf)) for each in logits], axis=0)
+    for i, [best] in enumerate(found):
+        pieces = [*best.pieces, EOS_ID]
+        assert its_own_NV[i, pieces].all() and not its_own_NV[i].all()
+        np.testing.assert_allclose(best.piece_log_probs, np.log(chances_NTV[i, np.arange(len(pieces)), pieces]), atol=1e-4)
+
+
+def test_prefixes_and_suppressed_pieces(engine):
+    """A prefix has what the source does not ask for, or what is suppressed elsewhere."""
+    [favourite, *_] = engine.search([Sentence([20, 21])])[0][0].pieces
+    config, made = dataclasses.replace(CONFIG, min_length=4), make_shortlist(frequent=3)
+    strict = Engine([make_model()], config, suppress=(37, favourite), shortlist=made)
+    sentences = [Sentence([20, 21], prefix=[38, 5]), Sentence([20, 21]), Sentence([20, 21], prefix=[favourite])]
+    forced, free, against = [its[0].pieces for its in strict.search(sentences)]
+    assert forced[:2] == [38, 5] and against[0] == favourite
+    assert len(free) >= 4 and not {*forced[2:], *free, *against[1:]} & {37, favourite}
+    assert [strict.search([sentences[i]])[0][0].pieces for i in (0, 2)] == [forced, against]
+
+
+def test_devices_share_the_work(engine):
+    sharding = batch_sharding(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    spread = Engine([make_model()], CONFIG, shortlist=make_shortlist(frequent=3), batch_sharding=sharding)
+    agree(spread.search(SENTENCES), engine.search(SENTENCES))
+
+
+def test_the_loop_copies_no_softmax_weights(engine):
+    program = engine.lowered(8).compile().as_text()
+    weights = rf"f32\[{CONFIG.batch_size},16,64\]"
+    assert re.search(weights, program)
+    assert len(re.findall(rf"= {weights}\S* (?:copy|gather|concatenate|pad|select)\(", program)) <= 1  # where they are made
+
+
+def test_a_beam_wider_than_what_every_sentence_has():
+    with pytest.raises(UserError, match="beam_size is 7; expected at most 6, the pieces that every sentence may use"):
+        Engine([make_model()], dataclasses.replace(CONFIG, beam_size=7), shortlist=make_shortlist())
 
 
 # Files
@@ -386,15 +417,6 @@ def test_bad_shortlists(changes, message):
 
 
 def test_bad_pieces():
-    model, made = make_model(), make_shortlist()
-    for pieces, message in (
-        ([0, 1, 5, 3], "misses EOS"),
-        ([0, 1, 2, 3, V], r"outside 0\.\.39"),
-        ([0, 1, 2, 3, 7, 7], "a piece twice"),
-    ):
-        with pytest.raises(UserError, match=message):
-            shortlisted_step(model, np.array(pieces, np.int32))
+    made = make_shortlist()
     with pytest.raises(UserError, match=r"Source pieces go from 5 to 40; expected 0\.\.39"):
-        made.pieces(np.array([[5, V]]))
-    with pytest.raises(UserError, match="Piece 99 is not in the vocabulary"):
-        made.pieces(np.array([[5]]), first=(99,))
+        made.of_sentences(np.array([[5, V]]), made.shared())

@@ -13,7 +13,7 @@ from flax import nnx
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.engine import _source_lengths
-from transformer_jax.decoding.translator import Translator
+from transformer_jax.decoding.translator import Request, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import batch_sharding, make_mesh
@@ -107,9 +107,17 @@ def test_a_line_does_not_depend_on_the_others(translator):
     assert list(translator.stream(LINES, window=5)) == together
 
 
+def _of_one_shape(tokenizer):
+    """Lines for the shorter of the two shapes: one compilation less."""
+    lines = [line for line in LINES if len(tokenizer.encode_source([line])[0]) < 16]
+    assert len(lines) > 9
+    return lines
+
+
 def test_batch_size_does_not_change_the_text(model, tokenizer, translator):
+    lines = _of_one_shape(tokenizer)
     other = Translator(model, tokenizer, dataclasses.replace(CONFIG, batch_size=7))
-    assert other.translate(LINES) == translator.translate(LINES)
+    assert other.translate(lines) == translator.translate(lines)
 
 
 def test_nothing_is_compiled_twice(model, tokenizer, caplog):
@@ -157,6 +165,9 @@ def test_a_long_line_is_translated_in_parts(translator, caplog):
     assert len(long.split()) > 30
     [message] = caplog.messages
     assert message.startswith("Line 2 has ") and "more than 23 are translated in parts" in message
+    [several] = translator.stream([Request(line, number=2**40)], num_hypotheses=3)
+    assert several[0].text == long
+    assert len(several) == 3 and sorted((t.score for t in several), reverse=True) == [t.score for t in several]
 
 
 def test_long_lines_are_split_at_sentence_ends(translator, tokenizer):
@@ -178,8 +189,9 @@ def test_rows_spread_over_devices_give_the_same(model, tokenizer, translator):
     mesh = make_mesh(MeshConfig(), jax.devices()[:4])
     spread = Translator(model, tokenizer, CONFIG, batch_sharding=batch_sharding(mesh))
     spread.parameters = jax.device_put(spread.parameters, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    assert spread.translate(LINES[:9]) == translator.translate(LINES[:9])
-    assert translator.engine.num_compiled
+    lines = _of_one_shape(tokenizer)[:9]
+    assert spread.translate(lines) == translator.translate(lines)
+    assert spread.engine.num_compiled == 1
 
 
 def test_parameters_on_several_devices_need_no_sharding_of_the_batch(model, tokenizer, translator):
@@ -198,9 +210,19 @@ def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog
 
 def test_learned_positions_bound_the_shapes(tokenizer):
     model = make_model(tokenizer, positions="learned", max_positions=20)
+    assert Translator(model, tokenizer, CONFIG).engine.lengths == (16, 20)
+    model = make_model(tokenizer, positions="learned", max_positions=12)
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.engine.lengths == (16, 20)
+    assert translator.engine.lengths == (12,)
     assert all(translator.translate([LINES[0], " ".join(WORDS)]))
+
+
+def test_learned_positions_bound_what_may_be_asked(tokenizer):
+    model = make_model(tokenizer, positions="learned", max_positions=5)
+    with pytest.raises(UserError, match=r"Line 1: prefix '.*' has \d+ pieces; expected at most 4 "):
+        Translator(model, tokenizer, CONFIG).translate([Request(WORDS[0], prefix=" ".join(WORDS).upper())])
+    with pytest.raises(UserError, match="min_length is 5; expected less than model.max_positions = 5"):
+        Translator(model, tokenizer, dataclasses.replace(CONFIG, min_length=5))
 
 
 def test_source_lengths():

@@ -121,7 +121,7 @@ def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines
     # Length penalty 0, where all normalise alike; EOS likely enough that no translation meets a limit, where they differ.
     texts = lines[:16]
     ours: dict[int, Translator] = {}
-    for seed, drift in [(2, 1.0), (2, 1.5), (18, 0.8)]:
+    for seed, drift in [(2, 1.5), (18, 0.8)]:
         config, model = make(
             joint, seed, softmax_bias=True, tie_embeddings="none", num_layers=1, positions="learned", max_positions=40
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_jax.config import DataConfig, PairsConfig
+from transformer_jax.config import Config, DataConfig, PairsConfig
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.data.tokenising import TokeniseJob, flatten, tokenised
 from transformer_jax.errors import UserError
@@ -126,6 +126,23 @@ def build_corpus(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: str) -> Corpus:
+    """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be; only train is segmented at random."""
+    folder = Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus"
+    sampling = config.tokenizer.sampling if name == "train" else 0.0
+    corpus = build_corpus(
+        getattr(config.data, name),
+        tokenizer,
+        config.data,
+        folder,
+        sampling=sampling,
+        num_samples=config.tokenizer.sampled_epochs if sampling else 1,
+        seed=config.seed,
+    )
+    _log.info("%s pairs: %s", name, ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items()))
+    return corpus
 
 
 def _write(folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob) -> None:

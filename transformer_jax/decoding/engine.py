@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,15 @@ from transformer_jax.decoding import ensemble
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.queue import Queue, QueueResult, search_queue
+from transformer_jax.decoding.reduced_softmax import ShortlistedModel
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import NOT_FORCED
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID
+
+if TYPE_CHECKING:  # it is a program as well, and brings SciPy
+    from transformer_jax.decoding.shortlist import Shortlist
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +76,11 @@ class Engine:
         config: DecodingConfig,
         *,
         suppress: tuple[int, ...] = (),
+        shortlist: Shortlist | None = None,
         batch_sharding: NamedSharding | None = None,
     ):
-        """``suppress`` holds the ids of ``config.suppress``; ``batch_sharding`` spreads the rows of a batch over devices.
+        """``suppress`` holds the ids of ``config.suppress``, ``shortlist`` what the file ``config.shortlist`` says;
+        ``batch_sharding`` spreads the rows of a batch over devices.
 
         Raises:
           UserError: a batch size that does not divide over the devices, a beam wider than the vocabulary.
@@ -82,16 +88,19 @@ class Engine:
         self.config = config
         self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
         self.parameters: tuple[Any, ...] = tuple(map(nnx.to_pure_dict, states))
-        self._suppress = suppress
+        self._suppress, self._shortlist = suppress, shortlist
+        self._shared_C = None if shortlist is None else shortlist.shared(suppress)
         self._batch_sharding = batch_sharding
         self._shares = 1 if batch_sharding is None else batch_sharding.num_devices // _copies(batch_sharding)
         if config.batch_size % self._shares:
             raise UserError(
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of {self._shares}, the devices that share it."
             )
-        vocab_size = models[0].config.vocab_size
-        if config.beam_size > vocab_size:
-            raise UserError(f"decoding.beam_size is {config.beam_size}; expected at most {vocab_size}, the pieces there are.")
+        num_pieces = models[0].config.vocab_size if self._shared_C is None else len(self._shared_C)
+        if config.beam_size > num_pieces:
+            there_are = "there are" if shortlist is None else "that every sentence may use"
+            expected = f"expected at most {num_pieces}, the pieces {there_are}"
+            raise UserError(f"decoding.beam_size is {config.beam_size}; {expected}.")
         # Learned positions end somewhere.
         self._max_positions = [model.config.max_positions for model in models if model.config.positions == "learned"]
         self.lengths = _source_lengths(min([config.max_source_length, *self._max_positions]))
@@ -118,13 +127,17 @@ class Engine:
             for first in range(0, len(indices), most)
         ]
         # The device gets everything before the first result is waited for.
-        running = [
-            (indices, self._start([sentences[index] for index in indices], length, num_hypotheses))
-            for length, indices in chunks
-        ]
+        running = []
+        for length, indices in chunks:
+            queue, counts, pieces_QX = self._queue([sentences[index] for index in indices], length)
+            result = self._search(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
+            running.append((indices, pieces_QX, result))
         found: list[list[Hypothesis]] = [[] for _ in sentences]
-        for indices, result in running:
+        for indices, pieces_QX, result in running:
             fetched: Any = jax.tree.map(np.asarray, result)
+            if pieces_QX is not None:  # from places in shortlists to pieces
+                tokens_QNL = np.take_along_axis(pieces_QX[:, None], fetched.found.tokens_BNL, axis=2)
+                fetched = fetched._replace(found=fetched.found._replace(tokens_BNL=tokens_QNL))
             self.slots_computed += int(fetched.slots_computed.sum())
             self.slots_used += int(fetched.slots_used.sum())
             for index, place in zip(indices, self._places(len(indices)), strict=True):
@@ -133,7 +146,7 @@ class Engine:
 
     def lowered(self, source_length: int, *, num_hypotheses: int = 1) -> jax.stages.Lowered:
         """The program for one of ``lengths``, not yet compiled: to look at, or to compile ahead."""
-        queue, counts = self._queue([Sentence([EOS_ID])], source_length)
+        queue, counts, _ = self._queue([Sentence([EOS_ID])], source_length)
         return self._search.lower(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
 
     def _longest(self, source_length: int) -> int:
@@ -145,13 +158,8 @@ class Engine:
         of_a_share = _QUEUE_ROUNDS * self.config.batch_size // self._shares
         return np.arange(count) % self._shares * of_a_share + np.arange(count) // self._shares
 
-    def _start(self, sentences: list[Sentence], length: int, num_hypotheses: int) -> QueueResult:
-        """Hand a queue to the device."""
-        queue, counts = self._queue(sentences, length)
-        return self._search(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
-
-    def _queue(self, sentences: list[Sentence], length: int) -> tuple[Queue, np.ndarray]:
-        """The sentences as arrays, and how many of them each device has."""
+    def _queue(self, sentences: list[Sentence], length: int) -> tuple[Queue, np.ndarray, np.ndarray | None]:
+        """The sentences as arrays, how many of them each device has, and their shortlists, if that is how pieces go."""
         size = _QUEUE_ROUNDS * self.config.batch_size
         longest_prefix = max(len(sentence.prefix) for sentence in sentences)
         source_QS = np.full((size, length), PAD_ID, np.int32)
@@ -164,12 +172,21 @@ class Engine:
             prefix_QP[place, : len(prefix)] = prefix
             seed_Q[place] = sentence.seed
         counts = np.bincount(np.arange(len(sentences)) % self._shares, minlength=self._shares).astype(np.int32)
-        return Queue(*map(jnp.asarray, (source_QS, limit_Q, prefix_QP, seed_Q))), counts
+        pieces_QX = own_QK = None
+        if self._shortlist is not None and self._shared_C is not None:
+            pieces_QX = self._shortlist.of_sentences(source_QS, self._shared_C, prefix_BP=prefix_QP)
+            own_QK = pieces_QX[:, len(self._shared_C) :]
+            places_QP = (pieces_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
+            prefix_QP = np.where(prefix_QP < 0, NOT_FORCED, places_QP)
+        inputs = jax.tree.map(jnp.asarray, (source_QS, own_QK))
+        return Queue(inputs, *map(jnp.asarray, (limit_Q, prefix_QP, seed_Q))), counts, pieces_QX
 
     def _search_queue(self, parameters: Any, queue: Queue, counts: jax.Array, *, num_hypotheses: int) -> QueueResult:
         self.num_compiled += 1  # this runs when a shape is traced, which is once
-        source_length = queue.source_QS.shape[1]
-        logger.info("Compiling the search for %d sentences of up to %d pieces.", self.config.batch_size, source_length)
+        source_QS, own_QK = queue.inputs
+        own = "" if own_QK is None else f" and {own_QK.shape[1]} target pieces of their own"
+        sizes = self.config.batch_size, source_QS.shape[1]
+        logger.info("Compiling the search for %d sentences of up to %d pieces%s.", *sizes, own)
         search = partial(self._search_share, num_hypotheses=num_hypotheses)
         if self._batch_sharding is None:
             return search(parameters, queue, counts)
@@ -186,9 +203,12 @@ class Engine:
     def _search_share(self, parameters: Any, queue: Queue, count_1: jax.Array, *, num_hypotheses: int) -> QueueResult:
         models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters, strict=True)]
         keep_attention = self.config.coverage_penalty > 0
+        source_length = queue.inputs[0].shape[1]
+        shortlisted = [] if self._shared_C is None else [ShortlistedModel(model, self._shared_C) for model in models]
 
-        def start_cache(source_BS: jax.Array, max_length: int) -> ensemble.Caches:
-            return ensemble.start_caches(
+        def start_cache(inputs: tuple[jax.Array, jax.Array | None], max_length: int) -> ensemble.Caches:
+            source_BS, own_BK = inputs
+            caches = ensemble.start_caches(
                 models,
                 source_BS,
                 source_BS != PAD_ID,
@@ -196,25 +216,32 @@ class Engine:
                 max_length=max_length,
                 keep_attention=keep_attention,
             )
+            if own_BK is None:
+                return caches
+            return tuple(model.with_own(cache, own_BK) for model, cache in zip(shortlisted, caches, strict=True))
 
         result = search_queue(
             self._method(num_hypotheses),
-            ensemble.ensemble_step(models),
+            ensemble.ensemble_step(shortlisted or models),
             start_cache,
             ensemble.replace_rows,
             queue,
             num_sentences=count_1[0],
             batch_size=self.config.batch_size // self._shares,
-            max_length=self._longest(queue.source_QS.shape[1]),
+            max_length=self._longest(source_length),
             pad_id=PAD_ID,
             reorder=ensemble.reorder,
             attention=ensemble.attention if keep_attention else None,
+            source_length=source_length,
         )
         return result._replace(slots_computed=result.slots_computed[None], slots_used=result.slots_used[None])
 
     def _method(self, num_hypotheses: int) -> BeamSearch | Sampling:
         config = self.config
-        constraints = Constraints(config.min_length, self._suppress, config.no_repeat_ngram, config.repetition_penalty)
+        suppress = self._suppress
+        if self._shared_C is not None:  # all searches number pieces by their places
+            suppress = tuple(self._shared_C.tolist().index(piece) for piece in suppress)
+        constraints = Constraints(config.min_length, suppress, config.no_repeat_ngram, config.repetition_penalty)
         if config.method == "sample":
             return Sampling(
                 BOS_ID,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from transformer_jax.decoding.reduced_softmax import ShortlistedModel
 from transformer_jax.decoding.search import StepFn
 from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.transformer import Transformer
 
-Caches = tuple[DecoderCache, ...]
+Caches = tuple[Any, ...]  # one a model: DecoderCache, or ShortlistedCache
 
 
-def ensemble_step(models: Sequence[Transformer]) -> StepFn:
+def ensemble_step(models: Sequence[Transformer | ShortlistedModel]) -> StepFn:
     """A step over one cache a model: logits of one model as they are, log of the mean probability of several."""
 
     def step(tokens_BW: Array, caches: Caches) -> tuple[Array, Caches]:
@@ -30,7 +32,7 @@ def ensemble_step(models: Sequence[Transformer]) -> StepFn:
 
 def start_caches(
     models: Sequence[Transformer], source_BS: Array, mask_BS: Array, *, beam_size: int, max_length: int, keep_attention: bool
-) -> Caches:
+) -> tuple[DecoderCache, ...]:
     """Every model's cache for these sentences."""
     return tuple(
         model.start_cache(

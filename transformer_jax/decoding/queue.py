@@ -7,7 +7,7 @@ most of what is computed is of use. Letters as in ``search.py``, and Q sentences
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from transformer_jax.decoding.search import (
 class Queue(NamedTuple):
     """What waits; every leaf has Q as its first axis."""
 
-    source_QS: Array
+    inputs: Any
+    """What ``start_cache`` asks for: an array or a tree of them."""
     limit_Q: Array
     prefix_QP: Array
     seed_Q: Array
@@ -58,7 +59,7 @@ class _Carry(NamedTuple):
 def search_queue(
     method: Method,
     step_fn: StepFn,
-    start_cache: Callable[[Array, int], Cache],
+    start_cache: Callable[[Any, int], Cache],
     replace_rows: Callable[[Cache, Array, Cache], Cache],
     queue: Queue,
     *,
@@ -68,16 +69,18 @@ def search_queue(
     pad_id: int,
     reorder: Reorder,
     attention: Attention | None = None,
+    source_length: int = 0,
 ) -> QueueResult:
     """Search the first ``num_sentences`` of the queue in ``batch_size`` rows; what one gets does not depend on the others.
 
-    ``start_cache(source_BS, max_length)`` makes a cache of B rows, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows
-    into it. Every leaf of a cache has B as its first axis. Q is a multiple of B.
+    ``start_cache(inputs, max_length)`` makes a cache of B rows, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into
+    it. Every leaf of a cache has B as its first axis. Q is a multiple of B. ``attention`` and ``source_length`` are those of
+    ``beam_search``.
 
     Three loops, one in the other, so that none holds a branch through which caches would be copied: the outer one encodes B
     sentences at a time, the middle one hands rows on as soon as 1/16 of them are idle, the inner one takes steps.
     """
-    B, (Q, source_length) = batch_size, queue.source_QS.shape
+    B, Q = batch_size, queue.limit_Q.shape[0]
     R = max(1, B // 16)
 
     def start(entries: Queue) -> SearchState:
@@ -109,7 +112,7 @@ def search_queue(
         first = carry.taken
         last = jnp.minimum(first + B, num_sentences)
         block: Queue = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, B), queue)
-        encoded = start_cache(block.source_QS, 0)
+        encoded = start_cache(block.inputs, 0)
 
         def hand_on(carry: _Carry) -> _Carry:
             def go_on(carry: _Carry) -> Array:
@@ -140,10 +143,10 @@ def search_queue(
     def nothing(count: int) -> Queue:
         return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), queue)
 
-    no_source_BS = jnp.full((B, source_length), pad_id, queue.source_QS.dtype)
-    cache_shapes = jax.eval_shape(lambda: start_cache(no_source_BS, max_length))
+    no_entries = nothing(B)
+    cache_shapes = jax.eval_shape(lambda: start_cache(no_entries.inputs, max_length))
     carry = _Carry(
-        state=start(nothing(B)),
+        state=start(no_entries),
         cache=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache_shapes),
         owner_B=jnp.full(B, Q, jnp.int32),
         taken=jnp.int32(0),

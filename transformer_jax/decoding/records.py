@@ -49,8 +49,6 @@ def read_records(
     Raises ``UserError`` with the line's number where one is not UTF-8, or in JSONL not an object with the field.
     """
     index, count = part
-    if text_field in OUTPUT_FIELDS:
-        raise UserError(f"text_field is {text_field!r}; expected another name: the output's own field has this one.")
     for number, line in islice(enumerate(read_lines(source)), index, None, count):
         if format == "text":
             yield Record(number, line)
@@ -73,8 +71,12 @@ def open_records(
     read once, as far as it is asked for, unless it is to be held in memory (which ``targets`` takes too).
 
     Raises:
-        UserError: faults of a file, or targets that are more or fewer than the input's lines.
+        UserError: a ``text_field`` that has a meaning already, faults of a file, or targets that are more or fewer than the
+          input's lines.
     """
+    if text_field in (*OUTPUT_FIELDS, "prefix"):
+        what = "what a translation begins with" if text_field == "prefix" else "the output's own field"
+        raise UserError(f"text_field is {text_field!r}; expected another name: {what} has this one.")
     read = partial(read_records, source, format=format, text_field=text_field, part=part)
     if isinstance(source, str | Path):
         records: Callable[[], Iterator[Record]] = read

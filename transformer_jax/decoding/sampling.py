@@ -125,7 +125,7 @@ class Sampling:
 
     def _draw(self, values_RV: Array, keys_R: Array) -> Array:
         """One piece a row: the largest of the logits plus Gumbel noise is a draw from their softmax."""
-        values_RK, pieces_RK = values_RV / self.temperature, None
+        values_RK, pieces_RK = jnp.where(values_RV > IMPOSSIBLE / 2, values_RV / self.temperature, IMPOSSIBLE), None
         if self.top_k:
             values_RK, pieces_RK = top_k(values_RK, min(self.top_k, values_RK.shape[1]))
         elif self.top_p < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import count, groupby, islice
 from typing import Any
 
 import jax
@@ -54,16 +54,20 @@ class Scorer:
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
-    def score(self, pairs: Iterable[tuple[str, str]], *, window: int | None = None) -> Iterator[Translation]:
+    def score(
+        self, pairs: Iterable[tuple[str, str]], *, numbers: Iterable[int] | None = None, window: int | None = None
+    ) -> Iterator[Translation]:
         """Each (source, target), in order, as a ``Translation``: the target with its log-probabilities, EOS included.
 
-        Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS alone.
+        Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS alone. ``numbers`` are the
+        lines' numbers in messages (default: from 1).
 
         Raises:
             UserError: naming the line, for a pair that learned positions are too few for; earlier pairs come out first.
         """
-        pairs, number = iter(pairs), 1
+        pairs, numbers = iter(pairs), iter(count(1) if numbers is None else numbers)
         while block := list(islice(pairs, window or 100 * self.config.batch_size)):
+            block_numbers = list(islice(numbers, len(block)))
             sources, targets = zip(*block, strict=True)
             targets_pieces = self.tokenizer.encode_target(targets)
             pieces = list(zip(self.tokenizer.encode_source(sources), targets_pieces, strict=True))
@@ -71,8 +75,7 @@ class Scorer:
             for target, (_, ids), log_probs in zip(targets, pieces, self.score_pieces(pieces[:fitting]), strict=False):
                 yield self._translation(target, ids, log_probs)
             if fitting < len(pieces):
-                self._check(pieces[fitting], f"Line {number + fitting}")
-            number += len(block)
+                self._check(pieces[fitting], f"Line {block_numbers[fitting]}")
 
     def score_pieces(self, pairs: Sequence[tuple[Pieces, Pieces]]) -> list[np.ndarray]:
         """Natural log-probability of each target's pieces and, last, of EOS; float32. Pieces are given without EOS.

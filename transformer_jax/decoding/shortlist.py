@@ -1,9 +1,9 @@
-"""A softmax over the pieces that a batch can need: those that go with its source pieces, and the most frequent ones.
+"""A softmax over the pieces that a sentence can need: those that go with its source pieces, and the most frequent ones.
 
     python -m transformer_jax.decoding.shortlist --workdir W [--top 100] [--frequent 100]
 
-learns which pieces go together from the run's own training text and writes ``W/shortlist.npz``. The search then works in the
-numbers of the reduced vocabulary, 0 to K - 1, in which PAD, BOS, EOS and UNK keep theirs.
+learns which pieces go together from the run's own training text and writes ``W/shortlist.npz``. The search then numbers a
+sentence's pieces by their places among what it may use; PAD, BOS, EOS and UNK keep their numbers.
 """
 
 from __future__ import annotations
@@ -13,32 +13,25 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 
 from transformer_jax.config_files import from_json
-from transformer_jax.data.corpus import build_corpus
+from transformer_jax.data.corpus import prepare_corpus
 from transformer_jax.decoding.lexicon import Lexicon, learn, read_table, strongest
 from transformer_jax.errors import UserError
-from transformer_jax.model.cache import DecoderCache
-from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("transformer_jax.decoding.shortlist")  # also as a program, where __name__ is another
 
 _SPECIAL = (PAD_ID, BOS_ID, EOS_ID, UNK_ID)
 _FORMAT = 1
-_SMALLEST = 256
+_SMALLEST = 64
 _DAMAGE = (OSError, ValueError, KeyError, EOFError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
-
-ShortlistedStep = Callable[..., tuple[jax.Array, DecoderCache]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +53,7 @@ class Shortlist:
         arrays, vocab_size = (self.offsets, self.candidates, self.by_frequency), len(self.by_frequency)
         if any(array.ndim != 1 or array.dtype.kind != "i" for array in arrays):
             raise UserError("The shortlist's arrays are not flat integers; make it again.")
-        check_pieces(self.by_frequency, vocab_size)
+        _check_pieces(self.by_frequency, vocab_size)
         if len(self.candidates) and not 0 <= self.candidates.min() <= self.candidates.max() < vocab_size:
             raise UserError(f"The shortlist has pieces outside 0..{vocab_size - 1}; expected target pieces of the vocabulary.")
         steps = np.diff(self.offsets)
@@ -139,43 +132,34 @@ class Shortlist:
             )
         temporary.replace(path)
 
-    def pieces(self, source_BS: np.ndarray, *, prefix_BP: np.ndarray | None = None, first: Sequence[int] = ()) -> np.ndarray:
-        """The pieces of a batch, int32 [K]: what its sentences (source pieces, PAD after them) may need, each once.
+    def shared(self, first: Sequence[int] = ()) -> np.ndarray:
+        """The pieces that every sentence may use, int32 [C], each once: the special ones at 0 to 3, then those of ``first`` in
+        their order, then the most frequent ones."""
+        return np.array(list(dict.fromkeys((*_SPECIAL, *first, *self._frequent.tolist()))), np.int32)
 
-        The special ones stand at 0 to 3, the pieces of ``first`` after them in their order (so that they have the same places
-        in every batch), all others sorted. ``prefix_BP``, forced target pieces (negative: none), belong to them. K is one of
-        few sizes, so that few shapes are compiled: the next most frequent pieces fill it up.
+    def of_sentences(self, source_BS: np.ndarray, shared_C: np.ndarray, *, prefix_BP: np.ndarray | None = None) -> np.ndarray:
+        """What each sentence (source pieces, PAD after them) may use, each piece once: int32 [B, X].
+
+        First ``shared_C``, then what goes with its own source pieces and its forced target pieces ``prefix_BP`` (negative:
+        none), sorted, then -1. X - C is one of few sizes, so that few shapes are compiled.
         """
-        vocab_size = len(self.by_frequency)
-        needed_V = np.zeros(vocab_size, bool)
-        needed_V[self.by_frequency[: len(_SPECIAL) + self.frequent]] = True
-        needed_V[self._candidates(np.unique(source_BS))[1]] = True
-        fixed = list(dict.fromkeys((*_SPECIAL, *first)))
-        for forced in (np.asarray(fixed), np.asarray([] if prefix_BP is None else prefix_BP, int)):
-            if (forced >= vocab_size).any():
-                raise UserError(f"Piece {forced.max()} is not in the vocabulary; expected at most {vocab_size - 1}.")
-            needed_V[forced[forced >= 0]] = True
-        size = next(size for size in _sizes(vocab_size) if size >= needed_V.sum())
-        others = self.by_frequency[~needed_V[self.by_frequency]]
-        needed_V[others[: size - needed_V.sum()]] = True
-        needed_V[fixed] = False
-        return np.concatenate([fixed, np.flatnonzero(needed_V)]).astype(np.int32)
-
-    def allowed(self, source_BS: np.ndarray, pieces_K: np.ndarray, *, prefix_BP: np.ndarray | None = None) -> np.ndarray:
-        """Bool [B, K]: which of the batch's pieces each sentence would have if it were alone, its own prefix included.
-
-        With all else masked, what a sentence becomes does not depend on its neighbours.
-        """
-        place_V = np.full(len(self.by_frequency), -1)
-        place_V[pieces_K] = np.arange(len(pieces_K))
-        allowed_BK = np.zeros((len(source_BS), len(pieces_K)), bool)
-        allowed_BK[:, place_V[self.by_frequency[: len(_SPECIAL) + self.frequent]]] = True
+        needed_BV = np.zeros((len(source_BS), len(self.by_frequency)), bool)
         tokens, candidates = self._candidates(source_BS.ravel())
-        allowed_BK[tokens // source_BS.shape[1], place_V[candidates]] = True
+        needed_BV[tokens // source_BS.shape[1], candidates] = True
         if prefix_BP is not None:
             rows, columns = np.nonzero(prefix_BP >= 0)
-            allowed_BK[rows, place_V[prefix_BP[rows, columns]]] = True
-        return allowed_BK
+            needed_BV[rows, prefix_BP[rows, columns]] = True
+        needed_BV[:, shared_C] = False
+        rows, pieces = np.nonzero(needed_BV)
+        counts_B = np.bincount(rows, minlength=len(source_BS))
+        pieces_BX = np.full((len(source_BS), len(shared_C) + _padded(counts_B.max())), -1, np.int32)
+        pieces_BX[:, : len(shared_C)] = shared_C
+        pieces_BX[rows, len(shared_C) + np.arange(len(rows)) - np.repeat(np.cumsum(counts_B) - counts_B, counts_B)] = pieces
+        return pieces_BX
+
+    @property
+    def _frequent(self) -> np.ndarray:
+        return self.by_frequency[: len(_SPECIAL) + self.frequent]
 
     def _candidates(self, source_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The candidates of all these source pieces, and which one (its place in P) each belongs to."""
@@ -187,7 +171,7 @@ class Shortlist:
         return owner, self.candidates[starts_P[owner] + within]
 
 
-def check_pieces(pieces_K: np.ndarray, vocab_size: int) -> None:
+def _check_pieces(pieces_K: np.ndarray, vocab_size: int) -> None:
     """``UserError`` unless these are distinct pieces of the vocabulary, the special ones at 0 to 3."""
     for name, piece in zip(("PAD", "BOS", "EOS", "UNK"), _SPECIAL, strict=True):
         if len(pieces_K) <= piece or pieces_K[piece] != piece:
@@ -198,36 +182,9 @@ def check_pieces(pieces_K: np.ndarray, vocab_size: int) -> None:
         raise UserError("The shortlist has a piece twice; expected distinct pieces.")
 
 
-def shortlisted_step(model: Transformer, pieces_K: jax.Array | np.ndarray) -> ShortlistedStep:
-    """``model.decode_step`` in the numbers of a shortlist: ``step(tokens_BW, cache)`` gives ``(logits_BWK, cache)``.
-
-    ``step(..., allowed_BK=...)`` gives -inf to what a sentence may not use. The softmax matrix is reduced here, once.
-    """
-    if isinstance(pieces_K, np.ndarray):
-        check_pieces(pieces_K, model.config.vocab_size)
-    pieces_K = jnp.asarray(pieces_K)
-    matrix_KD = model.output_matrix_VD[pieces_K]
-    bias_V = model.output_bias_V
-    bias_11K = None if bias_V is None else bias_V[pieces_K][None, None]
-
-    def step(tokens_BW: jax.Array, cache: Any, *, allowed_BK: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        hidden_BWD, cache = model.decode_hidden(pieces_K[tokens_BW], cache)
-        logits_BWK = jnp.einsum(
-            "BWD,KD->BWK", hidden_BWD, matrix_KD.astype(hidden_BWD.dtype), preferred_element_type=jnp.float32
-        )
-        if bias_11K is not None:
-            logits_BWK += bias_11K
-        if allowed_BK is not None:
-            logits_BWK = jnp.where(allowed_BK[:, None], logits_BWK, -jnp.inf)
-        return logits_BWK, cache
-
-    return step
-
-
-def _sizes(vocab_size: int) -> list[int]:
-    """256, 384, 512, 768, 1024, ... and the vocabulary."""
-    steps = (width << i for i in range(vocab_size.bit_length()) for width in (_SMALLEST, _SMALLEST * 3 // 2))
-    return [*(size for size in steps if size < vocab_size), vocab_size]
+def _padded(count: int) -> int:
+    """The next of 64, 96, 128, 192, 256, ..."""
+    return next(width << i for i in range(64) for width in (_SMALLEST, _SMALLEST * 3 // 2) if width << i >= count)
 
 
 @dataclass(frozen=True)
@@ -275,17 +232,7 @@ def learn_shortlist(workdir: str | Path, *, top: int = 100, frequent: int = 100,
         raise UserError(f"The config of {str(workdir)!r} names no training text; expected data.train, or give a text table.")
     if top < 1 or frequent < 0 or max_pairs < 1:  # before the work
         raise UserError(f"top, frequent and pairs are {top}, {frequent} and {max_pairs}; expected at least 1, 0 and 1.")
-    # The corpus of the training run, if it is still there.
-    sampling = config.tokenizer.sampling
-    corpus = build_corpus(
-        config.data.train,
-        tokenizer,
-        config.data,
-        Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus",
-        sampling=sampling,
-        num_samples=config.tokenizer.sampled_epochs if sampling else 1,
-        seed=config.seed,
-    )
+    corpus = prepare_corpus(workdir, config, tokenizer, "train")  # that of the training run, if it is still there
     sizes = {"source_vocab_size": tokenizer.source_vocab_size, "target_vocab_size": tokenizer.target_vocab_size}
     return Shortlist.from_lexicon(learn(corpus, **sizes, max_pairs=max_pairs), tokenizer, top=top, frequent=frequent)
 

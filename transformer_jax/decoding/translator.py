@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
-from transformer_jax.decoding.search import length_divisor
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.saved_model import load_model
@@ -44,7 +43,8 @@ class Translation:
 
     text: str
     score: float
-    """What the search ranks by: log_prob / ((5 + length) / 6)^alpha, if no other penalty is on."""
+    """What the search ranks by: log_prob / ((5 + length) / 6)^alpha, if no other penalty is on. Of a line that was
+    translated in parts: the mean of theirs."""
     log_prob: float
     """Natural logarithm of the probability of all pieces, the end symbol included."""
     length: int
@@ -86,7 +86,8 @@ class Translator:
         Without it every device that holds the parameters does the whole work.
 
         Raises:
-          UserError: settings that do not go together, or not with the model; a model with another vocabulary.
+          UserError: settings that do not go together, or not with the model; a model with another vocabulary; no usable
+            ``config.shortlist``.
         """
         models = [model] if isinstance(model, Transformer) else list(model)
         self.tokenizer = tokenizer
@@ -99,7 +100,19 @@ class Translator:
                 raise UserError(
                     f"decoding.suppress has {piece!r}; expected pieces of the target vocabulary ('▁' begins a word)."
                 )
-        self.engine = Engine(models, self.config, suppress=suppress, batch_sharding=batch_sharding)
+        positions = [each.config.max_positions for each in models if each.config.positions == "learned"]
+        self._longest_prefix = min([self.config.max_extra_length, *(count - 1 for count in positions)])
+        if self.config.min_length > self._longest_prefix:
+            raise UserError(
+                f"decoding.min_length is {self.config.min_length}; expected less than model.max_positions = {min(positions)}, "
+                "where this model's learned positions end."
+            )
+        shortlist = None
+        if self.config.shortlist:
+            from transformer_jax.decoding.shortlist import Shortlist  # here, because it is a program as well
+
+            shortlist = Shortlist.load(self.config.shortlist, tokenizer)
+        self.engine = Engine(models, self.config, suppress=suppress, shortlist=shortlist, batch_sharding=batch_sharding)
         self.num_failed = self.num_split = 0
 
     @classmethod
@@ -198,7 +211,8 @@ class Translator:
                 said = "Line %d has %d pieces; more than %d are translated in parts, here %d."
                 _warn(self.num_split, said, request.number, len(pieces), room, len(parts))
             for index, part in enumerate(part for part in parts if part):
-                yield _Part(line, Sentence(part, prefix if index == 0 else [], request.number + 1_000_003 * index))
+                seed = (request.number + 1_000_003 * index) % 2**32
+                yield _Part(line, Sentence(part, prefix if index == 0 else [], seed))
 
     def _translation(self, hypothesis: Hypothesis) -> Translation:
         return Translation(
@@ -219,10 +233,10 @@ class Translator:
                 f"Line {request.number}: prefix {request.prefix!r} has pieces that the vocabulary lacks ({said}); leave them "
                 "out."
             )
-        if len(prefix) > self.config.max_extra_length:
+        if len(prefix) > self._longest_prefix:
             raise UserError(
                 f"Line {request.number}: prefix {request.prefix!r} has {len(prefix)} pieces; expected at most "
-                f"decoding.max_extra_length = {self.config.max_extra_length}."
+                f"{self._longest_prefix} (decoding.max_extra_length, or one less than model.max_positions of learned ones)."
             )
         return prefix
 
@@ -253,7 +267,7 @@ class Translator:
             length = sum(hypothesis.length for hypothesis in hypotheses)
             log_prob = sum(hypothesis.log_prob for hypothesis in hypotheses)
             text = " ".join(hypothesis.text for hypothesis in hypotheses if hypothesis.text)
-            score = log_prob / float(length_divisor(length, self.config.length_penalty))
+            score = sum(hypothesis.score for hypothesis in hypotheses) / len(hypotheses)  # so the best stay first
             pieces = tuple(piece for hypothesis in hypotheses for piece in (*hypothesis.pieces, "</s>"))[:-1]
             piece_log_probs = tuple(x for hypothesis in hypotheses for x in hypothesis.piece_log_probs)
             joined.append(Translation(text, score, log_prob, length, pieces, piece_log_probs))

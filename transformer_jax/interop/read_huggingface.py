@@ -158,7 +158,7 @@ def _vocabularies(folder: Path, theirs: dict[str, Any]) -> tuple[tuple[int, int]
 
 def _vocabulary(path: Path, size: int) -> dict[str, int]:
     vocabulary = _read_json(path)
-    if sorted(vocabulary.values()) != list(range(size)):
+    if set(vocabulary.values()) != set(range(size)) or len(vocabulary) != size:
         raise UserError(
             f"{str(path)!r} has {len(vocabulary)} pieces; expected the ids 0 to {size - 1}, each once: config.json says "
             f"that there are {size}."

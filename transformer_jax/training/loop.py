@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ from flax import nnx
 from transformer_jax import evaluation
 from transformer_jax.config import Config
 from transformer_jax.data.batching import Batch, BatchPlan
-from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.corpus import Corpus, prepare_corpus
 from transformer_jax.data.evaluation_batches import whole_corpus
 from transformer_jax.data.loader import load
 from transformer_jax.decoding.translator import Translator
@@ -35,7 +36,6 @@ from transformer_jax.training.workdir import (
     check_inputs,
     claim,
     lock,
-    prepare_corpus,
     prepare_tokenizer,
     read_all,
     with_vocabulary,
@@ -254,7 +254,8 @@ class Run:
 
     def _translate(self, parameters: Parameters, pairs: list[tuple[str, str]]) -> tuple[list[str], evaluation.Score]:
         if self.translator is None:
-            self.translator = Translator(nnx.merge(self.programs.graph, parameters), self.tokenizer, self.config.decoding)
+            config = dataclasses.replace(self.config.decoding, shortlist="")  # none can be there before the tokenizer
+            self.translator = Translator(nnx.merge(self.programs.graph, parameters), self.tokenizer, config)
         self.translator.parameters = parameters  # newer ones need no new compilation
         translations = self.translator.translate([source for source, _ in pairs])
         tokenize = self.config.training.bleu_tokenize

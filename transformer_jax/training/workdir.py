@@ -1,4 +1,4 @@
-"""What a work directory holds before the first step: the config it belongs to, the tokenizer, the tokenised corpora."""
+"""What a work directory holds before the first step: the config it belongs to, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 from transformer_jax.config import Config, PairsConfig
 from transformer_jax.config_files import differences_on_resume, from_json, to_json
-from transformer_jax.data.corpus import Corpus, build_corpus
 from transformer_jax.data.sources import check_files, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
@@ -110,23 +109,6 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
         source_vocab_size=None if tokenizer.joint else tokenizer.source_vocab_size,
     )
     return dataclasses.replace(config, model=model)
-
-
-def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: str) -> Corpus:
-    """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be; only train is segmented at random."""
-    folder = Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus"
-    sampling = config.tokenizer.sampling if name == "train" else 0.0
-    corpus = build_corpus(
-        getattr(config.data, name),
-        tokenizer,
-        config.data,
-        folder,
-        sampling=sampling,
-        num_samples=config.tokenizer.sampled_epochs if sampling else 1,
-        seed=config.seed,
-    )
-    log.info("%s pairs: %s", name, ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items()))
-    return corpus
 
 
 def read_all(config: Config, name: str, *, limit: int | None = None) -> list[tuple[str, str]]:

@@ -1,0 +1,199 @@
+"""One engine of ``decode_speed.py`` in a process of its own: it reads commands from its input and answers, a line of JSON each.
+
+Not for use by hand. Engines in one process get in each other's way (their thread pools spin while they wait), and the peak
+memory of each could not be told; so each has a process, and all but one wait for their next command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+PAD_ID, EOS_ID = 0, 2  # of transformer_jax.tokenizer, which would bring JAX into every process
+NAMES = ("ours", "ctranslate2", "ctranslate2_int8", "huggingface")
+
+
+class Skipped(Exception):
+    """This engine cannot run here; the message says why."""
+
+
+class Job(dict[str, Any]):
+    """What all engines are given: ``source`` piece ids without EOS, longest first; ``forced`` output lengths, or None."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        """As ``decode_speed.py`` wrote it, together with the folder of the exported models."""
+        return cls(json.loads((folder / "job.json").read_text()), folder=folder)
+
+    def batches(self) -> list[slice]:
+        """Neighbours of like length; in the forced setting each batch has one output length."""
+        return [slice(i, i + self["batch_size"]) for i in range(0, len(self["source"]), self["batch_size"])]
+
+
+class Runner(Protocol):
+    """An engine, loaded."""
+
+    precision: str
+
+    def __call__(self) -> list[list[int]]:
+        """The best output of each sentence, all positions decoded but a final EOS."""
+
+    def extras(self) -> dict[str, Any]:
+        """What only this engine can tell."""
+
+
+class CTranslate2:
+    """``ctranslate2.Translator``: one call, which sorts and cuts by itself; forced lengths need a call a batch."""
+
+    def __init__(self, job: Job, *, int8: bool):
+        import ctranslate2
+
+        on_gpu = job["device"] == "gpu"
+        if on_gpu and not ctranslate2.get_cuda_device_count():
+            raise Skipped("this build of ctranslate2 sees no GPU")
+        self.precision = ("int8_bfloat16" if int8 else "bfloat16") if on_gpu else ("int8" if int8 else "float32")
+        self._translator = ctranslate2.Translator(
+            str(job["folder"] / "ctranslate2"),
+            device="cuda" if on_gpu else "cpu",
+            compute_type=self.precision,
+            inter_threads=1,
+            intra_threads=job["threads"],
+        )
+        pieces = json.loads((job["folder"] / "pieces.json").read_text())
+        self._source = [[pieces["source"][i] for i in ids] for ids in job["source"]]
+        self._ids = {piece: i for i, piece in enumerate(pieces["target"])}
+        # PAD and EOS are their own special tokens there; our search never writes PAD.
+        self._settings = {
+            "beam_size": job["beam_size"],
+            "length_penalty": job["length_penalty"],
+            "max_batch_size": job["batch_size"],
+            "max_input_length": 0,
+            "suppress_sequences": [[pieces["target"][PAD_ID]]],
+        }
+        self._job = job
+
+    def __call__(self) -> list[list[int]]:
+        forced, translate = self._job["forced"], self._translator.translate_batch
+        results = []
+        if forced:
+            for batch in self._job.batches():
+                length = forced[batch.start]
+                limits = {"min_decoding_length": length, "max_decoding_length": length}
+                results += translate(self._source[batch], **self._settings, **limits)
+        else:
+            longest = 1 + len(self._source[0]) + self._job["max_extra_length"]
+            results = translate(self._source, **self._settings, max_decoding_length=longest)
+        return [[self._ids[piece] for piece in result.hypotheses[0]] for result in results]
+
+    def extras(self) -> dict[str, Any]:
+        return {}
+
+
+class HuggingFace:
+    """``MarianMTModel.generate``, a call a batch of sentences of like length."""
+
+    def __init__(self, job: Job):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        import torch
+        import transformers
+
+        on_gpu = job["device"] == "gpu"
+        if on_gpu and not torch.cuda.is_available():
+            raise Skipped("this build of torch sees no GPU")
+        transformers.logging.set_verbosity_error()
+        torch.set_num_threads(job["threads"])
+        self._torch, self._device = torch, "cuda" if on_gpu else "cpu"
+        self.precision = "bfloat16" if on_gpu else "float32"
+        model = transformers.MarianMTModel.from_pretrained(job["folder"] / "huggingface", dtype=getattr(torch, self.precision))
+        model.generation_config.forced_eos_token_id = None  # as in CTranslate2, an output may be cut at the longest length
+        self._model, self._job = model.eval().to(self._device), job
+
+    def __call__(self) -> list[list[int]]:
+        torch, job, results = self._torch, self._job, []
+        for batch in job.batches():
+            source = job["source"][batch]
+            longest = 1 + max(map(len, source))
+            rows = [[*ids, EOS_ID] + [PAD_ID] * (longest - 1 - len(ids)) for ids in source]
+            input_ids = torch.tensor(rows, device=self._device)
+            if job["forced"]:
+                length = job["forced"][batch.start]
+                limits = {"min_new_tokens": length, "max_new_tokens": length}
+            else:
+                limits = {"max_new_tokens": longest + job["max_extra_length"]}
+            with torch.inference_mode():
+                found = self._model.generate(
+                    input_ids=input_ids,
+                    attention_mask=(input_ids != PAD_ID).long(),
+                    num_beams=job["beam_size"],
+                    length_penalty=job["length_penalty"],
+                    do_sample=False,
+                    **limits,
+                )
+            for row in found[:, 1:].tolist():
+                results.append([piece for piece in row[: row.index(EOS_ID) if EOS_ID in row else None] if piece != PAD_ID])
+        return results
+
+    def extras(self) -> dict[str, Any]:
+        if self._device == "cpu":
+            return {}
+        return {"peak_device_gb": round(self._torch.cuda.max_memory_allocated() / 1e9, 3)}
+
+
+def start(name: str, job: Job) -> Runner:
+    """The engine of that name, ready to run; ``Skipped`` where it cannot."""
+    if name == "ours":
+        from benchmarks.decode_ours import Ours
+
+        return Ours(job)
+    try:
+        importlib.import_module(name.removesuffix("_int8") if "ctranslate2" in name else "transformers")
+        return CTranslate2(job, int8=name.endswith("int8")) if "ctranslate2" in name else HuggingFace(job)
+    except ImportError as error:
+        raise Skipped(f"not installed: {error}") from None
+
+
+def peak_memory_gb() -> float:
+    """Of this process alone: getrusage would count what its parent held when it was started."""
+    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
+        if line.startswith("VmHWM"):
+            return round(int(line.split()[1]) * 1024 / 1e9, 3)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
+
+
+def main() -> None:
+    """``python -m benchmarks.decode_engines NAME FOLDER``; commands: run, extras."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    name, job = sys.argv[1], Job.read(Path(sys.argv[2]))
+    if name == "prepare":
+        from benchmarks.decode_ours import prepare
+
+        print(json.dumps(prepare(job)), file=answers)
+        return
+    begin = time.perf_counter()
+    try:
+        runner = start(name, job)
+    except Skipped as reason:
+        print(json.dumps({"skipped": str(reason)}), file=answers)
+        return
+    print(json.dumps({"precision": runner.precision, "load_seconds": round(time.perf_counter() - begin, 2)}), file=answers)
+    for command in sys.stdin:
+        if command.strip() == "extras":
+            answer = {"peak_memory_gb": peak_memory_gb(), **runner.extras()}
+        else:
+            begin, cpu = time.perf_counter(), time.process_time()
+            outputs = runner()
+            seconds = time.perf_counter() - begin
+            answer = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "outputs": outputs}
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Decoding speed: ours, CTranslate2 and Hugging Face ``generate`` on the same weights, inputs and settings, in turn.
+
+    python -m benchmarks.decode_speed --model base [--lengths FILE | --source FILE --target FILE --tokenizer FOLDER]
+    python -m benchmarks.decode_speed --workdir W --input FILE
+
+Each engine is a process of its own and only one of them works at a time: A B C D A B C D ... after a round that is not timed
+(there ours compiles). What is timed is pieces in, pieces out; tokenising is left out, loading too.
+
+*Random weights* (``--model base``: the paper's base size, 32,000 pieces): output lengths are forced to be newstest2014's. No
+other engine can force one sentence's length apart from its neighbours', so sentences are sorted by source length and cut into
+batches of the batch size, and all of a batch get its mean target length. The others get a call a batch, ours one call for all.
+Tokens are what was forced: the positions that every engine has to decode for each sentence's best output. Lengths come from a
+file of them (source and target, with the end symbol, two numbers a line), from text and the tokenizer that cuts it, or from a
+distribution like newstest2014's under a 32,000-piece joint BPE: source log-normal (mean of logs 3.196, deviation 0.513),
+target / source log-normal (0.030, 0.172), both cut to 3 to 98; there the real means are 27.7 and 28.8.
+
+*A trained model* (``--workdir``): every engine stops where it does by itself, at most ``--max-extra-length`` pieces after the
+source's length (ours: each sentence's own, Hugging Face: the longest in the batch, CTranslate2: in the file). Tokens are the
+pieces of each engine's own best outputs and their end symbols.
+
+The length penalty divides by ((5 + length) / 6)^alpha here, by length^alpha in both others; at 0, or with forced lengths, all
+rank alike. Random weights make near-ties: float rounding then decides between outputs. With forced lengths ours ends in the end
+symbol, theirs in any piece, so the last position is left out of ``same_lines``.
+
+``load_of_others`` is how many CPU cores other programs used during an engine's turns. Rounds in which it was above 0.2 for any
+engine do not count, and others are run in their place, up to twice as many as asked for; if none was quiet, all count, and
+ratios mean little (thread pools that spin suffer most).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.decode_engines import NAMES
+
+_PAUSE = 0.3  # seconds between turns: a thread pool may spin for a while after its work is done
+_MOST_ROUNDS = 2  # times the rounds asked for, where other programs disturb them
+_QUIET = 0.2  # CPU cores that other programs may use in a round that counts
+
+
+def main() -> None:
+    """Make the inputs, measure each batch size, report."""
+    arguments = _arguments()
+    source, target_lengths = _inputs(arguments)
+    report: dict[str, Any] = {
+        "setting": "trained" if arguments.workdir else arguments.model,
+        "sentences": len(source),
+        "source_tokens": sum(len(x) + 1 for x in source),
+        "beam_size": arguments.beam_size,
+        "length_penalty": arguments.length_penalty,
+        "max_extra_length": arguments.max_extra_length,
+        "threads": arguments.threads,
+        "repeats": arguments.repeats,
+        "results": [],
+    }
+    for batch_size in arguments.batch_sizes:
+        report["results"].append(_measure(arguments, source, target_lengths, batch_size))
+        if arguments.output:
+            arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+        _print_table(report["results"][-1])
+
+
+class _Engine:
+    """The process of one engine."""
+
+    def __init__(self, name: str, folder: Path, threads: int):
+        """Start it, on as many cores as all engines get."""
+        command = [sys.executable, "-m", "benchmarks.decode_engines", name, str(folder)]
+        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU's is shared by all engines
+        threads_everywhere = {"OMP_NUM_THREADS": str(threads)}
+        pipe = subprocess.PIPE
+        root = Path(__file__).resolve().parents[1]
+        self.name = name
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, cwd=root, env=os.environ | memory | threads_everywhere
+        )
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self.process.pid, sorted(os.sched_getaffinity(0))[:threads])
+
+    def read(self) -> dict[str, Any]:
+        """Its next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"error: {self.name} ended without an answer (status {self.process.wait()}); see above.")
+        return json.loads(line)
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Have it do something; adds what others did meanwhile."""
+        assert self.process.stdin is not None
+        begin, busy = time.perf_counter(), _busy_seconds()
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        answer = self.read()
+        if "cpu_seconds" in answer:
+            others = _busy_seconds() - busy - answer["cpu_seconds"]
+            answer["others"] = max(0.0, others / (time.perf_counter() - begin))
+        return answer
+
+    def end(self) -> None:
+        """Let it go."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def _measure(
+    arguments: argparse.Namespace, source: list[list[int]], target_lengths: list[int] | None, batch_size: int
+) -> dict[str, Any]:
+    """All engines at one batch size."""
+    forced = None
+    if target_lengths is not None:
+        means = [round(float(np.mean(target_lengths[i : i + batch_size]))) for i in range(0, len(source), batch_size)]
+        forced = [means[i // batch_size] for i in range(len(source))]
+    engines: dict[str, _Engine] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = {
+            "source": source,
+            "forced": forced,
+            "own_lengths": target_lengths,
+            "batch_size": batch_size,
+            "max_source_length": max(256, *(len(x) + 1 for x in source)),
+            "workdir": str(arguments.workdir.absolute()) if arguments.workdir else None,
+            **{key: getattr(arguments, key) for key in ("model", "beam_size", "length_penalty", "max_extra_length", "threads")},
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        preparation = _Engine("prepare", folder, arguments.threads)
+        prepared = preparation.read()
+        preparation.end()
+        (folder / "job.json").write_text(json.dumps(job | {"device": prepared["device"]}))
+        skipped = prepared["skipped"] | {name: "not asked for" for name in NAMES if name not in arguments.engines}
+        try:
+            engines = {name: _Engine(name, folder, arguments.threads) for name in NAMES if name not in skipped}
+            started = {name: engine.read() for name, engine in engines.items()}
+            for name, answer in started.items():
+                if "skipped" in answer:
+                    skipped[name] = answer["skipped"]
+                    engines.pop(name).end()
+            result = _in_turn(engines, started, forced, repeats=arguments.repeats, patience=arguments.patience)
+        finally:
+            for engine in engines.values():
+                engine.end()
+    return {
+        "batch_size": batch_size,
+        "device": prepared["device"],
+        **result,
+        "skipped": skipped,
+        "environment": prepared["environment"],
+    }
+
+
+def _in_turn(
+    engines: dict[str, _Engine], started: dict[str, Any], forced: list[int] | None, *, repeats: int, patience: float
+) -> dict[str, Any]:
+    """A round to warm up, then rounds until enough were quiet or there were too many; if none was quiet, all count."""
+    rounds: list[dict[str, Any]] = []
+    while _quiet_rounds(rounds[1:]) < repeats and len(rounds) < 1 + _MOST_ROUNDS * repeats:
+        rounds.append({})
+        for name, engine in engines.items():
+            _wait_for_others(patience)
+            rounds[-1][name] = answer = engine.ask("run")
+            seen = f"{answer['seconds']:.2f} s, {answer['cpu_seconds']:.2f} CPU s, others {answer['others']:.2f}"
+            print(f"round {len(rounds) - 1}  {name:<18}{seen}", file=sys.stderr, flush=True)
+    warm_up, *all_timed = rounds
+    num_quiet = _quiet_rounds(all_timed)
+    timed = [each for each in all_timed if _quiet_rounds([each])] or all_timed
+    outputs = {name: timed[-1][name]["outputs"] for name in engines}
+    tokens = {name: sum(forced) if forced else sum(len(x) + 1 for x in outputs[name]) for name in engines}
+    speeds = {name: [tokens[name] / each[name]["seconds"] for each in timed] for name in engines}
+    found = {}
+    for name, engine in engines.items():
+        found[name] = {
+            **started[name],
+            "tokens_per_second": round(median(speeds[name]), 1),
+            "tokens_per_second_all": [round(x, 1) for x in speeds[name]],
+            "output_tokens": tokens[name],
+            "first_run_seconds": round(warm_up[name]["seconds"], 2),
+            "tokens_per_cpu_second": round(median(tokens[name] / each[name]["cpu_seconds"] for each in timed), 1),
+            "load_of_others": round(median(each[name]["others"] for each in timed), 2),
+            **engine.ask("extras"),
+        }
+    ratios, same = {}, {}
+    for name in engines:
+        if name == "ours" or "ours" not in engines:
+            continue
+        ratios[name] = {
+            "of_medians": round(median(speeds["ours"]) / median(speeds[name]), 3),
+            "median_of_pairs": round(median(a / b for a, b in zip(speeds["ours"], speeds[name])), 3),
+        }
+        pairs = zip(outputs["ours"], outputs[name], forced or [None] * len(outputs[name]))
+        same[name] = sum(a == (b[: n - 1] if n else b) for a, b, n in pairs)
+    return {"rounds": len(all_timed), "quiet_rounds": num_quiet, "engines": found, "ours_over": ratios, "same_lines": same}
+
+
+def _quiet_rounds(rounds: list[dict[str, Any]]) -> int:
+    """How many had the machine to themselves."""
+    return sum(all(answer["others"] <= _QUIET for answer in each.values()) for each in rounds)
+
+
+def _wait_for_others(patience: float) -> None:
+    """A pause; and while other programs use the machine, up to ``patience`` seconds more."""
+    end = time.perf_counter() + patience
+    while True:
+        busy = _busy_seconds()
+        time.sleep(_PAUSE)
+        if (_busy_seconds() - busy) / _PAUSE <= _QUIET or time.perf_counter() >= end:
+            return
+
+
+def _inputs(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int] | None]:
+    """Source pieces, longest first, and the target lengths that belong to them if they are to be forced."""
+    if arguments.workdir or arguments.source:
+        from transformer_jax.tokenizer import Tokenizer  # late, as it brings JAX: wrong flags are told at once
+    if arguments.workdir:
+        lines = _lines(arguments.input)
+        pieces = [x for x in Tokenizer.load(arguments.workdir).encode_source(lines) if x]
+        return sorted(pieces[: arguments.sentences], key=len, reverse=True), None
+    rng = np.random.default_rng(0)
+    if arguments.lengths:
+        pairs_N2 = np.loadtxt(arguments.lengths, dtype=int, ndmin=2)
+    elif arguments.source:
+        tokenizer = Tokenizer.load(arguments.tokenizer)
+        sides = tokenizer.encode_source(_lines(arguments.source)), tokenizer.encode_target(_lines(arguments.target))
+        pairs_N2 = np.array([(len(a) + 1, len(b) + 1) for a, b in zip(*sides, strict=True)])
+    else:
+        count = arguments.sentences or 3003
+        source_N = rng.lognormal(3.196, 0.513, count)
+        pairs_N2 = (
+            np.clip(np.stack([source_N, source_N * rng.lognormal(0.030, 0.172, count)], axis=1), 3, 98).round().astype(int)
+        )
+    if arguments.sentences:  # evenly from the whole file, which may be in some order
+        pairs_N2 = pairs_N2[np.linspace(0, len(pairs_N2) - 1, min(arguments.sentences, len(pairs_N2))).astype(int)]
+    pairs_N2 = pairs_N2[np.argsort(-pairs_N2[:, 0], kind="stable")]
+    vocab_size = {"base": 32_000, "tiny": 64}[arguments.model]
+    # No translation may be longer than the search has room for.
+    targets = np.minimum(pairs_N2[:, 1], pairs_N2[:, 0] + arguments.max_extra_length)
+    return [rng.integers(4, vocab_size, n - 1).tolist() for n in pairs_N2[:, 0]], targets.tolist()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+def _busy_seconds() -> float:
+    """What all cores have worked so far."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    quiet = f"{result['quiet_rounds']} quiet rounds of {result['rounds']}"
+    print(f"\nbatch size {result['batch_size']}, {quiet}, {', '.join(result['environment']['devices'])}")
+    print(f"{'engine':<18}{'precision':<15}{'tokens/s':>9}{'ours/it':>9}{'pairs':>7}{'same':>7}{'GB':>7}{'others':>8}  notes")
+    for name, x in result["engines"].items():
+        ratio = result["ours_over"].get(name, {"of_medians": 1.0, "median_of_pairs": 1.0})
+        same = result["same_lines"].get(name, "")
+        notes = ""
+        if name == "ours":
+            notes = f"compiling {x['compile_seconds']} s ({x['shapes_compiled']} shapes), wasted slots {x['wasted_slots']:.1%}"
+            if "wasted_slots_own_lengths" in x:
+                notes += f" (own lengths: {x['wasted_slots_own_lengths']:.1%})"
+        print(
+            f"{name:<18}{x['precision']:<15}{x['tokens_per_second']:>9}{ratio['of_medians']:>9}{ratio['median_of_pairs']:>7}"
+            f"{same:>7}{x['peak_memory_gb']:>7.2f}{x['load_of_others']:>8}  {notes}"
+        )
+    for name, reason in result["skipped"].items():
+        print(f"{name:<18}skipped: {reason}")
+    sys.stdout.flush()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["base", "tiny"], help="random weights, forced lengths")
+    parser.add_argument("--lengths", type=Path, help="source and target length of a sentence in each line")
+    parser.add_argument("--source", type=Path, help="text to take the lengths of, with --target and --tokenizer")
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.model")
+    parser.add_argument("--workdir", type=Path, help="a trained model, natural lengths; with --input")
+    parser.add_argument("--input", type=Path, help="text to translate")
+    parser.add_argument("--sentences", type=int, help="take so many; default: all")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--beam-size", type=int, default=4)
+    parser.add_argument("--length-penalty", type=float, default=0.6)
+    parser.add_argument("--max-extra-length", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--patience", type=float, default=20.0, help="most seconds to wait, before a turn, for a quiet machine")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores for each engine")
+    parser.add_argument("--engines", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--output", type=Path, help="JSON file")
+    arguments = parser.parse_args()
+    if bool(arguments.model) == bool(arguments.workdir):
+        parser.error("expected either --model or --workdir")
+    if bool(arguments.workdir) != bool(arguments.input):
+        parser.error("--workdir and --input go together")
+    if len({bool(x) for x in (arguments.source, arguments.target, arguments.tokenizer)}) > 1:
+        parser.error("--source, --target and --tokenizer go together")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
