@@ -30,7 +30,8 @@ def test_named_files_and_fields_exist(path: Path) -> None:
 
 
 def test_flags_of_decode_exist() -> None:
-    fields = re.findall(r"^    (\w+): .* = ", (ROOT / "decode.py").read_text(), re.MULTILINE)
+    programs = ROOT / "decode.py", ROOT / "transformer_jax" / "decoding" / "shortlist.py"  # the page is about both
+    fields = [name for file in programs for name in re.findall(r"^    (\w+): .* = ", file.read_text(), re.MULTILINE)]
     flags = {field.replace("_", "-") for field in fields} | {"help"}
     text = re.sub(r"srun .*? sh", "", (ROOT / "docs" / "decoding.md").read_text())
     commands = "\n".join(line for line in text.replace("\\\n", "").split("\n") if "decode.py" in line or "`--" in line)
