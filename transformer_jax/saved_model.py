@@ -85,8 +85,10 @@ def complete_steps(folder: Path) -> list[int]:
 
 def is_imported(path: Path) -> bool:
     """Whether a complete checkpoint holds parameters from elsewhere, which training can begin with, and nothing else."""
-    progress = path / "progress.json"
-    return progress.exists() and bool(json.loads(progress.read_text()).get("imported"))
+    try:
+        return bool(json.loads((path / "progress.json").read_text()).get("imported"))
+    except (OSError, ValueError):  # damaged, which ``verify`` tells
+        return False
 
 
 def write_manifest(path: Path) -> None:
