@@ -1,10 +1,15 @@
-"""The chunked loss equals a plain one: values, gradients, padding, chunk sizes."""
+"""The chunked loss equals a plain one: values, gradients, padding, chunk sizes, devices."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+from transformer_jax.config import MeshConfig
+from transformer_jax.sharding import batch_sharding, make_mesh, replicated
 from transformer_jax.training.loss import smoothed_cross_entropy
 
 B, T, D, V = 3, 7, 8, 19
@@ -76,3 +81,45 @@ def test_large_logits_stay_finite() -> None:
     hidden, matrix, target = _inputs()
     sums, pull = jax.vjp(lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60).loss, 1e4 * hidden)
     assert jnp.isfinite(sums) and jnp.isfinite(pull(jnp.ones(()))[0]).all()
+
+
+def test_rows_spread_over_devices_change_nothing() -> None:
+    """Values and gradients; and devices talk after the last chunk, not in each."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    keys = jax.random.split(jax.random.key(1), 4)
+    hidden, matrix = jax.random.normal(keys[0], (8, T, D)), jax.random.normal(keys[1], (V, D))
+    target, bias = jax.random.randint(keys[2], (8, T), 0, V), jax.random.normal(keys[3], (V,))
+
+    def value_and_gradient(mesh: Mesh | None) -> jax.stages.Wrapped:
+        def loss(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
+            return smoothed_cross_entropy(h, m, target, 0.1, 3 * V, b, mesh).loss
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+
+    expected = value_and_gradient(None)(hidden, matrix, bias)
+    spread = jax.device_put(hidden, batch_sharding(mesh)), *jax.device_put((matrix, bias), replicated(mesh))
+    compiled = value_and_gradient(mesh).lower(*spread).compile()
+    for got, want in zip(jax.tree.leaves(compiled(*spread)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert compiled(*spread)[1][0].sharding.spec[0] == ("data", "fsdp")
+    parts = re.split(r"\n(?=%|ENTRY)", compiled.as_text())
+    chunk = [part for part in parts if not part.startswith("ENTRY") and re.search(rf"f32\[{V},{D}\]", part)]
+    assert any("dot(" in part for part in chunk), "no loop over chunks was found"
+    assert not any("all-reduce" in part or "all-gather" in part for part in chunk)
+
+
+def test_memory_is_an_eighth_of_all_logits() -> None:
+    """Beside the gradients themselves."""
+    vocab_size, d_model, tokens = 8000, 32, (64, 32)
+    shapes = [
+        jax.ShapeDtypeStruct((*tokens, d_model), jnp.float32),
+        jax.ShapeDtypeStruct((vocab_size, d_model), jnp.float32),
+        jax.ShapeDtypeStruct(tokens, jnp.int32),
+    ]
+    compiled = (
+        jax.jit(jax.grad(lambda h, m, t: smoothed_cross_entropy(h, m, t, 0.1, 2**20).loss, argnums=(0, 1)))
+        .lower(*shapes)
+        .compile()
+    )
+    all_logits = 4 * tokens[0] * tokens[1] * vocab_size
+    assert compiled.memory_analysis().temp_size_in_bytes <= all_logits / 8

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
+from transformer_jax.sharding import BATCH_AXES
 from transformer_jax.tokenizer import PAD_ID
 
 
@@ -21,7 +23,7 @@ class LossSums(NamedTuple):
     tokens: jax.Array  # real target tokens
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 6))
 def smoothed_cross_entropy(
     hidden_BTD: jax.Array,
     matrix_VD: jax.Array,
@@ -29,10 +31,11 @@ def smoothed_cross_entropy(
     label_smoothing: float = 0.1,
     max_logits: int = 2**22,
     bias_V: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> LossSums:
     """Cross-entropy between softmax(hidden matrix^T + bias) and targets smoothed to (1 - epsilon) one-hot + epsilon / V.
 
-    Logits exist for a few target positions of all rows at a time, at most about ``max_logits`` of them. The gradient is
+    Logits exist for a few target positions at a time, at most about ``max_logits`` of them on a device. The gradient is
     worked out in the same pass, so that no logits are computed twice.
 
     Args:
@@ -40,17 +43,19 @@ def smoothed_cross_entropy(
       matrix_VD: softmax weights, float32.
       target_BT: pieces to predict; positions with PAD_ID count nothing.
       bias_V: softmax biases, float32, if there are any.
+      mesh: devices that the rows B are spread over, along the axes ``data`` and ``fsdp``; B must divide over them. Sums and
+        the gradients of matrix and bias cross the devices once, after the last chunk.
 
     Only ``loss`` has a gradient.
     """
-    return _sums_and_gradients(hidden_BTD, matrix_VD, target_BT, label_smoothing, max_logits, bias_V, gradients=False)[0]
+    return _sums_and_gradients(hidden_BTD, matrix_VD, target_BT, label_smoothing, max_logits, bias_V, mesh, gradients=False)[0]
 
 
-def _forward(hidden_BTD, matrix_VD, target_BT, label_smoothing, max_logits, bias_V):  # type: ignore[no-untyped-def]
-    return _sums_and_gradients(hidden_BTD, matrix_VD, target_BT, label_smoothing, max_logits, bias_V, gradients=True)
+def _forward(hidden_BTD, matrix_VD, target_BT, label_smoothing, max_logits, bias_V, mesh):  # type: ignore[no-untyped-def]
+    return _sums_and_gradients(hidden_BTD, matrix_VD, target_BT, label_smoothing, max_logits, bias_V, mesh, gradients=True)
 
 
-def _backward(label_smoothing, max_logits, gradients, cotangent):  # type: ignore[no-untyped-def]
+def _backward(label_smoothing, max_logits, mesh, gradients, cotangent):  # type: ignore[no-untyped-def]
     d_hidden_BTD, d_matrix_VD, d_bias_V = gradients
     scale = cotangent.loss
     no_gradient = np.zeros(d_hidden_BTD.shape[:2], jax.dtypes.float0)
@@ -60,6 +65,8 @@ def _backward(label_smoothing, max_logits, gradients, cotangent):  # type: ignor
 
 smoothed_cross_entropy.defvjp(_forward, _backward)
 
+_Gradients = tuple[jax.Array, jax.Array, jax.Array | None]  # of hidden, matrix, bias
+
 
 def _sums_and_gradients(
     hidden_BTD: jax.Array,
@@ -68,50 +75,79 @@ def _sums_and_gradients(
     label_smoothing: float,
     max_logits: int,
     bias_V: jax.Array | None,
+    mesh: Mesh | None,
     *,
     gradients: bool,
-) -> tuple[LossSums, tuple[jax.Array, jax.Array, jax.Array | None] | None]:
-    batch, length, d_model = hidden_BTD.shape
-    vocab_size = matrix_VD.shape[0]
+) -> tuple[LossSums, _Gradients | None]:
+    on_device = partial(_on_device, label_smoothing=label_smoothing, max_logits=max_logits, gradients=gradients)
+    if mesh is None:
+        return on_device(hidden_BTD, matrix_VD, target_BT, bias_V)
+
+    def on_each_device(*arrays: jax.Array | None) -> tuple[LossSums, _Gradients | None]:
+        sums, of_inputs = on_device(*arrays)
+        if of_inputs is None:
+            return jax.lax.psum(sums, BATCH_AXES), None
+        d_hidden_BTD, *of_weights = of_inputs
+        sums, of_weights = jax.lax.psum((sums, of_weights), BATCH_AXES)
+        return sums, (d_hidden_BTD, *of_weights)
+
+    rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
+    return jax.shard_map(
+        on_each_device,
+        mesh=mesh,
+        in_specs=(rows, everywhere, rows, everywhere),
+        out_specs=(everywhere, (rows, everywhere, everywhere) if gradients else everywhere),
+        check_vma=False,
+    )(hidden_BTD, matrix_VD, target_BT, bias_V)
+
+
+def _on_device(
+    hidden_BTD: jax.Array,
+    matrix_VD: jax.Array,
+    target_BT: jax.Array,
+    bias_V: jax.Array | None,
+    *,
+    label_smoothing: float,
+    max_logits: int,
+    gradients: bool,
+) -> tuple[LossSums, _Gradients | None]:
+    vocab_size, d_model = matrix_VD.shape
     dtype = hidden_BTD.dtype
     weights_VD = matrix_VD.astype(dtype)
-    # Chunks run along T, not along B: rows may be spread over devices, positions never are.
-    wanted = max(1, -(-batch * length * vocab_size // max_logits))
-    width = -(-length // min(wanted, length))
-    chunks = -(-length // width)
-    spare = chunks * width - length
-    hidden_CBtD = _split(jnp.pad(hidden_BTD, ((0, 0), (0, spare), (0, 0))), chunks)
-    target_CBt = _split(jnp.pad(target_BT, ((0, 0), (0, spare)), constant_values=PAD_ID), chunks)
+    # Chunks (C) of so many tokens (L).
+    count = target_BT.size
+    length = -(-count // max(1, -(-count * vocab_size // max_logits)))
+    spare = -count % length
+    hidden_CLD = jnp.pad(hidden_BTD.reshape(-1, d_model), ((0, spare), (0, 0))).reshape(-1, length, d_model)
+    target_CL = jnp.pad(target_BT.reshape(-1), (0, spare), constant_values=PAD_ID).reshape(-1, length)
 
     def one_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
-        hidden_BtD, target_Bt = chunk
-        real_Bt = (target_Bt != PAD_ID).astype(jnp.float32)
-        logits_BtV = jnp.einsum("BtD,VD->BtV", hidden_BtD, weights_VD, preferred_element_type=jnp.float32)
+        hidden_LD, target_L = chunk
+        real_L = (target_L != PAD_ID).astype(jnp.float32)
+        logits_LV = jnp.einsum("LD,VD->LV", hidden_LD, weights_VD, preferred_element_type=jnp.float32)
         if bias_V is not None:
-            logits_BtV += bias_V[None, None]
-        top_Bt = logits_BtV.max(axis=-1)
-        exp_BtV = jnp.exp(logits_BtV - top_Bt[..., None])
-        total_Bt = exp_BtV.sum(axis=-1)
-        log_total_Bt = top_Bt + jnp.log(total_Bt)
-        label_Bt = jnp.take_along_axis(logits_BtV, target_Bt[..., None], axis=-1)[..., 0]
-        nll_Bt = log_total_Bt - label_Bt
-        loss_Bt = (1 - label_smoothing) * nll_Bt + label_smoothing * (log_total_Bt - logits_BtV.mean(axis=-1))
-        new = LossSums(
-            (loss_Bt * real_Bt).sum(), (nll_Bt * real_Bt).sum(), ((label_Bt >= top_Bt) * real_Bt).sum(), real_Bt.sum()
-        )
+            logits_LV += bias_V[None]
+        top_L = logits_LV.max(axis=-1)
+        exp_LV = jnp.exp(logits_LV - top_L[:, None])
+        total_L = exp_LV.sum(axis=-1)
+        log_total_L = top_L + jnp.log(total_L)
+        label_L = jnp.take_along_axis(logits_LV, target_L[:, None], axis=-1)[:, 0]
+        nll_L = log_total_L - label_L
+        loss_L = (1 - label_smoothing) * nll_L + label_smoothing * (log_total_L - logits_LV.mean(axis=-1))
+        new = LossSums((loss_L * real_L).sum(), (nll_L * real_L).sum(), ((label_L >= top_L) * real_L).sum(), real_L.sum())
         sums = jax.tree.map(jnp.add, sums, new)
         if not gradients:
             return (sums, d_matrix_VD, d_bias_V), None
-        is_label_BtV = jnp.arange(vocab_size, dtype=target_Bt.dtype)[None, None] == target_Bt[..., None]
-        smoothed_BtV = jnp.where(is_label_BtV, 1 - label_smoothing, 0.0) + label_smoothing / vocab_size
-        d_logits_BtV = (exp_BtV / total_Bt[..., None] - smoothed_BtV) * real_Bt[..., None]
+        is_label_LV = jnp.arange(vocab_size, dtype=target_L.dtype)[None] == target_L[:, None]
+        smoothed_LV = jnp.where(is_label_LV, 1 - label_smoothing, 0.0) + label_smoothing / vocab_size
+        d_logits_LV = (exp_LV / total_L[:, None] - smoothed_LV) * real_L[:, None]
         if d_bias_V is not None:
-            d_bias_V += d_logits_BtV.sum(axis=(0, 1))
-        d_logits_BtV = d_logits_BtV.astype(dtype)
-        d_hidden_BtD = jnp.einsum("BtV,VD->BtD", d_logits_BtV, weights_VD)
-        d_matrix_VD += jnp.einsum("BtV,BtD->VD", d_logits_BtV, hidden_BtD, preferred_element_type=jnp.float32)
-        return (sums, d_matrix_VD, d_bias_V), d_hidden_BtD
+            d_bias_V += d_logits_LV.sum(axis=0)
+        d_logits_LV = d_logits_LV.astype(dtype)
+        d_hidden_LD = jnp.einsum("LV,VD->LD", d_logits_LV, weights_VD)
+        d_matrix_VD += jnp.einsum("LV,LD->VD", d_logits_LV, hidden_LD, preferred_element_type=jnp.float32)
+        return (sums, d_matrix_VD, d_bias_V), d_hidden_LD
 
     zeros = LossSums(*(jnp.zeros((), jnp.float32),) * 4)
     start = (
@@ -119,13 +155,8 @@ def _sums_and_gradients(
         jnp.zeros(matrix_VD.shape if gradients else (), jnp.float32),
         None if bias_V is None else jnp.zeros(vocab_size, jnp.float32),
     )
-    (sums, d_matrix_VD, d_bias_V), d_hidden_CBtD = jax.lax.scan(one_chunk, start, (hidden_CBtD, target_CBt))
+    (sums, d_matrix_VD, d_bias_V), d_hidden_CLD = jax.lax.scan(one_chunk, start, (hidden_CLD, target_CL))
     if not gradients:
         return sums, None
-    d_hidden_BTD = d_hidden_CBtD.swapaxes(0, 1).reshape(batch, chunks * width, d_model)[:, :length]
+    d_hidden_BTD = d_hidden_CLD.reshape(-1, d_model)[:count].reshape(hidden_BTD.shape)
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
-
-
-def _split(x: jax.Array, chunks: int) -> jax.Array:
-    """[B, T, ...] to [chunks, B, T / chunks, ...]."""
-    return x.reshape(x.shape[0], chunks, x.shape[1] // chunks, *x.shape[2:]).swapaxes(0, 1)

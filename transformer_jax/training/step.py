@@ -59,8 +59,8 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
     optimizer = make_optimizer(config.optimizer, config.model.d_model)
     schedule = learning_rate_schedule(config.optimizer, config.model.d_model)
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)[0]
-    # Larger chunks keep an accelerator busy, smaller ones stay in a CPU's cache. Each device holds its share of rows.
-    max_logits = (2**20 if jax.default_backend() == "cpu" else 2**25) * mesh.shape["data"] * mesh.shape["fsdp"]
+    # Larger chunks keep an accelerator busy, smaller ones stay in a CPU's cache.
+    max_logits = 2**20 if jax.default_backend() == "cpu" else 2**25
 
     def init() -> TrainState:
         model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
@@ -90,6 +90,7 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
             config.training.label_smoothing,
             max_logits,
             model.output_bias_V,
+            mesh,
         )
 
     def gradients(parameters: Parameters, batch: Batch, dropout_key: jax.Array) -> tuple[Parameters, LossSums]:
