@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from transformer_jax.config import TrainingConfig
+    from transformer_jax.config import Config
     from transformer_jax.decoding.records import Record
     from transformer_jax.decoding.resuming import ResumableFile, Stream
     from transformer_jax.decoding.scoring import Scorer
@@ -157,6 +157,7 @@ def _decode(a: Arguments) -> None:
     from transformer_jax.decoding.scoring import Scorer
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.evaluation import bleu, check_pairs, chrf
+    from transformer_jax.sharding import devices_for_rows
 
     _check_flags(a)
     if a.files.join:
@@ -167,7 +168,7 @@ def _decode(a: Arguments) -> None:
     shape = Output(a.files.format, a.results.nbest, scoring, piece_scores, a.results.alignments)
     part = parse_part(a.files.part) if a.files.part else (0, 1)
     path = part_path(str(a.files.output), part) if a.files.part else a.files.output
-    training = _training_config(a.workdir)
+    config = _config(a.workdir)
     read = open_records(
         a.files.input or sys.stdin.buffer,
         format=a.files.format,
@@ -177,7 +178,7 @@ def _decode(a: Arguments) -> None:
         hold=a.evaluation.reference is not None,
     )
     references = None if a.evaluation.reference is None else list(read_lines(a.evaluation.reference))
-    tokenize = a.evaluation.bleu_tokenize or training.bleu_tokenize
+    tokenize = a.evaluation.bleu_tokenize or config.training.bleu_tokenize
     if references is not None:  # before the work, not after it
         check_pairs([record.text for record in read()], references)
         bleu(references[:1], references[:1], tokenize=tokenize)
@@ -189,8 +190,9 @@ def _decode(a: Arguments) -> None:
     search = {name: value for name, value in dataclasses.asdict(a.search).items() if value is not None}
     if at_terminal:
         search.setdefault("batch_size", 1)
-    translator = Translator.from_workdir(a.workdir, checkpoint=a.checkpoint, average=a.average, **search)
-    scorer = Scorer(translator.models, translator.tokenizer, translator.config)
+    devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
+    translator = Translator.from_workdir(a.workdir, checkpoint=a.checkpoint, average=a.average, devices=devices, **search)
+    scorer = Scorer(translator.models, translator.tokenizer, translator.config, devices=devices)
     _check_against_model(a, translator, scorer, read)
 
     def stream(records: Iterable[Record]) -> Iterable[list[Translation]]:
@@ -300,7 +302,7 @@ def _checked(records: Iterable[Record], translator: Translator) -> Iterator[Reco
         yield record
 
 
-def _training_config(workdirs: tuple[str, ...]) -> TrainingConfig:
+def _config(workdirs: tuple[str, ...]) -> Config:
     """The first run's; every run must be there."""
     import jax
 
@@ -310,10 +312,10 @@ def _training_config(workdirs: tuple[str, ...]) -> TrainingConfig:
     for workdir in workdirs:
         if not (Path(workdir) / "config.json").is_file():
             raise UserError(f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py.")
-    training = from_json((Path(workdirs[0]) / "config.json").read_text()).training
-    if training.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(training.compilation_cache).expanduser()))
-    return training
+    config = from_json((Path(workdirs[0]) / "config.json").read_text())
+    if config.training.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.training.compilation_cache).expanduser()))
+    return config
 
 
 def _open(path: str | Path | None, a: Arguments, translator: Translator, *, group_size: int) -> ResumableFile | Stream:

@@ -18,6 +18,7 @@ from transformer_jax.interop.huggingface import export_safetensors
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.saved_model import load_model
+from transformer_jax.sharding import devices_for_rows
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.metrics import environment
 
@@ -103,14 +104,15 @@ class Ours:
     def __init__(self, job: Job):
         self._compile_seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
+        devices = devices_for_rows(job["batch_size"])  # first, as it may decide how JAX starts
         config, model, _ = load(job)
         self.precision = str(jnp.dtype(compute_dtype(config.model)))
         if job["forced"]:  # EOS is allowed where the length ends, and there nothing else is
-            self._engine: Engine = ForcedEngine([model], config.decoding, suppress=(EOS_ID,))
+            self._engine: Engine = ForcedEngine([model], config.decoding, suppress=(EOS_ID,), devices=devices)
             self._sentences = [Sentence(x, seed=n) for x, n in zip(job["source"], job["forced"])]
             self._own = [Sentence(x, seed=n) for x, n in zip(job["source"], job["own_lengths"])]
         else:
-            self._engine = Engine([model], config.decoding)
+            self._engine = Engine([model], config.decoding, devices=devices)
             self._sentences, self._own = [Sentence(x) for x in job["source"]], []
 
     def _listen(self, event: str, seconds: float, **_: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PairsConfig, TrainingConfig
+from transformer_jax.config import BatchConfig, Config, DataConfig, DecodingConfig, ModelConfig, PairsConfig, TrainingConfig
 from transformer_jax.config_files import differences_on_resume, flatten, from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
 
@@ -49,6 +49,9 @@ def test_every_field_has_a_meaning_for_help() -> None:
         (lambda: PairsConfig("tfds"), "at least one entry for kind 'tfds'"),
         (lambda: Config(batch=BatchConfig(tokens=2000)), "batch.tokens is 2000; expected at least 2048"),
         (lambda: BatchConfig(layout="packed", tokens=100), "batch.tokens is 100"),
+        (lambda: DecodingConfig(length_penalty=float("inf")), "length_penalty is inf; expected a finite number"),
+        (lambda: DecodingConfig(method="sample", coverage_penalty=0.2), "coverage_penalty is 0.2; expected 0 with"),
+        (lambda: DecodingConfig(seed=-1), "decoding.seed is -1; expected a number from 0 to"),
         (lambda: DataConfig(max_length_ratio=0.5), "data.max_length_ratio is 0.5"),
         (lambda: TrainingConfig(average=9, keep_checkpoints=5), "at most training.keep_checkpoints = 5"),
     ],

@@ -6,6 +6,7 @@ The defaults are the paper's base model; each departure from the paper is a name
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ def _type_problem(value: Any, expected: Any) -> str | None:
     if origin is Literal:
         return None if value in parts else "one of " + ", ".join(map(repr, parts))
     kinds = parts if origin in (types.UnionType, typing.Union) else (expected,)
+    if type(value) is float and float in kinds and not math.isfinite(value):
+        return "a finite number"
     if type(value) in kinds or (float in kinds and type(value) is int):
         return None
     return " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -411,6 +414,9 @@ class DecodingConfig:
             f"at most decoding.max_extra_length = {self.max_extra_length}, so that the shortest source leaves room for it",
         )
         _require(self.repetition_penalty >= 1, "decoding.repetition_penalty", self.repetition_penalty, "1 (off) or more")
+        beam_only = self.coverage_penalty == 0 or self.method == "beam"
+        _require(beam_only, "decoding.coverage_penalty", self.coverage_penalty, "0 with decoding.method sample")
+        _require(0 <= self.seed < 2**32, "decoding.seed", self.seed, "a number from 0 to 2^32 - 1")
         _require(self.temperature > 0, "decoding.temperature", self.temperature, "a number above 0")
         _require(0 < self.top_p <= 1, "decoding.top_p", self.top_p, "a probability in (0, 1]")
 

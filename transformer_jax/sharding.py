@@ -6,6 +6,8 @@ Three axes: ``data`` splits the batch; ``fsdp`` splits the batch and also every 
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
 
 BATCH_AXES = ("data", "fsdp")
+_ROWS_OF_A_CORE = 16
 
 # Where each axis of a parameter goes, by the last names of its path. Everything else (norms, biases) is on every device.
 _RULES: dict[tuple[str, ...], PartitionSpec] = {
@@ -47,6 +50,27 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch over the ``data`` and ``fsdp`` axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def row_shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
+    """For work on rows that need nothing of each other: a whole copy on every device, and the first axis spread over them."""
+    mesh = Mesh(np.asarray(devices), ("rows",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
+
+
+def devices_for_rows(rows: int) -> list[jax.Device]:
+    """As many devices as ``rows`` rows divide over evenly.
+
+    Where JAX has not started yet, a CPU's cores become devices of their own, as long as each gets 16 rows: searching on one
+    device that all cores share is about 10% slower (docs/performance.md).
+    """
+    most = max(1, rows // _ROWS_OF_A_CORE)
+    with contextlib.suppress(RuntimeError):  # it has started
+        jax.config.update("jax_num_cpu_devices", min(most, len(os.sched_getaffinity(0))))
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        devices = devices[:most]
+    return devices[: max(count for count in range(1, len(devices) + 1) if rows % count == 0)]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig
+from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.sharding import batch_sharding, make_mesh
 
 VOCAB = 40
 MODEL = ModelConfig(vocab_size=VOCAB, d_model=16, d_ff=32, num_heads=2, num_layers=1, tie_embeddings="none", dtype="float32")
@@ -114,17 +113,15 @@ def test_the_coverage_penalty_is_that_of_the_models_attention():
 
 
 def test_devices_share_the_work(engine):
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    spread = Engine([make_model(0)], CONFIG, batch_sharding=batch_sharding(mesh))
+    spread = Engine([make_model(0)], CONFIG, devices=jax.devices()[:4])
     assert pieces(spread.search(SENTENCES)) == pieces(engine.search(SENTENCES))
 
 
 def test_settings_that_do_not_fit():
     with pytest.raises(UserError, match="beam_size is 41; expected at most 40"):
         Engine([make_model(0)], DecodingConfig(beam_size=41))
-    mesh = make_mesh(MeshConfig(data=8))
     with pytest.raises(UserError, match="batch_size is 4; expected a multiple of 8"):
-        Engine([make_model(0)], CONFIG, batch_sharding=batch_sharding(mesh))
+        Engine([make_model(0)], CONFIG, devices=jax.devices())
 
 
 def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_vocabulary():

@@ -68,6 +68,14 @@ def padded(rows, length):
     return array_BL
 
 
+def test_devices_share_the_rows(model, tokenizer, scorer, pairs):
+    spread = Scorer(model, tokenizer, CONFIG, devices=jax.devices()[:2])
+    for one, other in zip(spread.score_pieces(pairs), scorer.score_pieces(pairs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for one, other in zip(spread.align_pieces(pairs), scorer.align_pieces(pairs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_the_score_of_a_translation_is_what_the_search_reported(model, tokenizer, scorer):
     found = list(Translator(model, tokenizer, CONFIG).stream(LINES, num_hypotheses=2))
     sources = tokenizer.encode_source(LINES)

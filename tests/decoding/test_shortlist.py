@@ -18,7 +18,6 @@ from transformer_jax.config import (
     Config,
     DataConfig,
     DecodingConfig,
-    MeshConfig,
     ModelConfig,
     PairsConfig,
     TokenizerConfig,
@@ -30,7 +29,6 @@ from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.decoding.shortlist import Shortlist, main
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.sharding import batch_sharding, make_mesh
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 
 V = 40
@@ -278,8 +276,7 @@ def test_prefixes_and_suppressed_pieces(engine):
 
 
 def test_devices_share_the_work(engine):
-    sharding = batch_sharding(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
-    spread = Engine([make_model()], CONFIG, shortlist=make_shortlist(frequent=3), batch_sharding=sharding)
+    spread = Engine([make_model()], CONFIG, shortlist=make_shortlist(frequent=3), devices=jax.devices()[:4])
     agree(spread.search(SENTENCES), engine.search(SENTENCES))
 
 

@@ -16,7 +16,7 @@ from transformer_jax.decoding.engine import _source_lengths
 from transformer_jax.decoding.translator import Request, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.sharding import batch_sharding, make_mesh
+from transformer_jax.sharding import make_mesh
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -186,9 +186,7 @@ def test_ten_thousand_words_in_one_line(translator, caplog):
 
 
 def test_rows_spread_over_devices_give_the_same(model, tokenizer, translator):
-    mesh = make_mesh(MeshConfig(), jax.devices()[:4])
-    spread = Translator(model, tokenizer, CONFIG, batch_sharding=batch_sharding(mesh))
-    spread.parameters = jax.device_put(spread.parameters, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    spread = Translator(model, tokenizer, CONFIG, devices=jax.devices()[:4])
     lines = _of_one_shape(tokenizer)[:9]
     assert spread.translate(lines) == translator.translate(lines)
     assert spread.engine.num_compiled == 1

@@ -202,6 +202,13 @@ def test_unequal_test_files_are_named_before_training(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_wrong_decoding_settings_are_named_before_training(tmp_path: Path) -> None:
+    decoding = dataclasses.replace(tiny().decoding, suppress=("no-such-piece",))
+    with pytest.raises(UserError, match="decoding.suppress has 'no-such-piece'"):
+        train(dataclasses.replace(tiny(), decoding=decoding), tmp_path / "run", devices=ONE)
+    assert not entries(tmp_path / "run")
+
+
 def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
     other = dataclasses.replace(tiny(), seed=1, model=dataclasses.replace(tiny().model, d_ff=64))
     with pytest.raises(UserError, match=r"(?s)model.d_ff: 32 in the work directory, 64 now.*seed: 0 in the work directory"):

@@ -9,10 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding import ensemble
@@ -24,6 +22,7 @@ from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import NOT_FORCED
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.sharding import row_shardings
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 if TYPE_CHECKING:  # it is a program as well, and brings SciPy
@@ -77,21 +76,25 @@ class Engine:
         *,
         suppress: tuple[int, ...] = (),
         shortlist: Shortlist | None = None,
-        batch_sharding: NamedSharding | None = None,
+        devices: Sequence[jax.Device] = (),
     ):
-        """``suppress`` holds the ids of ``config.suppress``, ``shortlist`` what the file ``config.shortlist`` says;
-        ``batch_sharding`` spreads the rows of a batch over devices.
+        """``suppress`` holds the ids of ``config.suppress``, ``shortlist`` what the file ``config.shortlist`` says.
+
+        Each of ``devices`` searches an equal share of the rows, for as long as that takes. Without them the search runs where
+        the parameters are. In a run of several processes all must ask for the same search, and all get its result.
 
         Raises:
           UserError: a batch size that does not divide over the devices, a beam wider than the vocabulary.
         """
         self.config = config
+        self._shares = max(1, len(devices))
         self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
         self.parameters: tuple[Any, ...] = tuple(map(nnx.to_pure_dict, states))
+        if self._shares > 1:
+            self._everywhere, self._rows = row_shardings(devices)
+            self.parameters = jax.device_put(self.parameters, self._everywhere)  # now, not in every search
         self._suppress, self._shortlist = suppress, shortlist
         self._shared_C = None if shortlist is None else shortlist.shared(suppress)
-        self._batch_sharding = batch_sharding
-        self._shares = 1 if batch_sharding is None else batch_sharding.num_devices // _copies(batch_sharding)
         if config.batch_size % self._shares:
             raise UserError(
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of {self._shares}, the devices that share it."
@@ -178,8 +181,8 @@ class Engine:
             own_QK = pieces_QX[:, len(self._shared_C) :]
             places_QP = (pieces_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
             prefix_QP = np.where(prefix_QP < 0, NOT_FORCED, places_QP)
-        inputs = jax.tree.map(jnp.asarray, (source_QS, own_QK))
-        return Queue(inputs, *map(jnp.asarray, (limit_Q, prefix_QP, seed_Q))), counts, pieces_QX
+        arrays: Any = (source_QS, own_QK), limit_Q, prefix_QP, seed_Q  # they go to the devices with the call
+        return Queue(*arrays), counts, pieces_QX
 
     def _search_queue(self, parameters: Any, queue: Queue, counts: jax.Array, *, num_hypotheses: int) -> QueueResult:
         self.num_compiled += 1  # this runs when a shape is traced, which is once
@@ -188,17 +191,13 @@ class Engine:
         sizes = self.config.batch_size, source_QS.shape[1]
         logger.info("Compiling the search for %d sentences of up to %d pieces%s.", *sizes, own)
         search = partial(self._search_share, num_hypotheses=num_hypotheses)
-        if self._batch_sharding is None:
+        if self._shares == 1:
             return search(parameters, queue, counts)
-        rows = self._batch_sharding.spec
-        # Each device searches its own share, for as long as that takes.
-        return jax.shard_map(
-            search,
-            mesh=self._batch_sharding.mesh,
-            in_specs=(PartitionSpec(), rows, rows),
-            out_specs=rows,
-            check_vma=False,
-        )(parameters, queue, counts)
+        everywhere, rows = self._everywhere.spec, self._rows.spec
+        search_shares = jax.shard_map(
+            search, mesh=self._rows.mesh, in_specs=(everywhere, rows, rows), out_specs=rows, check_vma=False
+        )
+        return jax.lax.with_sharding_constraint(search_shares(parameters, queue, counts), self._everywhere)
 
     def _search_share(self, parameters: Any, queue: Queue, count_1: jax.Array, *, num_hypotheses: int) -> QueueResult:
         models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters, strict=True)]
@@ -278,12 +277,6 @@ def _hypotheses(
         )
         if length
     ]
-
-
-def _copies(sharding: NamedSharding) -> int:
-    """How many devices hold the same rows."""
-    split = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
-    return int(np.prod([size for axis, size in sharding.mesh.shape.items() if axis not in split]))
 
 
 def _source_lengths(longest: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.sharding import row_shardings
 from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,15 @@ class Scorer:
       num_compiled: how many programs have been compiled so far.
     """
 
-    def __init__(self, models: Transformer | Sequence[Transformer], tokenizer: Tokenizer, config: DecodingConfig | None = None):
-        """``config`` gives the batch size and the length penalty of the scores."""
+    def __init__(
+        self,
+        models: Transformer | Sequence[Transformer],
+        tokenizer: Tokenizer,
+        config: DecodingConfig | None = None,
+        *,
+        devices: Sequence[jax.Device] = (),
+    ):
+        """``config`` gives the batch size and the length penalty of the scores; ``devices`` share the rows of a batch."""
         models = [models] if isinstance(models, Transformer) else list(models)
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
@@ -51,6 +59,10 @@ class Scorer:
         split = [nnx.split(model, nnx.Param) for model in models]
         self._graphs = [graph for graph, _ in split]
         self.parameters = [nnx.to_pure_dict(state) for _, state in split]
+        self._shares, self._rows = max(1, len(devices)), None
+        if self._shares > 1:
+            everywhere, self._rows = row_shardings(devices)
+            self.parameters = jax.device_put(self.parameters, everywhere)
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
@@ -84,7 +96,7 @@ class Scorer:
             UserError: a pair that learned positions are too few for.
         """
 
-        def run(source_BS: np.ndarray, target_BT: np.ndarray) -> jax.Array:
+        def run(source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
             return self._log_probs_BT(self.parameters, source_BS, target_BT)
 
         return [row[: len(target) + 1] for row, (_, target) in zip(self._in_batches(run, pairs), pairs, strict=True)]
@@ -101,14 +113,14 @@ class Scorer:
             count = min(self._layers)
             raise UserError(f"The alignment layer is {layer}; expected {-count} to {count - 1}, one of the decoder's layers.")
 
-        def run(source_BS: np.ndarray, target_BT: np.ndarray) -> jax.Array:
+        def run(source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
             return self._weights_BTS(self.parameters, source_BS, target_BT, layer=layer)
 
         weights = self._in_batches(run, pairs)
         return [w[: len(target) + 1, : len(source) + 1] for w, (source, target) in zip(weights, pairs, strict=True)]
 
     def _in_batches(
-        self, run: Callable[[np.ndarray, np.ndarray], jax.Array], pairs: Sequence[tuple[Pieces, Pieces]]
+        self, run: Callable[[jax.Array, jax.Array], jax.Array], pairs: Sequence[tuple[Pieces, Pieces]]
     ) -> list[np.ndarray]:
         """``run(source_BS, target_BT)`` on pairs of similar length at a time; its rows in the order of ``pairs``."""
         for number, pair in enumerate(pairs, 1):
@@ -117,13 +129,14 @@ class Scorer:
         running = []
         # The device gets the longest first, and all batches before the first result is waited for.
         for length, same in groupby(sorted(range(len(pairs)), key=lambda i: -lengths[i]), key=lambda i: lengths[i]):
-            rows = max(1, min(self.config.batch_size, self.config.batch_size * _FULL_LENGTH // length))
+            rows = min(self.config.batch_size, self.config.batch_size * _FULL_LENGTH // length)
+            rows = max(1, rows // self._shares) * self._shares
             while batch := list(islice(same, rows)):
                 sources, targets = (np.full((rows, length), PAD_ID, np.int32) for _ in range(2))
                 for row, i in enumerate(batch):
                     for array, pieces in zip((sources, targets), pairs[i], strict=True):
                         array[row, : len(pieces) + 1] = [*pieces, EOS_ID]
-                running.append((batch, run(sources, targets)))
+                running.append((batch, run(*jax.device_put((sources, targets), self._rows))))
         results: dict[int, np.ndarray] = {}
         for batch, result in running:
             results |= zip(batch, np.asarray(result), strict=False)  # the rows left over are padding

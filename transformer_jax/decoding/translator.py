@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jax.sharding import NamedSharding
+import jax
 
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
@@ -79,11 +79,10 @@ class Translator:
         tokenizer: Tokenizer,
         config: DecodingConfig | None = None,
         *,
-        batch_sharding: NamedSharding | None = None,
+        devices: Sequence[jax.Device] = (),
     ):
-        """With ``batch_sharding`` the rows of a batch are spread over devices, which ``config.batch_size`` must divide over.
-
-        Without it every device that holds the parameters does the whole work.
+        """The rows of a batch are spread over ``devices``, which ``config.batch_size`` must divide over; without any the
+        search runs where the parameters are.
 
         Raises:
           UserError: settings that do not go together, or not with the model; a model with another vocabulary; no usable
@@ -112,7 +111,7 @@ class Translator:
             from transformer_jax.decoding.shortlist import Shortlist  # here, because it is a program as well
 
             shortlist = Shortlist.load(self.config.shortlist, tokenizer)
-        self.engine = Engine(models, self.config, suppress=suppress, shortlist=shortlist, batch_sharding=batch_sharding)
+        self.engine = Engine(models, self.config, suppress=suppress, shortlist=shortlist, devices=devices)
         self.num_failed = self.num_split = 0
 
     @classmethod
@@ -122,6 +121,7 @@ class Translator:
         *,
         checkpoint: Literal["last", "best"] | int = "last",
         average: int | None = None,
+        devices: Sequence[jax.Device] = (),
         **settings: Any,
     ) -> Translator:
         """The translator of a training run, or of several whose models decode as one; ``settings`` replace fields of the
@@ -142,7 +142,7 @@ class Translator:
                     "the same tokenizer (train.py --tokenizer.model)."
                 )
         models = model if len(loaded) == 1 else [each for _, each, _ in loaded]
-        return cls(models, tokenizer, dataclasses.replace(config.decoding, **settings))
+        return cls(models, tokenizer, dataclasses.replace(config.decoding, **settings), devices=devices)
 
     @property
     def parameters(self) -> Any:

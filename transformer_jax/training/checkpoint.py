@@ -106,6 +106,10 @@ class Checkpoints:
         path = self.folder / f"{0:08d}"
         if not (path / "manifest.json").exists() or not is_imported(path):
             return None
+        try:
+            verify(path)
+        except DamagedError as error:
+            raise UserError(f"The imported parameters in {path} are damaged ({error}); import the model again.") from None
         return ocp.load_checkpointables(path / "state", {"parameters": abstract_parameters})["parameters"]
 
     def _finish(self, path: Path, response: Any, best_step: int | None) -> None:
@@ -135,11 +139,12 @@ def save_imported(workdir: Path, config: Config, tokenizer: Tokenizer, parameter
     path = workdir.absolute() / "checkpoints" / f"{0:08d}"
     path.mkdir(parents=True)
     (path / "progress.json").write_text(json.dumps({"imported": True}, indent=2))
-    for folder in (workdir, path):
-        (folder / "config.json").write_text(to_json(config))
-        tokenizer.save(folder)
     ocp.save_checkpointables(path / "state", {"parameters": jax.tree.map(jnp.asarray, parameters)})
-    write_manifest(path)
+    for folder in (path, workdir):
+        tokenizer.save(folder)
+        (folder / "config.json").write_text(to_json(config))  # the work directory's last: without it, it is none
+        if folder == path:
+            write_manifest(path)
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

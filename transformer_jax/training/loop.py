@@ -98,6 +98,8 @@ class Run:
         training = self.config.training
         state, progress = self._start()
         start = int(state.step)
+        if self.dev_pairs or self.test_pairs:
+            self.translator = self._make_translator(state.parameters)  # now, as its settings may be wrong
         self.reporter = Reporter(self.workdir, steps=training.steps, start_step=start)
         self._announce(start)
         meter = Meter(progress, self.plan, start)
@@ -252,10 +254,15 @@ class Run:
             total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
         return jax.device_get(total)
 
+    def _make_translator(self, parameters: Parameters) -> Translator:
+        devices = list(self.mesh.devices.flat)
+        batch_size = -(-self.config.decoding.batch_size // len(devices)) * len(devices)
+        # A shortlist cannot be there before the tokenizer.
+        config = dataclasses.replace(self.config.decoding, shortlist="", batch_size=batch_size)
+        return Translator(nnx.merge(self.programs.graph, parameters), self.tokenizer, config, devices=devices)
+
     def _translate(self, parameters: Parameters, pairs: list[tuple[str, str]]) -> tuple[list[str], evaluation.Score]:
-        if self.translator is None:
-            config = dataclasses.replace(self.config.decoding, shortlist="")  # none can be there before the tokenizer
-            self.translator = Translator(nnx.merge(self.programs.graph, parameters), self.tokenizer, config)
+        assert self.translator is not None
         self.translator.parameters = parameters  # newer ones need no new compilation
         translations = self.translator.translate([source for source, _ in pairs])
         tokenize = self.config.training.bleu_tokenize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ def _sums_and_gradients(
     if mesh is None:
         return on_device(hidden_BTD, matrix_VD, target_BT, bias_V)
 
-    def on_each_device(*arrays: jax.Array | None) -> tuple[LossSums, _Gradients | None]:
+    def on_each_device(*arrays: Any) -> tuple[LossSums, _Gradients | None]:
         sums, of_inputs = on_device(*arrays)
         if of_inputs is None:
             return jax.lax.psum(sums, BATCH_AXES), None
