@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from transformer_jax.config import Config
+from transformer_jax.config import Config, Processes
 from transformer_jax.config_files import load_config_file
 from transformer_jax.errors import UserError
 
@@ -25,6 +25,7 @@ class Arguments:
     """Folder of this run: config, tokenizer, checkpoints, metrics; made if it does not exist."""
     config: str = ""
     """Config file, as in configs/, or a work directory's config.json; without one: the paper's base model."""
+    processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -36,11 +37,19 @@ def main(argv: list[str] | None = None) -> int:
         first.add_argument("--config")
         path = first.parse_known_args(argv)[0].config
         defaults = load_config_file(path) if path else Config()
-        arguments = tyro.cli(Arguments, args=argv, prog="train.py", default=Arguments(tyro.MISSING, path or "", defaults))
+        arguments = tyro.cli(
+            Arguments, args=argv, prog="train.py", default=Arguments(tyro.MISSING, path or "", settings=defaults)
+        )
         logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's; what goes wrong in a save is reported here
         logging.getLogger("transformer_jax").setLevel(logging.INFO)
-        from transformer_jax.training.loop import TrainingError, train  # after the flags, so that --help answers at once
+        # After the flags, so that --help answers at once.
+        from transformer_jax.processes import is_first, start
+
+        start(arguments.processes)
+        if not is_first():  # which speaks for all
+            logging.getLogger("transformer_jax").setLevel(logging.WARNING)
+        from transformer_jax.training.loop import TrainingError, train
 
         try:
             summary = train(arguments.settings, arguments.workdir)

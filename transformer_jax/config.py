@@ -440,6 +440,20 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class Processes:
+    """How this process finds the others of its run; no part of the config. Without any of these there are none."""
+
+    distributed: bool = False
+    """This is one of several processes, and the cluster tells which: Slurm, Open MPI, Kubernetes, Cloud TPU."""
+    coordinator_address: str | None = None
+    """HOST:PORT of process 0, where no cluster tells; with --num-processes and --process-id."""
+    num_processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a run."""
 

@@ -34,6 +34,10 @@ _FREE_ON_RESUME = (
 )
 
 
+FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers", "training.compilation_cache")
+"""Fields that the processes of one run may set apart: paths and sizes of their machines."""
+
+
 def load_config_file(path: str | Path) -> Config:
     """Run a config file's ``get_config()``, or read the config.json of a work directory."""
     path = Path(path)

@@ -2,109 +2,21 @@
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from runs import ONE, command, entries, final_state, tiny, wait_for
 
-from transformer_jax.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PairsConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
+from transformer_jax.config import BatchConfig, DataConfig, OptimizerConfig, PairsConfig, TokenizerConfig
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
 from transformer_jax.training.checkpoint import Checkpoints
-from transformer_jax.training.loop import Run, TrainingError, train
+from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.workdir import lock
-
-ROOT = Path(__file__).resolve().parents[2]
-ONE = jax.devices()[:1]  # where the number of devices is not what is tested
-
-
-def tiny(**training: Any) -> Config:
-    return Config(
-        model=ModelConfig(d_model=16, d_ff=32, num_heads=2, num_layers=1, dropout=0.1),
-        tokenizer=TokenizerConfig(vocab_size=60),
-        data=DataConfig(
-            train=PairsConfig("numbers", limit=500),
-            dev=PairsConfig("numbers", split="dev", limit=20),
-            test=PairsConfig("numbers", split="test", limit=10),
-            max_source_length=64,
-            max_target_length=64,
-        ),
-        batch=BatchConfig(tokens=1024, buckets=2),
-        optimizer=OptimizerConfig(warmup_steps=20, peak_learning_rate=0.01),
-        training=TrainingConfig(
-            **{
-                "steps": 30,
-                "log_every": 1,
-                "eval_every": 15,
-                "checkpoint_every": 5,
-                "bleu_sentences": 5,
-                "bleu_tokenize": "char",
-                "keep_checkpoints": 3,
-                "average": 2,
-                "compilation_cache": "",
-            }
-            | training
-        ),
-    )
-
-
-def command(workdir: Path, cache: Path, config: Config, *, devices: int = 1) -> subprocess.Popen[str]:
-    """``python train.py`` on this config, in a process of its own."""
-    file = workdir.parent / f"{workdir.name}_config.py"
-    text = json.dumps(dataclasses.asdict(config))
-    file.write_text(
-        f"from transformer_jax.config_files import from_json\n\n\ndef get_config():\n    return from_json({text!r})\n"
-    )
-    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
-    environment = os.environ | {"XLA_FLAGS": flags}
-    arguments = ["--config", str(file), "--workdir", str(workdir), "--training.compilation-cache", str(cache)]
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
-
-
-def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
-    path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [entry for line in lines if line.endswith("}") and (entry := json.loads(line))["kind"] == kind]
-
-
-def final_state(config: Config, workdir: Path) -> Any:
-    """Everything in the last checkpoint."""
-    run = Run(config, workdir, ONE)
-    restored = run.checkpoints.restore_latest(run.programs.abstract_state)
-    assert restored is not None
-    run.close()
-    return jax.tree.map(np.asarray, restored[0])
-
-
-def wait_for(condition: Any, process: subprocess.Popen[str], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, f"train.py ended before {what}: {process.communicate()[1]}"
-        assert time.monotonic() < deadline, f"no {what} within 120 s"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

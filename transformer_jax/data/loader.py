@@ -69,6 +69,11 @@ def load(
     return Loader(plan, sharding=sharding, start=start, stop=stop, prefetch=prefetch)
 
 
+def place(arrays: Any, shardings: Any) -> Any:
+    """A tree of NumPy arrays, the same in every process, as global jax arrays with these shardings (a tree like it)."""
+    return jax.tree.map(lambda x, to: jax.make_array_from_callback(x.shape, to, lambda index: x[index]), arrays, shardings)
+
+
 class _DeviceBatches:
     """What Grain reads: item i is the batch of step start + i, already on the devices."""
 

@@ -16,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from transformer_jax.config import Config
 from transformer_jax.config_files import to_json
 from transformer_jax.errors import UserError
+from transformer_jax.processes import from_first, is_first
 from transformer_jax.saved_model import DamagedError, complete_steps, is_imported, verify, write_manifest
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.step import Parameters, TrainState
@@ -31,15 +32,12 @@ class Checkpoints:
     def __init__(self, workdir: Path, config: Config, tokenizer: Tokenizer):
         """Removes what an interrupted save left behind."""
         self.folder = workdir.absolute() / "checkpoints"  # Orbax wants absolute paths
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._config, self._tokenizer = config, tokenizer
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.last_saved = -1
         self._best_step: int | None = None
-        for path in self.folder.iterdir():
-            if path.name.isdigit() and not (path / "manifest.json").exists():
-                shutil.rmtree(path)
+        from_first(self._clean)
 
     def save(self, state: TrainState, progress: Progress) -> None:
         """Start saving; returns once the state is copied. A failure is logged and leaves older checkpoints as they are."""
@@ -47,18 +45,13 @@ class Checkpoints:
         step = int(state.step)
         path = self.folder / f"{step:08d}"
         self.last_saved = step
-        if path.exists():  # saved before this run was resumed
-            shutil.rmtree(path)
         parts = {"parameters": state.parameters, "rest": _rest(state)}
         if state.ema is not None:
             parts["ema"] = state.ema
         # The next step overwrites the donated state while Orbax writes: it gets a copy.
         parts = jax.tree.map(jnp.copy, parts)
         try:
-            path.mkdir()
-            (path / "config.json").write_text(to_json(self._config))
-            (path / "progress.json").write_text(json.dumps(progress, indent=2))
-            self._tokenizer.save(path)
+            from_first(lambda: self._begin(path, progress))
             response = ocp.save_checkpointables_async(path / "state", parts)
         except Exception as error:
             self._discard(path, error)
@@ -80,6 +73,41 @@ class Checkpoints:
 
         Damaged newer ones are set aside under another name. ``UserError`` if all are damaged.
         """
+        step = from_first(self._newest_whole)
+        if step is None:
+            return None
+        path = self.folder / f"{step:08d}"
+        progress = json.loads((path / "progress.json").read_text())
+        self.last_saved, self._best_step = step, progress.get("best_step")
+        return _restore_state(path, abstract_state), progress
+
+    def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
+        """The parameters that ``save_imported`` left to begin with, placed as ``abstract_parameters`` says, if it did."""
+        path = self.folder / f"{0:08d}"
+        if not (path / "manifest.json").exists() or not is_imported(path):
+            return None
+        try:
+            from_first(lambda: verify(path))
+        except DamagedError as error:
+            raise UserError(f"The imported parameters in {path} are damaged ({error}); import the model again.") from None
+        return ocp.load_checkpointables(path / "state", {"parameters": abstract_parameters})["parameters"]
+
+    def _clean(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if path.name.isdigit() and not (path / "manifest.json").exists():
+                shutil.rmtree(path)
+
+    def _begin(self, path: Path, progress: Progress) -> None:
+        """All of a checkpoint but its arrays."""
+        if path.exists():  # saved before this run was resumed
+            shutil.rmtree(path)
+        path.mkdir()
+        (path / "config.json").write_text(to_json(self._config))
+        (path / "progress.json").write_text(json.dumps(progress, indent=2))
+        self._tokenizer.save(path)
+
+    def _newest_whole(self) -> int | None:
         steps = self.steps()
         for step in reversed(steps):
             path = self.folder / f"{step:08d}"
@@ -91,9 +119,7 @@ class Checkpoints:
             # Only now: with all of them renamed, the next start would find none and begin anew.
             for damaged in (self.folder / f"{later:08d}" for later in steps if later > step):
                 damaged.rename(damaged.with_suffix(".damaged"))
-            progress = json.loads((path / "progress.json").read_text())
-            self.last_saved, self._best_step = step, progress.get("best_step")
-            return _restore_state(path, abstract_state), progress
+            return step
         if steps:
             raise UserError(
                 f"All {len(steps)} checkpoints in {self.folder} are damaged; expected at least one that is whole. Restore "
@@ -101,20 +127,11 @@ class Checkpoints:
             )
         return None
 
-    def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
-        """The parameters that ``save_imported`` left to begin with, placed as ``abstract_parameters`` says, if it did."""
-        path = self.folder / f"{0:08d}"
-        if not (path / "manifest.json").exists() or not is_imported(path):
-            return None
-        try:
-            verify(path)
-        except DamagedError as error:
-            raise UserError(f"The imported parameters in {path} are damaged ({error}); import the model again.") from None
-        return ocp.load_checkpointables(path / "state", {"parameters": abstract_parameters})["parameters"]
-
     def _finish(self, path: Path, response: Any, best_step: int | None) -> None:
         try:
             response.result()
+            if not is_first():  # which does the rest for all
+                return
             write_manifest(path)
         except Exception as error:
             self._discard(path, error)
@@ -129,7 +146,8 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _discard(self, path: Path, error: Exception) -> None:
-        shutil.rmtree(path, ignore_errors=True)
+        if is_first():
+            shutil.rmtree(path, ignore_errors=True)
         self.last_saved = -1
         log.error("Checkpoint %s could not be saved: %s. Older checkpoints are untouched.", path, _reason(error))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -10,34 +10,32 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
+from jax.experimental import multihost_utils
 
-from transformer_jax import evaluation
 from transformer_jax.config import Config
+from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus, prepare_corpus
-from transformer_jax.data.evaluation_batches import whole_corpus
 from transformer_jax.data.loader import load
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.saved_model import load_model
+from transformer_jax.processes import check_agreement, first_then_others, from_first, is_first, rank, size, wait_for_others
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.checkpoint import Checkpoints
-from transformer_jax.training.loss import LossSums
-from transformer_jax.training.metrics import Meter, Reporter, environment, means, peak_memory_bytes
-from transformer_jax.training.step import Parameters, Programs, StepMetrics, TrainState, make_programs
+from transformer_jax.training.evaluator import Evaluator
+from transformer_jax.training.metrics import Meter, Reporter, environment, peak_memory_bytes
+from transformer_jax.training.step import Programs, StepMetrics, TrainState, make_programs
+from transformer_jax.training.watchdog import Watchdog
 from transformer_jax.training.workdir import (
     check_inputs,
     claim,
     lock,
     prepare_tokenizer,
-    read_all,
     with_vocabulary,
     write_config,
 )
@@ -56,9 +54,11 @@ def train(config: Config, workdir: str | Path, *, devices: Sequence[jax.Device] 
     Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite.
     """
     workdir = Path(workdir).absolute()
+    check_agreement({name: value for name, value in flatten(config).items() if not name.startswith(FREE_BETWEEN_PROCESSES)})
     check_inputs(config)
-    claim(workdir, config)
-    with lock(workdir):
+    # One process claims and locks the folder for all.
+    from_first(lambda: claim(workdir, config))
+    with lock(workdir) if is_first() else nullcontext():
         run = Run(config, workdir, devices)
         try:
             return run.train()
@@ -76,38 +76,39 @@ class Run:
         self.mesh = make_mesh(config.mesh, devices)
         check_rows(self.mesh, config.batch.row_multiple)
         self.workdir = workdir
-        self.tokenizer = prepare_tokenizer(workdir, config)
+        self.tokenizer = first_then_others(lambda: prepare_tokenizer(workdir, config))
         self.config = config = with_vocabulary(config, self.tokenizer)
-        self.train_corpus = prepare_corpus(workdir, config, self.tokenizer, "train")
+        self.train_corpus = first_then_others(lambda: prepare_corpus(workdir, config, self.tokenizer, "train"))
         self.plan = BatchPlan(self.train_corpus, config.batch, seed=config.seed)
-        self.dev_corpus = prepare_corpus(workdir, config, self.tokenizer, "dev") if config.data.dev.kind != "none" else None
-        # What would fail late fails now: the test text, and a tokenisation that sacreBLEU cannot do.
-        self.dev_pairs = read_all(config, "dev", limit=config.training.bleu_sentences)
-        self.test_pairs = read_all(config, "test")
-        evaluation.bleu(["a"], ["a"], tokenize=config.training.bleu_tokenize)
+        self.dev_corpus: Corpus | None = None
+        if config.data.dev.kind != "none":
+            self.dev_corpus = first_then_others(lambda: prepare_corpus(workdir, config, self.tokenizer, "dev"))
         self.programs: Programs = make_programs(config, self.mesh)
+        self.evaluator = Evaluator(config, self.tokenizer, self.programs, self.mesh, self.dev_corpus)
+        self._check_agreement()
         self.checkpoints = Checkpoints(workdir, config, self.tokenizer)
-        self.translator: Translator | None = None
         self.stop_signal: int | None = None
-        self._shapes_seen: set[tuple[str | int, ...]] = set()
+        self._shapes_seen: set[tuple[int, ...]] = set()
         self.reporter: Reporter | None = None
-        write_config(workdir, config)
+        self.watchdog = Watchdog(who=f"Process {rank()} of {size()}")
+        if is_first():
+            write_config(workdir, config)
 
     def train(self) -> dict[str, Any]:
         """Run the loop to its end or to a signal; write summary.json."""
         training = self.config.training
         state, progress = self._start()
         start = int(state.step)
-        if self.dev_pairs or self.test_pairs:
-            self.translator = self._make_translator(state.parameters)  # now, as its settings may be wrong
+        self.evaluator.start(state.parameters)
         self.reporter = Reporter(self.workdir, steps=training.steps, start_step=start)
         self._announce(start)
         meter = Meter(progress, self.plan, start)
         step, pending, stopped_early = start, None, self._patience_is_over(progress)
         loader = load(self.plan, sharding=batch_sharding(self.mesh), start=start, stop=training.steps)
         with self._signals(), loader as batches:
+            self.watchdog.enter("waiting for data")
             for batch in [] if stopped_early else batches:
-                self._log_new_shape(batch, "training")
+                self._enter_step(step, batch)
                 state, metrics = self.programs.train_step(state, batch)
                 # The host looks at a step's figures only when the next step is already under way.
                 if pending is not None:
@@ -115,21 +116,24 @@ class Run:
                 step += 1
                 pending = (step, metrics)
                 self.reporter.advance(step)
-                stop_now = self.stop_signal is not None
+                stop_now = self._told_to_stop(step)
                 evaluate_now = step % training.eval_every == 0 or step == training.steps
                 save_now = step % training.checkpoint_every == 0 or step == training.steps
                 if evaluate_now or save_now or stop_now:
                     self._look_at(*pending, meter, batches)
                     pending = None
                 if evaluate_now and self.dev_corpus is not None:
+                    self.watchdog.enter("evaluation", f"evaluation after step {step}")
                     with meter.paused():
                         save_now |= self._evaluate(step, state, progress)
                     stopped_early = self._patience_is_over(progress)
                 if save_now or stop_now or stopped_early:
+                    self.watchdog.enter("saving", f"saving step {step}")
                     meter.book()
                     self.checkpoints.save(state, progress)
                 if stop_now or stopped_early:
                     break
+                self.watchdog.enter("waiting for data")
             if pending is not None:
                 self._look_at(*pending, meter, batches)
         return self._finish(step, state, progress)
@@ -137,6 +141,7 @@ class Run:
     def close(self) -> None:
         """Let a save under way end, and the terminal go."""
         self.checkpoints.wait()
+        self.watchdog.close()
         if self.reporter is not None:
             self.reporter.close()
 
@@ -181,11 +186,32 @@ class Run:
             say(f"resuming at step {start} of {config.training.steps}")
         self.reporter.write("start", start, {"source_fill": source_fill, "target_fill": target_fill, "parameters": count})
 
-    def _log_new_shape(self, batch: Batch, what: str) -> None:
-        shape = (what, *batch.source_BS.shape, batch.target_BT.shape[1])
-        if shape not in self._shapes_seen:
+    def _enter_step(self, step: int, batch: Batch) -> None:
+        shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
+        if shape in self._shapes_seen:
+            self.watchdog.enter("training step", f"training step {step}")
+        else:
             self._shapes_seen.add(shape)
-            log.info("Compiling the %s step for %d rows of %d + %d pieces.", *shape)
+            self.watchdog.enter("compilation", f"compilation of training step {step}")
+            log.info("Compiling the training step for %d rows of %d + %d pieces.", *shape)
+
+    def _told_to_stop(self, step: int) -> bool:
+        """By a signal to this process, or to any of several: then all of them learn it at the same step."""
+        if size() == 1:
+            return self.stop_signal is not None
+        if multihost_utils.reached_preemption_sync_point(step):
+            self.stop_signal = signal.SIGTERM
+        return self.stop_signal is not None
+
+    def _check_agreement(self) -> None:
+        """Several processes must have read the same text and made the same of it."""
+        corpora = {"train": self.train_corpus, "dev": self.dev_corpus}
+        texts = {"dev": self.evaluator.dev_pairs, "test": self.evaluator.test_pairs}
+        check_agreement(
+            {"tokenizer": self.tokenizer.fingerprint}
+            | {f"corpus of data.{name}": corpus.fingerprint for name, corpus in corpora.items() if corpus is not None}
+            | {f"text of data.{name}": hashlib.sha256(repr(text).encode()).hexdigest() for name, text in texts.items()}
+        )
 
     def _look_at(self, step: int, metrics: StepMetrics, meter: Meter, batches: Any) -> None:
         """Take in one step's figures; log them now and then; stop if the loss stays non-finite."""
@@ -213,28 +239,18 @@ class Run:
 
     def _evaluate(self, step: int, state: TrainState, progress: dict[str, Any]) -> bool:
         """Dev loss and BLEU; returns whether this is the best so far."""
-        assert self.reporter is not None and self.dev_corpus is not None
-        training = self.config.training
+        assert self.reporter is not None
         parameters = state.parameters if state.ema is None else state.ema
-        values: dict[str, Any] = means(self._loss(parameters, self.dev_corpus), "dev_")
-        text = f"step {step}: dev loss {values['dev_loss']:.4f}, perplexity {values['dev_perplexity']:.3f}"
-        text += f", accuracy {values['dev_accuracy']:.2%}"
         progress["evaluations"] += 1
-        if training.bleu_every and progress["evaluations"] % training.bleu_every == 0:
-            translations, score = self._translate(parameters, self.dev_pairs)
-            values["dev_bleu"] = score.value
-            chosen = progress["evaluations"] * 7919 % len(translations)
-            source, target = self.dev_pairs[chosen]
-            text += f", BLEU {score.value:.2f}\n  source      {source}\n  reference   {target}"
-            text += f"\n  translation {translations[chosen]}"
+        values, text = self.evaluator.dev(parameters, number=progress["evaluations"])
         self.reporter.write("dev", step, values)
-        self.reporter.say(text)
+        self.reporter.say(f"step {step}: {text}")
         better = {
             "dev_loss": values["dev_loss"] < progress.get("best_dev_loss", math.inf),
             "dev_bleu": values.get("dev_bleu", -math.inf) > progress.get("best_dev_bleu", -math.inf),
         }
         progress |= {f"best_{name}": values[name] for name, is_better in better.items() if is_better}
-        selected = f"dev_{training.select_by}"
+        selected = f"dev_{self.config.training.select_by}"
         if selected not in values:  # BLEU was not due
             return False
         if better[selected]:
@@ -246,35 +262,11 @@ class Run:
         patience = self.config.training.patience
         return bool(patience) and progress["since_best"] >= patience
 
-    def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
-        total: Any = None
-        for batch in whole_corpus(corpus, self.config.batch):
-            self._log_new_shape(batch, "evaluation")
-            sums = self.programs.eval_step(parameters, jax.device_put(batch, batch_sharding(self.mesh)))
-            total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
-        return jax.device_get(total)
-
-    def _make_translator(self, parameters: Parameters) -> Translator:
-        devices = list(self.mesh.devices.flat)
-        batch_size = -(-self.config.decoding.batch_size // len(devices)) * len(devices)
-        # A shortlist cannot be there before the tokenizer.
-        config = dataclasses.replace(self.config.decoding, shortlist="", batch_size=batch_size)
-        return Translator(nnx.merge(self.programs.graph, parameters), self.tokenizer, config, devices=devices)
-
-    def _translate(self, parameters: Parameters, pairs: list[tuple[str, str]]) -> tuple[list[str], evaluation.Score]:
-        assert self.translator is not None
-        self.translator.parameters = parameters  # newer ones need no new compilation
-        translations = self.translator.translate([source for source, _ in pairs])
-        tokenize = self.config.training.bleu_tokenize
-        return translations, evaluation.bleu(translations, [target for _, target in pairs], tokenize=tokenize)
-
     def _finish(self, step: int, state: TrainState, progress: dict[str, Any]) -> dict[str, Any]:
         assert self.reporter is not None
-        self.checkpoints.wait()
-        if self.checkpoints.last_saved != step:
+        if self._saved_step() != step:
             self.checkpoints.save(state, progress)
-            self.checkpoints.wait()
-            if self.checkpoints.last_saved != step:
+            if self._saved_step() != step:
                 raise UserError(
                     f"The last checkpoint (step {step}) could not be saved in {self.checkpoints.folder}; "
                     "free some disk space and run the same command again: it goes on from the checkpoint before."
@@ -295,8 +287,11 @@ class Run:
             **environment(),
         }
         self._write_summary(summary)
-        if finished and self.test_pairs:
-            summary["test"] = self._test()
+        if finished and self.evaluator.test_pairs:
+            self.watchdog.enter("test")
+            average = min(self.config.training.average, len(self.checkpoints.steps()))
+            summary["test"], text = self.evaluator.test(self.workdir, average=average)
+            self.reporter.say(text)
             self._write_summary(summary)
         if not finished:
             self.reporter.say(f"{summary['stopped_by']}: saved at step {step}. Run the same command again to go on from there.")
@@ -304,30 +299,15 @@ class Run:
             self.reporter.say(f"done at step {step}; figures in {self.workdir / 'summary.json'}")
         return summary
 
-    def _write_summary(self, summary: dict[str, Any]) -> None:
-        (self.workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    def _saved_step(self) -> int:
+        """Of the last checkpoint that is on disk."""
+        self.checkpoints.wait()
+        wait_for_others()
+        return from_first(lambda: self.checkpoints.last_saved)
 
-    def _test(self) -> dict[str, Any]:
-        """BLEU and chrF of the averaged last checkpoints on the test pairs."""
-        assert self.reporter is not None
-        average = min(self.config.training.average, len(self.checkpoints.steps()))
-        _, model, _ = load_model(self.workdir, average=average)
-        pairs = self.test_pairs
-        parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        placed = jax.device_put(parameters, jax.tree.map(lambda s: s.sharding, self.programs.abstract_state.parameters))
-        translations, score = self._translate(placed, pairs)
-        chrf = evaluation.chrf(translations, [target for _, target in pairs])
-        exact = sum(ours == target for ours, (_, target) in zip(translations, pairs, strict=True)) / len(pairs)
-        self.reporter.say(f"test, mean of the last {average} checkpoints: {score}\n{chrf}\nexact match {exact:.2%}")
-        return {
-            "sentences": len(pairs),
-            "averaged_checkpoints": average,
-            "bleu": score.value,
-            "bleu_signature": score.signature,
-            "chrf": chrf.value,
-            "chrf_signature": chrf.signature,
-            "exact_match": exact,
-        }
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        if is_first():
+            (self.workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -336,13 +316,18 @@ class Run:
         def handle(number: int, frame: Any) -> None:
             if self.stop_signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
+            if size() > 1:
+                # JAX's runtime has its own handler of SIGTERM, which tells all processes.
+                signal.raise_signal(signal.SIGTERM)
+                return
             self.stop_signal = number
             print("stopping after this step; saving ...", file=sys.stderr)
 
         if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread only
             yield
             return
-        old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT) if size() == 1 else (signal.SIGINT,)
+        old = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield
         finally:

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
 from transformer_jax.data.batching import BatchPlan
+from transformer_jax.processes import is_first
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.step import StepMetrics
 
@@ -99,25 +100,28 @@ class Reporter:
 
     def __init__(self, workdir: Path, *, steps: int, start_step: int):
         """Entries after ``start_step`` come from a run that went on unsaved; they are dropped, the run writes them again."""
-        path = workdir / "metrics.jsonl"
-        _truncate(path, start_step)
+        first = is_first()  # of several processes the others tell nothing
+        path = workdir / "metrics.jsonl" if first else Path(os.devnull)
+        if first:
+            _truncate(path, start_step)
         self._file = path.open("a", encoding="utf-8")
         self._failed = False
-        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1, write_to_disk=first)
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not first)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             console=self.console,
-            disable=not self.console.is_terminal,
+            disable=not (first and self.console.is_terminal),
         )
         # Log lines go above the bar as well, not through it.
         self._logger = logging.getLogger("transformer_jax")
         self._handler = _Lines(self)
-        self._logger.addHandler(self._handler)
-        self._logger.propagate = False
+        if first:
+            self._logger.addHandler(self._handler)
+            self._logger.propagate = False
         self._task = self._progress.add_task("train", total=steps, completed=start_step, status="")
         self._progress.start()
 

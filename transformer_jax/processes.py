@@ -1,0 +1,168 @@
+"""Several processes as one run: how they find each other, and what one of them does for all.
+
+JAX's own runtime joins them (``jax.distributed``): every process runs the same program on its own devices, arrays and
+compiled programs span all devices. Short messages between processes go through that runtime's key-value store, which,
+unlike a collective, may be waited for for hours. With one process all functions here do nothing out of the ordinary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from transformer_jax.config import Processes
+from transformer_jax.errors import UserError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_START_SECONDS = 300  # a cluster may start its processes minutes apart
+_HEARTBEAT_SECONDS = 40  # after so long without a sign of life a process is given up, and all others end
+_PREPARING_MILLISECONDS = 7 * 24 * 3600 * 1000  # tokenising a large corpus takes hours
+_numbers = itertools.count()  # all processes ask for the same things in the same order
+
+
+def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
+    """Join the other processes; must come before anything else that JAX does.
+
+    Raises:
+      UserError: flags that do not go together, no cluster that JAX knows, a coordinator that does not answer.
+    """
+    explicit = (settings.coordinator_address, settings.num_processes, settings.process_id)
+    if not settings.distributed and explicit == (None, None, None):
+        return
+    address, count, number = explicit
+    if explicit != (None, None, None):
+        if address is None or count is None or number is None:
+            raise UserError(
+                f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; expected all three of "
+                "them, or --distributed alone where the cluster tells."
+            )
+        if not (0 <= number < count):
+            raise UserError(f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes.")
+        if not address.rpartition(":")[2].isdigit():
+            raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
+        if number:
+            _wait_for(address, timeout)
+        else:
+            log.info("Process 0 of %d: waiting up to %d s for the others at %s.", count, timeout, address)
+    try:
+        jax.distributed.initialize(
+            address, count, number, initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"The processes did not find each other: {' '.join(str(error).split())} Expected a cluster that JAX knows (Slurm, "
+            "Open MPI, Kubernetes, Cloud TPU), or --coordinator-address, --num-processes and --process-id."
+        ) from None
+    log.info("Process %d of %d; %d devices of %d.", rank(), size(), jax.local_device_count(), jax.device_count())
+
+
+def _wait_for(address: str, timeout: float) -> None:
+    """Until process 0 listens. JAX itself would wait as long, and then abort with a stack trace."""
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise UserError(
+                    f"The coordinator at {address} did not answer within {timeout:.0f} s ({error}); expected process 0 to run "
+                    "there, reachable from this machine."
+                ) from None
+            time.sleep(0.5)
+
+
+def rank() -> int:
+    """Which process this is."""
+    return jax.process_index()
+
+
+def size() -> int:
+    """How many processes there are."""
+    return jax.process_count()
+
+
+def is_first() -> bool:
+    """Whether this process does what one must do for all: write logs, figures, the config."""
+    return jax.process_index() == 0
+
+
+def from_first(compute: Callable[[], T]) -> T:
+    """``compute()`` of process 0, in every process; plain JSON.
+
+    Raises:
+      UserError: in all others, if it failed; in process 0 the error is its own.
+    """
+    if size() == 1:
+        return compute()
+    key, client = f"transformer_jax/first/{next(_numbers)}", _client()
+    if is_first():
+        try:
+            value = compute()
+        except BaseException as error:
+            client.key_value_set(key, json.dumps({"error": str(error) or type(error).__name__}))
+            raise
+        client.key_value_set(key, json.dumps({"value": value}))
+        return value
+    answer = json.loads(client.blocking_key_value_get(key, _PREPARING_MILLISECONDS))
+    if "error" in answer:
+        raise UserError(f"Process 0 could not go on: {answer['error']}")
+    return answer["value"]
+
+
+def first_then_others(prepare: Callable[[], T]) -> T:
+    """``prepare()``: first in process 0, then in all others, which find what it left in a folder that all share.
+
+    Raises as ``from_first`` does.
+    """
+    results: list[T] = []
+    from_first(lambda: results.append(prepare()))
+    return results[0] if results else prepare()
+
+
+def wait_for_others() -> None:
+    """Until all processes are here."""
+    if size() > 1:
+        _client().wait_at_barrier(f"transformer_jax/barrier/{next(_numbers)}", _PREPARING_MILLISECONDS)
+
+
+def check_agreement(values: Mapping[str, Any]) -> None:
+    """All processes must have the same values (plain JSON).
+
+    Raises:
+      UserError: everywhere, naming the processes that differ from process 0, and in what.
+    """
+    if size() == 1:
+        return
+    folder, client = f"transformer_jax/agreement/{next(_numbers)}", _client()
+    client.key_value_set(f"{folder}/{rank()}", json.dumps(values))
+    wait_for_others()
+    of_process = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(folder)}
+    expected = of_process[0]
+    problems = [
+        f"process {number}: {name} is {its.get(name)!r}, in process 0 {expected.get(name)!r}"
+        for number, its in sorted(of_process.items())
+        for name in sorted(its.keys() | expected.keys())
+        if its.get(name) != expected.get(name)
+    ]
+    if problems:
+        raise UserError(
+            "The processes of this run differ; expected the same command and the same files.\n  " + "\n  ".join(problems)
+        )
+
+
+def _client() -> Any:
+    from orbax.checkpoint import multihost  # its one public way to it
+
+    return multihost.get_jax_distributed_client()

@@ -1,0 +1,115 @@
+"""Figures of a model in training: loss on dev, BLEU on dev and test by real beam search, on all devices of all processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from transformer_jax import evaluation
+from transformer_jax.config import Config
+from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.evaluation_batches import whole_corpus
+from transformer_jax.data.loader import place
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.saved_model import load_model
+from transformer_jax.sharding import batch_sharding
+from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.loss import LossSums
+from transformer_jax.training.metrics import means
+from transformer_jax.training.step import Parameters, Programs
+from transformer_jax.training.workdir import read_all
+
+log = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """What dev and test say of parameters. Every process asks for the same figures at the same time, and gets them.
+
+    Attributes:
+      dev_pairs, test_pairs: (source, target) lines that are translated; empty where there are none.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, programs: Programs, mesh: Mesh, dev_corpus: Corpus | None):
+        """Reads the text of dev and test. What would fail late fails now: a tokenisation that sacreBLEU cannot do, too."""
+        self.dev_pairs = read_all(config, "dev", limit=config.training.bleu_sentences)
+        self.test_pairs = read_all(config, "test")
+        evaluation.bleu(["a"], ["a"], tokenize=config.training.bleu_tokenize)
+        self._config, self._tokenizer, self._programs, self._mesh = config, tokenizer, programs, mesh
+        self._dev_corpus = dev_corpus
+        self._translator: Translator | None = None
+        self._shapes_seen: set[tuple[int, ...]] = set()
+
+    def start(self, parameters: Parameters) -> None:
+        """Check the settings of the search before training begins; nothing is compiled yet."""
+        if not self.dev_pairs and not self.test_pairs:
+            return
+        devices = list(self._mesh.devices.flat)
+        batch_size = -(-self._config.decoding.batch_size // len(devices)) * len(devices)
+        # A shortlist cannot be there before the tokenizer.
+        config = dataclasses.replace(self._config.decoding, shortlist="", batch_size=batch_size)
+        model = nnx.merge(self._programs.graph, parameters)
+        self._translator = Translator(model, self._tokenizer, config, devices=devices)
+        self._translator.parameters = ()  # each evaluation brings its own
+
+    def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
+        """Figures (``dev_loss``, ...; ``dev_bleu`` when evaluation ``number`` is to translate) and a text to show."""
+        assert self._dev_corpus is not None
+        values: dict[str, Any] = means(self._loss(parameters, self._dev_corpus), "dev_")
+        text = f"dev loss {values['dev_loss']:.4f}, perplexity {values['dev_perplexity']:.3f}"
+        text += f", accuracy {values['dev_accuracy']:.2%}"
+        every = self._config.training.bleu_every
+        if every and number % every == 0:
+            translations, score = self._translate(parameters, self.dev_pairs)
+            values["dev_bleu"] = score.value
+            chosen = number * 7919 % len(translations)
+            source, target = self.dev_pairs[chosen]
+            text += f", BLEU {score.value:.2f}\n  source      {source}\n  reference   {target}"
+            text += f"\n  translation {translations[chosen]}"
+        return values, text
+
+    def test(self, workdir: Path, *, average: int) -> tuple[dict[str, Any], str]:
+        """BLEU and chrF of the mean of the last ``average`` checkpoints on the test pairs, and a text to show."""
+        _, model, _ = load_model(workdir, average=average)
+        parameters = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        shardings = jax.tree.map(lambda s: s.sharding, self._programs.abstract_state.parameters)
+        pairs = self.test_pairs
+        translations, score = self._translate(place(parameters, shardings), pairs)
+        chrf = evaluation.chrf(translations, [target for _, target in pairs])
+        exact = sum(ours == target for ours, (_, target) in zip(translations, pairs, strict=True)) / len(pairs)
+        values = {
+            "sentences": len(pairs),
+            "averaged_checkpoints": average,
+            "bleu": score.value,
+            "bleu_signature": score.signature,
+            "chrf": chrf.value,
+            "chrf_signature": chrf.signature,
+            "exact_match": exact,
+        }
+        return values, f"test, mean of the last {average} checkpoints: {score}\n{chrf}\nexact match {exact:.2%}"
+
+    def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
+        total: Any = None
+        sharding = batch_sharding(self._mesh)
+        for batch in whole_corpus(corpus, self._config.batch):
+            shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
+            if shape not in self._shapes_seen:
+                self._shapes_seen.add(shape)
+                log.info("Compiling the evaluation step for %d rows of %d + %d pieces.", *shape)
+            sums = self._programs.eval_step(parameters, place(batch, jax.tree.map(lambda _: sharding, batch)))
+            total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
+        return jax.device_get(total)
+
+    def _translate(self, parameters: Parameters, pairs: list[tuple[str, str]]) -> tuple[list[str], evaluation.Score]:
+        assert self._translator is not None
+        self._translator.parameters = parameters  # newer ones need no new compilation
+        translations = self._translator.translate([source for source, _ in pairs])
+        self._translator.parameters = ()
+        tokenize = self._config.training.bleu_tokenize
+        return translations, evaluation.bleu(translations, [target for _, target in pairs], tokenize=tokenize)
