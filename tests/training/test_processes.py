@@ -1,6 +1,8 @@
 """Two processes of four devices are one run: same losses, and they end, die and resume together."""
 
+import dataclasses
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +18,8 @@ from transformer_jax import processes
 from transformer_jax.config import Config, Processes
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
+
+STEPS = tiny(steps=12, eval_every=12, checkpoint_every=3)
 
 
 def two(workdir: Path, cache: Path, *configs: Config) -> list[subprocess.Popen[str]]:
@@ -36,7 +40,7 @@ def ends(processes: list[subprocess.Popen[str]], *, within: float = 300) -> list
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run of two processes."""
     workdir = tmp_path_factory.mktemp("finished") / "run"
-    both = two(workdir, workdir.parent / "cache", tiny())
+    both = two(workdir, workdir.parent / "cache", STEPS)
     said = ends(both)
     assert [process.returncode for process in both] == [0, 0], "\n".join(said)
     assert "training pairs" in said[0] and "training pairs" not in said[1]
@@ -44,7 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_learn_what_one_learns(finished: Path, tmp_path: Path) -> None:
-    process = command(tmp_path / "run", tmp_path / "cache", tiny(), devices=8)
+    process = command(tmp_path / "run", tmp_path / "cache", STEPS, devices=8)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     for name in ("loss", "source_fill", "gradient_norm"):
@@ -53,3 +57,70 @@ def test_two_processes_learn_what_one_learns(finished: Path, tmp_path: Path) -> 
     summaries = [json.loads((workdir / "summary.json").read_text()) for workdir in (finished, tmp_path / "run")]
     assert [summary["processes"] for summary in summaries] == [2, 1]
     assert summaries[0]["test"] == summaries[1]["test"]
+
+
+def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Path) -> None:
+    """SIGKILL for one: the other ends by itself, telling why. Both go on exactly, and so does one process of two devices."""
+    workdir, cache = tmp_path / "run", finished.parent / "cache"
+    both = two(workdir, cache, STEPS)
+    wait_for(lambda: any(entry["step"] >= 5 for entry in entries(workdir)), both[0], "step 5")
+    both[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    said = ends(both, within=120)
+    assert time.monotonic() - killed < 60
+    assert both[0].returncode not in (0, None)
+    assert "Process 0 of 2 has been busy with one thing for" in said[0] and "tasks have crashed" in said[0]
+    shutil.copytree(workdir, tmp_path / "alone")
+    both = two(workdir, cache, STEPS)
+    said = ends(both)
+    assert [process.returncode for process in both] == [0, 0], "\n".join(said)
+    assert "resuming at step" in said[0]
+    assert [entry["loss"] for entry in entries(workdir)] == [entry["loss"] for entry in entries(finished)]
+    jax.tree.map(np.testing.assert_array_equal, final_state(STEPS, workdir), final_state(STEPS, finished))
+    alone = command(tmp_path / "alone", tmp_path / "cache", STEPS, devices=2)
+    [said_alone] = ends([alone])
+    assert alone.returncode == 0, said_alone
+    for name in ("loss", "source_fill"):
+        one, several = ([entry[name] for entry in entries(folder)] for folder in (tmp_path / "alone", finished))
+        np.testing.assert_allclose(one, several, rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_saves_and_ends_both(finished: Path, tmp_path: Path, number: signal.Signals) -> None:
+    workdir, cache = tmp_path / "run", finished.parent / "cache"
+    both = two(workdir, cache, dataclasses.replace(STEPS, training=dataclasses.replace(STEPS.training, steps=100_000)))
+    wait_for(lambda: len(entries(workdir)) > 3, both[0], "step 3")
+    both[1].send_signal(number)
+    said = ends(both, within=60)
+    assert [process.returncode for process in both] == [128 + signal.SIGTERM] * 2, "\n".join(said)
+    assert complete_steps(workdir / "checkpoints")[-1] == json.loads((workdir / "summary.json").read_text())["steps"]
+    assert "Run the same command again" in said[0]
+
+
+def test_another_config_in_one_process_is_named(finished: Path, tmp_path: Path) -> None:
+    other = dataclasses.replace(STEPS, seed=7)
+    both = two(tmp_path / "run", finished.parent / "cache", STEPS, other)
+    for process, said in zip(both, ends(both, within=60), strict=True):
+        assert process.returncode == 2
+        assert "process 1: seed is 7, in process 0 0" in said
+
+
+def test_a_coordinator_that_does_not_answer_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    with pytest.raises(UserError, match=f"The coordinator at {address} did not answer within 1 s"):
+        processes.start(Processes(coordinator_address=address, num_processes=2, process_id=1), timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Processes(num_processes=2), "expected all three of them, or --distributed alone"),
+        (Processes(False, "localhost:1", 2, 2), "--process-id is 2; expected 0 to 1"),
+        (Processes(False, "localhost", 2, 0), "--coordinator-address is 'localhost'; expected HOST:PORT"),
+    ],
+)
+def test_flags_that_do_not_go_together(settings: Processes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        processes.start(settings)
