@@ -15,11 +15,16 @@ import pytest
 from runs import command, entries, final_state, tiny, wait_for
 
 from transformer_jax import processes
-from transformer_jax.config import Config, Processes
+from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
 
-STEPS = tiny(steps=12, eval_every=12, checkpoint_every=3)
+WHOLE = tiny(steps=12, eval_every=12, checkpoint_every=3)
+# The same steps, nothing translated.
+STEPS = dataclasses.replace(
+    tiny(steps=12, eval_every=12, checkpoint_every=3, bleu_every=0),
+    data=dataclasses.replace(WHOLE.data, test=PairsConfig("none"), dev=PairsConfig("none")),
+)
 
 
 def two(workdir: Path, cache: Path, *configs: Config) -> list[subprocess.Popen[str]]:
@@ -40,7 +45,7 @@ def ends(processes: list[subprocess.Popen[str]], *, within: float = 300) -> list
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run of two processes."""
     workdir = tmp_path_factory.mktemp("finished") / "run"
-    both = two(workdir, workdir.parent / "cache", STEPS)
+    both = two(workdir, workdir.parent / "cache", WHOLE)
     said = ends(both)
     assert [process.returncode for process in both] == [0, 0], "\n".join(said)
     assert "training pairs" in said[0] and "training pairs" not in said[1]
@@ -48,7 +53,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_learn_what_one_learns(finished: Path, tmp_path: Path) -> None:
-    process = command(tmp_path / "run", tmp_path / "cache", STEPS, devices=8)
+    process = command(tmp_path / "run", tmp_path / "cache", WHOLE, devices=8)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     for name in ("loss", "source_fill", "gradient_norm"):
@@ -76,7 +81,7 @@ def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Pat
     assert [process.returncode for process in both] == [0, 0], "\n".join(said)
     assert "resuming at step" in said[0]
     assert [entry["loss"] for entry in entries(workdir)] == [entry["loss"] for entry in entries(finished)]
-    jax.tree.map(np.testing.assert_array_equal, final_state(STEPS, workdir), final_state(STEPS, finished))
+    jax.tree.map(np.testing.assert_array_equal, final_state(STEPS, workdir), final_state(WHOLE, finished))
     alone = command(tmp_path / "alone", tmp_path / "cache", STEPS, devices=2)
     [said_alone] = ends([alone])
     assert alone.returncode == 0, said_alone

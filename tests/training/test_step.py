@@ -16,7 +16,7 @@ from transformer_jax.training.optimizer import learning_rate_schedule
 from transformer_jax.training.step import Programs, TrainState, make_programs
 
 CONFIG = Config(
-    model=ModelConfig(vocab_size=24, d_model=16, d_ff=32, num_heads=4, num_layers=1, dropout=0.1),
+    model=ModelConfig(vocab_size=24, d_model=16, d_ff=32, num_heads=8, num_layers=1, dropout=0.1),
     data=DataConfig(max_source_length=16, max_target_length=16),
     batch=BatchConfig(tokens=256, row_multiple=8),
     optimizer=OptimizerConfig(warmup_steps=10),
@@ -50,13 +50,26 @@ def on_one_device() -> list[float]:
     return losses(CONFIG, 1)[0]
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
+MESHES = [(data, fsdp, 8 // data // fsdp) for data in (1, 2, 4, 8) for fsdp in (1, 2, 4, 8) if data * fsdp <= 8]
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1), *MESHES], ids=str)
 def test_losses_are_those_of_one_device(mesh: tuple[int, int, int], on_one_device: list[float]) -> None:
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(*mesh))
-    several, state = losses(config, 8)
+    several, state = losses(config, int(np.prod(mesh)))
     np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
     kernel = state.parameters["encoder"]["layers"][0]["feed_forward"]["inner"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // (mesh[1] * mesh[2])
+
+
+def test_fsdp_leaves_each_device_its_share() -> None:
+    """At the base size with its vocabulary; the few parameters that are everywhere weigh little."""
+    config = dataclasses.replace(CONFIG, model=ModelConfig(vocab_size=37_000), mesh=MeshConfig(fsdp=8))
+    state = make_programs(config, make_mesh(config.mesh)).abstract_state
+    for part in (state.parameters, state.optimizer):
+        leaves = jax.tree.leaves(part)
+        held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+        assert held <= 1.05 / 8 * sum(np.prod(leaf.shape) for leaf in leaves)
 
 
 def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
@@ -160,7 +173,8 @@ def test_mesh_errors() -> None:
     with pytest.raises(UserError, match=r"multiple of mesh.data x mesh.fsdp = 8"):
         check_rows(make_mesh(MeshConfig()), 12)
     with pytest.raises(UserError, match="mesh.tensor is 8; expected a divisor"):
-        programs(dataclasses.replace(CONFIG, mesh=MeshConfig(tensor=8)), 8)
+        four_heads = dataclasses.replace(CONFIG.model, num_heads=4)
+        programs(dataclasses.replace(CONFIG, model=four_heads, mesh=MeshConfig(tensor=8)), 8)
 
 
 def test_optimizer_state_is_sharded_like_its_parameters() -> None:
