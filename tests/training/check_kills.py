@@ -1,0 +1,77 @@
+"""One run killed many times with SIGKILL at random moments against an undisturbed one; too slow for the test suite.
+
+    python tests/training/check_kills.py [--kills 20] [--seed 0]
+
+Half of the kills wait for a save to be under way. The run resumes after each, and its end state, losses and steps must be
+those of the undisturbed run, bit for bit.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # what runs.command expects
+
+import jax
+import numpy as np
+from runs import command, entries, final_state, tiny
+
+
+def main() -> None:
+    """Run, kill, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    config = tiny(steps=40 * arguments.kills, eval_every=10**6, bleu_every=0, checkpoint_every=4)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        workdirs = folder / "undisturbed", folder / "killed"
+        assert command(workdirs[0], folder / "cache", config).wait() == 0
+        in_a_save = 0
+        for kill in range(arguments.kills):
+            began = latest(workdirs[1])
+            process = command(workdirs[1], folder / "cache", config)
+            goal = began + rng.randrange(1, 40)
+            while latest(workdirs[1]) < goal:
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.002)
+            while kill % 2 and not saving(workdirs[1]) and process.poll() is None:
+                time.sleep(0.0005)
+            if not kill % 2:
+                time.sleep(rng.random() / 20)
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            in_a_save += saving(workdirs[1])
+            print(
+                f"kill {kill + 1} after step {latest(workdirs[1])}, {'in' if saving(workdirs[1]) else 'not in'} a save",
+                flush=True,
+            )
+        assert command(workdirs[1], folder / "cache", config).wait() == 0
+        states = [final_state(config, workdir) for workdir in workdirs]
+        jax.tree.map(np.testing.assert_array_equal, *states)
+        logs = [[(entry["step"], entry["loss"]) for entry in entries(workdir)] for workdir in workdirs]
+        assert logs[0] == logs[1]
+    print(f"{arguments.kills} kills, {in_a_save} of them during a save: identical bits after {config.training.steps} steps")
+
+
+def latest(workdir: Path) -> int:
+    """The last step that was logged."""
+    return max((entry["step"] for entry in entries(workdir)), default=0)
+
+
+def saving(workdir: Path) -> bool:
+    """Whether a checkpoint is begun and not complete."""
+    folders = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
+    return any(not (path / "manifest.json").exists() for path in folders)
+
+
+if __name__ == "__main__":
+    main()
