@@ -37,11 +37,12 @@ class CTranslate2:
         on_gpu = job["device"] == "gpu"
         if on_gpu and not ctranslate2.get_cuda_device_count():
             raise Skipped("this build of ctranslate2 sees no GPU")
-        self.precision = ("int8_bfloat16" if int8 else "bfloat16") if on_gpu else ("int8" if int8 else "float32")
+        precision = ("int8_bfloat16" if int8 else "bfloat16") if on_gpu else ("int8" if int8 else "float32")
+        self.about = {"precision": precision}
         self._translator = ctranslate2.Translator(
             str(job["folder"] / "ctranslate2"),
             device="cuda" if on_gpu else "cpu",
-            compute_type=self.precision,
+            compute_type=precision,
             inter_threads=1,
             intra_threads=job["threads"],
         )
@@ -90,8 +91,9 @@ class HuggingFace:
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(job["threads"])
         self._torch, self._device = torch, "cuda" if on_gpu else "cpu"
-        self.precision = "bfloat16" if on_gpu else "float32"
-        model = transformers.MarianMTModel.from_pretrained(job["folder"] / "huggingface", dtype=getattr(torch, self.precision))
+        precision = "bfloat16" if on_gpu else "float32"
+        self.about = {"precision": precision}
+        model = transformers.MarianMTModel.from_pretrained(job["folder"] / "huggingface", dtype=getattr(torch, precision))
         model.generation_config.forced_eos_token_id = None  # as in CTranslate2, an output may be cut at the longest length
         self._model, self._job = model.eval().to(self._device), job
 

@@ -156,7 +156,7 @@ class Skipped(Exception):
 class Runner(Protocol):
     """An engine, loaded, in its own process."""
 
-    precision: str
+    about: dict[str, Any]  # its precision, and what else it can tell before it works
 
     def __call__(self) -> Any:
         """One turn's work; returns its outputs, as JSON has them."""
@@ -179,7 +179,7 @@ def serve(load: Callable[[], Runner]) -> None:
     except Skipped as reason:
         print(json.dumps({"skipped": str(reason)}), file=answers)
         return
-    print(json.dumps({"precision": runner.precision, "load_seconds": round(time.perf_counter() - begin, 2)}), file=answers)
+    print(json.dumps({**runner.about, "load_seconds": round(time.perf_counter() - begin, 2)}), file=answers)
     for command in sys.stdin:
         if command.strip() == "extras":
             answer = {"peak_memory_gb": peak_memory_gb(), **runner.extras()}
