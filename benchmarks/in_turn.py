@@ -128,13 +128,23 @@ def take_turns(engines: dict[str, Engine], *, repeats: int, patience: float) -> 
     while _quiet_rounds(rounds[1:]) < repeats and len(rounds) < 1 + _MOST_ROUNDS * repeats:
         rounds.append({})
         for name, engine in engines.items():
-            _wait_for_others(patience)
+            wait_for_others(patience)
             rounds[-1][name] = answer = engine.ask("run")
             seen = f"{answer['seconds']:.2f} s, {answer['cpu_seconds']:.2f} CPU s, others {answer['others']:.2f}"
             print(f"round {len(rounds) - 1}  {name:<18}{seen}", file=sys.stderr, flush=True)
     warm_up, *all_timed = rounds
     timed = [each for each in all_timed if _quiet_rounds([each])] or all_timed
     return Rounds(warm_up, timed, len(all_timed), _quiet_rounds(all_timed))
+
+
+def wait_for_others(patience: float) -> None:
+    """A pause; and while other programs use the machine, up to ``patience`` seconds more."""
+    latest = time.perf_counter() + patience
+    while True:
+        busy = _busy_seconds()
+        time.sleep(_PAUSE)
+        if (_busy_seconds() - busy) / _PAUSE <= _QUIET or time.perf_counter() >= latest:
+            return
 
 
 def ours_over(speeds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -210,16 +220,6 @@ def peak_memory_gb() -> float:
 def _quiet_rounds(rounds: list[dict[str, Any]]) -> int:
     """How many had the machine to themselves."""
     return sum(all(answer["others"] <= _QUIET for answer in each.values()) for each in rounds)
-
-
-def _wait_for_others(patience: float) -> None:
-    """A pause; and while other programs use the machine, up to ``patience`` seconds more."""
-    latest = time.perf_counter() + patience
-    while True:
-        busy = _busy_seconds()
-        time.sleep(_PAUSE)
-        if (_busy_seconds() - busy) / _PAUSE <= _QUIET or time.perf_counter() >= latest:
-            return
 
 
 def _busy_seconds() -> float:

@@ -69,6 +69,7 @@ def main() -> None:
         with in_turn.running(_MODULE, arguments.engines, folder, arguments.threads) as started:
             _check_parameters(started.said)
             rounds = in_turn.take_turns(started.engines, repeats=arguments.repeats, patience=arguments.patience)
+            in_turn.wait_for_others(arguments.patience)  # the best rate of matrix products is measured now
             result = _result(started, rounds, job, source, target, machine["environment"]["devices"][0])
     report = {
         "model": arguments.model,
