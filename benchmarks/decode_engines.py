@@ -1,26 +1,18 @@
-"""One engine of ``decode_speed.py`` in a process of its own: it reads commands from its input and answers, a line of JSON each.
-
-Not for use by hand. Engines in one process get in each other's way (their thread pools spin while they wait), and the peak
-memory of each could not be told; so each has a process, and all but one wait for their next command.
-"""
+"""One engine of ``decode_speed.py`` in a process of its own (see in_turn.py); not for use by hand."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
-import resource
 import sys
-import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from benchmarks.in_turn import Runner, Skipped, answer_once, serve
 
 PAD_ID, EOS_ID = 0, 2  # of transformer_jax.tokenizer, which would bring JAX into every process
 NAMES = ("ours", "ctranslate2", "ctranslate2_int8", "huggingface")
-
-
-class Skipped(Exception):
-    """This engine cannot run here; the message says why."""
 
 
 class Job(dict[str, Any]):
@@ -36,18 +28,6 @@ class Job(dict[str, Any]):
         return [slice(i, i + self["batch_size"]) for i in range(0, len(self["source"]), self["batch_size"])]
 
 
-class Runner(Protocol):
-    """An engine, loaded."""
-
-    precision: str
-
-    def __call__(self) -> list[list[int]]:
-        """The best output of each sentence, all positions decoded but a final EOS."""
-
-    def extras(self) -> dict[str, Any]:
-        """What only this engine can tell."""
-
-
 class CTranslate2:
     """``ctranslate2.Translator``: one call, which sorts and cuts by itself; forced lengths need a call a batch."""
 
@@ -57,11 +37,12 @@ class CTranslate2:
         on_gpu = job["device"] == "gpu"
         if on_gpu and not ctranslate2.get_cuda_device_count():
             raise Skipped("this build of ctranslate2 sees no GPU")
-        self.precision = ("int8_bfloat16" if int8 else "bfloat16") if on_gpu else ("int8" if int8 else "float32")
+        precision = ("int8_bfloat16" if int8 else "bfloat16") if on_gpu else ("int8" if int8 else "float32")
+        self.about = {"precision": precision}
         self._translator = ctranslate2.Translator(
             str(job["folder"] / "ctranslate2"),
             device="cuda" if on_gpu else "cpu",
-            compute_type=self.precision,
+            compute_type=precision,
             inter_threads=1,
             intra_threads=job["threads"],
         )
@@ -79,6 +60,7 @@ class CTranslate2:
         self._job = job
 
     def __call__(self) -> list[list[int]]:
+        """The best output of each sentence, all positions decoded but a final EOS."""
         forced, translate = self._job["forced"], self._translator.translate_batch
         results = []
         if forced:
@@ -109,12 +91,14 @@ class HuggingFace:
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(job["threads"])
         self._torch, self._device = torch, "cuda" if on_gpu else "cpu"
-        self.precision = "bfloat16" if on_gpu else "float32"
-        model = transformers.MarianMTModel.from_pretrained(job["folder"] / "huggingface", dtype=getattr(torch, self.precision))
+        precision = "bfloat16" if on_gpu else "float32"
+        self.about = {"precision": precision}
+        model = transformers.MarianMTModel.from_pretrained(job["folder"] / "huggingface", dtype=getattr(torch, precision))
         model.generation_config.forced_eos_token_id = None  # as in CTranslate2, an output may be cut at the longest length
         self._model, self._job = model.eval().to(self._device), job
 
     def __call__(self) -> list[list[int]]:
+        """The best output of each sentence, all positions decoded but a final EOS."""
         torch, job, results = self._torch, self._job, []
         for batch in job.batches():
             source = job["source"][batch]
@@ -158,41 +142,15 @@ def start(name: str, job: Job) -> Runner:
         raise Skipped(f"not installed: {error}") from None
 
 
-def peak_memory_gb() -> float:
-    """Of this process alone: getrusage would count what its parent held when it was started."""
-    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
-        if line.startswith("VmHWM"):
-            return round(int(line.split()[1]) * 1024 / 1e9, 3)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
-
-
 def main() -> None:
-    """``python -m benchmarks.decode_engines NAME FOLDER``; commands: run, extras."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    """``python -m benchmarks.decode_engines NAME FOLDER``; ``prepare`` writes what the engines need."""
     name, job = sys.argv[1], Job.read(Path(sys.argv[2]))
     if name == "prepare":
         from benchmarks.decode_ours import prepare
 
-        print(json.dumps(prepare(job)), file=answers)
-        return
-    begin = time.perf_counter()
-    try:
-        runner = start(name, job)
-    except Skipped as reason:
-        print(json.dumps({"skipped": str(reason)}), file=answers)
-        return
-    print(json.dumps({"precision": runner.precision, "load_seconds": round(time.perf_counter() - begin, 2)}), file=answers)
-    for command in sys.stdin:
-        if command.strip() == "extras":
-            answer = {"peak_memory_gb": peak_memory_gb(), **runner.extras()}
-        else:
-            begin, cpu = time.perf_counter(), time.process_time()
-            outputs = runner()
-            seconds = time.perf_counter() - begin
-            answer = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "outputs": outputs}
-        print(json.dumps(answer), file=answers)
+        answer_once(lambda: prepare(job))
+    else:
+        serve(lambda: start(name, job))
 
 
 if __name__ == "__main__":

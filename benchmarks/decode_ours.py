@@ -106,7 +106,7 @@ class Ours:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         devices = devices_for_rows(job["batch_size"])  # first, as it may decide how JAX starts
         config, model, _ = load(job)
-        self.precision = str(jnp.dtype(compute_dtype(config.model)))
+        self.about = {"precision": str(jnp.dtype(compute_dtype(config.model)))}
         if job["forced"]:  # EOS is allowed where the length ends, and there nothing else is
             self._engine: Engine = ForcedEngine([model], config.decoding, suppress=(EOS_ID,), devices=devices)
             self._sentences = [Sentence(x, seed=n) for x, n in zip(job["source"], job["forced"])]

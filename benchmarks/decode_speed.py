@@ -31,23 +31,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import psutil
 
+from benchmarks import in_turn
 from benchmarks.decode_engines import NAMES
 
-_PAUSE = 0.3  # seconds between turns: a thread pool may spin for a while after its work is done
-_MOST_ROUNDS = 2  # times the rounds asked for, where other programs disturb them
-_QUIET = 0.2  # CPU cores that other programs may use in a round that counts
+_MODULE = "benchmarks.decode_engines"
 
 
 def main() -> None:
@@ -72,49 +67,6 @@ def main() -> None:
         _print_table(report["results"][-1])
 
 
-class _Engine:
-    """The process of one engine."""
-
-    def __init__(self, name: str, folder: Path, threads: int):
-        """Start it, on as many cores as all engines get."""
-        command = [sys.executable, "-m", "benchmarks.decode_engines", name, str(folder)]
-        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU's is shared by all engines
-        threads_everywhere = {"OMP_NUM_THREADS": str(threads)}
-        pipe = subprocess.PIPE
-        root = Path(__file__).resolve().parents[1]
-        self.name = name
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, cwd=root, env=os.environ | memory | threads_everywhere
-        )
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(self.process.pid, sorted(os.sched_getaffinity(0))[:threads])
-
-    def read(self) -> dict[str, Any]:
-        """Its next answer."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"error: {self.name} ended without an answer (status {self.process.wait()}); see above.")
-        return json.loads(line)
-
-    def ask(self, command: str) -> dict[str, Any]:
-        """Have it do something; adds what others did meanwhile."""
-        assert self.process.stdin is not None
-        begin, busy = time.perf_counter(), _busy_seconds()
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        answer = self.read()
-        if "cpu_seconds" in answer:
-            others = _busy_seconds() - busy - answer["cpu_seconds"]
-            answer["others"] = max(0.0, others / (time.perf_counter() - begin))
-        return answer
-
-    def end(self) -> None:
-        """Let it go."""
-        self.process.kill()
-        self.process.communicate()
-
-
 def _measure(
     arguments: argparse.Namespace, source: list[list[int]], target_lengths: list[int] | None, batch_size: int
 ) -> dict[str, Any]:
@@ -123,7 +75,6 @@ def _measure(
     if target_lengths is not None:
         means = [round(float(np.mean(target_lengths[i : i + batch_size]))) for i in range(0, len(source), batch_size)]
         forced = [means[i // batch_size] for i in range(len(source))]
-    engines: dict[str, _Engine] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = {
@@ -136,87 +87,52 @@ def _measure(
             **{key: getattr(arguments, key) for key in ("model", "beam_size", "length_penalty", "max_extra_length", "threads")},
         }
         (folder / "job.json").write_text(json.dumps(job))
-        preparation = _Engine("prepare", folder, arguments.threads)
-        prepared = preparation.read()
-        preparation.end()
+        prepared = in_turn.prepare(_MODULE, folder, arguments.threads)
         (folder / "job.json").write_text(json.dumps(job | {"device": prepared["device"]}))
         skipped = prepared["skipped"] | {name: "not asked for" for name in NAMES if name not in arguments.engines}
-        try:
-            engines = {name: _Engine(name, folder, arguments.threads) for name in NAMES if name not in skipped}
-            started = {name: engine.read() for name, engine in engines.items()}
-            for name, answer in started.items():
-                if "skipped" in answer:
-                    skipped[name] = answer["skipped"]
-                    engines.pop(name).end()
-            result = _in_turn(engines, started, forced, repeats=arguments.repeats, patience=arguments.patience)
-        finally:
-            for engine in engines.values():
-                engine.end()
+        names = [name for name in NAMES if name not in skipped]
+        with in_turn.running(_MODULE, names, folder, arguments.threads) as started:
+            rounds = in_turn.take_turns(started.engines, repeats=arguments.repeats, patience=arguments.patience)
+            result = _result(started, rounds, forced)
     return {
         "batch_size": batch_size,
         "device": prepared["device"],
         **result,
-        "skipped": skipped,
+        "skipped": skipped | started.skipped,
         "environment": prepared["environment"],
     }
 
 
-def _in_turn(
-    engines: dict[str, _Engine], started: dict[str, Any], forced: list[int] | None, *, repeats: int, patience: float
-) -> dict[str, Any]:
-    """A round to warm up, then rounds until enough were quiet or there were too many; if none was quiet, all count."""
-    rounds: list[dict[str, Any]] = []
-    while _quiet_rounds(rounds[1:]) < repeats and len(rounds) < 1 + _MOST_ROUNDS * repeats:
-        rounds.append({})
-        for name, engine in engines.items():
-            _wait_for_others(patience)
-            rounds[-1][name] = answer = engine.ask("run")
-            seen = f"{answer['seconds']:.2f} s, {answer['cpu_seconds']:.2f} CPU s, others {answer['others']:.2f}"
-            print(f"round {len(rounds) - 1}  {name:<18}{seen}", file=sys.stderr, flush=True)
-    warm_up, *all_timed = rounds
-    num_quiet = _quiet_rounds(all_timed)
-    timed = [each for each in all_timed if _quiet_rounds([each])] or all_timed
-    outputs = {name: timed[-1][name]["outputs"] for name in engines}
+def _result(started: in_turn.Started, rounds: in_turn.Rounds, forced: list[int] | None) -> dict[str, Any]:
+    """Figures from what the engines answered."""
+    engines = started.engines
+    outputs = {name: rounds.timed[-1][name]["outputs"] for name in engines}
     tokens = {name: sum(forced) if forced else sum(len(x) + 1 for x in outputs[name]) for name in engines}
-    speeds = {name: [tokens[name] / each[name]["seconds"] for each in timed] for name in engines}
+    speeds = {name: [tokens[name] / seconds for seconds in rounds.seconds(name)] for name in engines}
     found = {}
     for name, engine in engines.items():
         found[name] = {
-            **started[name],
+            **started.said[name],
             "tokens_per_second": round(median(speeds[name]), 1),
             "tokens_per_second_all": [round(x, 1) for x in speeds[name]],
             "output_tokens": tokens[name],
-            "first_run_seconds": round(warm_up[name]["seconds"], 2),
-            "tokens_per_cpu_second": round(median(tokens[name] / each[name]["cpu_seconds"] for each in timed), 1),
-            "load_of_others": round(median(each[name]["others"] for each in timed), 2),
+            "first_run_seconds": round(rounds.warm_up[name]["seconds"], 2),
+            "tokens_per_cpu_second": round(median(tokens[name] / each[name]["cpu_seconds"] for each in rounds.timed), 1),
+            "load_of_others": rounds.load_of_others(name),
             **engine.ask("extras"),
         }
-    ratios, same = {}, {}
-    for name in engines:
-        if name == "ours" or "ours" not in engines:
-            continue
-        ratios[name] = {
-            "of_medians": round(median(speeds["ours"]) / median(speeds[name]), 3),
-            "median_of_pairs": round(median(a / b for a, b in zip(speeds["ours"], speeds[name])), 3),
-        }
+    ratios = in_turn.ours_over(speeds)
+    same = {}
+    for name in ratios:
         pairs = zip(outputs["ours"], outputs[name], forced or [None] * len(outputs[name]))
         same[name] = sum(a == (b[: n - 1] if n else b) for a, b, n in pairs)
-    return {"rounds": len(all_timed), "quiet_rounds": num_quiet, "engines": found, "ours_over": ratios, "same_lines": same}
-
-
-def _quiet_rounds(rounds: list[dict[str, Any]]) -> int:
-    """How many had the machine to themselves."""
-    return sum(all(answer["others"] <= _QUIET for answer in each.values()) for each in rounds)
-
-
-def _wait_for_others(patience: float) -> None:
-    """A pause; and while other programs use the machine, up to ``patience`` seconds more."""
-    end = time.perf_counter() + patience
-    while True:
-        busy = _busy_seconds()
-        time.sleep(_PAUSE)
-        if (_busy_seconds() - busy) / _PAUSE <= _QUIET or time.perf_counter() >= end:
-            return
+    return {
+        "rounds": rounds.num_all,
+        "quiet_rounds": rounds.num_quiet,
+        "engines": found,
+        "ours_over": ratios,
+        "same_lines": same,
+    }
 
 
 def _inputs(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int] | None]:
@@ -251,12 +167,6 @@ def _inputs(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int] |
 
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-
-
-def _busy_seconds() -> float:
-    """What all cores have worked so far."""
-    times = psutil.cpu_times()
-    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
 def _print_table(result: dict[str, Any]) -> None:

@@ -5,6 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flax import nnx
+
+from benchmarks.train_engines import Job
+from benchmarks.train_speed import model_flops
+from benchmarks.train_torch import Model
+from transformer_jax.config import ModelConfig
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.training.loss import smoothed_cross_entropy
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,3 +58,84 @@ def test_decoding_speed_of_contradictory_inputs_is_refused() -> None:
         text=True,
     )
     assert run.returncode == 2 and "either --model or --workdir" in run.stderr
+
+
+def test_training_speed_in_one_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = ["--model", "tiny", "--pairs", "4", "--length", "6", "--lengths", "mixed", "--steps", "2", "--repeats", "1"]
+    command += ["--patience", "0", "--engines", "ours", "torch_eager", "--output", str(report)]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.train_speed", *command],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(report.read_text())
+    assert set(found["engines"]) == {"ours", "torch_eager"} and set(found["skipped"]) == {"torch_compile"}
+    assert 4 <= found["real_target_tokens_a_step"] <= 24 and 0 < found["real_token_share"] <= 1
+    for name, figures in found["engines"].items():
+        assert figures["target_tokens_per_second"] > 0 and figures["mfu"] >= 0 and figures["peak_memory_gb"] > 0
+        assert figures["precision"] == "float32" and 3 < figures["first_loss"] < 6
+        assert name in run.stdout
+    biases = found["engines"]["torch_eager"]["attention_biases"]
+    assert biases and found["engines"]["torch_eager"]["parameters"] == found["engines"]["ours"]["parameters"] + biases
+    assert found["ours_over"]["torch_eager"]["of_medians"] > 0
+
+
+def test_both_models_of_the_training_benchmark_compute_the_same_loss() -> None:
+    shape: dict[str, Any] = {"vocab_size": 20, "d_model": 16, "d_ff": 24, "num_heads": 2, "num_layers": 2}
+    job = Job(**shape, device="cpu", dtype="float32", steps=1, threads=1, product_size=8, dropout=0.0)
+    config = ModelConfig(**shape, norm_epsilon=job.norm_epsilon, dtype="float32")
+    ours, theirs = Transformer(config, rngs=nnx.Rngs(0)), Model(job, 7)
+    _copy(nnx.to_pure_dict(nnx.state(ours, nnx.Param)), theirs)
+    source = np.array([[4, 5, 6, 7, 2], [8, 2, 0, 0, 0], [9, 9, 2, 0, 0]], np.int32)
+    target = np.array([[7, 6, 2, 0, 0, 0, 0], [5, 8, 9, 10, 11, 12, 2], [4, 4, 4, 2, 0, 0, 0]], np.int32)
+    sums = smoothed_cross_entropy(ours.hidden(source, target), ours.output_matrix_VD, target, job.label_smoothing)
+    loss = theirs(torch.tensor(source).long(), torch.tensor(target).long()).item()
+    np.testing.assert_allclose(loss, float(sums.loss / sums.tokens), rtol=1e-5)
+
+
+def _copy(parameters: Any, model: Model) -> None:
+    """Give PyTorch's model our parameters, and zeros as attention biases."""
+
+    def linear(to: Any, from_: Any) -> None:
+        to.weight.copy_(torch.tensor(np.asarray(from_["kernel"]).T))
+        to.bias.copy_(torch.tensor(np.asarray(from_["bias"])))
+
+    def norm(to: Any, from_: Any) -> None:
+        to.weight.copy_(torch.tensor(np.asarray(from_["norm"]["scale"])))
+        to.bias.copy_(torch.tensor(np.asarray(from_["norm"]["bias"])))
+
+    def attention(to: Any, from_: Any) -> None:
+        width = to.embed_dim
+        kernels = [np.asarray(from_[name]["kernel"]).reshape(width, -1).T for name in ("query", "key", "value")]
+        to.in_proj_weight.copy_(torch.tensor(np.concatenate(kernels)))
+        to.out_proj.weight.copy_(torch.tensor(np.asarray(from_["output"]["kernel"]).reshape(-1, width).T))
+        to.in_proj_bias.zero_()
+        to.out_proj.bias.zero_()
+
+    with torch.no_grad():
+        model.embedding.weight.copy_(torch.tensor(np.asarray(parameters["target_embedding"]["matrix"])))
+        for stack, sublayers in (
+            ("encoder", ("self_attention", "feed_forward")),
+            ("decoder", ("self_attention", "cross_attention", "feed_forward")),
+        ):
+            for i, to in enumerate(getattr(model.transformer, stack).layers):
+                from_ = parameters[stack]["layers"][i]
+                for number, name in enumerate(sublayers, 1):
+                    norm(getattr(to, f"norm{number}"), from_[f"{name}_residual"])
+                attention(to.self_attn, from_["self_attention"])
+                if stack == "decoder":
+                    attention(to.multihead_attn, from_["cross_attention"])
+                linear(to.linear1, from_["feed_forward"]["inner"])
+                linear(to.linear2, from_["feed_forward"]["output"])
+
+
+def test_model_flops_of_single_tokens_agree_with_a_count_by_hand() -> None:
+    job = Job("cpu", 50, d_model=16, d_ff=32, num_heads=2, num_layers=1, dtype="float32", steps=1, threads=1, product_size=8)
+    ones = np.full(3, 1)
+    # One token: per layer 4 + 4 products D x D and 2 products D x F a side, attention over one position; the softmax.
+    by_hand = 2 * ((4 + 4 + 4) * 16 * 16 + 4 * 16 * 32 + 3 * 2 * 16 + 16 * 50)
+    assert model_flops(ones, ones, job) == 3 * 3 * by_hand

@@ -56,7 +56,13 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
             log.info("Process 0 of %d: waiting up to %d s for the others at %s.", count, timeout, address)
     try:
         jax.distributed.initialize(
-            address, count, number, initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
+            address,
+            count,
+            number,
+            # Who is told everything need not look for a cluster, which may say something else.
+            cluster_detection_method=None if address is None else "deactivate",
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(
