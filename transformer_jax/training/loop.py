@@ -21,9 +21,10 @@ from flax import nnx
 from transformer_jax import evaluation
 from transformer_jax.config import Config
 from transformer_jax.data.batching import Batch, BatchPlan
-from transformer_jax.data.corpus import Corpus, prepare_corpus
+from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.evaluation_batches import whole_corpus
 from transformer_jax.data.loader import load
+from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import load_model
