@@ -18,6 +18,8 @@ ORDER = [
     "data.corpus",
     "data.parts",
     "data.packing",
+    "data.shapes",
+    "data.windows",
     "data.batching",
     "data.evaluation_batches",
     "data.loader",

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.config import BatchConfig
-from transformer_jax.data.batching import Batch, BatchPlan, _permutation, choose_shapes
+from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
+from transformer_jax.data.shapes import choose_shapes
+from transformer_jax.data.windows import permutation
 from transformer_jax.errors import UserError
 
 EOS = 2
@@ -299,10 +301,10 @@ def test_sides_of_packed_rows_are_in_the_proportion_of_the_text():
 
 
 def test_permutations_are_the_same_everywhere():
-    assert _permutation(10, 0, 0, 0).tolist() == [9, 7, 2, 0, 4, 3, 5, 6, 1, 8]
-    assert _permutation(10, 3, 1, 2, 5).tolist() == [9, 8, 1, 3, 0, 7, 2, 6, 5, 4]
+    assert permutation(10, 0, 0, 0).tolist() == [9, 7, 2, 0, 4, 3, 5, 6, 1, 8]
+    assert permutation(10, 3, 1, 2, 5).tolist() == [9, 8, 1, 3, 0, 7, 2, 6, 5, 4]
     for n in (0, 1, 2, 3, 8, 1000):
-        assert sorted(_permutation(n, 7, 1, 2, 3)) == list(range(n))
+        assert sorted(permutation(n, 7, 1, 2, 3)) == list(range(n))
 
 
 def test_a_budget_smaller_than_the_longest_rows_is_an_error():

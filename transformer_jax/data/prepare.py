@@ -25,7 +25,7 @@ from transformer_jax.data.parts import prepare_part
 from transformer_jax.decoding.parts import parse_part
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.workdir import check_inputs, claim, lock, prepare_tokenizer
+from transformer_jax.training.workdir import check_inputs, claim, has_tokenizer, lock, prepare_tokenizer
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def make_part(config: Config, workdir: Path, part: tuple[int, int]) -> None:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, parts=count))
     check_inputs(config)
     path = workdir / "config.json"
-    if not path.is_file() or not any(workdir.glob("tokenizer*.model")):
+    if not path.is_file() or not has_tokenizer(workdir):
         raise UserError(f"{str(workdir)!r} has no tokenizer; expected one: run this with --tokenizer-only first.")
     if differences := differences_on_resume(from_json(path.read_text()), config):
         raise UserError(
