@@ -34,11 +34,11 @@ _COLUMNS = {
     "pairs": "pairs",
     "windows": "windows",
     "lengths_seconds": "pass over lengths, s",
-    "plan_seconds": "open and plan (it and shapes), s",
-    "again_seconds": "a second time, s",
+    "plan_seconds": "open and plan, that pass included, s",
+    "again_seconds": "again, s",
     "window_seconds": "first batch, s",
     "batch_milliseconds": "batch, ms",
-    "plan_mb": "memory of the plan, MB",
+    "plan_mb": "plan and window, MB",
     "peak_mb": "peak memory, MB",
     "mapped_mb": "mapped files, MB",
 }
@@ -73,7 +73,7 @@ class Memory:
     """This process' memory in MB from here on, looked at every few milliseconds."""
 
     def __init__(self) -> None:
-        self._base, self._ended = self._now("RssAnon"), threading.Event()
+        self._base, self._base_mapped, self._ended = self._now("RssAnon"), self._now("RssFile"), threading.Event()
         self.peak = 0.0
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -93,7 +93,7 @@ class Memory:
 
     @property
     def mapped(self) -> float:
-        return self._now("RssFile")
+        return self._now("RssFile") - self._base_mapped
 
     def end(self) -> None:
         self._ended.set()

@@ -86,12 +86,15 @@ def choose_shapes(histogram: np.ndarray, config: BatchConfig, *, epochs: int = 1
     cell_s, cell_t = np.nonzero(histogram)
     count = histogram[cell_s, cell_t]
 
+    # below[s, t]: pairs with a source shorter than s and a target shorter than t.
+    below = np.zeros((histogram.shape[0] + 1, histogram.shape[1] + 1), np.int64)
+    below[1:, 1:] = histogram.cumsum(0).cumsum(1)
+
     def cost(shapes: np.ndarray) -> float:
         S, T = shapes[np.argsort(shapes.sum(1), kind="stable")].T
-        fits = (cell_s <= S[:, None]) & (cell_t <= T[:, None])
-        if not fits.any(0).all():
+        pairs = np.diff(_pairs_held(S, T, below), prepend=0)  # a pair goes to the first shape that holds it
+        if pairs.sum() < below[-1, -1]:
             return np.inf
-        pairs = np.bincount(fits.argmax(0), count, len(S))
         batch = config.tokens // np.maximum(np.maximum(S, T), 1)
         return float(np.where(pairs > 0, np.maximum(pairs, epochs * batch), 0) @ (S + T))
 
@@ -117,6 +120,20 @@ def choose_shapes(histogram: np.ndarray, config: BatchConfig, *, epochs: int = 1
         bucket = ((cell_s <= S[:, None]) & (cell_t <= T[:, None])).argmax(0)
         shapes = np.array([(cell_s[bucket == b].max(), cell_t[bucket == b].max()) for b in np.unique(bucket)])
     return result
+
+
+def _pairs_held(S: np.ndarray, T: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """How many pairs the first shape holds, the first or the second, the first three, ...
+
+    Together they hold what lies under a staircase. Its steps are the sources' widths in order, and the height of each is the
+    largest target among shapes at least as wide.
+    """
+    narrow_first = np.argsort(S, kind="stable")
+    steps = np.minimum(S[narrow_first] + 1, len(below) - 1)
+    heights = np.minimum(T[narrow_first] + 1, len(below[0]) - 1)
+    among_first = np.where(narrow_first <= np.arange(len(S))[:, None], heights, 0)
+    heights_bb = np.maximum.accumulate(among_first[:, ::-1], axis=1)[:, ::-1]
+    return (below[steps, heights_bb] - below[np.concatenate([[0], steps[:-1]]), heights_bb]).sum(1)
 
 
 def _at_quantiles(lengths: np.ndarray, count: np.ndarray, quantile: np.ndarray) -> np.ndarray:
