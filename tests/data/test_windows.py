@@ -1,7 +1,9 @@
 """Windows: a large corpus' batches are those of its windows in turn, and one window is all that is in memory."""
 
 import dataclasses
+import gc
 import hashlib
+import weakref
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -154,6 +156,19 @@ def test_memory_is_bounded_by_the_window(layout):
     assert arrays_in(plan, set()) <= 2 * 8 * len(plan.shapes) * num_pairs / window + 1000  # counts
     assert plan._window.cache_info().maxsize == 1
     assert arrays_in(plan._window(0), set()) <= 8 * window + 1000
+
+
+@layouts
+def test_a_window_is_gone_with_its_last_use(layout):
+    plan = BatchPlan(random_corpus(1, 500), windowed(layout, 100), seed=0)
+    plan.batch(0)
+    gc.disable()
+    try:
+        window = weakref.ref(plan._window(0))
+        plan._window(1)
+        assert window() is None
+    finally:
+        gc.enable()
 
 
 @layouts

@@ -34,18 +34,30 @@ class Window:
         self, corpus: Corpus, start: int, stop: int, widths: list[tuple[int, int]], *, packed: bool, seed: int, number: int
     ) -> None:
         self._first, self._num_pairs = start, corpus.num_pairs
-        self._seed, self._key = seed, window_key(number)
         lengths = zip(*corpus.lengths(start, stop), strict=True)
+
+        def permuted(n: int, *purpose: int) -> np.ndarray:
+            return permutation(n, seed, *purpose, *window_key(number))
+
         if packed:
-            self._rows = [self._packed(s_N, t_N, v, *widths[0]) for v, (s_N, t_N) in enumerate(lengths)]
+            orders = (permuted(stop - start, ORDER_OF_PACKING, v) for v in range(corpus.num_samples))
+            self._rows = [_packed(s_N, t_N, *widths[0], order) for (s_N, t_N), order in zip(lengths, orders, strict=True)]
         else:
             table, row_starts = bucket_table(widths), np.arange(stop - start + 1, dtype=np.int32)
             self._rows = [_bucketed(table[s_N, t_N], len(widths), row_starts) for s_N, t_N in lengths]
         self.counts_Kb = np.stack([np.diff(rows.bucket_starts) for rows in self._rows])
         """Rows in each bucket."""
         self._before_Kb = cumulative(self.counts_Kb)
-        # Permutations of this epoch and its neighbours, which batches at its ends and prefetching need.
-        self._order_of_rows = functools.lru_cache(maxsize=3 * len(widths))(self._permute_rows)
+        rows_K = self._rows
+
+        # Of this epoch and its neighbours, which batches at its ends and prefetching need. No method: a window that its own
+        # cache refers to would outlive its use until the garbage collector comes by.
+        @functools.lru_cache(maxsize=3 * len(widths))
+        def order_of_rows(epoch: int, bucket: int) -> np.ndarray:
+            first, end = (int(start) for start in rows_K[epoch % len(rows_K)].bucket_starts[bucket : bucket + 2])
+            return first + permuted(end - first, ORDER_OF_ROWS, epoch, bucket)
+
+        self._order_of_rows = order_of_rows
 
     def sequences(self, bucket: int, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The corpus' sequences at these positions of a bucket's stream, and how many stand in each row."""
@@ -63,15 +75,11 @@ class Window:
             sequences.append(v * self._num_pairs + self._first + pairs.astype(np.int64))
         return np.concatenate(sequences), pairs_per_row
 
-    def _permute_rows(self, epoch: int, bucket: int) -> np.ndarray:
-        first, end = (int(start) for start in self._rows[epoch % len(self._rows)].bucket_starts[bucket : bucket + 2])
-        return first + permutation(end - first, self._seed, ORDER_OF_ROWS, epoch, bucket, *self._key)
 
-    def _packed(self, s_N: np.ndarray, t_N: np.ndarray, v: int, S: int, T: int) -> _Rows:
-        row_N = pack(s_N, t_N, S, T, permutation(len(s_N), self._seed, ORDER_OF_PACKING, v, *self._key))
-        row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_N))]).astype(np.int32)
-        pairs_N = np.argsort(row_N, kind="stable").astype(np.int32)
-        return _Rows(pairs_N, row_starts, np.array([0, len(row_starts) - 1]))
+def _packed(s_N: np.ndarray, t_N: np.ndarray, S: int, T: int, order: np.ndarray) -> _Rows:
+    row_N = pack(s_N, t_N, S, T, order)
+    row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_N))]).astype(np.int32)
+    return _Rows(np.argsort(row_N, kind="stable").astype(np.int32), row_starts, np.array([0, len(row_starts) - 1]))
 
 
 def _bucketed(bucket_N: np.ndarray, buckets: int, row_starts: np.ndarray) -> _Rows:
