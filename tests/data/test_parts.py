@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.config import BatchConfig, Config, DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.config_files import to_json
+from transformer_jax.config_files import differences_on_resume, to_json
 from transformer_jax.data import files, prepare, tokenising
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.parts import prepare_corpus, prepare_part
@@ -127,6 +127,13 @@ def test_a_missing_or_damaged_part_is_named_with_its_remedy(tmp_path, damage, ca
     assert prepare.main(shlex.split("--" + arguments)) == 0
     corpus = prepare_corpus(workdir, in_parts(config, 3), TOKENIZER, "train")
     assert_same_corpus(corpus, prepare_corpus(tmp_path / "whole", config, TOKENIZER, "train"))
+
+
+def test_the_number_of_parts_may_change_on_resume(tmp_path):
+    config = config_of(tmp_path)
+    assert differences_on_resume(config, in_parts(config, 5)) == []
+    windows = dataclasses.replace(config, batch=dataclasses.replace(config.batch, window=100))
+    assert differences_on_resume(config, windows) == ["batch.window: 16777216 in the work directory, 100 now"]
 
 
 def test_more_parts_than_files(tmp_path):

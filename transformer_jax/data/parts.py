@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: st
 
 def prepare_part(workdir: Path, config: Config, tokenizer: Tokenizer, part: int) -> Corpus:
     """Part ``part`` (from 0) of the ``config.data.parts`` parts of the training text, built if need be; it may be empty."""
-    pairs, first_file = _share(config, part)
+    pairs, first_file = _shares(config)[part]
     job = dataclasses.replace(_job(config, tokenizer, "train"), first_file=first_file)
     corpus = build(job, pairs, _directory(workdir, config), may_be_empty=config.data.parts > 1)
     _log_statistics(f"part {part}/{config.data.parts}", corpus)
@@ -70,35 +71,37 @@ def join(parts: Sequence[Corpus], fingerprint: str) -> Corpus:
 
 
 def _open_parts(workdir: Path, config: Config, tokenizer: Tokenizer) -> Corpus:
-    directory, job, count = _directory(workdir, config), _job(config, tokenizer, "train"), config.data.parts
+    directory, job = _directory(workdir, config), _job(config, tokenizer, "train")
     parts = []
-    for k in range(count):
-        pairs, first_file = _share(config, k)
+    for k, (pairs, first_file) in enumerate(_shares(config)):
         folder, fingerprint = locate(dataclasses.replace(job, first_file=first_file), pairs, directory)
         corpus = open_corpus(folder, fingerprint)
         if corpus is None:
-            path = workdir / "config.json"
+            part, path = f"{k}/{config.data.parts}", workdir / "config.json"
             raise UserError(
-                f"Part {k}/{count} of the training text is {'damaged' if folder.exists() else 'missing'}: {folder}; expected "
+                f"Part {part} of the training text is {'damaged' if folder.exists() else 'missing'}: {folder}; expected "
                 "what this command makes of the text and settings as they are now:\n"
-                f"  python -m transformer_jax.data.prepare --config {path} --workdir {workdir} --part {k}/{count}"
+                f"  python -m transformer_jax.data.prepare --config {path} --workdir {workdir} --part {part}"
             )
         parts.append(corpus)
     _, fingerprint = locate(job, config.data.train, directory)
     return join(parts, fingerprint)
 
 
-def _share(config: Config, part: int) -> tuple[PairsConfig, int]:
-    """A part's files, and how many stand before them."""
+def _shares(config: Config) -> list[tuple[PairsConfig, int]]:
+    """The files of each part, and how many stand before them."""
     files, count = one_file_each(config.data.train, config.data.root), config.data.parts
     if count > len(files):
         raise UserError(
             f"data.parts is {count}; expected at most {len(files)}, the files of data.train: a part is whole files. Cut large "
             "ones, on both sides at the same lines (split -l 1000000), and name them by a glob."
         )
-    first, end = part * len(files) // count, (part + 1) * len(files) // count
-    source, target = (tuple(name for file in files[first:end] for name in getattr(file, side)) for side in ("source", "target"))
-    return dataclasses.replace(config.data.train, source=source, target=target), first
+    bounds = [k * len(files) // count for k in range(count + 1)]
+    shares = []
+    for first, end in pairwise(bounds):
+        names = {side: tuple(chain.from_iterable(getattr(f, side) for f in files[first:end])) for side in ("source", "target")}
+        shares.append((dataclasses.replace(config.data.train, **names), first))
+    return shares
 
 
 def _job(config: Config, tokenizer: Tokenizer, name: str) -> TokeniseJob:
