@@ -35,7 +35,7 @@ class Joined:
         index = np.asarray(index)
         piece = np.searchsorted(self._starts, index, side="right") - 1
         result = np.empty(index.shape, self.dtype)
-        for p in np.flatnonzero(np.bincount(piece.ravel())):
+        for p in np.flatnonzero(np.bincount(piece.ravel())).tolist():
             here = piece == p
             result[here] = self._pieces[p][index[here] - self._starts[p]] + self._shifts[p]
         return result[()]

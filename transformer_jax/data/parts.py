@@ -99,8 +99,9 @@ def _shares(config: Config) -> list[tuple[PairsConfig, int]]:
     bounds = [k * len(files) // count for k in range(count + 1)]
     shares = []
     for first, end in pairwise(bounds):
-        names = {side: tuple(chain.from_iterable(getattr(f, side) for f in files[first:end])) for side in ("source", "target")}
-        shares.append((dataclasses.replace(config.data.train, **names), first))
+        source = tuple(chain.from_iterable(file.source for file in files[first:end]))
+        target = tuple(chain.from_iterable(file.target for file in files[first:end]))
+        shares.append((dataclasses.replace(config.data.train, source=source, target=target), first))
     return shares
 
 
