@@ -39,15 +39,15 @@ def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
 
 
 def test_plans_as_they_grow() -> None:
-    command = ["--pairs", "1000", "2000", "--window", "600", "--parts", "3", "--batches", "2"]
+    command = ["--pairs", "1000", "--window", "300", "--parts", "3", "--batches", "2"]
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.plan_scale", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     )
     figures, table = run.stdout.split("\n\n")
     results = json.loads(figures)["results"]
-    assert [(result["pairs"], result["windows"]) for result in results] == [(1000, 2), (2000, 4)]
+    assert [(result["pairs"], result["windows"]) for result in results] == [(1000, 4)]
     assert all(min(result["fill"]) > 0 and result["plan_seconds"] > 0 for result in results)
-    assert len(table.splitlines()) == 4
+    assert len(table.splitlines()) == 3
 
 
 def test_decoding_speed_of_contradictory_inputs_is_refused() -> None:

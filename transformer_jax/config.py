@@ -267,7 +267,7 @@ class BatchConfig:
     """Rows of every batch are a multiple of this; it must be a multiple of data x fsdp mesh size."""
     window: int = 2**24
     """Larger corpora are cut into windows of at most so many pairs in a row, used one after another in random order: it
-    bounds the plan's memory, at 20 bytes a pair. Pairs are mixed within a window only."""
+    bounds the plan's memory, at some 30 bytes a pair (packed: 65). Pairs are mixed within a window only."""
 
     def __post_init__(self) -> None:
         check_types(self, "batch.")

@@ -85,7 +85,6 @@ def choose_shapes(histogram: np.ndarray, config: BatchConfig, *, epochs: int = 1
     """
     cell_s, cell_t = np.nonzero(histogram)
     count = histogram[cell_s, cell_t]
-
     # below[s, t]: pairs with a source shorter than s and a target shorter than t.
     below = np.zeros((histogram.shape[0] + 1, histogram.shape[1] + 1), np.int64)
     below[1:, 1:] = histogram.cumsum(0).cumsum(1)
