@@ -50,6 +50,18 @@ def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
     assert found["sentences"] == 5 and all(0 <= count <= 5 for count in result["same_lines"].values())
 
 
+def test_plans_as_they_grow() -> None:
+    command = ["--pairs", "1000", "--window", "300", "--parts", "3", "--batches", "2"]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.plan_scale", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    figures, table = run.stdout.split("\n\n")
+    results = json.loads(figures)["results"]
+    assert [(result["pairs"], result["windows"]) for result in results] == [(1000, 4)]
+    assert all(min(result["fill"]) > 0 and result["plan_seconds"] > 0 for result in results)
+    assert len(table.splitlines()) == 3
+
+
 def test_decoding_speed_of_contradictory_inputs_is_refused() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.decode_speed", "--model", "tiny", "--workdir", "."],

@@ -184,9 +184,10 @@ class PairsConfig:
     """Two parallel text files, one TSV or JSONL file, a TensorFlow Datasets name, generated number names, or nothing.
     Files ending in .gz are unpacked on the fly."""
     source: tuple[str, ...] = ()
-    """text: source-language files; tsv, jsonl: the files; tfds: one name such as wmt14_translate/de-en."""
+    """text: source-language files; tsv, jsonl: the files; tfds: one name such as wmt14_translate/de-en.
+    A file name may be a glob such as part-*.en.gz: all files that match, sorted."""
     target: tuple[str, ...] = ()
-    """text: target-language files, in the order of the source files."""
+    """text: target-language files, in the order of the source files; a glob for each glob, matching as many files."""
     source_field: str = "0"
     """tsv: column number from 0; jsonl, tfds: field name (for example en)."""
     target_field: str = "1"
@@ -234,6 +235,8 @@ class DataConfig:
     """Folder for tokenised corpora; '': `corpus` inside the work directory. Shared folders are safe."""
     workers: int = 0
     """Processes that tokenise; 0: one for each CPU core."""
+    parts: int = 1
+    """Parts in which the training text was prepared by `python -m transformer_jax.data.prepare`; 1: as a whole."""
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
@@ -242,6 +245,10 @@ class DataConfig:
         ratio_ok = self.max_length_ratio == 0 or self.max_length_ratio >= 1
         _require(ratio_ok, "data.max_length_ratio", self.max_length_ratio, "0 (off) or at least 1")
         _require(self.workers >= 0, "data.workers", self.workers, "0 or more")
+        _require(self.parts > 0, "data.parts", self.parts, "a positive number")
+        if self.parts > 1:
+            in_files = self.train.kind in ("text", "tsv", "jsonl") and self.train.limit is None
+            _require(in_files, "data.parts", self.parts, "1 unless data.train is text, tsv or jsonl files without a limit")
 
 
 @dataclass(frozen=True)
@@ -258,11 +265,15 @@ class BatchConfig:
     """packed: length of a row on the longer side; the other side is shorter in the corpus' own ratio."""
     row_multiple: int = 8
     """Rows of every batch are a multiple of this; it must be a multiple of data x fsdp mesh size."""
+    window: int = 2**24
+    """Larger corpora are cut into windows of at most so many pairs in a row, used one after another in random order: it
+    bounds the plan's memory, at some 30 bytes a pair (packed: 65). Pairs are mixed within a window only."""
 
     def __post_init__(self) -> None:
         check_types(self, "batch.")
         for name in ("tokens", "buckets", "row_length", "row_multiple"):
             _require(getattr(self, name) > 0, f"batch.{name}", getattr(self, name), "a positive number")
+        _require(0 < self.window < 2**31, "batch.window", self.window, "a positive number below 2^31")
         if self.layout == "packed":
             _require(
                 self.tokens >= self.row_length * self.row_multiple,

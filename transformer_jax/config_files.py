@@ -22,6 +22,7 @@ _FREE_ON_RESUME = (
     "data.root",
     "data.cache",
     "data.workers",
+    "data.parts",
     "training.steps",
     "training.log_every",
     "training.eval_every",

@@ -6,76 +6,17 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import sentencepiece
+from corpora import assert_same, layouts, make_corpus, random_corpus, random_lengths, sequences_of, small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.config import BatchConfig
-from transformer_jax.data.batching import Batch, BatchPlan, _permutation, choose_shapes
+from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
+from transformer_jax.data.shapes import choose_shapes
+from transformer_jax.data.windows import permutation
 from transformer_jax.errors import UserError
-
-EOS = 2
-FIRST_ID = 10  # below stand no ordinary pieces
-
-
-def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpus:
-    """Lengths [K, N], EOS counted; sequence j is j + 10, j + 10, ..., EOS on both sides, so that a row tells its pairs."""
-    (K, N), sides = np.shape(source_lengths), []
-    for lengths in (source_lengths, target_lengths):
-        offsets = np.concatenate([[0], np.cumsum(np.ravel(lengths), dtype=np.int64)])
-        tokens = np.repeat(np.arange(K * N, dtype=np.int32) + FIRST_ID, np.ravel(lengths))
-        tokens[offsets[1:] - 1] = EOS
-        sides += [tokens, offsets]
-    return Corpus("test", N, K, *sides, statistics={})
-
-
-def random_lengths(seed: int, num_pairs: int, num_samples: int = 1, mean: float = 10.0) -> tuple[np.ndarray, np.ndarray]:
-    """Log-normal lengths of correlated sides, like real text."""
-    random = np.random.default_rng(seed)
-    source = random.lognormal(np.log(mean), 0.5, (num_samples, num_pairs))
-    target = source * random.lognormal(0.05, 0.2, (num_samples, num_pairs))
-    return np.clip(source, 2, 60).astype(np.int32), np.clip(target, 2, 60).astype(np.int32)
-
-
-def random_corpus(seed: int, num_pairs: int, num_samples: int = 1, mean: float = 10.0) -> Corpus:
-    return make_corpus(*random_lengths(seed, num_pairs, num_samples, mean))
-
-
-def small_config(layout: str, tokens: int = 512) -> BatchConfig:
-    return BatchConfig(layout=layout, tokens=tokens, buckets=4, row_length=64, row_multiple=4)
-
-
-def assert_same(a: Batch, b: Batch) -> None:
-    for x, y in zip(a, b, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None:
-            np.testing.assert_array_equal(x, y)
-
-
-def sequences_of(batch: Batch) -> list[int]:
-    """The sequences that stand in a batch, by their numbers; each is checked to be whole and where it should be."""
-    found = []
-    for r in range(len(batch.source_BS)):
-        sides = []
-        segments = batch.source_segments_BS, batch.target_segments_BT
-        for row, segment in zip((batch.source_BS[r], batch.target_BT[r]), segments, strict=True):
-            real = row != 0
-            assert real[: real.sum()].all(), "padding only at the end"
-            if segment is None:
-                assert (row[real] == EOS).sum() == 1
-            else:  # the segment goes up by one after each EOS, and is 0 at padding
-                expected = np.where(real, np.cumsum(np.concatenate([[0], row[:-1] == EOS])) + 1, 0)
-                np.testing.assert_array_equal(segment[r], expected)
-            parts = np.split(row[real], np.flatnonzero(row[real] == EOS)[:-1] + 1)
-            assert all(part[-1] == EOS and len(set(part[:-1])) == 1 for part in parts)
-            sides.append([(int(part[0]) - FIRST_ID, len(part)) for part in parts])
-        assert [j for j, _ in sides[0]] == [j for j, _ in sides[1]], "source and target of a row are the same pairs"
-        found += [(j, s, t) for (j, s), (_, t) in zip(*sides)]
-    return found
-
-
-layouts = pytest.mark.parametrize("layout", ["bucketed", "packed"])
 
 
 @layouts
@@ -299,10 +240,10 @@ def test_sides_of_packed_rows_are_in_the_proportion_of_the_text():
 
 
 def test_permutations_are_the_same_everywhere():
-    assert _permutation(10, 0, 0, 0).tolist() == [9, 7, 2, 0, 4, 3, 5, 6, 1, 8]
-    assert _permutation(10, 3, 1, 2, 5).tolist() == [9, 8, 1, 3, 0, 7, 2, 6, 5, 4]
+    assert permutation(10, 0, 0, 0).tolist() == [9, 7, 2, 0, 4, 3, 5, 6, 1, 8]
+    assert permutation(10, 3, 1, 2, 5).tolist() == [9, 8, 1, 3, 0, 7, 2, 6, 5, 4]
     for n in (0, 1, 2, 3, 8, 1000):
-        assert sorted(_permutation(n, 7, 1, 2, 3)) == list(range(n))
+        assert sorted(permutation(n, 7, 1, 2, 3)) == list(range(n))
 
 
 def test_a_budget_smaller_than_the_longest_rows_is_an_error():

@@ -48,6 +48,7 @@ def test_lines_of_files(tmp_path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfone\ntwo")  # with byte-order mark
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
     assert list(read_lines(tmp_path / "a")) == list(read_lines(str(tmp_path / "b.gz"))) == ["one", "two"]
+    assert list(read_lines(io.BytesIO(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo"))) == ["one", "\ufefftwo"]  # as in files
     with pytest.raises(UserError, match=r"the input, line 2: byte 3 is not valid UTF-8; expected UTF-8 text"):
         list(read_lines(io.BytesIO(b"ok\nab\xff\n")))
 

@@ -1,33 +1,55 @@
 """The batch plan: which pairs stand in step N, as a pure function of (corpus, config, seed, step).
 
 Rows stand in buckets, one for each shape of batch. In the bucketed layout a row is one pair and its bucket the cheapest
-shape that holds it; in the packed layout a row is several pairs and there is one bucket. Bucket b, with n_b rows, is an
-endless stream: one fresh permutation of its rows after another, one an epoch. Its batch k is rows [k B_b, (k+1) B_b) of
-the stream, so every batch is full and no pair is ever lost. Epoch e runs the batches k of each bucket with
-floor(e n_b / B_b) <= k < floor((e+1) n_b / B_b), in an order shuffled across buckets. Steps before an epoch are thus a
-closed form, and resuming needs the step alone. A bucket with fewer rows than a batch comes once in several epochs; a
-corpus smaller than a batch repeats its pairs within one.
+shape that holds it; in the packed layout a row is several pairs and there is one bucket. The N pairs are cut into the
+fewest windows of at most ``batch.window``: window w of M is pairs floor(w N / M) to floor((w + 1) N / M), and shapes are those
+of the whole corpus. Bucket b of window w, with n_wb rows, is an endless stream: one fresh permutation of its rows after
+another, one an epoch. Its batch k is rows [k B_b, (k+1) B_b) of the stream, so every batch is full and no pair is ever lost.
+Epoch e takes the windows in an order shuffled anew, and of each the batches k of each bucket with
+floor(e n_wb / B_b) <= k < floor((e+1) n_wb / B_b), in an order shuffled across buckets. Steps before an epoch, and before a
+window in it, are thus sums over the n_wb, and resuming needs the step alone. A bucket with fewer rows than a batch comes
+once in several epochs; a corpus smaller than a batch repeats its pairs within one.
 
-With K stored segmentations epoch e uses segmentation e mod K; rows, buckets and n_b then follow from that.
+With K stored segmentations epoch e uses segmentation e mod K; rows, buckets and n_wb then follow from that.
+
+In memory are the n_wb and the rows of one window, made when a step first needs it. Counting takes one pass over the lengths
+(packed: packing every window once); with more than one window the counts are kept beside the corpus.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
+import hashlib
+import json
+import os
+import uuid
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.packing import pack
+from transformer_jax.data.joined import Array as StoredArray
+from transformer_jax.data.shapes import (
+    batch_rows,
+    bucket_table,
+    choose_shapes,
+    count_lengths,
+    histogram_of,
+    packed_shape,
+    require_room,
+    total_lengths,
+)
+from transformer_jax.data.windows import ORDER_OF_BATCHES, ORDER_OF_WINDOWS, Window, cumulative, permutation, ranges, window_key
 from transformer_jax.errors import UserError
 
 Array = Any  # a NumPy array as the plan makes it, a jax.Array as the loader hands it on
 
-# What a random permutation is for; part of its seed.
-_ORDER_OF_BATCHES, _ORDER_OF_ROWS, _ORDER_OF_PACKING = range(3)
+_FORMAT = 1  # of stored counts: raise it when the same corpus and config would give others
 
 
 class Batch(NamedTuple):
@@ -42,22 +64,22 @@ class Batch(NamedTuple):
     target_segments_BT: Array | None = None
 
 
-class _Rows(NamedTuple):
-    """One segmentation's rows, bucket by bucket: row r is ``pairs_N[row_starts[r] : row_starts[r + 1]]``."""
+class _Counts(NamedTuple):
+    """What a plan must know of all windows: widths (S, T) of the buckets, rows in them, and all pieces of both sides."""
 
-    pairs_N: np.ndarray
-    row_starts: np.ndarray
-    bucket_starts: np.ndarray
+    widths: list[tuple[int, int]]
+    rows_MKb: np.ndarray
+    pieces: tuple[int, int]
 
 
 class BatchPlan:
     """The batches of a corpus by step. Safe to use from threads.
 
-    Memory: 4 bytes for each pair and segmentation, and up to 16 for each pair, besides the corpus' own.
+    Memory: that of one ``Window``, besides what the corpus itself takes; it is made again when a step leads elsewhere.
     """
 
     def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
-        """Choose shapes and rows; takes seconds for millions of pairs.
+        """Choose shapes and count rows; takes seconds for millions of pairs.
 
         Raises ``UserError`` if the corpus is empty, the token budget is smaller than ``row_multiple`` of its longest
         rows, or (packed) a sentence is longer than a row.
@@ -65,35 +87,28 @@ class BatchPlan:
         if not corpus.num_pairs:
             raise UserError("The corpus has no pairs; expected at least one. Check its files and the filters in data.")
         self.packed = config.layout == "packed"
-        self._corpus = corpus
-        self._seed = seed
-        self._source = (np.asarray(corpus.source_tokens), np.asarray(corpus.source_offsets))
-        self._target = (np.asarray(corpus.target_tokens), np.asarray(corpus.target_offsets))
-        s_KN, t_KN = corpus.source_lengths, corpus.target_lengths
-        self._rows: list[_Rows]
-        if self.packed:
-            widths, self._rows = self._packed(s_KN, t_KN, config)
-        else:
-            widths, self._rows = self._bucketed(s_KN, t_KN, config)
-        self.shapes: tuple[tuple[int, int, int], ...] = tuple((_batch_rows(S, T, config), S, T) for S, T in widths)
+        self._corpus, self._config, self._seed = corpus, config, seed
+        M = -(-corpus.num_pairs // config.window)
+        self._bounds = [w * corpus.num_pairs // M for w in range(M + 1)]
+        self._window = functools.lru_cache(maxsize=1)(self._make_window)
+        self._widths, rows_MKb, pieces = self._stored_counts() if M > 1 else self._count()
+        self.shapes: tuple[tuple[int, int, int], ...] = tuple((batch_rows(S, T, config), S, T) for S, T in self._widths)
         """(B, S, T) of every batch there is, smallest S + T first; each is compiled once."""
         self._B = np.array([B for B, _, _ in self.shapes])
-        counts_Kb = np.stack([np.diff(rows.bucket_starts) for rows in self._rows])
         # Rows in the buckets' streams before each epoch of a cycle through the segmentations, and after its end.
-        self._before_Kb = np.concatenate([np.zeros_like(counts_Kb[:1]), np.cumsum(counts_Kb, 0)])
-        per_cycle = self._before_Kb[-1]
-        self.steps_per_epoch = float((per_cycle / self._B).sum()) / len(self._rows)
+        self._before_KMb = cumulative(rows_MKb.swapaxes(0, 1))
+        per_cycle = self._before_KMb[-1].sum(0)
+        self.steps_per_epoch = float((per_cycle / self._B).sum()) / corpus.num_samples
         """Mean over epochs; may be below 1."""
-        padded_s, padded_t = (int(per_cycle @ np.array(width)) for width in zip(*widths))
-        self.fill = (int(s_KN.sum(dtype=np.int64)) / padded_s, int(t_KN.sum(dtype=np.int64)) / padded_t)
+        padded_s, padded_t = (int(per_cycle @ np.array(width)) for width in zip(*self._widths))
+        self.fill = (pieces[0] / padded_s, pieces[1] / padded_t)
         """Shares of real tokens among source and target positions, over all batches."""
-        # Permutations of this epoch and its neighbours, which batches at its ends and prefetching need.
-        self._order_of_rows = functools.lru_cache(maxsize=3 * len(self.shapes))(self._permute_rows)
+        self._order_of_windows = functools.lru_cache(maxsize=3)(self._permute_windows)
         self._order_of_batches = functools.lru_cache(maxsize=3)(self._permute_batches)
 
     def shape(self, step: int) -> tuple[int, int, int]:
         """(B, S, T) of a step's batch."""
-        bucket, _ = self._locate(step)
+        _, bucket, _ = self._locate(step)
         return self.shapes[bucket]
 
     def epoch(self, step: int) -> float:
@@ -104,21 +119,21 @@ class BatchPlan:
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The batch of a step (from 0), or only ``rows`` of it, as NumPy arrays."""
-        bucket, k = self._locate(step)
+        window, bucket, k = self._locate(step)
         B, S, T = self.shapes[bucket]
-        stream = np.arange(k * B, (k + 1) * B)[rows]
-        sequences, pairs_per_row = self._pairs(bucket, stream)
-        source_BS, source_segments_BS = _fill_rows(*self._source, sequences, pairs_per_row, S)
-        target_BT, target_segments_BT = _fill_rows(*self._target, sequences, pairs_per_row, T)
+        sequences, pairs_per_row = self._window(window).sequences(bucket, np.arange(k * B, (k + 1) * B)[rows])
+        corpus = self._corpus
+        source_BS, source_segments_BS = _fill_rows(corpus.source_tokens, corpus.source_offsets, sequences, pairs_per_row, S)
+        target_BT, target_segments_BT = _fill_rows(corpus.target_tokens, corpus.target_offsets, sequences, pairs_per_row, T)
         if not self.packed:
             return Batch(source_BS, target_BT)
         return Batch(source_BS, target_BT, source_segments_BS, target_segments_BT)
 
-    # Where a step stands: epoch, bucket, batch of the bucket.
+    # Where a step stands: epoch, window, bucket, batch of the bucket.
 
     def _rows_before(self, epoch: int) -> np.ndarray:
-        cycle, v = divmod(epoch, len(self._rows))
-        return cycle * self._before_Kb[-1] + self._before_Kb[v]
+        cycle, v = divmod(epoch, self._corpus.num_samples)
+        return cycle * self._before_KMb[-1] + self._before_KMb[v]
 
     def _steps_before(self, epoch: int) -> int:
         return int((self._rows_before(epoch) // self._B).sum())
@@ -127,169 +142,74 @@ class BatchPlan:
         """The one epoch with _steps_before(epoch) <= step < _steps_before(epoch + 1)."""
         if step < 0:
             raise IndexError(f"step is {step}; expected 0 or more")
-        # Whole batches lag the even rate by less than one for each bucket, and by less than one cycle.
-        beyond = int((step + len(self.shapes)) / self.steps_per_epoch) + len(self._rows) + 2
+        # Whole batches lag the even rate by less than one for each bucket of each window, and by less than one cycle.
+        lag = self._before_KMb[0].size
+        beyond = int((step + lag) / self.steps_per_epoch) + self._corpus.num_samples + 2
         return bisect.bisect_right(range(beyond), step, key=self._steps_before) - 1
 
-    def _locate(self, step: int) -> tuple[int, int]:
+    def _locate(self, step: int) -> tuple[int, int, int]:
         epoch = self._epoch_of_step(step)
-        buckets, ks = self._order_of_batches(epoch)
         at = step - self._steps_before(epoch)
-        return int(buckets[at]), int(ks[at])
+        windows, steps_before = self._order_of_windows(epoch)
+        place = int(np.searchsorted(steps_before, at, side="right")) - 1
+        window = int(windows[place])
+        buckets, ks = self._order_of_batches(epoch, window)
+        at -= int(steps_before[place])
+        return window, int(buckets[at]), int(ks[at])
 
-    def _permute_batches(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        first, end = self._rows_before(epoch) // self._B, self._rows_before(epoch + 1) // self._B
-        order = _permutation(int((end - first).sum()), self._seed, _ORDER_OF_BATCHES, epoch)
+    def _permute_windows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        steps_M = (self._rows_before(epoch + 1) // self._B - self._rows_before(epoch) // self._B).sum(1)
+        order = permutation(len(steps_M), self._seed, ORDER_OF_WINDOWS, epoch)
+        return order, cumulative(steps_M[order])[:-1]
+
+    def _permute_batches(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+        first, end = (self._rows_before(e)[window] // self._B for e in (epoch, epoch + 1))
+        order = permutation(int((end - first).sum()), self._seed, ORDER_OF_BATCHES, epoch, *window_key(window))
         buckets = np.repeat(np.arange(len(self.shapes)), end - first)
-        return buckets[order], _ranges(first, end - first)[order]
+        return buckets[order], ranges(first, end - first)[order]
 
-    # Which pairs stand in a bucket's stream.
+    # What stands in the windows.
 
-    def _permute_rows(self, epoch: int, bucket: int) -> np.ndarray:
-        starts = self._rows[epoch % len(self._rows)].bucket_starts
-        rows = int(starts[bucket + 1] - starts[bucket])
-        return int(starts[bucket]) + _permutation(rows, self._seed, _ORDER_OF_ROWS, epoch, bucket)
+    def _make_window(self, number: int) -> Window:
+        start, stop = self._bounds[number : number + 2]
+        return Window(self._corpus, start, stop, self._widths, packed=self.packed, seed=self._seed, number=number)
 
-    def _pairs(self, bucket: int, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The sequences (v N + pair) at these positions of a bucket's stream, and how many stand in each row."""
-        K, before = len(self._rows), self._before_Kb[:, bucket]
-        cycle, rest = np.divmod(stream, before[-1])
-        epochs = cycle * K + np.searchsorted(before, rest, side="right") - 1
-        sequences, pairs_per_row = [np.zeros(0, np.int64)], np.zeros(len(stream), np.int64)
-        # The stream rises, but `rows` may run backwards: let each epoch's part keep its place in the batch.
-        for epoch in dict.fromkeys(epochs.tolist()):
-            here, v = np.flatnonzero(epochs == epoch), epoch % K
-            rows = self._rows[v]
-            row = self._order_of_rows(epoch, bucket)[rest[here] - before[v]]
-            pairs_per_row[here] = count = rows.row_starts[row + 1] - rows.row_starts[row]
-            pairs = rows.pairs_N[_ranges(rows.row_starts[row], count)]
-            sequences.append(v * self._corpus.num_pairs + pairs.astype(np.int64))
-        return np.concatenate(sequences), pairs_per_row
+    def _count(self) -> _Counts:
+        config = self._config
+        lengths_MK = [count_lengths(self._corpus, start, stop) for start, stop in pairwise(self._bounds)]
+        histogram = histogram_of([lengths for lengths_K in lengths_MK for lengths in lengths_K])
+        S, T = packed_shape(histogram, config) if self.packed else (size - 1 for size in histogram.shape)
+        require_room(S, T, config)
+        pieces = total_lengths(histogram)
+        if self.packed:
+            self._widths = [(S, T)]
+            rows_MKb = np.stack([self._window(w).counts_Kb for w in range(len(lengths_MK))])
+            return _Counts(self._widths, rows_MKb, pieces)
+        widths = choose_shapes(histogram, config, epochs=self._corpus.num_samples)
+        table = bucket_table(widths)
+        rows = [[lengths.per_bucket(table, len(widths)) for lengths in lengths_K] for lengths_K in lengths_MK]
+        return _Counts(widths, np.array(rows), pieces)
 
-    # The rows of each segmentation.
-
-    def _bucketed(self, s_KN: np.ndarray, t_KN: np.ndarray, config: BatchConfig) -> tuple[list[tuple[int, int]], list[_Rows]]:
-        _require_room(int(s_KN.max()), int(t_KN.max()), config)
-        histogram = np.zeros((int(s_KN.max()) + 1, int(t_KN.max()) + 1), np.int64)
-        for s_N, t_N in zip(s_KN, t_KN, strict=True):
-            cell_N = s_N.astype(np.int64) * histogram.shape[1] + t_N
-            histogram += np.bincount(cell_N, minlength=histogram.size).reshape(histogram.shape)
-        widths = choose_shapes(histogram, config, epochs=len(s_KN))
-        # table[s, t]: the bucket for these lengths, the cheapest that holds them.
-        table = np.zeros(histogram.shape, np.int16)
-        for b, (S, T) in reversed(list(enumerate(widths))):
-            table[: S + 1, : T + 1] = b
-        N = s_KN.shape[1]
-        row_starts = np.arange(N + 1, dtype=np.int32)
-        layouts = []
-        for s_N, t_N in zip(s_KN, t_KN, strict=True):
-            bucket_N = table[s_N, t_N]
-            pairs_N = np.argsort(bucket_N, kind="stable").astype(np.int32)
-            ends = np.cumsum(np.bincount(bucket_N, minlength=len(widths)))
-            layouts.append(_Rows(pairs_N, row_starts, np.concatenate([[0], ends])))
-        return widths, layouts
-
-    def _packed(self, s_KN: np.ndarray, t_KN: np.ndarray, config: BatchConfig) -> tuple[list[tuple[int, int]], list[_Rows]]:
-        L, longest = config.row_length, [int(lengths.max()) for lengths in (s_KN, t_KN)]
-        if max(longest) > L:
-            raise UserError(
-                f"batch.row_length is {L}; expected at least the longest sentence, which has {max(longest)} pieces: "
-                "raise it, or lower data.max_source_length and data.max_target_length."
-            )
-        total = [int(lengths.sum(dtype=np.int64)) for lengths in (s_KN, t_KN)]
-        # The shorter side in proportion, with room for its longest sentence, in multiples of 8, which suit matrix units.
-        S, T = (min(L, -(-max(-(-L * total[i] // max(total)), longest[i]) // 8) * 8) for i in (0, 1))
-        _require_room(S, T, config)
-        layouts = []
-        for v, (s_N, t_N) in enumerate(zip(s_KN, t_KN, strict=True)):
-            row_N = pack(s_N, t_N, S, T, _permutation(len(s_N), self._seed, _ORDER_OF_PACKING, v))
-            row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_N))]).astype(np.int32)
-            pairs_N = np.argsort(row_N, kind="stable").astype(np.int32)
-            layouts.append(_Rows(pairs_N, row_starts, np.array([0, len(row_starts) - 1])))
-        return [(S, T)], layouts
-
-
-def choose_shapes(histogram: np.ndarray, config: BatchConfig, *, epochs: int = 1) -> list[tuple[int, int]]:
-    """At most ``config.buckets`` shapes (S, T), smallest S + T first, that hold all pairs with little padding.
-
-    ``histogram[s, t]`` counts the pairs of these lengths in so many epochs. Starts from equal shares of the pairs, then
-    widens, narrows or drops one shape at a time for as long as that saves padded positions (S + T a row). Each shape in use
-    is charged for a whole batch an epoch at least, which keeps a few rare pairs from getting one of their own.
-    """
-    cell_s, cell_t = np.nonzero(histogram)
-    count = histogram[cell_s, cell_t]
-
-    def cost(shapes: np.ndarray) -> float:
-        S, T = shapes[np.argsort(shapes.sum(1), kind="stable")].T
-        fits = (cell_s <= S[:, None]) & (cell_t <= T[:, None])
-        if not fits.any(0).all():
-            return np.inf
-        pairs = np.bincount(fits.argmax(0), count, len(S))
-        batch = config.tokens // np.maximum(np.maximum(S, T), 1)
-        return float(np.where(pairs > 0, np.maximum(pairs, epochs * batch), 0) @ (S + T))
-
-    quantile = (np.arange(1, config.buckets + 1) * count.sum() - 1) // config.buckets
-    shapes = np.stack([_at_quantiles(lengths, count, quantile) for lengths in (cell_s, cell_t)], 1)
-    best = cost(shapes)
-    moves = [(ds, dt) for ds in (1, 0, -1) for dt in (1, 0, -1) if (ds, dt) != (0, 0)]
-    for stride in (8, 4, 2, 1):
-        improved = True
-        while improved:
-            improved = False
-            for i in range(len(shapes)):
-                for move in [*moves, None]:
-                    changed = shapes.copy()
-                    changed[i] = np.maximum(shapes[i] + stride * np.array(move), 0) if move else 0
-                    if (value := cost(changed)) < best:
-                        shapes, best, improved = changed, value, True
-    # Only shapes that are used, each no larger than what it holds; shrinking one can make it the cheapest for others.
-    result: list[tuple[int, int]] = []
-    while result != (found := sorted({(int(S), int(T)) for S, T in shapes}, key=lambda shape: (sum(shape), shape))):
-        result = found
-        S, T = np.array(result).T
-        bucket = ((cell_s <= S[:, None]) & (cell_t <= T[:, None])).argmax(0)
-        shapes = np.array([(cell_s[bucket == b].max(), cell_t[bucket == b].max()) for b in np.unique(bucket)])
-    return result
-
-
-def _at_quantiles(lengths: np.ndarray, count: np.ndarray, quantile: np.ndarray) -> np.ndarray:
-    order = np.argsort(lengths, kind="stable")
-    return lengths[order][np.searchsorted(np.cumsum(count[order]), quantile, side="right")]
-
-
-def _batch_rows(S: int, T: int, config: BatchConfig) -> int:
-    return config.tokens // max(S, T) // config.row_multiple * config.row_multiple
-
-
-def _require_room(S: int, T: int, config: BatchConfig) -> None:
-    if not _batch_rows(S, T, config):
-        raise UserError(
-            f"batch.tokens is {config.tokens}; expected at least {max(S, T) * config.row_multiple}: batch.row_multiple = "
-            f"{config.row_multiple} rows of {max(S, T)}, the longest. Raise it, or lower batch.row_multiple or "
-            + ("batch.row_length." if config.layout == "packed" else "data.max_source_length and data.max_target_length.")
-        )
-
-
-def _permutation(n: int, seed: int, *key: int) -> np.ndarray:
-    """A random permutation of n, int32, the same on every platform and for every release of NumPy.
-
-    Sorts random bits with the index in their low end: raw bits of PCG64 are a stable interface, ``permutation`` is not.
-    """
-    raw = np.random.PCG64(np.random.SeedSequence(seed % 2**64, spawn_key=key)).random_raw(n)
-    mask = np.uint64((1 << n.bit_length()) - 1)
-    keys = (raw & ~mask) | np.arange(n, dtype=np.uint64)
-    keys.sort()
-    return (keys & mask).astype(np.int32)
-
-
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """``arange(start, start + count)`` for each, one after another."""
-    ends = np.cumsum(counts)
-    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+    def _stored_counts(self) -> _Counts:
+        """``_count``, or what it found the last time."""
+        directory = self._corpus.directory
+        if directory is None:
+            return self._count()
+        settings = [_FORMAT, self._corpus.fingerprint, dataclasses.asdict(self._config), self._seed]
+        path = directory / f"counts-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]}.json"
+        with suppress(OSError, ValueError):
+            widths, rows_MKb, pieces = json.loads(path.read_text())
+            return _Counts([(S, T) for S, T in widths], np.array(rows_MKb), pieces)
+        counts = self._count()
+        temporary = directory / f".{path.name}.{uuid.uuid4().hex}"
+        with suppress(OSError):  # what is not stored is only slower
+            temporary.write_text(json.dumps([counts.widths, counts.rows_MKb.tolist(), counts.pieces]))
+            os.replace(temporary, path)
+        return counts
 
 
 def _fill_rows(
-    tokens: np.ndarray, offsets: np.ndarray, sequences: np.ndarray, pairs_per_row: np.ndarray, L: int
+    tokens: StoredArray, offsets: StoredArray, sequences: np.ndarray, pairs_per_row: np.ndarray, L: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Write sequences one after another into rows of length L. Returns tokens and segments, both int32 [B, L]."""
     starts = offsets[sequences]
@@ -297,8 +217,8 @@ def _fill_rows(
     row = np.repeat(np.arange(len(pairs_per_row)), pairs_per_row)
     first_of_row = np.repeat(np.cumsum(pairs_per_row) - pairs_per_row, pairs_per_row)
     before = np.cumsum(lengths) - lengths
-    to = _ranges(row * L + before - before[first_of_row], lengths)
+    to = ranges(row * L + before - before[first_of_row], lengths)
     tokens_BL, segments_BL = np.zeros((2, len(pairs_per_row), L), np.int32)
-    tokens_BL.reshape(-1)[to] = tokens[_ranges(starts, lengths)]
+    tokens_BL.reshape(-1)[to] = tokens[ranges(starts, lengths)]
     segments_BL.reshape(-1)[to] = np.repeat(np.arange(len(sequences)) - first_of_row + 1, lengths)
     return tokens_BL, segments_BL

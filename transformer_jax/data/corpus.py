@@ -22,7 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_jax.config import Config, DataConfig, PairsConfig
+from transformer_jax.config import DataConfig, PairsConfig
+from transformer_jax.data.files import one_file_each
+from transformer_jax.data.joined import Array
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.data.tokenising import TokeniseJob, flatten, tokenised
 from transformer_jax.errors import UserError
@@ -46,29 +48,35 @@ class Corpus:
     fingerprint: str
     num_pairs: int
     num_samples: int
-    source_tokens: np.ndarray
+    source_tokens: Array
     """uint16, or int32 where the vocabulary is larger than that."""
-    source_offsets: np.ndarray
+    source_offsets: Array
     """int64 [K * N + 1]."""
-    target_tokens: np.ndarray
-    target_offsets: np.ndarray
+    target_tokens: Array
+    target_offsets: Array
     statistics: dict[str, int]
     """Pairs: read, kept, and left out as empty, too_long, ratio, invalid_utf8."""
+    directory: Path | None = None
+    """Where what is worked out from a large corpus is kept for the next time; None: nowhere."""
 
     @property
     def source_lengths(self) -> np.ndarray:
         """int32 [K, N], EOS counted."""
-        return self._lengths(self.source_offsets)
+        return self.lengths(0, self.num_pairs)[0]
 
     @property
     def target_lengths(self) -> np.ndarray:
         """int32 [K, N], EOS counted."""
-        return self._lengths(self.target_offsets)
+        return self.lengths(0, self.num_pairs)[1]
 
-    def _lengths(self, offsets: np.ndarray) -> np.ndarray:
-        lengths = np.empty(len(offsets) - 1, np.int32)
-        np.subtract(offsets[1:], offsets[:-1], out=lengths, casting="unsafe")
-        return lengths.reshape(self.num_samples, self.num_pairs)
+    def lengths(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Those of pairs start to stop alone: source and target, int32 [K, stop - start], EOS counted."""
+        sides = np.empty((2, self.num_samples, stop - start), np.int32)
+        for side, offsets in zip(sides, (self.source_offsets, self.target_offsets)):
+            for v in range(self.num_samples):
+                ends = offsets[v * self.num_pairs + start : v * self.num_pairs + stop + 1]
+                np.subtract(ends[1:], ends[:-1], out=side[v], casting="unsafe")
+        return sides[0], sides[1]
 
     @classmethod
     def from_lists(cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Corpus:
@@ -103,11 +111,14 @@ def build_corpus(
     """
     num_samples = num_samples if sampling else 1
     job = TokeniseJob(tokenizer, data, float(sampling), num_samples, seed if sampling else 0)
-    fingerprint = job.fingerprint(pairs)
-    directory = Path(directory)
+    return build(job, pairs, Path(directory))
+
+
+def build(job: TokeniseJob, pairs: PairsConfig, directory: Path, *, may_be_empty: bool = False) -> Corpus:
+    """``build_corpus`` for a job; one part of many may be empty."""
     directory.mkdir(parents=True, exist_ok=True)
-    final = directory / fingerprint[:20]
-    if corpus := _open(final, fingerprint):
+    final, fingerprint = locate(job, pairs, directory)
+    if corpus := open_corpus(final, fingerprint):
         return corpus
     if final.exists():
         _log.warning("The tokenised corpus %s is damaged; it is built again.", final)
@@ -116,7 +127,7 @@ def build_corpus(
     temporary.mkdir()
     try:
         with _locked(temporary):
-            _write(temporary, fingerprint, pairs, job)
+            _write(temporary, fingerprint, pairs, job, may_be_empty)
             return _publish(temporary, final, fingerprint)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -128,27 +139,29 @@ def build_corpus(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: str) -> Corpus:
-    """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be; only train is segmented at random."""
-    folder = Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus"
-    sampling = config.tokenizer.sampling if name == "train" else 0.0
-    corpus = build_corpus(
-        getattr(config.data, name),
-        tokenizer,
-        config.data,
-        folder,
-        sampling=sampling,
-        num_samples=config.tokenizer.sampled_epochs if sampling else 1,
-        seed=config.seed,
-    )
-    _log.info("%s pairs: %s", name, ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items()))
-    return corpus
+def locate(job: TokeniseJob, pairs: PairsConfig, directory: Path) -> tuple[Path, str]:
+    """The folder in ``directory`` of the corpus that a job makes of a text, and its fingerprint."""
+    fingerprint = job.fingerprint(pairs, digests=directory / "digests")
+    return directory / fingerprint[:20], fingerprint
 
 
-def _write(folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob) -> None:
+def require_pairs(statistics: dict[str, int]) -> None:
+    """``UserError`` if no pair was kept."""
+    if not statistics["kept"]:
+        raise UserError(
+            "No sentence pair is left of {read:,} read: {empty:,} empty, {too_long:,} longer than data.max_source_length or "
+            "data.max_target_length, {ratio:,} beyond data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least "
+            "one: check the files, or relax these settings.".format(**statistics)
+        )
+
+
+def _write(folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob, may_be_empty: bool) -> None:
     counts = {"read": 0, "kept": 0, "empty": 0, "too_long": 0, "ratio": 0, "invalid_utf8": 0}
-    read = read_pairs(pairs, job.data.root, invalid_utf8=job.data.invalid_utf8, counts=counts)
-    with closing(tokenised(read, job)) as chunks:  # also after an error: its processes end
+    files = (
+        read_pairs(file, job.data.root, invalid_utf8=job.data.invalid_utf8, counts=counts)
+        for file in one_file_each(pairs, job.data.root)
+    )
+    with closing(tokenised(files, job)) as chunks:  # also after an error: its processes end
         for chunk in chunks:
             for name, count in chunk.statistics.items():
                 counts[name] += count
@@ -157,13 +170,12 @@ def _write(folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob)
                     _append(folder / f"{side}_tokens.{v}", tokens)
                     _append(folder / f"{side}_lengths.{v}", lengths)
     counts["read"] += counts["invalid_utf8"]
-    if not counts["kept"]:
-        raise UserError(
-            f"No sentence pair is left of {counts['read']:,} read: {counts['empty']:,} empty, {counts['too_long']:,} longer "
-            f"than data.max_source_length or data.max_target_length, {counts['ratio']:,} beyond data.max_length_ratio, "
-            f"{counts['invalid_utf8']:,} not UTF-8; expected at least one: check the files, or relax these settings."
-        )
+    if not may_be_empty:
+        require_pairs(counts)
     for side in _SIDES:
+        for v in range(job.num_samples):  # there may have been no chunk
+            (folder / f"{side}_tokens.{v}").touch()
+            (folder / f"{side}_lengths.{v}").touch()
         first, *others = [folder / f"{side}_tokens.{v}" for v in range(job.num_samples)]
         with open(first, "ab") as whole:
             for other in others:
@@ -202,19 +214,19 @@ def _publish(temporary: Path, final: Path, fingerprint: str) -> Corpus:
     for path in (*temporary.iterdir(), temporary):
         _sync(path)
     with _locked(final.parent):
-        corpus = _open(final, fingerprint)
+        corpus = open_corpus(final, fingerprint)
         if corpus is None:
             if final.exists():  # damaged
                 final.rename(temporary / "damaged")
                 shutil.rmtree(temporary / "damaged")
             temporary.rename(final)
             _sync(final.parent)
-            corpus = _open(final, fingerprint)
+            corpus = open_corpus(final, fingerprint)
     assert corpus is not None, f"{final} was just written and does not open"
     return corpus
 
 
-def _open(folder: Path, fingerprint: str) -> Corpus | None:
+def open_corpus(folder: Path, fingerprint: str) -> Corpus | None:
     """The corpus in ``folder``; None if it is absent or damaged."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
@@ -222,10 +234,9 @@ def _open(folder: Path, fingerprint: str) -> Corpus | None:
         if not whole or manifest["fingerprint"] != fingerprint:
             return None
         tokens = [
-            np.memmap(folder / f"{side}_tokens", np.dtype(dtype), "r")
-            for side, dtype in zip(_SIDES, manifest["dtypes"], strict=True)
+            _map(folder / f"{side}_tokens", np.dtype(dtype)) for side, dtype in zip(_SIDES, manifest["dtypes"], strict=True)
         ]
-        offsets = [np.memmap(folder / f"{side}_offsets", np.int64, "r") for side in _SIDES]
+        offsets = [_map(folder / f"{side}_offsets", np.dtype(np.int64)) for side in _SIDES]
         return Corpus(
             fingerprint,
             manifest["num_pairs"],
@@ -235,9 +246,14 @@ def _open(folder: Path, fingerprint: str) -> Corpus | None:
             tokens[1],
             offsets[1],
             manifest["statistics"],
+            folder.parent,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)  # nothing cannot be mapped
 
 
 def _remove_stale(directory: Path) -> None:

@@ -10,11 +10,10 @@ import codecs
 import gzip
 import hashlib
 import json
-import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -22,6 +21,7 @@ import numpy as np
 from num2words import num2words
 
 from transformer_jax.config import PairsConfig
+from transformer_jax.data.files import digest, files_of
 from transformer_jax.errors import UserError
 
 _NUMBERS = 1_000_000
@@ -38,8 +38,8 @@ def read_pairs(
 ) -> Iterator[tuple[str, str]]:
     """The (source, target) sentences that ``config`` describes, in order.
 
-    Relative file names start from ``root``; for TFDS, a ``root`` is the folder of prepared datasets. A pair with invalid
-    UTF-8 on either side raises ``UserError`` or, with "skip", is left out and counted in ``counts["invalid_utf8"]``.
+    Relative file names and globs start from ``root``; for TFDS, a ``root`` is the folder of prepared datasets. A pair with
+    invalid UTF-8 on either side raises ``UserError`` or, with "skip", is left out and counted in ``counts["invalid_utf8"]``.
     Missing files are reported by the call itself, faults inside files while reading.
     """
     check_files(config, root)
@@ -72,17 +72,18 @@ def read_lines(source: str | Path | BinaryIO) -> Iterator[str]:
         yield _decode(line, name, number)
 
 
-def pairs_fingerprint(config: PairsConfig, root: str = "") -> str:
-    """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names or dates."""
+def pairs_fingerprint(config: PairsConfig, root: str = "", *, digests: Path | None = None) -> str:
+    """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names or dates.
+
+    In the folder ``digests`` those of files are remembered, so that large ones are not read again; see ``files.digest``.
+    """
     check_files(config, root)
     fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split, config.limit]
     if config.kind == "tfds":
         examples = _tfds_examples(config, root)
         fields += [examples.dataset_info.full_name, len(examples)]
     elif config.kind != "numbers":
-        for path in _files(config, root):
-            with open(path, "rb") as file:
-                fields.append(hashlib.file_digest(file, "sha256").hexdigest())
+        fields += [digest(path, digests) for side in zip(*files_of(config, root)) for path in side]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
@@ -90,7 +91,7 @@ def check_files(config: PairsConfig, root: str = "") -> None:
     """``UserError`` if there is nothing to read or a file is missing; opens nothing."""
     if config.kind == "none":
         raise UserError("kind is 'none'; expected text, tsv, jsonl, tfds or numbers: there are no pairs to read.")
-    for file in _files(config, root):
+    for file in chain.from_iterable(files_of(config, root)):
         if not file.is_file():
             raise UserError(
                 f"File {str(file)!r} does not exist; expected the {config.kind} file that a data field (source or target of "
@@ -114,23 +115,22 @@ class _Record(NamedTuple):
     number: int
 
 
-def _files(config: PairsConfig, root: str) -> list[Path]:
-    names = () if config.kind in ("tfds", "numbers", "none") else config.source + config.target * (config.kind == "text")
-    return [Path(os.path.expanduser(root), os.path.expanduser(name)) for name in names]
-
-
 def _raw_lines(source: str | Path | BinaryIO) -> Iterator[bytes]:
     if not isinstance(source, str | Path):
-        yield from map(_stripped, source)
+        yield from _lines_of(source)
         return
     try:
         with gzip.open(source, "rb") if str(source).endswith(".gz") else open(source, "rb") as file:
-            first = next(file, None)
-            if first is not None:
-                yield _stripped(first.removeprefix(codecs.BOM_UTF8))
-            yield from map(_stripped, file)
+            yield from _lines_of(file)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"File {str(source)!r} is damaged or is no gzip file ({error}); expected one by its name.") from None
+
+
+def _lines_of(stream: Iterable[bytes]) -> Iterator[bytes]:
+    lines = iter(stream)
+    for first in islice(lines, 1):
+        yield _stripped(first.removeprefix(codecs.BOM_UTF8))
+    yield from map(_stripped, lines)
 
 
 def _stripped(line: bytes) -> bytes:
@@ -149,8 +149,7 @@ def _decode(data: bytes, name: str, number: int) -> str:
 
 
 def _read_text(config: PairsConfig, root: str) -> Iterator[_Record]:
-    files = _files(config, root)
-    for source, target in zip(files[: len(config.source)], files[len(config.source) :], strict=True):
+    for source, target in files_of(config, root):
         names = (str(source), str(target))
         source_lines, target_lines = _raw_lines(source), _raw_lines(target)
         for number, (s, t) in enumerate(zip_longest(source_lines, target_lines), 1):
@@ -166,7 +165,7 @@ def _read_text(config: PairsConfig, root: str) -> Iterator[_Record]:
 
 
 def _read_one(config: PairsConfig, root: str) -> Iterator[_Record]:
-    for file in _files(config, root):
+    for (file,) in files_of(config, root):
         names = (str(file),)
         for number, line in enumerate(_raw_lines(file), 1):
             yield _Record((line,), names, number)

@@ -25,6 +25,7 @@ from typing import IO, cast
 import numpy as np
 
 from transformer_jax.config import DataConfig, PairsConfig
+from transformer_jax.data.files import one_file_each
 from transformer_jax.data.sources import pairs_fingerprint
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import EOS_ID, Tokenizer
@@ -34,6 +35,7 @@ _CHUNK_PAIRS, _CHUNK_CHARACTERS = 8192, 2**21  # part of the fingerprint too: ea
 _SMALL = 100_000  # pairs x segmentations up to which starting processes costs more than they save
 
 Pairs = list[tuple[str, str]]
+Number = int | tuple[int, int]  # of a chunk: within the first file, or (file, number within it)
 Flat = tuple[np.ndarray, np.ndarray]
 
 
@@ -54,17 +56,21 @@ class TokeniseJob:
     sampling: float
     num_samples: int
     seed: int
+    first_file: int = 0
+    """Where the text is part of a longer one: how many files stand before it."""
 
-    def fingerprint(self, pairs: PairsConfig) -> str:
-        """SHA-256 (hex) of the text, this job's settings and the format."""
+    def fingerprint(self, pairs: PairsConfig, *, digests: Path | None = None) -> str:
+        """SHA-256 (hex) of the text, this job's settings and the format. ``digests``: see ``pairs_fingerprint``."""
         data = self.data
-        settings = [
+        settings: list[object] = [
             (_FORMAT, _CHUNK_PAIRS, _CHUNK_CHARACTERS),
-            pairs_fingerprint(pairs, data.root),
+            pairs_fingerprint(pairs, data.root, digests=digests),
             self.tokenizer.fingerprint,
             (data.max_source_length, data.max_target_length, float(data.max_length_ratio), data.invalid_utf8),
             (self.sampling, self.num_samples, self.seed),
         ]
+        if self.sampling and (self.first_file or len(one_file_each(pairs, data.root)) > 1):
+            settings.append(("chunks by file", self.first_file))
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def dtypes(self) -> list[np.dtype]:
@@ -72,8 +78,8 @@ class TokeniseJob:
         sizes = self.tokenizer.source_vocab_size, self.tokenizer.target_vocab_size
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
-    def tokenise(self, numbered_chunk: tuple[int, Pairs]) -> TokenisedChunk:
-        """Segment and filter one chunk; its number in the text goes into the seeds."""
+    def tokenise(self, numbered_chunk: tuple[Number, Pairs]) -> TokenisedChunk:
+        """Segment and filter one chunk; its number goes into the seeds."""
         number, pairs = numbered_chunk
         flat: list[list[Flat]] = [[], []]
         for side, encode in enumerate((self.tokenizer.encode_source, self.tokenizer.encode_target)):
@@ -118,9 +124,16 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[Pairs]:
         yield chunk
 
 
-def tokenised(pairs: Iterable[tuple[str, str]], job: TokeniseJob) -> Generator[TokenisedChunk, None, None]:
-    """The chunks in order, tokenised here if they are few, else by worker processes with a bounded number in flight."""
-    numbered = enumerate(_chunks(pairs))
+def _numbered_chunks(files: Iterable[Iterable[tuple[str, str]]], first_file: int) -> Iterator[tuple[Number, Pairs]]:
+    """Chunks end with their file, and are numbered within it: so they are the same if other files are worked on apart."""
+    for file, pairs in enumerate(files, first_file):
+        for number, chunk in enumerate(_chunks(pairs)):
+            yield (file, number) if file else number, chunk
+
+
+def tokenised(files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob) -> Generator[TokenisedChunk, None, None]:
+    """The files' chunks in order, tokenised here if few, else by worker processes with a bounded number in flight."""
+    numbered = _numbered_chunks(files, job.first_file)
     head = list(islice(numbered, _SMALL // (_CHUNK_PAIRS * job.num_samples) + 1))
     more = list(islice(numbered, 1))
     workers = job.data.workers or len(os.sched_getaffinity(0))
@@ -156,12 +169,12 @@ _serve()
 
 
 @contextmanager
-def _workers(job: TokeniseJob, count: int) -> Iterator[Callable[[tuple[int, Pairs]], TokenisedChunk]]:
+def _workers(job: TokeniseJob, count: int) -> Iterator[Callable[[tuple[Number, Pairs]], TokenisedChunk]]:
     """A function, for several threads, that has a chunk tokenised by the next idle one of ``count`` processes."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     idle: SimpleQueue[Popen[bytes]] = SimpleQueue()
 
-    def ask(numbered_chunk: tuple[int, Pairs]) -> TokenisedChunk:
+    def ask(numbered_chunk: tuple[Number, Pairs]) -> TokenisedChunk:
         process = idle.get()
         try:
             _send(process.stdin, numbered_chunk)

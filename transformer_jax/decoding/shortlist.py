@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 
 from transformer_jax.config_files import from_json
-from transformer_jax.data.corpus import prepare_corpus
+from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.decoding.lexicon import Lexicon, learn, read_table, strongest
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer

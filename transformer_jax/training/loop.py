@@ -21,8 +21,9 @@ from jax.experimental import multihost_utils
 from transformer_jax.config import Config
 from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten
 from transformer_jax.data.batching import Batch, BatchPlan
-from transformer_jax.data.corpus import Corpus, prepare_corpus
+from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load
+from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.errors import UserError
 from transformer_jax.processes import check_agreement, first_then_others, from_first, is_first, rank, size, wait_for_others
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh

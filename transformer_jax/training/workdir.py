@@ -92,13 +92,17 @@ def write_config(workdir: Path, config: Config) -> None:
 
 def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     """The work directory's tokenizer, trained on the training text if there is none yet."""
-    # Of two files the target's is written last.
-    if (workdir / "tokenizer.model").exists() or (workdir / "tokenizer.target.model").exists():
+    if has_tokenizer(workdir):
         return Tokenizer.load(workdir)
     log.info("Training the tokenizer.")
     tokenizer = Tokenizer.train(_read(config, config.data.train), config.tokenizer)
     tokenizer.save(workdir)
     return tokenizer
+
+
+def has_tokenizer(workdir: Path) -> bool:
+    """Whether a whole tokenizer is there: of two files the target's is written last."""
+    return (workdir / "tokenizer.model").exists() or (workdir / "tokenizer.target.model").exists()
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:

@@ -1,0 +1,97 @@
+"""Globs stand for sorted files that pair up; digests are of contents, also where they are remembered."""
+
+import os
+
+import pytest
+
+from transformer_jax.config import DataConfig, PairsConfig
+from transformer_jax.data import files
+from transformer_jax.data.files import digest, one_file_each
+from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
+from transformer_jax.errors import UserError
+
+SOURCES, TARGETS = ("part-*.en", "extra.en"), ("part-*.de", "extra.de")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three parts and one more file, two lines each, written in no particular order."""
+    for name in ("part-b", "extra", "part-c", "part-a"):
+        for language in ("en", "de"):
+            (tmp_path / f"{name}.{language}").write_text(f"{name} {language} 1\n{name} {language} 2\n")
+    return tmp_path
+
+
+def test_globs_stand_for_sorted_files(folder):
+    names = ["part-a", "part-b", "part-c", "extra"]
+    globs = PairsConfig("text", SOURCES, TARGETS)
+    listed = PairsConfig("text", tuple(f"{name}.en" for name in names), tuple(f"{name}.de" for name in names))
+    expected = [(f"{name} en {i}", f"{name} de {i}") for name in names for i in (1, 2)]
+    assert list(read_pairs(globs, str(folder))) == expected
+    assert pairs_fingerprint(globs, str(folder)) == pairs_fingerprint(listed, str(folder))
+    absolute = PairsConfig("text", (str(folder / "part-*.en"),), (str(folder / "part-[abc].de"),))
+    assert list(read_pairs(absolute, "elsewhere")) == expected[:6]
+    before = pairs_fingerprint(globs, str(folder))
+    for language in ("en", "de"):
+        (folder / f"part-d.{language}").write_text("new\n")
+    assert pairs_fingerprint(globs, str(folder)) != before
+
+
+def test_globs_of_tsv(folder):
+    for name in ("2.tsv", "1.tsv"):
+        (folder / name).write_text(f"{name}\tx\n")
+    config = PairsConfig("tsv", ("?.tsv",))
+    assert list(read_pairs(config, str(folder))) == [("1.tsv", "x"), ("2.tsv", "x")]
+
+
+def test_a_file_whose_name_looks_like_a_glob(folder):
+    for language in ("en", "de"):
+        (folder / f"a[1]*.{language}").write_text("literally\n")
+    config = PairsConfig("text", ("a[1]*.en",), ("a[1]*.de",))
+    assert list(read_pairs(config, str(folder))) == [("literally", "literally")]
+    with pytest.raises(UserError, match="matches no file"):
+        check_files(PairsConfig("tsv", ("a[1].en",)), str(folder))
+
+
+def test_globs_that_match_nothing_or_not_alike(folder):
+    with pytest.raises(UserError, match=r"'none-\*.en' matches no file; expected at least one"):
+        check_files(PairsConfig("text", ("none-*.en",), ("part-*.de",)), str(folder))
+    (folder / "part-c.de").unlink()
+    message = r"'part-\*.en' stands for 3 file\(s\) and target 'part-\*.de' for 2; expected as many of both"
+    with pytest.raises(UserError, match=message):
+        read_pairs(PairsConfig("text", SOURCES, TARGETS), str(folder))
+    with pytest.raises(UserError, match="stands for 3 file.* for 1"):
+        check_files(PairsConfig("text", ("part-*.en",), ("extra.de",)), str(folder))
+
+
+def test_one_file_each_is_the_text_in_order(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    config = PairsConfig("text", SOURCES, TARGETS)
+    apart = one_file_each(config, folder.name)
+    assert len(apart) == 4
+    assert [pair for one in apart for pair in read_pairs(one, folder.name)] == list(read_pairs(config, folder.name))
+    for whole in (PairsConfig("text", SOURCES, TARGETS, limit=3), PairsConfig("numbers"), PairsConfig("tsv", ("extra.en",))):
+        assert one_file_each(whole, folder.name) == [whole]
+
+
+def test_digests_are_remembered_until_the_file_changes(folder, monkeypatch):
+    file, memory = folder / "extra.en", folder / "digests"
+    first = digest(file, memory)
+    assert not memory.exists()  # the file is too new to be sure that it stays
+    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
+    assert digest(file, memory) == first
+    [record] = memory.iterdir()
+    record.write_text("f" * 64)
+    assert digest(file, memory) == "f" * 64
+    record.write_text("f" * 63)
+    assert digest(file, memory) == first == record.read_text()
+    state = file.stat()
+    file.write_text("extra en 1\nextra en 3\n")  # of the same size, and made to look as old
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert digest(file, memory) == digest(file) != first
+
+
+def test_parts_need_files():
+    for train in (PairsConfig("numbers"), PairsConfig("text", ("a",), ("b",), limit=5)):
+        with pytest.raises(UserError, match=r"data.parts is 2; expected 1 unless data.train is text, tsv or jsonl files"):
+            DataConfig(train=train, parts=2)

@@ -1,0 +1,174 @@
+"""A corpus made in parts is the one that a single process makes; only whole parts open."""
+
+import dataclasses
+import os
+import shlex
+
+import numpy as np
+import pytest
+
+from transformer_jax.config import BatchConfig, Config, DataConfig, PairsConfig, TokenizerConfig
+from transformer_jax.config_files import differences_on_resume, to_json
+from transformer_jax.data import files, prepare, tokenising
+from transformer_jax.data.batching import BatchPlan
+from transformer_jax.data.parts import prepare_corpus, prepare_part
+from transformer_jax.data.sources import read_pairs
+from transformer_jax.errors import UserError
+from transformer_jax.tokenizer import Tokenizer
+
+PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=420)))
+TOKENIZER_CONFIG = TokenizerConfig(vocab_size=80)
+TOKENIZER = Tokenizer.train(PAIRS, TOKENIZER_CONFIG)
+SIZES = (90, 1, 200, 0, 60, 9, 60)  # of the files, in pairs
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(tokenising, "_CHUNK_PAIRS", 32)
+
+
+def config_of(tmp_path, *, sampling=0.0, longest=11, **data):
+    """A config of seven text files; one is empty, the fourth has nothing."""
+    start = 0
+    for i, size in enumerate(SIZES):
+        part, start = PAIRS[start : start + size], start + size
+        for side, name in enumerate(("en", "de")):
+            (tmp_path / f"part-{i}.{name}").write_text("".join(f"{pair[side]}\n" for pair in part))
+    train = PairsConfig("text", ("part-*.en",), ("part-*.de",))
+    return Config(
+        tokenizer=dataclasses.replace(TOKENIZER_CONFIG, sampling=sampling, sampled_epochs=3),
+        data=DataConfig(root=str(tmp_path), train=train, max_target_length=longest, **data),
+        batch=BatchConfig(tokens=2048, buckets=3),
+    )
+
+
+def in_parts(config, count, **data):
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, parts=count, **data))
+
+
+def prepared(workdir, config, count, **data):
+    config = in_parts(config, count, **data)
+    for k in reversed(range(count)):
+        prepare_part(workdir, config, TOKENIZER, k)
+    return prepare_corpus(workdir, config, TOKENIZER, "train")
+
+
+def assert_same_corpus(a, b):
+    for name in ("fingerprint", "num_pairs", "num_samples", "statistics"):
+        assert getattr(a, name) == getattr(b, name)
+    for name in ("source_tokens", "source_offsets", "target_tokens", "target_offsets"):
+        x, y = getattr(a, name)[:], getattr(b, name)[:]
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+    for start, stop in ((0, a.num_pairs), (80, 95), (7, 7)):
+        for x, y in zip(a.lengths(start, stop), b.lengths(start, stop), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("sampling", [0.0, 0.2])
+def test_the_number_of_parts_changes_nothing(tmp_path, monkeypatch, sampling):
+    config = config_of(tmp_path, sampling=sampling, longest=20 if sampling else 11)
+    whole = prepare_corpus(tmp_path / "whole", config, TOKENIZER, "train")
+    assert whole.num_samples == (3 if sampling else 1) and 0 < whole.statistics["too_long"] < 200
+    plan = BatchPlan(whole, config.batch, seed=0)
+    for count in (1, 2, 5, 7):
+        if count == 5:  # by processes
+            monkeypatch.setattr(tokenising, "_SMALL", 0)
+        corpus = prepared(tmp_path / str(count), config, count, workers=2 if count == 5 else 1)
+        monkeypatch.setattr(tokenising, "_SMALL", 10**6)
+        assert_same_corpus(corpus, whole)
+        other = BatchPlan(corpus, config.batch, seed=0)
+        assert (other.shapes, other.fill) == (plan.shapes, plan.fill)
+        for step in range(40):
+            for x, y in zip(other.batch(step), plan.batch(step), strict=True):
+                assert (x is None and y is None) or np.array_equal(x, y)
+
+
+def test_segmentations_differ_between_files(tmp_path):
+    """Each file has seeds of its own: the same text in two files is not segmented alike."""
+    config = config_of(tmp_path, sampling=0.3, longest=99)
+    for i in range(len(SIZES)):
+        for name in ("en", "de"):
+            (tmp_path / f"part-{i}.{name}").write_text((tmp_path / f"part-0.{name}").read_text())
+    corpus = prepared(tmp_path / "run", config, 7)
+    lengths = corpus.lengths(0, corpus.num_pairs)[0][0].reshape(7, -1)
+    assert len({tuple(row) for row in lengths}) == 7
+
+
+def test_an_empty_part_is_no_error_but_an_empty_corpus_is(tmp_path):
+    config = config_of(tmp_path)
+    assert prepare_part(tmp_path / "run", in_parts(config, 7), TOKENIZER, 3).num_pairs == 0
+    for i in range(len(SIZES)):
+        for name in ("en", "de"):
+            (tmp_path / f"part-{i}.{name}").write_text("\n" * i)
+    with pytest.raises(UserError, match="No sentence pair is left of 21 read: 21 empty"):
+        prepared(tmp_path / "run", config, 7)
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "changed text"])
+def test_a_missing_or_damaged_part_is_named_with_its_remedy(tmp_path, damage, capsys):
+    workdir, config = tmp_path / "run", config_of(tmp_path)
+    prepared(workdir, config, 3)
+    (workdir / "config.json").write_text(to_json(config))
+    TOKENIZER.save(workdir)
+    part = prepare_part(workdir, in_parts(config, 3), TOKENIZER, 1)
+    folder = workdir / "corpus" / part.fingerprint[:20]
+    if damage == "changed text":
+        (tmp_path / "part-2.en").write_text((tmp_path / "part-2.en").read_text().replace("one", "two"))
+    elif damage == "damaged":
+        os.truncate(folder / "source_tokens", 4)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    word = "damaged" if damage == "damaged" else "missing"
+    with pytest.raises(UserError, match=rf"Part 1/3 of the training text is {word}") as error:
+        prepare_corpus(workdir, in_parts(config, 3), TOKENIZER, "train")
+    program, arguments = str(error.value).splitlines()[-1].strip().split(" --", 1)
+    assert program == "python -m transformer_jax.data.prepare"
+    assert prepare.main(shlex.split("--" + arguments)) == 0
+    corpus = prepare_corpus(workdir, in_parts(config, 3), TOKENIZER, "train")
+    assert_same_corpus(corpus, prepare_corpus(tmp_path / "whole", config, TOKENIZER, "train"))
+
+
+def test_the_number_of_parts_may_change_on_resume(tmp_path):
+    config = config_of(tmp_path)
+    assert differences_on_resume(config, in_parts(config, 5)) == []
+    windows = dataclasses.replace(config, batch=dataclasses.replace(config.batch, window=100))
+    assert differences_on_resume(config, windows) == ["batch.window: 16777216 in the work directory, 100 now"]
+
+
+def test_more_parts_than_files(tmp_path):
+    config = in_parts(config_of(tmp_path), 8)
+    with pytest.raises(UserError, match=r"data.parts is 8; expected at most 7, the files of data.train"):
+        prepare_part(tmp_path, config, TOKENIZER, 0)
+    with pytest.raises(UserError, match=r"data.parts is 8; expected at most 7"):
+        prepare_corpus(tmp_path, config, TOKENIZER, "train")
+
+
+def test_opening_does_not_read_the_text_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
+    config = config_of(tmp_path)
+    corpus = prepared(tmp_path / "run", config, 3)
+    monkeypatch.setattr(files.hashlib, "file_digest", None)
+    assert_same_corpus(prepare_corpus(tmp_path / "run", in_parts(config, 3), TOKENIZER, "train"), corpus)
+
+
+def test_the_program(tmp_path, capsys):
+    (tmp_path / "run.json").write_text(to_json(config_of(tmp_path)))
+    flags = ["--config", str(tmp_path / "run.json"), "--workdir", str(tmp_path / "run"), "--data.workers", "1"]
+
+    def fails(*more):
+        assert prepare.main([*flags, *more]) == 2
+        return capsys.readouterr().err
+
+    assert "expected one of the two" in fails() and "expected one of the two" in fails("--part", "0/2", "--tokenizer-only")
+    assert "has no tokenizer; expected one: run this with --tokenizer-only first" in fails("--part", "0/2")
+    assert prepare.main([*flags, "--tokenizer-only"]) == 0
+    assert "part is '2/2'; expected i/n" in fails("--part", "2/2")
+    errors = fails("--part", "0/2", "--data.max-target-length", "20")
+    assert "data.max_target_length: 11 in the work directory, 20 now" in errors
+    for part in ("0/2", "1/2"):
+        assert prepare.main([*flags, "--part", part]) == 0
+    assert "part 1/2 pairs: " in capsys.readouterr().err
+    config = in_parts(config_of(tmp_path), 2)
+    tokenizer = Tokenizer.load(tmp_path / "run")
+    assert prepare_corpus(tmp_path / "run", config, tokenizer, "train").statistics["read"] == sum(SIZES)

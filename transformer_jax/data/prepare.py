@@ -1,0 +1,96 @@
+"""Tokenise the training text ahead of training, in parts that many processes or machines work on at the same time:
+
+    python -m transformer_jax.data.prepare --config C --workdir W --tokenizer-only
+    python -m transformer_jax.data.prepare --config C --workdir W --part 0/16    # and 1/16 to 15/16, anywhere
+    python train.py --config C --workdir W --data.parts 16
+
+All see the same work directory (or ``data.cache`` and a copy of it). A part is whole files; see ``parts.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from transformer_jax.config import Config
+from transformer_jax.config_files import differences_on_resume, from_json, load_config_file
+from transformer_jax.data.parts import prepare_part
+from transformer_jax.decoding.parts import parse_part
+from transformer_jax.errors import UserError
+from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.workdir import check_inputs, claim, has_tokenizer, lock, prepare_tokenizer
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Tokenise the training text in parts, for train.py with data.parts. Takes the flags of train.py."""
+
+    workdir: str
+    """Folder of the run."""
+    config: str = ""
+    """Config file, as in configs/, or a work directory's config.json; without one: the paper's base model."""
+    tokenizer_only: bool = False
+    """Make the work directory and its tokenizer, which all parts need."""
+    part: str | None = None
+    """i/n: tokenise part i of n, from 0/n to n-1/n; sets data.parts."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C)."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        first.add_argument("--config")
+        path = first.parse_known_args(argv)[0].config
+        defaults = Arguments(tyro.MISSING, path or "", settings=load_config_file(path) if path else Config())
+        a = tyro.cli(Arguments, args=argv, prog="python -m transformer_jax.data.prepare", default=defaults)
+        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
+        logging.getLogger("transformer_jax").setLevel(logging.INFO)
+        if a.tokenizer_only == (a.part is not None):
+            raise UserError(f"part is {a.part!r} and tokenizer_only {a.tokenizer_only}; expected one of the two.")
+        if a.part is None:
+            make_tokenizer(a.settings, Path(a.workdir))
+        else:
+            make_part(a.settings, Path(a.workdir), parse_part(a.part))
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def make_tokenizer(config: Config, workdir: Path) -> None:
+    """What ``train`` does first: a work directory for this config, and its tokenizer."""
+    check_inputs(config)
+    claim(workdir, config)
+    with lock(workdir):
+        prepare_tokenizer(workdir, config)
+
+
+def make_part(config: Config, workdir: Path, part: tuple[int, int]) -> None:
+    """Tokenise part i of n; changes nothing else in the work directory, where others may be at work."""
+    number, count = part
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, parts=count))
+    check_inputs(config)
+    path = workdir / "config.json"
+    if not path.is_file() or not has_tokenizer(workdir):
+        raise UserError(f"{str(workdir)!r} has no tokenizer; expected one: run this with --tokenizer-only first.")
+    if differences := differences_on_resume(from_json(path.read_text()), config):
+        raise UserError(
+            f"{str(workdir)!r} was made with another config; expected the same settings. Fields that differ:\n  "
+            + "\n  ".join(differences)
+        )
+    prepare_part(workdir, config, Tokenizer.load(workdir), number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
