@@ -58,7 +58,7 @@ def row_shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSh
     return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
 
 
-def devices_for_rows(rows: int) -> list[jax.Device]:
+def devices_for_rows(rows: int) -> tuple[jax.Device, ...]:
     """As many devices as ``rows`` rows divide over evenly.
 
     Where JAX has not started yet, a CPU's cores become devices of their own, as long as each gets 16 rows: searching on one
@@ -70,7 +70,7 @@ def devices_for_rows(rows: int) -> list[jax.Device]:
     devices = jax.devices()
     if devices[0].platform == "cpu":
         devices = devices[:most]
-    return devices[: max(count for count in range(1, len(devices) + 1) if rows % count == 0)]
+    return tuple(devices[: max(count for count in range(1, len(devices) + 1) if rows % count == 0)])
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

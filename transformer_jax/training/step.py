@@ -59,8 +59,9 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
     optimizer = make_optimizer(config.optimizer, config.model.d_model)
     schedule = learning_rate_schedule(config.optimizer, config.model.d_model)
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)[0]
-    # Larger chunks keep an accelerator busy, smaller ones stay in a CPU's cache.
-    max_logits = 2**20 if jax.default_backend() == "cpu" else 2**25
+    # An accelerator wants large chunks. On a CPU small ones stay in its cache, but each reads and writes matrices of V x D.
+    vocab_size, d_model = config.model.vocab_size, config.model.d_model
+    max_logits = max(2**20, vocab_size * d_model // 2) if jax.default_backend() == "cpu" else 2**25
 
     def init() -> TrainState:
         model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
