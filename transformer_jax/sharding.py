@@ -62,7 +62,7 @@ def devices_for_rows(rows: int) -> tuple[jax.Device, ...]:
     """As many devices as ``rows`` rows divide over evenly.
 
     Where JAX has not started yet, a CPU's cores become devices of their own, as long as each gets 16 rows: searching on one
-    device that all cores share is about 10% slower (docs/performance.md).
+    device that all cores share is up to 10% slower (docs/performance.md).
     """
     most = max(1, rows // _ROWS_OF_A_CORE)
     with contextlib.suppress(RuntimeError):  # it has started
