@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from transformer_jax.config import Config, Processes
-from transformer_jax.config_files import load_config_file
+from transformer_jax.config_files import config_in_flags
 from transformer_jax.errors import UserError
 
 
@@ -33,13 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 1 (training failed), 2 (wrong input), 128 + a signal's number."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        first.add_argument("--config")
-        path = first.parse_known_args(argv)[0].config
-        defaults = load_config_file(path) if path else Config()
-        arguments = tyro.cli(
-            Arguments, args=argv, prog="train.py", default=Arguments(tyro.MISSING, path or "", settings=defaults)
-        )
+        path, config = config_in_flags(argv)
+        arguments = tyro.cli(Arguments, args=argv, prog="train.py", default=Arguments(tyro.MISSING, path, settings=config))
         logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's; what goes wrong in a save is reported here
         logging.getLogger("transformer_jax").setLevel(logging.INFO)

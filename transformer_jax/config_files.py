@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,14 @@ def load_config_file(path: str | Path) -> Config:
     if not isinstance(config, Config):
         raise UserError(f"get_config() of {str(path)!r} returned {type(config).__name__}; expected a transformer_jax Config.")
     return config
+
+
+def config_in_flags(argv: Sequence[str]) -> tuple[str, Config]:
+    """What ``--config`` names among a program's flags ('' without it), and the config whose values all others replace."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="")
+    path = parser.parse_known_args(argv)[0].config
+    return path, load_config_file(path) if path else Config()
 
 
 def to_json(config: Config) -> str:

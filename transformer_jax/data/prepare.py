@@ -9,7 +9,6 @@ All see the same work directory (or ``data.cache`` and a copy of it). A part is 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import sys
@@ -20,7 +19,7 @@ from typing import Annotated
 import tyro
 
 from transformer_jax.config import Config
-from transformer_jax.config_files import differences_on_resume, from_json, load_config_file
+from transformer_jax.config_files import config_in_flags, differences_on_resume, from_json
 from transformer_jax.data.parts import prepare_part
 from transformer_jax.decoding.parts import parse_part
 from transformer_jax.errors import UserError
@@ -47,10 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C)."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        first.add_argument("--config")
-        path = first.parse_known_args(argv)[0].config
-        defaults = Arguments(tyro.MISSING, path or "", settings=load_config_file(path) if path else Config())
+        path, config = config_in_flags(argv)
+        defaults = Arguments(tyro.MISSING, path, settings=config)
         a = tyro.cli(Arguments, args=argv, prog="python -m transformer_jax.data.prepare", default=defaults)
         logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
         logging.getLogger("transformer_jax").setLevel(logging.INFO)
