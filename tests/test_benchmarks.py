@@ -21,19 +21,24 @@ from transformer_jax.training.loss import smoothed_cross_entropy
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
-    lengths, report = tmp_path / "lengths.tsv", tmp_path / "report.json"
-    lengths.write_text("6\t5\n7\t6\n8\t9\n5\t5\n6\t7\n")  # one source shape: one compilation
-    command = ["--model", "tiny", "--lengths", str(lengths), "--batch-sizes", "2", "--repeats", "1", "--output", str(report)]
-    command += ["--patience", "0", "--max-extra-length", "8"]
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.decode_speed", *command],
+def benchmark(name: str, *flags: str) -> str:
+    """What the program prints on stdout."""
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *flags],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-    )
+    ).stdout
+
+
+def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
+    lengths, report = tmp_path / "lengths.tsv", tmp_path / "report.json"
+    lengths.write_text("6\t5\n7\t6\n8\t9\n5\t5\n6\t7\n")  # one source shape: one compilation
+    command = ["--model", "tiny", "--lengths", str(lengths), "--batch-sizes", "2", "--repeats", "1", "--output", str(report)]
+    command += ["--patience", "0", "--max-extra-length", "8"]
+    printed = benchmark("decode_speed", *command)
     found = json.loads(report.read_text())
     [result] = found["results"]
     names = {"ours", "ctranslate2", "ctranslate2_int8", "huggingface"}
@@ -42,7 +47,7 @@ def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
         assert figures["tokens_per_second"] > 0 and figures["peak_memory_gb"] > 0
         assert figures["precision"] == ("int8" if name.endswith("int8") else "float32")
         assert figures["output_tokens"] == 8 + 8 + 6 + 6 + 5  # batches of two get their mean length, halves to even
-        assert name in run.stdout
+        assert name in printed
     assert result["engines"]["ours"]["compile_seconds"] > 0 and result["engines"]["ours"]["shapes_compiled"] == 1
     assert 0 <= result["engines"]["ours"]["wasted_slots"] < 1
     assert set(result["ours_over"]) == set(result["same_lines"]) == names - {"ours"}
@@ -52,10 +57,8 @@ def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
 
 def test_plans_as_they_grow() -> None:
     command = ["--pairs", "1000", "--window", "300", "--parts", "3", "--batches", "2"]
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.plan_scale", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    figures, table = run.stdout.split("\n\n")
+    printed = benchmark("plan_scale", *command)
+    figures, table = printed.split("\n\n")
     results = json.loads(figures)["results"]
     assert [(result["pairs"], result["windows"]) for result in results] == [(1000, 4)]
     assert all(min(result["fill"]) > 0 and result["plan_seconds"] > 0 for result in results)
@@ -76,21 +79,14 @@ def test_training_speed_in_one_report(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = ["--model", "tiny", "--pairs", "4", "--length", "6", "--lengths", "mixed", "--steps", "2", "--repeats", "1"]
     command += ["--patience", "0", "--engines", "ours", "torch_eager", "--output", str(report)]
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.train_speed", *command],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    printed = benchmark("train_speed", *command)
     found = json.loads(report.read_text())
     assert set(found["engines"]) == {"ours", "torch_eager"} and set(found["skipped"]) == {"torch_compile"}
     assert 4 <= found["real_target_tokens_a_step"] <= 24 and 0 < found["real_token_share"] <= 1
     for name, figures in found["engines"].items():
         assert figures["target_tokens_per_second"] > 0 and figures["mfu"] >= 0 and figures["peak_memory_gb"] > 0
         assert figures["precision"] == "float32" and 3 < figures["first_loss"] < 6
-        assert name in run.stdout
+        assert name in printed
     biases = found["engines"]["torch_eager"]["attention_biases"]
     assert biases and found["engines"]["torch_eager"]["parameters"] == found["engines"]["ours"]["parameters"] + biases
     assert found["ours_over"]["torch_eager"]["of_medians"] > 0
