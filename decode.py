@@ -220,7 +220,7 @@ def _decode(a: Arguments) -> None:
     if translator.num_split:
         logger.warning("%d lines were translated in parts.", translator.num_split)
     num_compiled = translator.engine.num_compiled + scorer.num_compiled
-    logger.info("%.1f s; %d shapes compiled.", time.perf_counter() - start, num_compiled)
+    logger.info("%.1f s; %d programs compiled.", time.perf_counter() - start, num_compiled)
     if references is not None:
         print(bleu(best, references, tokenize=tokenize), file=sys.stderr)
         print(chrf(best, references), file=sys.stderr)

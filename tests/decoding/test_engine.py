@@ -45,13 +45,28 @@ def engine():
     return Engine([make_model(0)], CONFIG)
 
 
-def test_the_same_in_any_company(engine):
-    """To the last bit for one shape, whichever blocks of the cache the neighbours need."""
-    whole = engine.search(SENTENCES, num_hypotheses=2)
-    order = np.random.default_rng(0).permutation(len(SENTENCES))
-    shuffled = engine.search([SENTENCES[i] for i in order], num_hypotheses=2)
+def test_the_same_in_any_company():
+    """To the last bit, whichever shapes the neighbours are encoded in and whichever blocks of the caches they need."""
+    engine = Engine([make_model(0)], DecodingConfig(**{**vars(CONFIG), "max_source_length": 80}))
+    sentences = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist()) for i in range(60)]
+    whole = engine.search(sentences, num_hypotheses=2)
+    order = np.random.default_rng(0).permutation(len(sentences))
+    shuffled = engine.search([sentences[i] for i in order], num_hypotheses=2)
     assert shuffled == [whole[i] for i in order]
-    assert [engine.search([sentence], num_hypotheses=2)[0] for sentence in SENTENCES[:6]] == whole[:6]
+    assert [engine.search([sentence], num_hypotheses=2)[0] for sentence in sentences[:12]] == whole[:12]
+    assert engine.num_compiled == 2
+
+
+def test_scores_are_those_of_the_models_forward_pass():
+    """Sources of all shapes: the score of each piece is that of teacher forcing."""
+    model = make_model(0)
+    engine = Engine([model], DecodingConfig(**{**vars(CONFIG), "max_source_length": 80}))
+    for length in (3, 20, 30, 60, 75):
+        pieces = np.random.default_rng(length).integers(4, VOCAB, length).tolist()
+        [[found]] = engine.search([Sentence(pieces)])
+        target = np.array([[*found.pieces, 2]])
+        log_probs_TV = np.asarray(jax.jit(lambda s, t: jax.nn.log_softmax(model(s, t)))(np.array([[*pieces, 2]]), target))[0]
+        np.testing.assert_allclose(found.piece_log_probs, log_probs_TV[np.arange(target.size), target[0]], atol=1e-4)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7])
@@ -128,19 +143,25 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
     batch, beam, vocab, length = 5, 4, 3000, 24 + 10
     model = Transformer(ModelConfig(**{**vars(MODEL), "vocab_size": vocab, "num_layers": 2}), rngs=nnx.Rngs(0))
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24})
-    program = Engine([model], config).lowered(24).compile().as_text()
-    bodies = [text for text in re.split(r"\n(?=%|ENTRY)", program) if not text.startswith("ENTRY")]
-    steps = [text for text in bodies if re.search(rf"f32\[{batch * beam},{vocab}\]", text) and "dot" in text]
-    assert steps  # the computations that the loop consists of
+    engine = Engine([model], config)
+    program = engine.lowered(engine.programs[0]).compile().as_text()
+    bodies = {text.split()[0]: text for text in re.split(r"\n(?=%|ENTRY)", program) if not text.startswith("ENTRY")}
+    calls = {name: {called for called in re.findall(r"%[\w.\-]+", text) if called in bodies} for name, text in bodies.items()}
+    steps = {name for name, text in bodies.items() if re.search(rf"f32\[{batch * beam},{vocab}\]", text) and "dot" in text}
+    assert steps  # the computations that the inner loop consists of, and those that they call
+    while called := set().union(*(calls[name] for name in steps)) - steps:
+        steps |= called
 
-    blocks = {f"f32[{batch},2,{slots * beam},8]" for slots in (16, 16, length - 32)}
+    blocks = {f"f32[{batch},2,{slots * beam},8]" for slots in (16, 16, length - 32)}  # of self-attention
+    blocks |= {f"f32[{batch},2,{slots},8]" for slots in (16, 8)}  # of the memory
+    assert all(any(shape in bodies[name] for name in steps) for shape in blocks)
     moves = re.compile(r"= (\S+?)\{\S* (copy|gather|transpose|concatenate|pad|select)\(")
-    moved = [(op, shape) for text in bodies for shape, op in moves.findall(text) if shape in blocks]
+    moved = [(op, shape) for name in steps for shape, op in moves.findall(bodies[name]) if shape in blocks]
     assert not moved
 
     # Logits are written once, by the product that makes them; the search reads them and writes narrower things.
     wide = re.compile(rf"^  (?:ROOT )?%(\S+) = f32\[(?:{batch * beam},{vocab}|{batch},{beam},{vocab})\]\S* ([\w-]+)\(", re.M)
-    loop = [text for text in bodies if "fused_computation" not in text[:40] and "wrapped" not in text[:40]]
+    loop = [text for name, text in bodies.items() if "fused_computation" not in name and "wrapped" not in name]
     written = [
         name for text in loop for name, op in wide.findall(text) if op not in ("bitcast", "parameter", "get-tuple-element")
     ]

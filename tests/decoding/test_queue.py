@@ -32,19 +32,24 @@ def queue_of(order, limits=LIMITS):
 
 
 @partial(jax.jit, static_argnames=("method", "batch_size", "beam_size"))
-def run(method, queue, count, *, batch_size, beam_size):
+def run(method, queue, counts_M, *, batch_size, beam_size):
     return search_queue(
         method,
         chains.step(TOYS),
         lambda numbers_B, _: chains.start(TOYS, numbers_B, beam_size=beam_size),
         lambda cache, rows_R, fresh: jax.tree.map(lambda old, new: old.at[rows_R].set(new), cache, fresh),
         queue,
-        num_sentences=count,
+        counts_M,
         batch_size=batch_size,
         max_length=LENGTH,
         pad_id=PAD,
         reorder=gather_beams,
     )
+
+
+def full(batch_size):
+    """Blocks without gaps."""
+    return np.full(QUEUE // batch_size, batch_size)
 
 
 BEAM = BeamSearch(1, 2, 0, beam_size=3)
@@ -68,33 +73,40 @@ def alone():
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 48])
 def test_a_queue_gives_what_a_batch_gives(alone, batch_size):
     order = np.random.default_rng(batch_size).permutation(QUEUE)
-    result = run(BEAM, queue_of(order), QUEUE, batch_size=batch_size, beam_size=3)
+    result = run(BEAM, queue_of(order), full(batch_size), batch_size=batch_size, beam_size=3)
     assert chains.hypotheses(result.found) == [alone[i] for i in order]
 
 
-def test_only_the_first_of_the_queue_are_searched(alone):
+def test_the_last_block_may_end_early(alone):
     for count in (0, 1, 5, 16, 47):
-        result = run(BEAM, queue_of(np.arange(QUEUE)), count, batch_size=16, beam_size=3)
+        counts = np.clip(count - 16 * np.arange(3), 0, 16)
+        result = run(BEAM, queue_of(np.arange(QUEUE)), counts, batch_size=16, beam_size=3)
         assert chains.hypotheses(result.found) == alone[:count] + [[]] * (QUEUE - count)
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 16), (0, 0, 1), (1, 2, 0)])
+def test_blocks_may_end_early(alone, counts):
+    result = run(BEAM, queue_of(np.arange(QUEUE)), np.array(counts), batch_size=16, beam_size=3)
+    assert chains.hypotheses(result.found) == [its if i % 16 < counts[i // 16] else [] for i, its in enumerate(alone)]
 
 
 def test_sentences_with_nothing_to_search_do_not_stop_the_others(alone):
     limits = np.where(np.arange(QUEUE) % 5 == 0, 0, LIMITS)
-    result = run(BEAM, queue_of(np.arange(QUEUE), limits), QUEUE, batch_size=4, beam_size=3)
+    result = run(BEAM, queue_of(np.arange(QUEUE), limits), full(4), batch_size=4, beam_size=3)
     assert chains.hypotheses(result.found) == [[] if i % 5 == 0 else its for i, its in enumerate(alone)]
 
 
 def test_samples_do_not_depend_on_row_or_company():
-    in_order = chains.hypotheses(run(SAMPLES, queue_of(np.arange(QUEUE)), QUEUE, batch_size=16, beam_size=3).found)
+    in_order = chains.hypotheses(run(SAMPLES, queue_of(np.arange(QUEUE)), full(16), batch_size=16, beam_size=3).found)
     order = np.random.default_rng(3).permutation(QUEUE)
-    shuffled = chains.hypotheses(run(SAMPLES, queue_of(order), QUEUE, batch_size=4, beam_size=3).found)
+    shuffled = chains.hypotheses(run(SAMPLES, queue_of(order), full(4), batch_size=4, beam_size=3).found)
     assert shuffled == [in_order[i] for i in order]
 
 
 def test_few_slots_are_wasted():
     toys_lengths = np.sort(np.random.default_rng(2).integers(2, LENGTH + 1, QUEUE))[::-1]
     method = BeamSearch(1, 2, 0, beam_size=1)
-    together = run(method, queue_of(np.arange(QUEUE), toys_lengths), QUEUE, batch_size=48, beam_size=1)
-    handed_on = run(method, queue_of(np.arange(QUEUE), toys_lengths), QUEUE, batch_size=4, beam_size=1)
+    together = run(method, queue_of(np.arange(QUEUE), toys_lengths), full(48), batch_size=48, beam_size=1)
+    handed_on = run(method, queue_of(np.arange(QUEUE), toys_lengths), full(4), batch_size=4, beam_size=1)
     assert int(handed_on.slots_used) == int(together.slots_used)
     assert int(handed_on.slots_computed) * 0.9 <= int(handed_on.slots_used) < int(together.slots_computed) * 0.7

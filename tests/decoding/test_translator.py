@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
-from transformer_jax.decoding.engine import _source_lengths
+from transformer_jax.decoding.engine import Program, _programs
 from transformer_jax.decoding.translator import Request, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
@@ -107,29 +107,21 @@ def test_a_line_does_not_depend_on_the_others(translator):
     assert list(translator.stream(LINES, window=5)) == together
 
 
-def _of_one_shape(tokenizer):
-    """Lines for the shorter of the two shapes: one compilation less."""
-    lines = [line for line in LINES if len(tokenizer.encode_source([line])[0]) < 16]
-    assert len(lines) > 9
-    return lines
-
-
 def test_batch_size_does_not_change_the_text(model, tokenizer, translator):
-    lines = _of_one_shape(tokenizer)
     other = Translator(model, tokenizer, dataclasses.replace(CONFIG, batch_size=7))
-    assert other.translate(lines) == translator.translate(lines)
+    assert other.translate(LINES) == translator.translate(LINES)
 
 
 def test_nothing_is_compiled_twice(model, tokenizer, caplog):
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.engine.lengths == (16, 24)
+    assert translator.engine.programs == (Program((16, 24), CONFIG.batch_size),)
     with caplog.at_level(logging.INFO, "transformer_jax"):
         first = translator.translate(LINES)
-        assert translator.engine.num_compiled == 2
+        assert translator.engine.num_compiled == 1
         translator.parameters = jax.tree.map(lambda x: -x, translator.parameters)
         assert translator.translate(LINES) != first
-    assert translator.engine.num_compiled == 2
-    assert sum("Compiling" in message for message in caplog.messages) == 2
+    assert translator.engine.num_compiled == 1
+    assert sum("Compiling" in message for message in caplog.messages) == 1
 
 
 def test_streams_without_reading_ahead(translator):
@@ -187,8 +179,7 @@ def test_ten_thousand_words_in_one_line(translator, caplog):
 
 def test_rows_spread_over_devices_give_the_same(model, tokenizer, translator):
     spread = Translator(model, tokenizer, CONFIG, devices=jax.devices()[:4])
-    lines = _of_one_shape(tokenizer)[:9]
-    assert spread.translate(lines) == translator.translate(lines)
+    assert spread.translate(LINES[:9]) == translator.translate(LINES[:9])
     assert spread.engine.num_compiled == 1
 
 
@@ -208,10 +199,10 @@ def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog
 
 def test_learned_positions_bound_the_shapes(tokenizer):
     model = make_model(tokenizer, positions="learned", max_positions=20)
-    assert Translator(model, tokenizer, CONFIG).engine.lengths == (16, 20)
+    assert Translator(model, tokenizer, CONFIG).engine.programs[0].lengths == (16, 20)
     model = make_model(tokenizer, positions="learned", max_positions=12)
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.engine.lengths == (12,)
+    assert translator.engine.programs[0].lengths == (12,)
     assert all(translator.translate([LINES[0], " ".join(WORDS)]))
 
 
@@ -223,10 +214,13 @@ def test_learned_positions_bound_what_may_be_asked(tokenizer):
         Translator(model, tokenizer, dataclasses.replace(CONFIG, min_length=5))
 
 
-def test_source_lengths():
-    assert _source_lengths(256) == (16, 24, 32, 48, 64, 96, 128, 192, 256)
-    assert _source_lengths(100) == (16, 24, 32, 48, 64, 96, 100)
-    assert _source_lengths(10) == (10,)
+def test_longer_sources_have_fewer_rows():
+    short, longer = (16, 24, 32, 48, 64), (96, 128, 192, 256)
+    assert _programs(256, 32) == (Program(short, 32), Program(longer, 8))
+    assert _programs(1024, 32)[2:] == (Program((384, 512, 768, 1024), 2),)
+    assert _programs(100, 7) == (Program(short, 7), Program((96, 100), 1))
+    assert _programs(65, 1) == (Program(short, 1), Program((65,), 1))
+    assert _programs(10, 5) == (Program((10,), 5),)
 
 
 def test_a_tokenizer_of_another_model(tokenizer):

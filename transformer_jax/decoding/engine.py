@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # it is a program as well, and brings SciPy
 
 logger = logging.getLogger(__name__)
 
-_QUEUE_ROUNDS = 32  # a queue holds so many batches; its end, where no sentence waits any more, is what costs
+_BLOCKS = 32  # a queue holds so many batches; its end, where no sentence waits any more, is what costs
 _PREFIX_STEP = 8  # prefixes are padded to a multiple of this: few shapes
 
 
@@ -56,16 +57,32 @@ class Hypothesis(NamedTuple):
     """One more than ``pieces``: the end symbol's is the last."""
 
 
+class _Inputs(NamedTuple):
+    source_QS: Any
+    shape_Q: Any  # which of a program's lengths to encode in; the same in all of a block
+    own_QK: Any  # pieces that a shortlist adds, or None
+
+
+class Program(NamedTuple):
+    """What is compiled once: a search of sentences of similar lengths."""
+
+    lengths: tuple[int, ...]
+    """Source lengths, end symbol included, that sentences are encoded in; the search has room for the last one."""
+    rows: int
+    """Sentences that each device has under way."""
+
+
 class Engine:
     """The search of one model, or of several whose probabilities are averaged.
 
-    Each sentence is searched in the shape for its own length: ``config.batch_size`` rows of one of ``lengths``, compiled
-    once. What it gets does not depend on the sentences that share the batch.
+    A sentence's own length says in which shape it is encoded and by which of few programs it is searched. What it gets does
+    not depend on the sentences around it.
 
     Attributes:
       parameters: one ``nnx.to_pure_dict`` a model. Newer ones may be assigned; nothing is compiled again.
-      lengths: source lengths, end symbol included, that shapes are made for.
-      num_compiled: how many shapes have been compiled so far.
+      programs: one for sources of up to 64 pieces, one with a quarter of the rows for those of up to 256, and so on.
+      longest_source: pieces, end symbol included.
+      num_compiled: how many programs have been compiled so far.
       slots_computed, slots_used: rows times steps of the searches so far, and those of them in which a sentence was under way.
     """
 
@@ -106,7 +123,8 @@ class Engine:
             raise UserError(f"decoding.beam_size is {config.beam_size}; {expected}.")
         # Learned positions end somewhere.
         self._max_positions = [model.config.max_positions for model in models if model.config.positions == "learned"]
-        self.lengths = _source_lengths(min([config.max_source_length, *self._max_positions]))
+        self.longest_source = min([config.max_source_length, *self._max_positions])
+        self.programs = _programs(self.longest_source, config.batch_size // self._shares)
         self.num_compiled = self.slots_computed = self.slots_used = 0
         # Without this, XLA's CPU compiler copies caches that could be updated in place.
         options = {"xla_cpu_copy_insertion_use_region_analysis": True} if jax.default_backend() == "cpu" else None
@@ -119,76 +137,87 @@ class Engine:
 
     def search(self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1) -> list[list[Hypothesis]]:
         """The best hypotheses of each sentence, best first; none where the search finds none."""
-        queues: dict[int, list[int]] = defaultdict(list)
+        of_length: dict[int, list[int]] = defaultdict(list)
         for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].pieces)):
-            length = next(length for length in self.lengths if len(sentences[index].pieces) < length)
-            queues[length].append(index)
-        most = _QUEUE_ROUNDS * self.config.batch_size
-        chunks = [
-            (length, indices[first : first + most])
-            for length, indices in queues.items()
-            for first in range(0, len(indices), most)
-        ]
+            of_length[self._encoded_length(sentences[index])].append(index)
         # The device gets everything before the first result is waited for.
         running = []
-        for length, indices in chunks:
-            queue, counts, pieces_QX = self._queue([sentences[index] for index in indices], length)
-            result = self._search(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
-            running.append((indices, pieces_QX, result))
+        for program in self.programs:
+            size = program.rows * self._shares
+            blocks = [
+                of_length[length][first : first + size]
+                for length in reversed(program.lengths)
+                for first in range(0, len(of_length[length]), size)
+            ]
+            for first in range(0, len(blocks), _BLOCKS):
+                places = self._places(program, blocks[first : first + _BLOCKS])
+                queue, counts, pieces_QX = self._queue(program, {place: sentences[index] for index, place in places.items()})
+                result = self._search(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
+                running.append((places, pieces_QX, result))
         found: list[list[Hypothesis]] = [[] for _ in sentences]
-        for indices, pieces_QX, result in running:
+        for places, pieces_QX, result in running:
             fetched: Any = jax.tree.map(np.asarray, result)
             if pieces_QX is not None:  # from places in shortlists to pieces
                 tokens_QNL = np.take_along_axis(pieces_QX[:, None], fetched.found.tokens_BNL, axis=2)
                 fetched = fetched._replace(found=fetched.found._replace(tokens_BNL=tokens_QNL))
             self.slots_computed += int(fetched.slots_computed.sum())
             self.slots_used += int(fetched.slots_used.sum())
-            for index, place in zip(indices, self._places(len(indices)), strict=True):
+            for index, place in places.items():
                 found[index] = _hypotheses(*(x[place] for x in fetched.found))
         return found
 
-    def lowered(self, source_length: int, *, num_hypotheses: int = 1) -> jax.stages.Lowered:
-        """The program for one of ``lengths``, not yet compiled: to look at, or to compile ahead."""
-        queue, counts, _ = self._queue([Sentence([EOS_ID])], source_length)
+    def lowered(self, program: Program, *, num_hypotheses: int = 1) -> jax.stages.Lowered:
+        """One of ``programs``, not yet compiled: to look at, or to compile ahead."""
+        queue, counts, _ = self._queue(program, {0: Sentence([EOS_ID])})
         return self._search.lower(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
+
+    def _encoded_length(self, sentence: Sentence) -> int:
+        lengths = (length for program in self.programs for length in program.lengths)
+        return next(length for length in lengths if len(sentence.pieces) < length)
 
     def _longest(self, source_length: int) -> int:
         """Positions that any translation of a source of this shape can need."""
         return min([source_length + self.config.max_extra_length, *self._max_positions])
 
-    def _places(self, count: int) -> np.ndarray:
-        """Where in the queue each of ``count`` sentences stands: dealt out to the devices in turn."""
-        of_a_share = _QUEUE_ROUNDS * self.config.batch_size // self._shares
-        return np.arange(count) % self._shares * of_a_share + np.arange(count) // self._shares
+    def _places(self, program: Program, blocks: list[list[int]]) -> dict[int, int]:
+        """Where in the queue the sentences of each block stand: dealt out to the devices in turn."""
+        return {
+            index: (i % self._shares * _BLOCKS + block) * program.rows + i // self._shares
+            for block, indices in enumerate(blocks)
+            for i, index in enumerate(indices)
+        }
 
-    def _queue(self, sentences: list[Sentence], length: int) -> tuple[Queue, np.ndarray, np.ndarray | None]:
-        """The sentences as arrays, how many of them each device has, and their shortlists, if that is how pieces go."""
-        size = _QUEUE_ROUNDS * self.config.batch_size
-        longest_prefix = max(len(sentence.prefix) for sentence in sentences)
-        source_QS = np.full((size, length), PAD_ID, np.int32)
+    def _queue(self, program: Program, sentences: dict[int, Sentence]) -> tuple[Queue, np.ndarray, np.ndarray | None]:
+        """The sentences at their places as arrays, how many each device has in each block, and their shortlists, if any."""
+        blocks = self._shares * _BLOCKS
+        size, room = blocks * program.rows, program.lengths[-1]
+        longest_prefix = max(len(sentence.prefix) for sentence in sentences.values())
+        source_QS = np.full((size, room), PAD_ID, np.int32)
         limit_Q, seed_Q = np.zeros(size, np.int32), np.zeros(size, np.uint32)
         prefix_QP = np.full((size, -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP), NOT_FORCED, np.int32)
-        for sentence, place in zip(sentences, self._places(len(sentences)), strict=True):
+        shape_Q, counts = np.zeros(size, np.int32), np.zeros(blocks, np.int32)
+        for place, sentence in sentences.items():
             pieces, prefix = sentence.pieces, sentence.prefix
             source_QS[place, : len(pieces) + 1] = [*pieces, EOS_ID]
-            limit_Q[place] = min(len(pieces) + 1 + self.config.max_extra_length, self._longest(length))
+            limit_Q[place] = min(len(pieces) + 1 + self.config.max_extra_length, self._longest(room))
             prefix_QP[place, : len(prefix)] = prefix
             seed_Q[place] = sentence.seed
-        counts = np.bincount(np.arange(len(sentences)) % self._shares, minlength=self._shares).astype(np.int32)
+            shape_Q[place] = program.lengths.index(self._encoded_length(sentence))
+            counts[place // program.rows] += 1
         pieces_QX = own_QK = None
         if self._shortlist is not None and self._shared_C is not None:
             pieces_QX = self._shortlist.of_sentences(source_QS, self._shared_C, prefix_BP=prefix_QP)
             own_QK = pieces_QX[:, len(self._shared_C) :]
             places_QP = (pieces_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
             prefix_QP = np.where(prefix_QP < 0, NOT_FORCED, places_QP)
-        arrays: Any = (source_QS, own_QK), limit_Q, prefix_QP, seed_Q  # they go to the devices with the call
-        return Queue(*arrays), counts, pieces_QX
+        arrays: Any = _Inputs(source_QS, shape_Q, own_QK), limit_Q, prefix_QP, seed_Q  # they go to the devices with the call
+        return Queue(*arrays), counts.reshape(self._shares, _BLOCKS), pieces_QX
 
     def _search_queue(self, parameters: Any, queue: Queue, counts: jax.Array, *, num_hypotheses: int) -> QueueResult:
         self.num_compiled += 1  # this runs when a shape is traced, which is once
-        source_QS, own_QK = queue.inputs
-        own = "" if own_QK is None else f" and {own_QK.shape[1]} target pieces of their own"
-        sizes = self.config.batch_size, source_QS.shape[1]
+        inputs: _Inputs = queue.inputs
+        own = "" if inputs.own_QK is None else f" and {inputs.own_QK.shape[1]} target pieces of their own"
+        sizes = len(inputs.shape_Q) // _BLOCKS, inputs.source_QS.shape[1]
         logger.info("Compiling the search for %d sentences of up to %d pieces%s.", *sizes, own)
         search = partial(self._search_share, num_hypotheses=num_hypotheses)
         if self._shares == 1:
@@ -199,25 +228,32 @@ class Engine:
         )
         return jax.lax.with_sharding_constraint(search_shares(parameters, queue, counts), self._everywhere)
 
-    def _search_share(self, parameters: Any, queue: Queue, count_1: jax.Array, *, num_hypotheses: int) -> QueueResult:
+    def _search_share(self, parameters: Any, queue: Queue, counts_1M: jax.Array, *, num_hypotheses: int) -> QueueResult:
         models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters, strict=True)]
         keep_attention = self.config.coverage_penalty > 0
-        source_length = queue.inputs[0].shape[1]
+        source_room = queue.inputs.source_QS.shape[1]
+        program = next(program for program in self.programs if program.lengths[-1] == source_room)
         shortlisted = [] if self._shared_C is None else [ShortlistedModel(model, self._shared_C) for model in models]
 
-        def start_cache(inputs: tuple[jax.Array, jax.Array | None], max_length: int) -> ensemble.Caches:
-            source_BS, own_BK = inputs
-            caches = ensemble.start_caches(
-                models,
-                source_BS,
-                source_BS != PAD_ID,
-                beam_size=self.config.beam_size,
-                max_length=max_length,
-                keep_attention=keep_attention,
-            )
-            if own_BK is None:
+        def start_cache(inputs: _Inputs, max_length: int) -> ensemble.Caches:
+            """Encodes the block in its own shape, which all its sentences have, to the caches that all shapes share."""
+
+            def start_at(length: int, source_BS: jax.Array) -> ensemble.Caches:
+                return ensemble.start_caches(
+                    models,
+                    source_BS[:, :length],
+                    source_BS[:, :length] != PAD_ID,
+                    beam_size=self.config.beam_size,
+                    max_length=max_length,
+                    source_room=source_room,
+                    keep_attention=keep_attention,
+                )
+
+            branches = [partial(start_at, length) for length in program.lengths]
+            caches = jax.lax.switch(inputs.shape_Q[0], branches, inputs.source_QS)
+            if inputs.own_QK is None:
                 return caches
-            return tuple(model.with_own(cache, own_BK) for model, cache in zip(shortlisted, caches, strict=True))
+            return tuple(model.with_own(cache, inputs.own_QK) for model, cache in zip(shortlisted, caches, strict=True))
 
         result = search_queue(
             self._method(num_hypotheses),
@@ -225,13 +261,13 @@ class Engine:
             start_cache,
             ensemble.replace_rows,
             queue,
-            num_sentences=count_1[0],
-            batch_size=self.config.batch_size // self._shares,
-            max_length=self._longest(source_length),
+            counts_1M[0],
+            batch_size=program.rows,
+            max_length=self._longest(source_room),
             pad_id=PAD_ID,
             reorder=ensemble.reorder,
             attention=ensemble.attention if keep_attention else None,
-            source_length=source_length,
+            source_length=source_room,
         )
         return result._replace(slots_computed=result.slots_computed[None], slots_used=result.slots_used[None])
 
@@ -279,7 +315,9 @@ def _hypotheses(
     ]
 
 
-def _source_lengths(longest: int) -> tuple[int, ...]:
-    """16, 24, 32, 48, 64, 96, ... and the longest."""
+def _programs(longest: int, batch_size: int) -> tuple[Program, ...]:
+    """Lengths 16, 24, 32, 48, 64, 96, ... and the longest, by the power of 4 that, times 64, holds them."""
     steps = (width << i for i in range(longest.bit_length()) for width in (16, 24))
-    return (*(length for length in steps if length < longest), longest)
+    lengths = (*(length for length in steps if length < longest), longest)
+    groups = groupby(lengths, key=lambda length: (((length - 1) // 64).bit_length() + 1) // 2)
+    return tuple(Program(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)

@@ -31,12 +31,24 @@ def ensemble_step(models: Sequence[Transformer | ShortlistedModel]) -> StepFn:
 
 
 def start_caches(
-    models: Sequence[Transformer], source_BS: Array, mask_BS: Array, *, beam_size: int, max_length: int, keep_attention: bool
+    models: Sequence[Transformer],
+    source_BS: Array,
+    mask_BS: Array,
+    *,
+    beam_size: int,
+    max_length: int,
+    source_room: int,
+    keep_attention: bool,
 ) -> tuple[DecoderCache, ...]:
     """Every model's cache for these sentences."""
     return tuple(
         model.start_cache(
-            model.encode(source_BS), mask_BS, beam_size=beam_size, max_length=max_length, keep_attention=keep_attention
+            model.encode(source_BS),
+            mask_BS,
+            beam_size=beam_size,
+            max_length=max_length,
+            source_room=source_room,
+            keep_attention=keep_attention,
         )
         for model in models
     )

@@ -1,7 +1,9 @@
 """Many sentences through few rows, on the device: when a sentence is done, a waiting one takes its row.
 
 A batch that starts and ends together computes until its longest sentence is done. Here rows are handed on in between, so that
-most of what is computed is of use. Letters as in ``search.py``, and Q sentences in the queue, R rows handed on at a time.
+most of what is computed is of use.
+
+Letters as in ``search.py``, and Q places in the queue, M blocks of them, R rows handed on at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from transformer_jax.decoding.search import (
 
 
 class Queue(NamedTuple):
-    """What waits; every leaf has Q as its first axis."""
+    """What waits; every leaf has Q as its first axis. Q is a multiple of B: so many blocks, each begun by its sentences."""
 
     inputs: Any
     """What ``start_cache`` asks for: an array or a tree of them."""
@@ -50,7 +52,8 @@ class _Carry(NamedTuple):
     state: SearchState
     cache: Cache
     owner_B: Array  # whose row it is; Q: nobody's
-    taken: Array  # how many have left the queue
+    block: Array  # the block that sentences are taken from
+    next: Array  # the place of the next one
     found: SearchResult
     slots_computed: Array
     slots_used: Array
@@ -62,8 +65,8 @@ def search_queue(
     start_cache: Callable[[Any, int], Cache],
     replace_rows: Callable[[Cache, Array, Cache], Cache],
     queue: Queue,
+    counts_M: Array,
     *,
-    num_sentences: Array,
     batch_size: int,
     max_length: int,
     pad_id: int,
@@ -71,17 +74,17 @@ def search_queue(
     attention: Attention | None = None,
     source_length: int = 0,
 ) -> QueueResult:
-    """Search the first ``num_sentences`` of the queue in ``batch_size`` rows; what one gets does not depend on the others.
+    """Search the first ``counts_M[m]`` sentences of every block m in ``batch_size`` rows; none gets what depends on another.
 
     ``start_cache(inputs, max_length)`` makes a cache of B rows, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into
-    it. Every leaf of a cache has B as its first axis. Q is a multiple of B. ``attention`` and ``source_length`` are those of
-    ``beam_search``.
+    it. Every leaf of a cache has B as its first axis. ``attention`` and ``source_length`` are those of ``beam_search``.
 
-    Three loops, one in the other, so that none holds a branch through which caches would be copied: the outer one encodes B
-    sentences at a time, the middle one hands rows on as soon as 1/16 of them are idle, the inner one takes steps.
+    Three loops, one in the other, so that none holds a branch through which caches would be copied: the outer one encodes a
+    block, the middle one hands rows on as soon as 1/16 of them are idle, the inner one takes steps.
     """
     B, Q = batch_size, queue.limit_Q.shape[0]
     R = max(1, B // 16)
+    num_blocks = jnp.where(counts_M > 0, jnp.arange(1, Q // B + 1), 0).max()
 
     def start(entries: Queue) -> SearchState:
         return method.start(
@@ -109,36 +112,38 @@ def search_queue(
         )
 
     def one_block(carry: _Carry) -> _Carry:
-        first = carry.taken
-        last = jnp.minimum(first + B, num_sentences)
+        first = carry.block * B
+        end = first + counts_M[carry.block]
         block: Queue = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, B), queue)
         encoded = start_cache(block.inputs, 0)
 
         def hand_on(carry: _Carry) -> _Carry:
             def go_on(carry: _Carry) -> Array:
                 num_idle = carry.state.done_B.sum()
-                return (num_idle < B) & ~((carry.taken < last) & (num_idle >= R))
+                return (num_idle < B) & ~((carry.next < end) & (num_idle >= R))
 
             carry = jax.lax.while_loop(go_on, step, carry)
             # R idle rows: their results go out, the next of the block come in.
             rows_R = jnp.argsort(~carry.state.done_B, stable=True)[:R]
             found = collect(carry, rows_R)
-            places_R = carry.taken + jnp.arange(R)
-            come_R = places_R < last
+            places_R = carry.next + jnp.arange(R)
+            come_R = places_R < end
             entries, fresh = jax.tree.map(lambda x: x[jnp.minimum(places_R - first, B - 1)], (block, encoded))
             entries = entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0))
             return carry._replace(
                 state=jax.tree.map(lambda old, new: old.at[rows_R].set(new), carry.state, start(entries)),
                 cache=replace_rows(carry.cache, rows_R, fresh),
                 owner_B=carry.owner_B.at[rows_R].set(jnp.where(come_R, places_R, Q)),
-                taken=carry.taken + come_R.sum(),
+                next=carry.next + come_R.sum(),
                 found=found,
             )
 
         def more(carry: _Carry) -> Array:
-            return (carry.taken < last) | ((last == num_sentences) & ~carry.state.done_B.all())
+            is_last = carry.block == num_blocks - 1
+            return (carry.next < end) | (is_last & ~carry.state.done_B.all())
 
-        return jax.lax.while_loop(more, hand_on, carry)
+        carry = jax.lax.while_loop(more, hand_on, carry._replace(next=first))
+        return carry._replace(block=carry.block + 1)
 
     def nothing(count: int) -> Queue:
         return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), queue)
@@ -149,11 +154,12 @@ def search_queue(
         state=start(no_entries),
         cache=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache_shapes),
         owner_B=jnp.full(B, Q, jnp.int32),
-        taken=jnp.int32(0),
+        block=jnp.int32(0),
+        next=jnp.int32(0),
         found=start(nothing(Q)).finished,
         slots_computed=jnp.int32(0),
         slots_used=jnp.int32(0),
     )
-    carry = jax.lax.while_loop(lambda carry: carry.taken < num_sentences, one_block, carry)
+    carry = jax.lax.while_loop(lambda carry: carry.block < num_blocks, one_block, carry)
     found = results(collect(carry, jnp.arange(B)), pad_id)
     return QueueResult(found, carry.slots_computed, carry.slots_used)

@@ -199,7 +199,7 @@ class Translator:
             yield self._join(its_parts)
 
     def _parts(self, requests: list[Request]) -> Iterator[_Part]:
-        room = self.engine.lengths[-1] - 1  # the end symbol takes one position
+        room = self.engine.longest_source - 1  # the end symbol takes one position
         encoded = self.tokenizer.encode_source([request.text for request in requests])
         for line, (request, pieces) in enumerate(zip(requests, encoded, strict=True)):
             prefix = self.prefix_pieces(request)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,11 @@ from transformer_jax.model.attention import MASKED
 _NOT_WRITTEN = -1
 
 # On a CPU reading the cache is what attention costs; there it comes in blocks of so many positions, and those that no
-# sentence has reached are passed over. Elsewhere a branch costs more than reading.
+# sentence has anything in are passed over. Elsewhere a branch costs more than reading.
 _CPU_BLOCK = 16
 
-Blocks = tuple[jax.Array, ...]  # keys or values of consecutive positions, each [B, H, T*W, K] with T of the block
+# Keys or values of consecutive positions: each [B, H, S, K] with S of the block; of self-attention [B, H, T*W, K].
+Blocks = tuple[jax.Array, ...]
 
 
 @struct.dataclass
@@ -30,8 +33,8 @@ class DecoderCache:
 
     self_keys: tuple[Blocks, ...]  # one entry a layer
     self_values: tuple[Blocks, ...]  # likewise
-    cross_keys: tuple[jax.Array, ...]  # one a layer, [B, H, S, K]
-    cross_values: tuple[jax.Array, ...]  # likewise
+    cross_keys: tuple[Blocks, ...]  # likewise
+    cross_values: tuple[Blocks, ...]  # likewise
     source_mask_BS: jax.Array  # True: a real source token
     ancestors_BWT: jax.Array  # int32; -1: nothing there yet
     position_B: jax.Array  # int32: the number of tokens already taken in
@@ -111,82 +114,106 @@ def empty_cache(
     *,
     beam_size: int,
     max_length: int,
+    source_room: int = 0,
     keep_attention: bool = False,
 ) -> DecoderCache:
-    """A cache with room for ``max_length`` steps, given each layer's projected memory: (keys, values), [B, S, H, K]."""
-    batch, source_length = source_mask_BS.shape
-    block = _CPU_BLOCK if jax.default_backend() == "cpu" else max(max_length, 1)
+    """A cache with room for ``max_length`` steps, given each layer's projected memory: (keys, values), [B, S, H, K].
 
-    def blocks(projected_BSHK: jax.Array) -> Blocks:
+    With ``source_room`` above S it has the shape, and gives the results to the last bit on a CPU, of one for sources that long.
+    """
+    batch = source_mask_BS.shape[0]
+    padding = max(0, source_room - source_mask_BS.shape[1])
+    source_mask_BS = jnp.pad(source_mask_BS, ((0, 0), (0, padding)))
+
+    def ranges(length: int) -> list[tuple[int, int]]:
+        block = _CPU_BLOCK if jax.default_backend() == "cpu" else max(length, 1)
+        return [(start, min(start + block, length)) for start in range(0, length, block)]
+
+    def memory(projected_BSHK: jax.Array) -> Blocks:
+        x_BHSK = jnp.pad(projected_BSHK.swapaxes(1, 2), ((0, 0), (0, 0), (0, padding), (0, 0)))
+        return tuple(x_BHSK[:, :, start:stop] for start, stop in ranges(x_BHSK.shape[2]))
+
+    def history(projected_BSHK: jax.Array) -> Blocks:
         _, _, heads, width = projected_BSHK.shape
-        lengths = [min(block, max_length - start) for start in range(0, max_length, block)]
+        lengths = [stop - start for start, stop in ranges(max_length)]
         return tuple(jnp.zeros((batch, heads, length * beam_size, width), projected_BSHK.dtype) for length in lengths)
 
     return DecoderCache(
-        self_keys=tuple(blocks(k) for k, _ in cross),
-        self_values=tuple(blocks(v) for _, v in cross),
-        cross_keys=tuple(k.swapaxes(1, 2) for k, _ in cross),
-        cross_values=tuple(v.swapaxes(1, 2) for _, v in cross),
+        self_keys=tuple(history(k) for k, _ in cross),
+        self_values=tuple(history(v) for _, v in cross),
+        cross_keys=tuple(memory(k) for k, _ in cross),
+        cross_values=tuple(memory(v) for _, v in cross),
         source_mask_BS=source_mask_BS,
         ancestors_BWT=jnp.full((batch, beam_size, max_length), _NOT_WRITTEN, jnp.int32),
         position_B=jnp.zeros(batch, jnp.int32),
-        attention_BWS=jnp.zeros((batch, beam_size, source_length), jnp.float32) if keep_attention else None,
+        attention_BWS=jnp.zeros((batch, beam_size, source_mask_BS.shape[1]), jnp.float32) if keep_attention else None,
     )
 
 
-def attend_to_history(
+def attend_to_blocks(
     q_BWHK: jax.Array,
     keys: Blocks,
     values: Blocks,
     mask_BHLW: jax.Array,
     *,
-    own_k_BWHK: jax.Array,
-    own_v_BWHK: jax.Array,
+    own_BWHK: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Equation 1 for each hypothesis over its slots of the cache and over its own newest key and value; [B, W, H, K].
+    """Equation 1 for each hypothesis over what the cache has in its sight; [B, W, H, K].
 
-    The newest ones stand apart, so that the cache is read before it is written: XLA then updates it in place. Weights
-    have the hypotheses last: XLA's CPU backend computes such narrow products three to five times as fast that way.
+    In self-attention ``own_BWHK``, the newest key and value, stand apart from the cache, so that it is read before it is
+    written: XLA then updates it in place. Weights have the hypotheses last: XLA's CPU backend computes such narrow products
+    three to five times as fast that way.
+
+    A block of which a hypothesis sees nothing weighs exactly 0 for it, whether it is computed for others or not.
     """
-    q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
+    q_BHWK = _scaled(q_BWHK)
+    shape_BH1W, shape_BHWK = (*q_BHWK.shape[:2], 1, q_BHWK.shape[2]), (*q_BHWK.shape[:3], values[0].shape[3])
 
     def attend(k_BHLK: jax.Array, v_BHLK: jax.Array, mask_BHLW: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Largest score, sum of exp(score - largest), the values' sum with those weights."""
-        scores_BHLW = jnp.einsum("BHLK,BHWK->BHLW", k_BHLK, q_BHWK, preferred_element_type=jnp.float32)
-        scores_BHLW = jnp.where(mask_BHLW, scores_BHLW, MASKED)
+        scores_BHLW = _scores(q_BHWK, k_BHLK, mask_BHLW)
         largest_BH1W = scores_BHLW.max(axis=2, keepdims=True)
         weights_BHLW = jnp.exp(scores_BHLW - largest_BH1W)
         out_BHWK = jnp.einsum("BHLW,BHLK->BHWK", weights_BHLW.astype(v_BHLK.dtype), v_BHLK, preferred_element_type=jnp.float32)
         return largest_BH1W, weights_BHLW.sum(axis=2, keepdims=True), out_BHWK
 
-    # A block of which a hypothesis sees nothing weighs exactly 0 for it, whether it is computed for others or not.
-    own_k_BHWK, own_v_BHWK = own_k_BWHK.swapaxes(1, 2), own_v_BWHK.swapaxes(1, 2).astype(jnp.float32)
-    own_BH1W = (q_BHWK.astype(jnp.float32) * own_k_BHWK.astype(jnp.float32)).sum(axis=-1)[:, :, None]
-    terms = [(own_BH1W, jnp.ones_like(own_BH1W), own_v_BHWK)]
-    start = 0
-    for k_BHLK, v_BHLK in zip(keys, values, strict=True):
-        block = k_BHLK, v_BHLK, mask_BHLW[:, :, start : start + k_BHLK.shape[2]]
-        start += k_BHLK.shape[2]
-        if len(keys) == 1:
-            terms.append(attend(*block))
-        else:
-            nothing = jnp.full_like(own_BH1W, MASKED), jnp.zeros_like(own_BH1W), jnp.zeros_like(own_v_BHWK)
-            terms.append(jax.lax.cond(block[2].any(), attend, lambda *_, nothing=nothing: nothing, *block))
+    def pass_over(*_: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        zeros = partial(jnp.zeros, dtype=jnp.float32)
+        return jnp.full(shape_BH1W, MASKED, jnp.float32), zeros(shape_BH1W), zeros(shape_BHWK)
+
+    terms = []
+    if own_BWHK is not None:
+        own_k_BHWK, own_v_BHWK = (x.swapaxes(1, 2).astype(jnp.float32) for x in own_BWHK)
+        own_BH1W = (q_BHWK.astype(jnp.float32) * own_k_BHWK).sum(axis=-1)[:, :, None]
+        terms.append((own_BH1W, jnp.ones_like(own_BH1W), own_v_BHWK))
+    for block in zip(keys, values, _split(mask_BHLW, keys), strict=True):
+        always = len(keys) == 1 or not terms  # one term at least, so that nothing is divided by 0
+        terms.append(attend(*block) if always else jax.lax.cond(block[2].any(), attend, pass_over, *block))
     largest_BH1W = jnp.stack([largest for largest, _, _ in terms]).max(axis=0)
     factors = [jnp.exp(largest - largest_BH1W) for largest, _, _ in terms]
-    total_BH1W, out_BHWK = jnp.zeros_like(own_BH1W), jnp.zeros_like(own_v_BHWK)
+    total_BH1W, out_BHWK = jnp.zeros(shape_BH1W, jnp.float32), jnp.zeros(shape_BHWK, jnp.float32)
     for factor_BH1W, (_, weight_BH1W, values_BHWK) in zip(factors, terms, strict=True):
         total_BH1W += factor_BH1W * weight_BH1W
         out_BHWK += factor_BH1W.swapaxes(2, 3) * values_BHWK
     return (out_BHWK / total_BH1W.swapaxes(2, 3)).swapaxes(1, 2).astype(q_BWHK.dtype)
 
 
-def attend_to_memory(
-    q_BWHK: jax.Array, k_BHSK: jax.Array, v_BHSK: jax.Array, mask_BHSW: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Equation 1 for the hypotheses of each sentence over its cached memory: [B, W, H, K], and the weights [B, H, S, W]."""
-    q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
-    scores_BHSW = jnp.einsum("BHSK,BHWK->BHSW", k_BHSK, q_BHWK, preferred_element_type=jnp.float32)
-    weights_BHSW = jax.nn.softmax(jnp.where(mask_BHSW, scores_BHSW, MASKED), axis=2)
-    out_BHWK = jnp.einsum("BHSW,BHSK->BHWK", weights_BHSW.astype(v_BHSK.dtype), v_BHSK)
-    return out_BHWK.swapaxes(1, 2), weights_BHSW
+def mean_weights(q_BWHK: jax.Array, keys: Blocks, mask_BHLW: jax.Array) -> jax.Array:
+    """The weights of ``attend_to_blocks`` without ``own_BWHK``, float32, the mean over the heads: [B, W, L]."""
+    q_BHWK = _scaled(q_BWHK)
+    scores = [_scores(q_BHWK, *block) for block in zip(keys, _split(mask_BHLW, keys), strict=True)]
+    return jax.nn.softmax(jnp.concatenate(scores, axis=2), axis=2).mean(axis=1).swapaxes(1, 2)
+
+
+def _split(mask_BHLW: jax.Array, keys: Blocks) -> list[jax.Array]:
+    ends = list(itertools.accumulate(k_BHLK.shape[2] for k_BHLK in keys))
+    return jnp.split(mask_BHLW, ends[:-1], axis=2)
+
+
+def _scaled(q_BWHK: jax.Array) -> jax.Array:
+    return q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
+
+
+def _scores(q_BHWK: jax.Array, k_BHLK: jax.Array, mask_BHLW: jax.Array) -> jax.Array:
+    scores_BHLW = jnp.einsum("BHLK,BHWK->BHLW", k_BHLK, q_BHWK, preferred_element_type=jnp.float32)
+    return jnp.where(mask_BHLW, scores_BHLW, MASKED)

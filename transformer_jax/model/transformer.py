@@ -10,7 +10,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import attention_mask, dropout
-from transformer_jax.model.cache import DecoderCache, attend_to_history, attend_to_memory, empty_cache
+from transformer_jax.model.cache import DecoderCache, attend_to_blocks, empty_cache, mean_weights
 from transformer_jax.model.layers import (
     DecoderLayer,
     EncoderLayer,
@@ -211,14 +211,23 @@ class Transformer(nnx.Module):
         *,
         beam_size: int,
         max_length: int,
+        source_room: int = 0,
         keep_attention: bool = False,
     ) -> DecoderCache:
         """An empty cache for at most ``max_length`` decoder steps; cross-attention is projected here, once a sentence.
 
-        With ``keep_attention`` each step leaves its cross-attention weights in ``cache.attention_BWS``.
+        ``source_room`` above S gives a cache of that source length. With ``keep_attention`` each step leaves its
+        cross-attention weights in ``cache.attention_BWS``.
         """
         cross = [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers]
-        return empty_cache(cross, source_mask_BS, beam_size=beam_size, max_length=max_length, keep_attention=keep_attention)
+        return empty_cache(
+            cross,
+            source_mask_BS,
+            beam_size=beam_size,
+            max_length=max_length,
+            source_room=source_room,
+            keep_attention=keep_attention,
+        )
 
     def decode_step(self, tokens_BW: jax.Array, cache: DecoderCache) -> tuple[jax.Array, DecoderCache]:
         """Take in each hypothesis' last token (BOS_ID first) and score the next: float32 [B, W, V], and the new cache."""
@@ -239,21 +248,21 @@ class Transformer(nnx.Module):
                 own_k_BWHK, own_v_BWHK = layer.self_attention.keys_values(y_BWD)
                 keys.append(own_k_BWHK)
                 values.append(own_v_BWHK)
-                out_BWHK = attend_to_history(
+                out_BWHK = attend_to_blocks(
                     layer.self_attention.query(y_BWD),
                     cache.self_keys[i],
                     cache.self_values[i],
                     visible_B1LW,
-                    own_k_BWHK=own_k_BWHK,
-                    own_v_BWHK=own_v_BWHK,
+                    own_BWHK=(own_k_BWHK, own_v_BWHK),
                 )
                 return layer.self_attention.output(out_BWHK)
 
             def cross_attention(y_BWD: jax.Array, i: int = i, layer: DecoderLayer = layer) -> jax.Array:
                 nonlocal attention_BWS
                 q_BWHK = layer.cross_attention.query(y_BWD)
-                out_BWHK, weights_BHSW = attend_to_memory(q_BWHK, cache.cross_keys[i], cache.cross_values[i], source_B1S1)
-                attention_BWS = weights_BHSW.mean(axis=1).swapaxes(1, 2)
+                if cache.attention_BWS is not None:  # that of the last layer stays
+                    attention_BWS = mean_weights(q_BWHK, cache.cross_keys[i], source_B1S1)
+                out_BWHK = attend_to_blocks(q_BWHK, cache.cross_keys[i], cache.cross_values[i], source_B1S1)
                 return layer.cross_attention.output(out_BWHK)
 
             x_BWD = layer.connect(x_BWD, self_attention, cross_attention)
