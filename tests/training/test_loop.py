@@ -127,6 +127,25 @@ def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
         train(other, finished)
 
 
+def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny(steps=4, checkpoint_every=2, eval_every=4)
+    train(config, tmp_path, devices=ONE)
+    smaller = dataclasses.replace(
+        config,
+        batch=dataclasses.replace(config.batch, tokens=512),
+        training=dataclasses.replace(config.training, steps=6),
+    )
+    with pytest.raises(UserError, match=r"or --allow-other-batches. Fields that differ:\n  batch.tokens: 1024 .* 512 now"):
+        train(smaller, tmp_path, devices=ONE)
+    with pytest.raises(UserError, match=r"the same settings\. Fields that differ:\n  batch.tokens.*\n  seed: 0"):
+        train(dataclasses.replace(smaller, seed=1), tmp_path, devices=ONE, other_batches=True)
+    assert train(smaller, tmp_path, devices=ONE, other_batches=True)["steps"] == 6
+    assert "goes on with other batches" in caplog.text and "batch.tokens: 1024" in caplog.text
+    before, after = entries(tmp_path)[3], entries(tmp_path)[4:]
+    assert before["step"] == 4 and [entry["step"] for entry in after] == [5, 6]
+    assert train(smaller, tmp_path, devices=ONE)["steps"] == 6  # from now on they are this run's
+
+
 def test_a_relative_work_directory_trains_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train(tiny(steps=1, bleu_every=0), "run", devices=ONE)

@@ -48,8 +48,12 @@ class TrainingError(RuntimeError):
     """Training cannot go on (loss not finite several steps in a row). The last checkpoint is from before."""
 
 
-def train(config: Config, workdir: str | Path, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
+def train(
+    config: Config, workdir: str | Path, *, devices: Sequence[jax.Device] | None = None, other_batches: bool = False
+) -> dict[str, Any]:
     """Train as ``config`` says in ``workdir``, going on from its newest checkpoint; on all devices, or those given.
+
+    A run that goes on must have the config it had; ``other_batches`` frees the fields of ``config.batch``.
 
     Returns the contents of summary.json; its ``stopped_by`` names the signal, if SIGTERM or Ctrl-C ended the run early.
     Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite.
@@ -58,7 +62,7 @@ def train(config: Config, workdir: str | Path, *, devices: Sequence[jax.Device] 
     check_agreement({name: value for name, value in flatten(config).items() if not name.startswith(FREE_BETWEEN_PROCESSES)})
     check_inputs(config)
     # One process claims and locks the folder for all.
-    from_first(lambda: claim(workdir, config))
+    from_first(lambda: claim(workdir, config, other_batches=other_batches))
     with lock(workdir) if is_first() else nullcontext():
         run = Run(config, workdir, devices)
         try:

@@ -30,8 +30,10 @@ def check_inputs(config: Config) -> None:
             check_files(pairs, config.data.root)
 
 
-def claim(workdir: Path, config: Config) -> None:
+def claim(workdir: Path, config: Config, *, other_batches: bool = False) -> None:
     """Create the work directory for this config, or check that it is the config of the run that is already there.
+
+    With ``other_batches`` the fields of ``batch`` may differ; what that changes is logged.
 
     A folder where no step was ever trained, for bad input say, is taken over; only its tokenised corpora can be of use. One
     with imported parameters gets the new config if that leaves their model and tokenizer as they are.
@@ -53,10 +55,20 @@ def claim(workdir: Path, config: Config) -> None:
                 tokenizer.unlink()
             write_config(workdir, config)
         elif differences:
-            raise UserError(
-                f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the same settings. "
-                "Fields that differ:\n  " + "\n  ".join(differences)
+            of_batches = all(line.startswith("batch.") for line in differences)
+            fields = "Fields that differ:\n  " + "\n  ".join(differences)
+            if not of_batches or not other_batches:
+                flag = ", or --allow-other-batches" if of_batches else ""
+                raise UserError(
+                    f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the same settings{flag}. "
+                    + fields
+                )
+            log.warning(
+                "The run goes on with other batches: from here on step N has the N-th batch of the new plan. Of the epoch "
+                "under way some pairs come twice and some not at all; the learning rate still follows the step. %s",
+                fields,
             )
+            write_config(workdir, config)
     elif workdir.is_dir() and any(not entry.name.startswith(".") for entry in workdir.iterdir()):
         raise UserError(f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a work directory.")
     elif workdir.exists() and not workdir.is_dir():
