@@ -157,6 +157,7 @@ def _decode(a: Arguments) -> None:
     from transformer_jax.decoding.scoring import Scorer
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.evaluation import bleu, check_pairs, chrf
+    from transformer_jax.remote import local_workdir
     from transformer_jax.sharding import devices_for_rows
 
     _check_flags(a)
@@ -168,7 +169,8 @@ def _decode(a: Arguments) -> None:
     shape = Output(a.files.format, a.results.nbest, scoring, piece_scores, a.results.alignments)
     part = parse_part(a.files.part) if a.files.part else (0, 1)
     path = part_path(str(a.files.output), part) if a.files.part else a.files.output
-    config = _config(a.workdir)
+    workdirs = tuple(map(local_workdir, a.workdir))
+    config = _config(workdirs)
     read = open_records(
         a.files.input or sys.stdin.buffer,
         format=a.files.format,
@@ -302,7 +304,7 @@ def _checked(records: Iterable[Record], translator: Translator) -> Iterator[Reco
         yield record
 
 
-def _config(workdirs: tuple[str, ...]) -> Config:
+def _config(workdirs: tuple[Path, ...]) -> Config:
     """The first run's; every run must be there."""
     import jax
 
@@ -310,9 +312,11 @@ def _config(workdirs: tuple[str, ...]) -> Config:
     from transformer_jax.errors import UserError
 
     for workdir in workdirs:
-        if not (Path(workdir) / "config.json").is_file():
-            raise UserError(f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py.")
-    config = from_json((Path(workdirs[0]) / "config.json").read_text())
+        if not (workdir / "config.json").is_file():
+            raise UserError(
+                f"workdir is {str(workdir)!r}, which has no config.json; expected a work directory written by train.py."
+            )
+    config = from_json((workdirs[0] / "config.json").read_text())
     if config.training.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.training.compilation_cache).expanduser()))
     return config

@@ -21,7 +21,7 @@ class Arguments:
     """Train a Transformer. The same command run again resumes. The config file sets the defaults of all other flags."""
 
     workdir: str
-    """Folder of this run: config, tokenizer, checkpoints, metrics; made if it does not exist."""
+    """Folder of this run: config, tokenizer, checkpoints, metrics; made if it does not exist. Or a URL (s3://, gs://, ...)."""
     config: str = ""
     """Config file, as in configs/, or a work directory's config.json; without one: the paper's base model."""
     allow_other_batches: bool = False

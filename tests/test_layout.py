@@ -29,6 +29,7 @@ ORDER = [
     "model.cache",
     "model.transformer",
     "model.alignment",
+    "remote",
     "saved_model",
     "decoding.search",
     "decoding.constraints",

@@ -185,7 +185,7 @@ class PairsConfig:
     Files ending in .gz are unpacked on the fly."""
     source: tuple[str, ...] = ()
     """text: source-language files; tsv, jsonl: the files; tfds: one name such as wmt14_translate/de-en.
-    A file name may be a glob such as part-*.en.gz: all files that match, sorted."""
+    A file name may be a glob such as part-*.en.gz: all files that match, sorted; or a URL such as s3://bucket/part-*.en.gz."""
     target: tuple[str, ...] = ()
     """text: target-language files, in the order of the source files; a glob for each glob, matching as many files."""
     source_field: str = "0"
@@ -216,7 +216,7 @@ class DataConfig:
     """Text in, tokenised corpus out."""
 
     root: str = ""
-    """Folder that relative file names of train, dev and test start from; '': the current folder."""
+    """Folder or URL that relative file names of train, dev and test start from; '': the current folder."""
     train: PairsConfig = field(default_factory=PairsConfig)
     """Training pairs."""
     dev: PairsConfig = field(default_factory=PairsConfig)

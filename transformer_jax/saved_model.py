@@ -27,6 +27,7 @@ from transformer_jax.config import Config
 from transformer_jax.config_files import from_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.remote import local_workdir
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class DamagedError(UserError):
 def load_model(
     workdir: str | Path, *, average: int | None = None, checkpoint: str | int = "last"
 ) -> tuple[Config, Transformer, Tokenizer]:
-    """A trained model from a work directory, or from one checkpoint's folder.
+    """A trained model from a work directory, or from one checkpoint's folder; from a URL by way of a copy.
 
     Args:
       average: mean of the parameters of this many checkpoints, the chosen one and those before it (section 6.1). None: with
@@ -50,7 +51,7 @@ def load_model(
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
-    workdir = Path(workdir).absolute()
+    workdir = local_workdir(workdir)
     paths = [workdir] if (workdir / "manifest.json").exists() else _candidates(workdir, checkpoint)
     whole = _whole(paths, skip_damaged=checkpoint == "last" and len(paths) > 1)
     newest = next(whole, None)

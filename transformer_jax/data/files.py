@@ -1,4 +1,4 @@
-"""The files of a text: globs expanded, and digests of contents that are remembered."""
+"""The files of a text, on disk or in an object store: globs expanded, and digests of contents that are remembered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import json
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
 
 from transformer_jax.config import PairsConfig
 from transformer_jax.errors import UserError
@@ -18,7 +22,62 @@ _DIGEST_CHARACTERS = 64
 _SETTLED_SECONDS = 10.0  # more than the coarsest clock of a file system
 
 
-def files_of(config: PairsConfig, root: str) -> list[tuple[Path, ...]]:
+def is_url(name: str) -> bool:
+    """Whether a name is one for fsspec rather than a path."""
+    return "://" in name
+
+
+def store_of(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a URL, and what the URL is called there."""
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a package that is not installed; no such protocol
+        raise UserError(f"{url!r} cannot be opened: {error}. Expected a path, or a URL that fsspec knows.") from None
+
+
+@dataclass(frozen=True)
+class Url:
+    """What pathlib's Path is to a file on disk, to one that fsspec reads: s3://, gs://, az://, https:// and others."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def is_file(self) -> bool:
+        """Whether it is there."""
+        store, path = store_of(self.name)
+        return store.isfile(path)
+
+    def open(self, mode: str = "rb") -> Any:
+        """A stream of its bytes."""
+        store, path = store_of(self.name)
+        return store.open(path, mode)
+
+    def version(self) -> str:
+        """Another one when the content has changed, as the store tells (its ETag, or size and date)."""
+        store, path = store_of(self.name)
+        return str(store.ukey(path))
+
+
+File = Path | Url
+
+
+def folder(name: str) -> Path:
+    """The path of a work directory that cannot be a URL."""
+    if is_url(name):
+        raise UserError(f"workdir is {name!r}; expected a folder: only train.py, and what reads a finished run, take URLs.")
+    return Path(name)
+
+
+def open_file(file: str | File) -> BinaryIO:
+    """A stream of a file's bytes, as they are stored."""
+    if isinstance(file, str):
+        file = Url(file) if is_url(file) else Path(file)
+    return file.open("rb")
+
+
+def files_of(config: PairsConfig, root: str) -> list[tuple[File, ...]]:
     """The (source, target) files of a text, or the (file,) of each TSV or JSONL, in order; empty for other kinds.
 
     A name that is no file but has ``*``, ``?`` or ``[`` is a glob: it stands for all files that it matches, sorted. Raises
@@ -28,7 +87,7 @@ def files_of(config: PairsConfig, root: str) -> list[tuple[Path, ...]]:
         return [(path,) for name in config.source for path in _expanded(name, root)]
     if config.kind != "text":
         return []
-    files: list[tuple[Path, ...]] = []
+    files: list[tuple[File, ...]] = []
     for source, target in zip(config.source, config.target, strict=True):
         sides = _expanded(source, root), _expanded(target, root)
         if len(sides[0]) != len(sides[1]):
@@ -48,38 +107,54 @@ def one_file_each(config: PairsConfig, root: str = "") -> list[PairsConfig]:
     files = files_of(config, root)
     if len(files) < 2 or config.limit is not None:
         return [config]
-    names = [[(str(path.absolute()),) for path in paths] for paths in files]
+    names = [[(_absolute(file),) for file in sides] for sides in files]
     return [dataclasses.replace(config, source=source, target=target[0] if target else ()) for source, *target in names]
 
 
-def digest(path: Path, memory: Path | None = None) -> str:
-    """SHA-256 (hex) of a file's content, or what the folder ``memory`` has for its path, size and time of last change.
+def digest(file: File, memory: Path | None = None) -> str:
+    """SHA-256 (hex) of a file's content, or what the folder ``memory`` has for its name, size and time of last change.
 
-    A file that changed in the last seconds is not remembered: a second change might leave its time as it was.
+    A file on disk that changed in the last seconds is not remembered: a second change might leave its time as it was.
     """
-    before = path.stat()
-    state = json.dumps([str(path.absolute()), before.st_size, before.st_ctime_ns])
-    record = memory / hashlib.sha256(state.encode()).hexdigest() if memory else None
+    state = _state(file)
+    record = memory / hashlib.sha256(json.dumps(state).encode()).hexdigest() if memory else None
     if record is not None and record.is_file() and len(known := record.read_text()) == _DIGEST_CHARACTERS:
         return known
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    after = path.stat()
-    settled = time.time() - after.st_ctime > _SETTLED_SECONDS and before.st_ctime_ns == after.st_ctime_ns
-    if record is not None and settled:
+    with open_file(file) as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+    settled = isinstance(file, Url) or time.time() - file.stat().st_ctime > _SETTLED_SECONDS
+    if record is not None and settled and _state(file) == state:
         with suppress(OSError):  # what is not remembered is only slower
             record.parent.mkdir(parents=True, exist_ok=True)
             record.write_text(found)  # one torn by a crash is too short, and all who write it write the same
     return found
 
 
-def _expanded(name: str, root: str) -> list[Path]:
-    name, root = os.path.expanduser(name), os.path.expanduser(root)
-    path = Path(root, name)
-    if not glob.has_magic(name) or path.exists():
-        return [path]
-    found = glob.glob(os.path.join(glob.escape(root), name), recursive=True)
-    files = [Path(file) for file in sorted(found) if os.path.isfile(file)]
+def _state(file: File) -> list[Any]:
+    if isinstance(file, Url):
+        return [file.name, file.version()]
+    stat = file.stat()
+    return [str(file.absolute()), stat.st_size, stat.st_ctime_ns]
+
+
+def _absolute(file: File) -> str:
+    return file.name if isinstance(file, Url) else str(file.absolute())
+
+
+def _expanded(name: str, root: str) -> list[File]:
+    if is_url(name) or (is_url(root) and not os.path.isabs(name)):
+        url = Url(name if is_url(name) else f"{root.rstrip('/')}/{name}")
+        if not glob.has_magic(url.name) or url.is_file():
+            return [url]
+        store, pattern = store_of(url.name)
+        files: list[File] = [Url(store.unstrip_protocol(path)) for path in sorted(store.glob(pattern)) if store.isfile(path)]
+    else:
+        name, root = os.path.expanduser(name), os.path.expanduser(root)
+        path = Path(root, name)
+        if not glob.has_magic(name) or path.exists():
+            return [path]
+        found = glob.glob(os.path.join(glob.escape(root), name), recursive=True)
+        files = [Path(file) for file in sorted(found) if os.path.isfile(file)]
     if not files:
         raise UserError(
             f"{name!r} matches no file; expected at least one, with * for any characters, ? for one, [ab] for one of these "

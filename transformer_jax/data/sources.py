@@ -21,7 +21,7 @@ import numpy as np
 from num2words import num2words
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.data.files import digest, files_of
+from transformer_jax.data.files import File, Url, digest, files_of, open_file
 from transformer_jax.errors import UserError
 
 _NUMBERS = 1_000_000
@@ -62,12 +62,12 @@ def read_pairs(
     return islice(pairs(), config.limit)
 
 
-def read_lines(source: str | Path | BinaryIO) -> Iterator[str]:
-    """Lines of a file (``.gz`` is unpacked) or of a binary stream, without their ends.
+def read_lines(source: str | File | BinaryIO) -> Iterator[str]:
+    """Lines of a file (``.gz`` is unpacked; a URL is read by fsspec) or of a binary stream, without their ends.
 
     Raises ``UserError`` with file and line number where a line is not UTF-8.
     """
-    name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "the input"))
+    name = str(source) if isinstance(source, str | Path | Url) else str(getattr(source, "name", "the input"))
     for number, line in enumerate(_raw_lines(source), 1):
         yield _decode(line, name, number)
 
@@ -115,13 +115,13 @@ class _Record(NamedTuple):
     number: int
 
 
-def _raw_lines(source: str | Path | BinaryIO) -> Iterator[bytes]:
-    if not isinstance(source, str | Path):
+def _raw_lines(source: str | File | BinaryIO) -> Iterator[bytes]:
+    if not isinstance(source, str | Path | Url):
         yield from _lines_of(source)
         return
     try:
-        with gzip.open(source, "rb") if str(source).endswith(".gz") else open(source, "rb") as file:
-            yield from _lines_of(file)
+        with open_file(source) as file:
+            yield from _lines_of(gzip.GzipFile(fileobj=file) if str(source).endswith(".gz") else file)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"File {str(source)!r} is damaged or is no gzip file ({error}); expected one by its name.") from None
 

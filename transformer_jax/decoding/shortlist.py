@@ -21,9 +21,11 @@ import numpy as np
 import tyro
 
 from transformer_jax.config_files import from_json
+from transformer_jax.data.files import is_url
 from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.decoding.lexicon import Lexicon, learn, read_table, strongest
 from transformer_jax.errors import UserError
+from transformer_jax.remote import local_workdir
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 
 log = logging.getLogger("transformer_jax.decoding.shortlist")  # also as a program, where __name__ is another
@@ -210,6 +212,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("transformer_jax").setLevel(logging.INFO)
     try:
         shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
+        if is_url(a.workdir) and not a.output:
+            raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
         output = Path(a.output or Path(a.workdir) / "shortlist.npz")
         shortlist.save(output)
     except (UserError, OSError) as error:
@@ -224,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def learn_shortlist(workdir: str | Path, *, top: int = 100, frequent: int = 100, max_pairs: int = 300_000) -> Shortlist:
     """A shortlist from the training text of a run; ``UserError`` if there is no run, or it has none."""
-    workdir = Path(workdir)
+    workdir = local_workdir(workdir)
     if not (workdir / "config.json").is_file():
         raise UserError(f"workdir is {str(workdir)!r}, which has no config.json; expected one written by train.py.")
     config, tokenizer = from_json((workdir / "config.json").read_text()), Tokenizer.load(workdir)

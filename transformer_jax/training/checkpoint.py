@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ Progress = dict[str, Any]  # what the loop must remember besides the state: best
 class Checkpoints:
     """The checkpoints of one work directory."""
 
-    def __init__(self, workdir: Path, config: Config, tokenizer: Tokenizer):
-        """Removes what an interrupted save left behind."""
+    def __init__(self, workdir: Path, config: Config, tokenizer: Tokenizer, *, when_saved: Callable[[], None] = lambda: None):
+        """Removes what an interrupted save left behind. ``when_saved`` is called, beside training, after each save."""
         self.folder = workdir.absolute() / "checkpoints"  # Orbax wants absolute paths
-        self._config, self._tokenizer = config, tokenizer
+        self._config, self._tokenizer, self._when_saved = config, tokenizer, when_saved
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.last_saved = -1
@@ -144,6 +145,7 @@ class Checkpoints:
                 old = self.folder / f"{step:08d}"
                 (old / "manifest.json").unlink(missing_ok=True)  # from now on no checkpoint, however far deleting gets
                 shutil.rmtree(old, ignore_errors=True)
+        self._when_saved()
 
     def _discard(self, path: Path, error: Exception) -> None:
         if is_first():

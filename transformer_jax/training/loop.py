@@ -22,10 +22,12 @@ from transformer_jax.config import Config
 from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.files import is_url
 from transformer_jax.data.loader import load
 from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.errors import UserError
 from transformer_jax.processes import check_agreement, first_then_others, from_first, is_first, rank, size, wait_for_others
+from transformer_jax.remote import RemoteWorkdir
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluator import Evaluator
@@ -35,6 +37,7 @@ from transformer_jax.training.watchdog import Watchdog
 from transformer_jax.training.workdir import (
     check_inputs,
     claim,
+    fetch,
     lock,
     prepare_tokenizer,
     with_vocabulary,
@@ -53,18 +56,27 @@ def train(
 ) -> dict[str, Any]:
     """Train as ``config`` says in ``workdir``, going on from its newest checkpoint; on all devices, or those given.
 
+    A URL is trained in a folder of this machine that is kept in step with it (``remote.py``); one process only.
+
     A run that goes on must have the config it had; ``other_batches`` frees the fields of ``config.batch``.
 
     Returns the contents of summary.json; its ``stopped_by`` names the signal, if SIGTERM or Ctrl-C ended the run early.
     Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite.
     """
-    workdir = Path(workdir).absolute()
+    remote = RemoteWorkdir(str(workdir)) if is_url(str(workdir)) else None
+    if remote is not None and size() > 1:
+        raise UserError(
+            f"workdir is {str(workdir)!r} and there are {size()} processes; expected a folder that all of them share."
+        )
+    folder = Path(workdir).absolute() if remote is None else remote.folder
     check_agreement({name: value for name, value in flatten(config).items() if not name.startswith(FREE_BETWEEN_PROCESSES)})
     check_inputs(config)
     # One process claims and locks the folder for all.
-    from_first(lambda: claim(workdir, config, other_batches=other_batches))
-    with lock(workdir) if is_first() else nullcontext():
-        run = Run(config, workdir, devices)
+    if remote is not None:
+        fetch(remote)
+    from_first(lambda: claim(folder, config, other_batches=other_batches))
+    with lock(folder) if is_first() else nullcontext():
+        run = Run(config, folder, devices, remote)
         try:
             return run.train()
         finally:
@@ -74,7 +86,13 @@ def train(
 class Run:
     """The pieces of one training run, put together."""
 
-    def __init__(self, config: Config, workdir: Path, devices: Sequence[jax.Device] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        devices: Sequence[jax.Device] | None = None,
+        remote: RemoteWorkdir | None = None,
+    ):
         """Prepare everything in a work directory that was claimed for this config; nothing is trained yet."""
         if config.training.compilation_cache:
             jax.config.update("jax_compilation_cache_dir", str(Path(config.training.compilation_cache).expanduser()))
@@ -91,13 +109,15 @@ class Run:
         self.programs: Programs = make_programs(config, self.mesh)
         self.evaluator = Evaluator(config, self.tokenizer, self.programs, self.mesh, self.dev_corpus)
         self._check_agreement()
-        self.checkpoints = Checkpoints(workdir, config, self.tokenizer)
+        self._remote = remote
+        self.checkpoints = Checkpoints(workdir, config, self.tokenizer, when_saved=self._copy_to_store)
         self.stop_signal: int | None = None
         self._shapes_seen: set[tuple[int, ...]] = set()
         self.reporter: Reporter | None = None
         self.watchdog = Watchdog(who=f"Process {rank()} of {size()}")
         if is_first():
             write_config(workdir, config)
+        self._copy_to_store(must=True)  # a store that cannot be written is known before the first step
 
     def train(self) -> dict[str, Any]:
         """Run the loop to its end or to a signal; write summary.json."""
@@ -298,11 +318,25 @@ class Run:
             summary["test"], text = self.evaluator.test(self.workdir, average=average)
             self.reporter.say(text)
             self._write_summary(summary)
+        self._copy_to_store(must=True)
         if not finished:
             self.reporter.say(f"{summary['stopped_by']}: saved at step {step}. Run the same command again to go on from there.")
         else:
-            self.reporter.say(f"done at step {step}; figures in {self.workdir / 'summary.json'}")
+            folder = self.workdir if self._remote is None else self._remote.url
+            self.reporter.say(f"done at step {step}; figures in {folder}/summary.json")
         return summary
+
+    def _copy_to_store(self, *, must: bool = False) -> None:
+        """Where the work directory is a URL: what is new in its folder; a failure is an error only if it ``must``."""
+        if self._remote is None:
+            return
+        try:
+            self._remote.push()
+        except Exception as error:
+            failed = f"{self._remote.folder} could not be copied to {self._remote.url}: {' '.join(str(error).split())}"
+            if must:
+                raise UserError(f"{failed}. Nothing is lost: the same command on this machine goes on from there.") from error
+            log.error("%s. Training goes on; the next checkpoint tries again.", failed)
 
     def _saved_step(self) -> int:
         """Of the last checkpoint that is on disk."""

@@ -15,6 +15,7 @@ from transformer_jax.config import Config, PairsConfig
 from transformer_jax.config_files import differences_on_resume, from_json, to_json
 from transformer_jax.data.sources import check_files, read_pairs
 from transformer_jax.errors import UserError
+from transformer_jax.remote import RemoteWorkdir
 from transformer_jax.saved_model import complete_steps
 from transformer_jax.tokenizer import Tokenizer
 
@@ -76,6 +77,13 @@ def claim(workdir: Path, config: Config, *, other_batches: bool = False) -> None
     else:
         workdir.mkdir(parents=True, exist_ok=True)
         write_config(workdir, config)
+
+
+def fetch(remote: RemoteWorkdir) -> None:
+    """Bring a URL's folder up to date, unless a run is at work in it."""
+    remote.folder.mkdir(parents=True, exist_ok=True)
+    with lock(remote.folder):
+        remote.pull()
 
 
 @contextmanager

@@ -1,0 +1,192 @@
+"""A work directory and its text behind URLs, in fsspec's store in memory: trained, resumed elsewhere, read."""
+
+import dataclasses
+import gzip
+import json
+import shutil
+
+import fsspec
+import jax
+import numpy as np
+import pytest
+from runs import ONE, entries, tiny
+
+from transformer_jax.config import PairsConfig
+from transformer_jax.data.files import digest, files_of, folder, one_file_each
+from transformer_jax.data.sources import check_files, pairs_fingerprint, read_lines, read_pairs
+from transformer_jax.errors import UserError
+from transformer_jax.remote import RemoteWorkdir, local_workdir
+from transformer_jax.saved_model import load_model
+from transformer_jax.training.loop import train
+
+URL = "memory://bucket/run"
+
+
+def run(steps):
+    """A config that only trains."""
+    config = tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2, average=1)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, dev=PairsConfig(), test=PairsConfig()))
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch):
+    """An empty store, and a machine without copies."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine"))
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    yield store
+    store.store.clear()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder that looks like a work directory, with two checkpoints."""
+    remote = RemoteWorkdir(URL)
+    for step in (2, 4):
+        state = remote.folder / f"checkpoints/{step:08d}/state"
+        state.mkdir(parents=True)
+        (state / "array").write_text(f"array {step}")
+        (state.parent / "manifest.json").write_text(f'{{"state/array": {step}}}')
+    (remote.folder / "config.json").write_text("{}")
+    (remote.folder / "corpus").mkdir()
+    (remote.folder / "corpus" / "tokens").write_text("large")
+    remote.push()
+    return remote
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def checkpoint(remote, step, text):
+    state = remote.folder / f"checkpoints/{step:08d}/state"
+    shutil.rmtree(state.parent, ignore_errors=True)
+    state.mkdir(parents=True)
+    (state / "array").write_text(text)
+    (state.parent / "manifest.json").write_text(json.dumps({"state/array": text}))
+
+
+def test_a_run_goes_on_on_another_machine(tmp_path, monkeypatch):
+    whole = tmp_path / "whole"
+    train(run(6), whole, devices=ONE)
+    train(run(4), URL, devices=ONE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
+    train(run(6), URL, devices=ONE)
+    read = local_workdir(URL)
+    assert not (read / "corpus").exists()
+    assert [entry["loss"] for entry in entries(read)] == [entry["loss"] for entry in entries(whole)]
+    assert json.loads((read / "summary.json").read_text())["steps"] == 6
+    (_, one, tokenizer), (_, two, _) = load_model(URL), load_model(whole)
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(model) for model in (one, two)))
+    assert tokenizer.target_vocab_size == 60
+    load_model(f"{URL}/checkpoints/00000006")
+
+
+def test_the_store_has_what_the_folder_has(saved, store):
+    assert files(saved.folder).keys() - {"corpus/tokens"} == {
+        path.removeprefix("/bucket/run/") for path in store.find("/bucket")
+    }
+    shutil.rmtree(saved.folder / "checkpoints/00000002")
+    checkpoint(saved, 6, "array 6")
+    (saved.folder / "metrics.jsonl").write_text("{}\n")
+    saved.push()
+    assert files(local_workdir(URL)) == {name: data for name, data in files(saved.folder).items() if name != "corpus/tokens"}
+
+
+def test_the_manifest_comes_last_and_what_a_cut_left_goes(saved, store, monkeypatch):
+    checkpoint(saved, 6, "array 6")
+    put = store.put_file
+
+    def cut(path, name):
+        assert not name.endswith("manifest.json")
+        put(path, name + "-of-an-earlier-try")
+        raise OSError("cut")
+
+    monkeypatch.setattr(store, "put_file", cut)
+    with pytest.raises(OSError, match="cut"):
+        saved.push()
+    monkeypatch.undo()
+    assert not (local_workdir(URL) / "checkpoints/00000006").exists()
+    saved.push()
+    assert sorted(files(local_workdir(URL) / "checkpoints/00000006")) == ["manifest.json", "state/array"]
+
+
+def test_a_folder_that_is_ahead_goes_on_and_one_behind_catches_up(saved, tmp_path, monkeypatch, caplog):
+    checkpoint(saved, 6, "array 6")
+    (saved.folder / "metrics.jsonl").write_text("of six steps")
+    before = files(saved.folder)
+    assert RemoteWorkdir(URL).pull() and files(saved.folder) == before
+    assert "at step 6: going on from there" in caplog.text
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
+    other = RemoteWorkdir(URL)
+    assert other.pull()
+    checkpoint(other, 4, "another array 4")
+    checkpoint(other, 8, "array 8")
+    (other.folder / "metrics.jsonl").write_text("of eight")
+    shutil.rmtree(other.folder / "checkpoints/00000002")
+    fsspec.filesystem("memory").rm("/bucket/run/checkpoints/00000004", recursive=True)
+    other.push()
+    assert saved.pull() and files(saved.folder) == files(other.folder) | {"corpus/tokens": b"large"}
+
+
+def test_an_emptied_url_begins_anew(saved, store):
+    store.rm("/bucket/run", recursive=True)
+    assert not saved.pull()
+    assert list(files(saved.folder)) == ["corpus/tokens"]
+    with pytest.raises(UserError, match="memory://bucket/run' holds no config.json"):
+        local_workdir(URL)
+
+
+def test_text_behind_urls(tmp_path, store):
+
+    for name, text in {"a.en": "one\n", "b.en": "two\n", "a.de": "eins\n", "b.de": "zwei\n"}.items():
+        store.pipe_file(f"/bucket/text/{name}.gz", gzip.compress(text.encode()))
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+        store.put_file(str(tmp_path / f"{name}.gz"), f"/bucket/text/{name}.gz")
+    here = PairsConfig("text", ("*.en.gz",), ("*.de.gz",))
+    there = PairsConfig("text", ("memory://bucket/text/*.en.gz",), ("memory://bucket/text/*.de.gz",))
+    pairs = [("one", "eins"), ("two", "zwei")]
+    assert list(read_pairs(there)) == list(read_pairs(here, "memory://bucket/text/")) == pairs
+    assert [list(read_pairs(file)) for file in one_file_each(here, "memory://bucket/text")] == [[pair] for pair in pairs]
+    assert list(read_lines("memory://bucket/text/b.de.gz")) == ["zwei"]
+    memory = tmp_path / "digests"
+    assert pairs_fingerprint(there, digests=memory) == pairs_fingerprint(here, str(tmp_path))
+    [file, _] = (sides[0] for sides in files_of(there, ""))
+    before = digest(file, memory)
+    store.pipe_file("/bucket/text/a.en.gz", b"changed")
+    assert digest(file, memory) != before
+    with pytest.raises(UserError, match="matches no file"):
+        check_files(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
+    with pytest.raises(UserError, match="File 'memory://bucket/text/c.en' does not exist"):
+        check_files(PairsConfig("text", ("c.en",), ("c.de",)), "memory://bucket/text")
+    with pytest.raises(UserError, match="'nowhere://x' cannot be opened: Protocol not known: nowhere"):
+        check_files(PairsConfig("tsv", ("nowhere://x",)))
+
+
+def test_where_a_url_cannot_be():
+    with pytest.raises(UserError, match="workdir is 's3://a/b'; expected a folder"):
+        folder("s3://a/b")
+
+
+def test_a_store_that_cannot_be_written_is_known_before_training(store, monkeypatch):
+    def refuse(path, name):
+        raise PermissionError("no right to write")
+
+    monkeypatch.setattr(store, "put_file", refuse)
+    with pytest.raises(UserError, match=r"could not be copied to memory://bucket/run: no right to write. Nothing is lost"):
+        train(run(2), URL, devices=ONE)
+
+
+def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, capfd):
+    put = store.put_file
+
+    def sometimes(path, name):
+        if "checkpoints/00000002" in name:
+            raise OSError("the store is away")
+        put(path, name)
+
+    monkeypatch.setattr(store, "put_file", sometimes)
+    config = run(4)
+    train(dataclasses.replace(config, training=dataclasses.replace(config.training, keep_checkpoints=1)), URL, devices=ONE)
+    assert "could not be copied to memory://bucket/run: the store is away. Training goes on" in capfd.readouterr().err
+    assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]

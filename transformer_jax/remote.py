@@ -1,0 +1,129 @@
+"""A work directory in an object store: a folder on this machine that is kept in step with it.
+
+fsspec reads and writes the store, so any URL will do that it knows: s3://, gs://, az:// and others. Training and decoding work
+in the folder. A checkpoint is copied when it is complete, its manifest last, so that in the store, too, a folder without one
+is no checkpoint. Tokenised corpora stay on the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformer_jax.data.files import is_url, store_of
+from transformer_jax.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+_STAY_HERE = ("checkpoints", "corpus")  # the first has rules of its own
+
+
+def local_workdir(workdir: str | Path) -> Path:
+    """A work directory, or one checkpoint of it, to read from: the path itself, or a copy of what a URL holds now."""
+    if not is_url(str(workdir)):
+        return Path(workdir).absolute()
+    remote = RemoteWorkdir(str(workdir), purpose="read")
+    if not remote.pull(may_be_ahead=False):
+        raise UserError(f"{str(workdir)!r} holds no config.json; expected a work directory written by train.py --workdir.")
+    return remote.folder
+
+
+class RemoteWorkdir:
+    """A URL and its folder.
+
+    Attributes:
+      folder: where the work directory is on this machine, under $XDG_CACHE_HOME (~/.cache); the same for the same URL.
+    """
+
+    def __init__(self, url: str, *, purpose: str = "train"):
+        """``purpose`` keeps apart who must not disturb each other: a run, and those who read what it saved."""
+        self.url = url.rstrip("/")
+        self._store, self._root = store_of(self.url)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        name = f"{purpose}-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}"
+        self.folder = cache / "transformer_jax" / "workdirs" / name
+        self._sent: dict[str, tuple[int, int]] = {}  # size and time of small files as they are in the store
+
+    def pull(self, *, may_be_ahead: bool = True) -> bool:
+        """Make the folder what the URL holds, corpora aside; False if that is nothing.
+
+        A folder that ``may_be_ahead``, because its last checkpoint could not be copied, then stays as it is.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._store.exists(f"{self._root}/config.json"):
+            for entry in self.folder.iterdir():
+                if entry.name != "corpus" and not entry.name.startswith("."):
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            return False
+        checkpoints = self.folder / "checkpoints"
+        there, here = self._steps_there(), self._steps_here()
+        if may_be_ahead and here and here[-1] > max(there, default=-1):
+            log.warning("%s is ahead of %s, at step %d: going on from there.", self.folder, self.url, here[-1])
+            return True
+        for step in here:
+            if step not in there or not self._same_manifest(step):
+                shutil.rmtree(checkpoints / f"{step:08d}")
+        for step in set(there) - set(self._steps_here()):
+            self._get_checkpoint(step)
+        prefix = f"{self._root}/"
+        for path in self._store.find(self._root):
+            name = path.removeprefix(prefix)
+            if name.split("/")[0] not in _STAY_HERE:
+                self._get(name)
+        return True
+
+    def push(self) -> None:
+        """Bring the store up to the folder: new checkpoints, changed files; checkpoints that are gone here go there."""
+        there, here = self._steps_there(), self._steps_here()
+        for step in sorted(set(here) - set(there)):
+            folder = f"checkpoints/{step:08d}"
+            if self._store.exists(f"{self._root}/{folder}"):  # what a copy that was cut short left
+                self._store.rm(f"{self._root}/{folder}", recursive=True)
+            names = [str(path.relative_to(self.folder)) for path in (self.folder / folder).rglob("*") if path.is_file()]
+            for name in sorted(names, key=lambda name: (Path(name).name == _MANIFEST, name)):
+                self._put(name)
+        for path in sorted(self.folder.rglob("*")):
+            name = str(path.relative_to(self.folder))
+            if path.is_file() and name.split("/")[0] not in _STAY_HERE and not path.name.startswith("."):
+                stat = path.stat()
+                state = stat.st_size, stat.st_mtime_ns
+                if self._sent.get(name) != state:
+                    self._put(name)
+                    self._sent[name] = state
+        for step in set(there) - set(here):
+            self._store.rm(f"{self._root}/checkpoints/{step:08d}/{_MANIFEST}")
+            self._store.rm(f"{self._root}/checkpoints/{step:08d}", recursive=True)
+
+    def _steps_there(self) -> list[int]:
+        return _steps(self._store.glob(f"{self._root}/checkpoints/*/{_MANIFEST}"))
+
+    def _steps_here(self) -> list[int]:
+        return _steps(map(str, self.folder.glob(f"checkpoints/*/{_MANIFEST}")))
+
+    def _same_manifest(self, step: int) -> bool:
+        name = f"checkpoints/{step:08d}/{_MANIFEST}"
+        return self._store.cat_file(f"{self._root}/{name}") == (self.folder / name).read_bytes()
+
+    def _get_checkpoint(self, step: int) -> None:
+        prefix = f"{self._root}/"
+        names = [path.removeprefix(prefix) for path in self._store.find(f"{self._root}/checkpoints/{step:08d}")]
+        for name in sorted(names, key=lambda name: (name.endswith(f"/{_MANIFEST}"), name)):
+            self._get(name)
+
+    def _get(self, name: str) -> None:
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        self._store.get_file(f"{self._root}/{name}", str(self.folder / name))
+
+    def _put(self, name: str) -> None:
+        self._store.put_file(str(self.folder / name), f"{self._root}/{name}")
+
+
+def _steps(manifests: Iterable[str]) -> list[int]:
+    """Of complete checkpoints, oldest first."""
+    names = (path.rsplit("/", 2)[-2] for path in manifests)
+    return sorted(int(name) for name in names if name.isdigit())
