@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=BatchConfig().window)
     parser.add_argument("--parts", type=int, default=1, help="corpora of equal size that are opened as one")
     parser.add_argument("--batches", type=int, default=300)
+    parser.add_argument("--output", type=Path, help="JSON as well")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # the inner process
     arguments = parser.parse_args()
     if arguments.folder:
@@ -169,7 +170,10 @@ def main() -> None:
             inner = [sys.executable, "-m", "benchmarks.plan_scale", *sys.argv[1:], "--folder", name]
             results.append(json.loads(subprocess.run(inner, stdout=subprocess.PIPE, text=True, check=True).stdout))
     settings = {"layout": arguments.layout, "window": arguments.window, "parts": arguments.parts}
-    print(json.dumps(settings | {"results": results}, indent=2))
+    report = json.dumps(settings | {"results": results}, indent=2)
+    print(report)
+    if arguments.output:
+        arguments.output.write_text(report + "\n")
     print("\n| " + " | ".join(_COLUMNS.values()) + " |\n" + "|---" * len(_COLUMNS) + "|")
     for result in results:
         print("| " + " | ".join(f"{result[name]:,}" for name in _COLUMNS) + " |")
