@@ -16,7 +16,7 @@ _NOT_WRITTEN = -1
 
 # On a CPU reading the cache is what attention costs; there it comes in blocks of so many positions, and those that no
 # sentence has anything in are passed over. Elsewhere a branch costs more than reading.
-_CPU_BLOCK = 16
+_CPU_BLOCK, _CPU_MEMORY_BLOCK = 16, 32
 
 # Keys or values of consecutive positions: each [B, H, S, K] with S of the block; of self-attention [B, H, T*W, K].
 Blocks = tuple[jax.Array, ...]
@@ -125,17 +125,17 @@ def empty_cache(
     padding = max(0, source_room - source_mask_BS.shape[1])
     source_mask_BS = jnp.pad(source_mask_BS, ((0, 0), (0, padding)))
 
-    def ranges(length: int) -> list[tuple[int, int]]:
-        block = _CPU_BLOCK if jax.default_backend() == "cpu" else max(length, 1)
+    def ranges(length: int, cpu_block: int) -> list[tuple[int, int]]:
+        block = cpu_block if jax.default_backend() == "cpu" else max(length, 1)
         return [(start, min(start + block, length)) for start in range(0, length, block)]
 
     def memory(projected_BSHK: jax.Array) -> Blocks:
         x_BHSK = jnp.pad(projected_BSHK.swapaxes(1, 2), ((0, 0), (0, 0), (0, padding), (0, 0)))
-        return tuple(x_BHSK[:, :, start:stop] for start, stop in ranges(x_BHSK.shape[2]))
+        return tuple(x_BHSK[:, :, start:stop] for start, stop in ranges(x_BHSK.shape[2], _CPU_MEMORY_BLOCK))
 
     def history(projected_BSHK: jax.Array) -> Blocks:
         _, _, heads, width = projected_BSHK.shape
-        lengths = [stop - start for start, stop in ranges(max_length)]
+        lengths = [stop - start for start, stop in ranges(max_length, _CPU_BLOCK)]
         return tuple(jnp.zeros((batch, heads, length * beam_size, width), projected_BSHK.dtype) for length in lengths)
 
     return DecoderCache(
