@@ -318,7 +318,7 @@ def _config(workdirs: tuple[Path, ...]) -> Config:
             )
     config = from_json((workdirs[0] / "config.json").read_text())
     if config.training.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.training.compilation_cache).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache))
     return config
 
 

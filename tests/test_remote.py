@@ -12,10 +12,10 @@ import pytest
 from runs import ONE, entries, tiny
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.data.files import digest, files_of, folder, one_file_each
+from transformer_jax.data.files import digest, files_of, one_file_each
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_lines, read_pairs
 from transformer_jax.errors import UserError
-from transformer_jax.remote import RemoteWorkdir, local_workdir
+from transformer_jax.remote import RemoteWorkdir, local_workdir, require_folder
 from transformer_jax.saved_model import load_model
 from transformer_jax.training.loop import train
 
@@ -165,7 +165,7 @@ def test_text_behind_urls(tmp_path, store):
 
 def test_where_a_url_cannot_be():
     with pytest.raises(UserError, match="workdir is 's3://a/b'; expected a folder"):
-        folder("s3://a/b")
+        require_folder("s3://a/b")
 
 
 def test_a_store_that_cannot_be_written_is_known_before_training(store, monkeypatch):

@@ -246,6 +246,7 @@ class DataConfig:
         _require(ratio_ok, "data.max_length_ratio", self.max_length_ratio, "0 (off) or at least 1")
         _require(self.workers >= 0, "data.workers", self.workers, "0 or more")
         _require(self.parts > 0, "data.parts", self.parts, "a positive number")
+        _require("://" not in self.cache, "data.cache", self.cache, "a folder: corpora are mapped into memory")
         if self.parts > 1:
             in_files = self.train.kind in ("text", "tsv", "jsonl") and self.train.limit is None
             _require(in_files, "data.parts", self.parts, "1 unless data.train is text, tsv or jsonl files without a limit")

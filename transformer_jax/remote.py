@@ -23,6 +23,13 @@ _MANIFEST = "manifest.json"
 _STAY_HERE = ("checkpoints", "corpus")  # the first has rules of its own
 
 
+def require_folder(workdir: str) -> Path:
+    """The path of a work directory that cannot be a URL."""
+    if is_url(workdir):
+        raise UserError(f"workdir is {workdir!r}; expected a folder: only train.py, and what reads a finished run, take URLs.")
+    return Path(workdir)
+
+
 def local_workdir(workdir: str | Path) -> Path:
     """A work directory, or one checkpoint of it, to read from: the path itself, or a copy of what a URL holds now."""
     if not is_url(str(workdir)):
@@ -55,6 +62,7 @@ class RemoteWorkdir:
         A folder that ``may_be_ahead``, because its last checkpoint could not be copied, then stays as it is.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._store.invalidate_cache()  # others may have written since fsspec looked
         if not self._store.exists(f"{self._root}/config.json"):
             for entry in self.folder.iterdir():
                 if entry.name != "corpus" and not entry.name.startswith("."):
@@ -79,10 +87,13 @@ class RemoteWorkdir:
 
     def push(self) -> None:
         """Bring the store up to the folder: new checkpoints, changed files; checkpoints that are gone here go there."""
+        self._store.invalidate_cache()
         there, here = self._steps_there(), self._steps_here()
-        for step in sorted(set(here) - set(there)):
+        for step in here:
+            if step in there and self._same_manifest(step):
+                continue
             folder = f"checkpoints/{step:08d}"
-            if self._store.exists(f"{self._root}/{folder}"):  # what a copy that was cut short left
+            if self._store.exists(f"{self._root}/{folder}"):  # another one, or what a copy that was cut short left
                 self._store.rm(f"{self._root}/{folder}", recursive=True)
             names = [str(path.relative_to(self.folder)) for path in (self.folder / folder).rglob("*") if path.is_file()]
             for name in sorted(names, key=lambda name: (Path(name).name == _MANIFEST, name)):
@@ -116,8 +127,12 @@ class RemoteWorkdir:
             self._get(name)
 
     def _get(self, name: str) -> None:
-        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        self._store.get_file(f"{self._root}/{name}", str(self.folder / name))
+        """Another process may be reading the file that this replaces."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._store.get_file(f"{self._root}/{name}", str(temporary))
+        temporary.replace(path)
 
     def _put(self, name: str) -> None:
         self._store.put_file(str(self.folder / name), f"{self._root}/{name}")

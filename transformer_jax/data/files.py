@@ -63,13 +63,6 @@ class Url:
 File = Path | Url
 
 
-def folder(name: str) -> Path:
-    """The path of a work directory that cannot be a URL."""
-    if is_url(name):
-        raise UserError(f"workdir is {name!r}; expected a folder: only train.py, and what reads a finished run, take URLs.")
-    return Path(name)
-
-
 def open_file(file: str | File) -> BinaryIO:
     """A stream of a file's bytes, as they are stored."""
     if isinstance(file, str):

@@ -20,10 +20,10 @@ import tyro
 
 from transformer_jax.config import Config
 from transformer_jax.config_files import config_in_flags, differences_on_resume, from_json
-from transformer_jax.data.files import folder
 from transformer_jax.data.parts import prepare_part
 from transformer_jax.decoding.parts import parse_part
 from transformer_jax.errors import UserError
+from transformer_jax.remote import require_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.workdir import check_inputs, claim, has_tokenizer, lock, prepare_tokenizer
 
@@ -55,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         if a.tokenizer_only == (a.part is not None):
             raise UserError(f"part is {a.part!r} and tokenizer_only {a.tokenizer_only}; expected one of the two.")
         if a.part is None:
-            make_tokenizer(a.settings, folder(a.workdir))
+            make_tokenizer(a.settings, require_folder(a.workdir))
         else:
-            make_part(a.settings, folder(a.workdir), parse_part(a.part))
+            make_part(a.settings, require_folder(a.workdir), parse_part(a.part))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -42,12 +42,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _import(arguments: Arguments) -> None:
-    from transformer_jax.data.files import folder
     from transformer_jax.errors import UserError
     from transformer_jax.interop.read_huggingface import read_marian
+    from transformer_jax.remote import require_folder
     from transformer_jax.training.checkpoint import save_imported
 
-    workdir = folder(arguments.workdir)
+    workdir = require_folder(arguments.workdir)
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
         raise UserError(f"workdir is {arguments.workdir!r}, which is there already; expected a new or empty folder.")
     imported = read_marian(Path(arguments.input))

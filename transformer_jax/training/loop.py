@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import signal
 import sys
 import threading
@@ -95,7 +96,7 @@ class Run:
     ):
         """Prepare everything in a work directory that was claimed for this config; nothing is trained yet."""
         if config.training.compilation_cache:
-            jax.config.update("jax_compilation_cache_dir", str(Path(config.training.compilation_cache).expanduser()))
+            jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache))
         self.mesh = make_mesh(config.mesh, devices)
         check_rows(self.mesh, config.batch.row_multiple)
         self.workdir = workdir
