@@ -12,7 +12,7 @@ from transformer_jax.config import BatchConfig, Config, DataConfig, MeshConfig, 
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
-from transformer_jax.training.optimizer import learning_rate_schedule
+from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from transformer_jax.training.step import Programs, TrainState, make_programs
 
 CONFIG = Config(
@@ -135,6 +135,16 @@ def test_moving_average_of_parameters() -> None:
     state, _ = run.train_step(state, batch())
     expected = 0.9 * start + 0.1 * np.asarray(state.parameters["target_embedding"]["matrix"])
     np.testing.assert_allclose(state.ema["target_embedding"]["matrix"], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_weight_decay_acts_on_matrices_only() -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, attention_bias=True, tie_embeddings="none"))
+    ones = jax.tree.map(lambda p: np.ones(p.shape, np.float32), programs(config).abstract_state.parameters)
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1), 16)
+    updates, _ = optimizer.update(jax.tree.map(np.zeros_like, ones), optimizer.init(ones), ones)
+    decayed = {(str(path[-1]), bool((update != 0).all())) for path, update in jax.tree_util.tree_leaves_with_path(updates)}
+    names = {"['kernel']": True, "['matrix']": True, "['softmax_matrix']": True, "['bias']": False, "['scale']": False}
+    assert decayed == set(names.items())
 
 
 def test_dropout_differs_between_steps_and_rows() -> None:

@@ -38,4 +38,5 @@ def make_optimizer(config: OptimizerConfig, d_model: int) -> optax.GradientTrans
 
 
 def _matrices(parameters: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim > 1, parameters)
+    """Attention's biases have an axis for the heads; they are no matrices for that."""
+    return jax.tree_util.tree_map_with_path(lambda path, p: p.ndim > 1 and path[-1].key != "bias", parameters)
