@@ -1,4 +1,4 @@
-"""Test settings: eight simulated CPU devices, strict JAX, a compilation cache of the tests' own."""
+"""Test settings: eight simulated CPU devices, strict JAX, no compilation cache of the user's."""
 
 import os
 from pathlib import Path
@@ -8,14 +8,6 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
-
-# What is compiled is kept, for other workers, for the programs that tests start, and for the next run (pytest --cache-clear).
-os.environ |= {
-    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "compiled"),
-    "JAX_COMPILATION_CACHE_MAX_SIZE": str(10**9),  # a limit also makes writing atomic, by a lock
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
 
 import jax
 import pytest
