@@ -111,10 +111,10 @@ class RemoteWorkdir:
             self._store.rm(f"{self._root}/checkpoints/{step:08d}", recursive=True)
 
     def _steps_there(self) -> list[int]:
-        return _steps(self._store.glob(f"{self._root}/checkpoints/*/{_MANIFEST}"))
+        return steps_of(self._store.glob(f"{self._root}/checkpoints/*/{_MANIFEST}"))
 
     def _steps_here(self) -> list[int]:
-        return _steps(map(str, self.folder.glob(f"checkpoints/*/{_MANIFEST}")))
+        return steps_of(map(str, self.folder.glob(f"checkpoints/*/{_MANIFEST}")))
 
     def _same_manifest(self, step: int) -> bool:
         name = f"checkpoints/{step:08d}/{_MANIFEST}"
@@ -138,7 +138,7 @@ class RemoteWorkdir:
         self._store.put_file(str(self.folder / name), f"{self._root}/{name}")
 
 
-def _steps(manifests: Iterable[str]) -> list[int]:
-    """Of complete checkpoints, oldest first."""
+def steps_of(manifests: Iterable[str]) -> list[int]:
+    """The steps of complete checkpoints, oldest first, by the names of their manifests."""
     names = (path.rsplit("/", 2)[-2] for path in manifests)
     return sorted(int(name) for name in names if name.isdigit())

@@ -27,7 +27,7 @@ from transformer_jax.config import Config
 from transformer_jax.config_files import from_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.remote import local_workdir
+from transformer_jax.remote import local_workdir, steps_of
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def mean_parameters(trees: Iterable[Any]) -> Any:
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a ``checkpoints`` folder, oldest first."""
-    return sorted(int(path.parent.name) for path in folder.glob("*/manifest.json") if path.parent.name.isdigit())
+    return steps_of(map(str, folder.glob("*/manifest.json")))
 
 
 def is_imported(path: Path) -> bool:
