@@ -169,8 +169,9 @@ def _decode(a: Arguments) -> None:
     shape = Output(a.files.format, a.results.nbest, scoring, piece_scores, a.results.alignments)
     part = parse_part(a.files.part) if a.files.part else (0, 1)
     path = part_path(str(a.files.output), part) if a.files.part else a.files.output
-    workdirs = tuple(map(local_workdir, a.workdir))
-    config = _config(workdirs)
+    # What lies at a URL is copied once.
+    a = dataclasses.replace(a, workdir=tuple(str(local_workdir(each)) for each in a.workdir))
+    config = _config(a.workdir)
     read = open_records(
         a.files.input or sys.stdin.buffer,
         format=a.files.format,
@@ -304,7 +305,7 @@ def _checked(records: Iterable[Record], translator: Translator) -> Iterator[Reco
         yield record
 
 
-def _config(workdirs: tuple[Path, ...]) -> Config:
+def _config(workdirs: tuple[str, ...]) -> Config:
     """The first run's; every run must be there."""
     import jax
 
@@ -312,11 +313,9 @@ def _config(workdirs: tuple[Path, ...]) -> Config:
     from transformer_jax.errors import UserError
 
     for workdir in workdirs:
-        if not (workdir / "config.json").is_file():
-            raise UserError(
-                f"workdir is {str(workdir)!r}, which has no config.json; expected a work directory written by train.py."
-            )
-    config = from_json((workdirs[0] / "config.json").read_text())
+        if not (Path(workdir) / "config.json").is_file():
+            raise UserError(f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py.")
+    config = from_json((Path(workdirs[0]) / "config.json").read_text())
     if config.training.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache))
     return config
