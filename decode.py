@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -143,6 +144,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
     except KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         return 130
     return 0
 
@@ -342,5 +344,18 @@ def _open(path: str | Path | None, a: Arguments, translator: Translator, *, grou
     return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)
 
 
+def _insist_on_ctrl_c() -> None:
+    """Python drops what callbacks of its garbage collector raise, and JAX has such a callback: then Ctrl-C comes once more."""
+
+    def interrupt(*_: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not where a shell has it ignored
+        for number in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, interrupt)
+
+
 if __name__ == "__main__":
+    _insist_on_ctrl_c()
     sys.exit(main())

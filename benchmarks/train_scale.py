@@ -136,35 +136,34 @@ def draw(path: Path, train: dict[str, Any], plan: dict[str, Any]) -> None:
 
     base, varied = train["base"], train["varied"]
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    titles = {
-        "devices": ("devices", "global batch unchanged"),
-        "d_model": ("parameters", "d_model, d_ff and heads grow"),
-        "length": ("pieces in a sentence", "positions a batch unchanged"),
-    }
-    for axis, (name, (label, note)) in zip(axes.flat, titles.items(), strict=False):
-        rows = varied[name]
-        x = [row["parameters" if name == "d_model" else name] for row in rows]
-        axis.plot(x, [row["target_tokens_per_second"] for row in rows], "o-", color="C0")
-        axis.set(xscale="log", xlabel=label, ylabel="target tokens/s (blue)", title=note)
-        if name == "d_model":
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(0, None)
-        axis.set_xticks(x, [f"{value / 1e6:.0f} M" if name == "d_model" else str(value) for value in x], minor=False)
+
+    def panel(axis: Any, x: list[float], y: list[float], **settings: Any) -> None:
+        axis.plot(x, y, "o-")
+        bottom = min(y) / 1.5 if settings.get("yscale") == "log" else 0
+        axis.set(xscale="log", ylim=(bottom, 1.15 * max(y)), **settings)
         axis.set_xticks([], minor=True)
-        rate = axis.twinx()
-        rate.plot(x, [row["flops_per_second"] / 1e9 for row in rows], "s--", color="C1")
-        rate.set(ylim=(0, None), ylabel="GFLOP/s in needed products (orange)")
-    axis, results = axes[1, 1], plan["results"]
-    pairs = [row["pairs"] for row in results]
-    axis.plot(pairs, [row["plan_seconds"] for row in results], "o-", color="C2")
-    axis.set(xscale="log", yscale="log", xlabel="pairs in the corpus", ylabel="open and plan, s (green)", title="start-up")
-    memory = axis.twinx()
-    memory.plot(pairs, [row["peak_mb"] for row in results], "s--", color="C3")
-    memory.set(yscale="log", ylabel="peak memory beyond imports, MB (red)")
-    for axis in (axes[0, 1].yaxis, axes[1, 1].yaxis, memory.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("")
+
+    def beside(axis: Any, x: list[float], y: list[float], **settings: Any) -> None:
+        other = axis.twinx()
+        other.plot(x, y, "s--", color="C1")
+        other.set(ylim=(0, 1.15 * max(y)), **settings)
+
+    speed = {name: [row["target_tokens_per_second"] for row in rows] for name, rows in varied.items()}
+    devices, lengths = ([row[name] for row in varied[name]] for name in ("devices", "length"))
+    panel(axes[0, 0], devices, speed["devices"], title="devices, the global batch unchanged", ylabel="target tokens/s")
+    axes[0, 0].set_xticks(devices, devices)
+    panel(axes[1, 0], lengths, speed["length"], title="pieces a sentence, positions unchanged", ylabel="target tokens/s")
+    axes[1, 0].set_xticks(lengths, lengths)
+    sizes = [row["parameters"] for row in varied["d_model"]]
+    gigaflops = [row["flops_per_second"] / 1e9 for row in varied["d_model"]]
+    panel(axes[0, 1], sizes, speed["d_model"], title="parameters", ylabel="target tokens/s (solid)", yscale="log")
+    axes[0, 1].set_xticks(sizes, [f"{size / 1e6:.0f} M" for size in sizes])
+    axes[0, 1].yaxis.set_major_formatter("{x:g}")
+    beside(axes[0, 1], sizes, gigaflops, ylabel="GFLOP/s (dashed)")
+    pairs = [row["pairs"] for row in plan["results"]]
+    seconds = [row["plan_seconds"] + row["window_seconds"] for row in plan["results"]]
+    panel(axes[1, 1], pairs, seconds, title="pairs in the corpus", ylabel="open, plan, first batch: s (solid)")
+    beside(axes[1, 1], pairs, [row["peak_mb"] for row in plan["results"]], ylabel="memory, MB (dashed)")
     figure.suptitle(
         f"base model around d_model {base['d_model']}, {base['tokens']:,} + {base['tokens']:,} positions, {base['dtype']}; "
         f"{train['device']}"

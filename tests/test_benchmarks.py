@@ -57,17 +57,17 @@ def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
 
 def test_speed_as_it_grows_is_drawn(tmp_path: Path) -> None:
     train, plan, picture = (tmp_path / name for name in ("train.json", "plan.json", "scaling.png"))
-    small = ["--devices", "1", "2", "--d-model", "16", "--length", "8", "16", "--base", "16", "--layers", "1"]
+    small = ["--devices", "1", "2", "--d-model", "16", "--length", "32", "--base", "16", "--layers", "1"]
     printed = benchmark("train_scale", *small, "--tokens", "256", "--steps", "1", "--rounds", "1", "--output", str(train))
     varied = json.loads(train.read_text())["varied"]
     assert {name: [row[name] for row in rows] for name, rows in varied.items()} == {
         "devices": [1, 2],
         "d_model": [16],
-        "length": [8, 16],
+        "length": [32],
     }
     assert all(row["target_tokens_per_second"] > 0 for rows in varied.values() for row in rows)
     assert "| devices | parameters | target tokens/s |" in printed
-    row = {"pairs": 1000, "plan_seconds": 0.1, "peak_mb": 3}
+    row = {"pairs": 1000, "plan_seconds": 0.1, "window_seconds": 0.2, "peak_mb": 3}
     plan.write_text(json.dumps({"results": [row]}))
     benchmark("train_scale", "--draw", str(picture), str(train), str(plan))
     assert picture.read_bytes().startswith(b"\x89PNG")

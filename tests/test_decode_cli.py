@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import importlib.util
@@ -205,6 +206,20 @@ def test_a_closed_pipe_and_ctrl_c_end_it_quietly(workdir):
         process.stderr.close()
     interrupted.stdin.close()
     interrupted.stdout.close()
+
+
+def test_a_ctrl_c_that_python_drops_comes_again():
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+    program._insist_on_ctrl_c()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(30)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 OBJECTS = "".join(f'{{"id": {i}, "text": "{line}", "x": [1.50]}}\n' for i, line in enumerate(LINES)).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             yield folder
         finally:
             jax.config.update("jax_disable_most_optimizations", False)
-            jax.config.update("jax_compilation_cache_dir", None)
+            jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])  # as conftest.py has it
             compilation_cache.reset_cache()
 
 

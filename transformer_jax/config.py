@@ -410,7 +410,7 @@ class DecodingConfig:
     max_source_length: int = 256
     """Longer input lines (in pieces) are translated in parts, with a warning."""
     batch_size: int = 32
-    """Sentences searched at a time; a quarter as many where a source has over 64 pieces, a sixteenth over 256."""
+    """Sentences searched at a time; a quarter as many where a source has over 128 pieces, a sixteenth over 512."""
 
     def __post_init__(self) -> None:
         check_types(self, "decoding.")

@@ -45,10 +45,18 @@ def engine():
     return Engine([make_model(0)], CONFIG)
 
 
+def compiled_as_for_users(engine):
+    """With the code generator that conftest.py takes from the tests."""
+    options = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_cpu_use_fusion_emitters": True}
+    engine._search = jax.jit(engine._search_queue, static_argnames="num_hypotheses", compiler_options=options)
+    return engine
+
+
 def test_the_same_in_any_company():
     """To the last bit, whichever shapes the neighbours are encoded in and whichever blocks of the caches they need."""
-    engine = Engine([make_model(0)], DecodingConfig(**{**vars(CONFIG), "max_source_length": 80}))
-    sentences = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist()) for i in range(60)]
+    config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 144})
+    engine = compiled_as_for_users(Engine([make_model(0)], config))
+    sentences = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist()) for i in range(60)]
     whole = engine.search(sentences, num_hypotheses=2)
     order = np.random.default_rng(0).permutation(len(sentences))
     shuffled = engine.search([sentences[i] for i in order], num_hypotheses=2)
@@ -143,7 +151,7 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
     batch, beam, vocab, length = 5, 4, 3000, 24 + 10
     model = Transformer(ModelConfig(**{**vars(MODEL), "vocab_size": vocab, "num_layers": 2}), rngs=nnx.Rngs(0))
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24})
-    engine = Engine([model], config)
+    engine = compiled_as_for_users(Engine([model], config))
     program = engine.lowered(engine.programs[0]).compile().as_text()
     bodies = {text.split()[0]: text for text in re.split(r"\n(?=%|ENTRY)", program) if not text.startswith("ENTRY")}
     calls = {name: {called for called in re.findall(r"%[\w.\-]+", text) if called in bodies} for name, text in bodies.items()}

@@ -47,9 +47,9 @@ def run(method, queue, counts_M, *, batch_size, beam_size):
     )
 
 
-def full(batch_size):
+def full(block_size):
     """Blocks without gaps."""
-    return np.full(QUEUE // batch_size, batch_size)
+    return np.full(QUEUE // block_size, block_size)
 
 
 BEAM = BeamSearch(1, 2, 0, beam_size=3)
@@ -70,10 +70,10 @@ def alone():
     return chains.hypotheses(result)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 16, 48])
-def test_a_queue_gives_what_a_batch_gives(alone, batch_size):
+@pytest.mark.parametrize(("batch_size", "block_size"), [(1, 1), (4, 4), (16, 4), (16, 16), (32, 3), (48, 48)])
+def test_a_queue_gives_what_a_batch_gives(alone, batch_size, block_size):
     order = np.random.default_rng(batch_size).permutation(QUEUE)
-    result = run(BEAM, queue_of(order), full(batch_size), batch_size=batch_size, beam_size=3)
+    result = run(BEAM, queue_of(order), full(block_size), batch_size=batch_size, beam_size=3)
     assert chains.hypotheses(result.found) == [alone[i] for i in order]
 
 

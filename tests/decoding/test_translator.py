@@ -215,12 +215,13 @@ def test_learned_positions_bound_what_may_be_asked(tokenizer):
 
 
 def test_longer_sources_have_fewer_rows():
-    short, longer = (16, 24, 32, 48, 64), (96, 128, 192, 256)
-    assert _programs(256, 32) == (Program(short, 32), Program(longer, 8))
-    assert _programs(1024, 32)[2:] == (Program((384, 512, 768, 1024), 2),)
-    assert _programs(100, 7) == (Program(short, 7), Program((96, 100), 1))
-    assert _programs(65, 1) == (Program(short, 1), Program((65,), 1))
+    short, longer = (16, 24, 32, 48, 64, 96, 128), (192, 256, 384, 512)
+    assert _programs(512, 32) == (Program(short, 32), Program(longer, 8))
+    assert _programs(2048, 32)[2:] == (Program((768, 1024, 1536, 2048), 2),)
+    assert _programs(140, 7) == (Program(short, 7), Program((140,), 1))
+    assert _programs(129, 1) == (Program(short, 1), Program((129,), 1))
     assert _programs(10, 5) == (Program((10,), 5),)
+    assert [program.num_blocks * program.block_size for program in _programs(512, 32)] == [32 * 32, 32 * 8]
 
 
 def test_a_tokenizer_of_another_model(tokenizer):

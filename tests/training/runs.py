@@ -16,6 +16,7 @@ from transformer_jax.config import (
     BatchConfig,
     Config,
     DataConfig,
+    DecodingConfig,
     ModelConfig,
     OptimizerConfig,
     PairsConfig,
@@ -31,15 +32,16 @@ ONE = jax.devices()[:1]  # where the number of devices is not what is tested
 def tiny(**training: Any) -> Config:
     return Config(
         model=ModelConfig(d_model=16, d_ff=32, num_heads=2, num_layers=1, dropout=0.1),
-        tokenizer=TokenizerConfig(vocab_size=60),
+        tokenizer=TokenizerConfig(vocab_size=150),
         data=DataConfig(
             train=PairsConfig("numbers", limit=500),
             dev=PairsConfig("numbers", split="dev", limit=20),
             test=PairsConfig("numbers", split="test", limit=10),
-            max_source_length=64,
-            max_target_length=64,
+            max_source_length=24,
+            max_target_length=24,
         ),
-        batch=BatchConfig(tokens=1024, buckets=2),
+        batch=BatchConfig(tokens=1024, buckets=1),  # each shape is compiled for seconds
+        decoding=DecodingConfig(max_source_length=24, max_extra_length=8),
         optimizer=OptimizerConfig(warmup_steps=20, peak_learning_rate=0.01),
         training=TrainingConfig(
             **{

@@ -42,6 +42,7 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
     assert train_entries[-1]["loss"] < 0.9 * train_entries[0]["loss"]
     assert {"learning_rate", "gradient_norm", "tokens_per_second", "source_fill", "data_wait_share"} <= set(train_entries[0])
     assert [entry["step"] for entry in entries(finished, "dev")] == [15, 30]
+    assert {entry["step"] for entry in entries(finished, "save") if entry["held_seconds"] > 0} >= set(range(5, 35, 5))
     assert complete_steps(finished / "checkpoints")[-3:] == [20, 25, 30]
 
 

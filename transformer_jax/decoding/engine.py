@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it is a program as well, and brings SciPy
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS = 32  # a queue holds so many batches; its end, where no sentence waits any more, is what costs
+_BATCHES = 32  # a queue holds so many batches; its end, where no sentence waits any more, is what costs
 _PREFIX_STEP = 8  # prefixes are padded to a multiple of this: few shapes
 
 
@@ -71,6 +71,16 @@ class Program(NamedTuple):
     rows: int
     """Sentences that each device has under way."""
 
+    @property
+    def block_size(self) -> int:
+        """Sentences that a device encodes at a time, all in one shape: few, as seldom just as many of a length wait."""
+        return max(1, self.rows // 4)
+
+    @property
+    def num_blocks(self) -> int:
+        """In a device's queue."""
+        return _BATCHES * self.rows // self.block_size
+
 
 class Engine:
     """The search of one model, or of several whose probabilities are averaged.
@@ -80,7 +90,7 @@ class Engine:
 
     Attributes:
       parameters: one ``nnx.to_pure_dict`` a model. Newer ones may be assigned; nothing is compiled again.
-      programs: one for sources of up to 64 pieces, one with a quarter of the rows for those of up to 256, and so on.
+      programs: one for sources of up to 128 pieces, one with a quarter of the rows for those of up to 512, and so on.
       longest_source: pieces, end symbol included.
       num_compiled: how many programs have been compiled so far.
       slots_computed, slots_used: rows times steps of the searches so far, and those of them in which a sentence was under way.
@@ -143,14 +153,14 @@ class Engine:
         # The device gets everything before the first result is waited for.
         running = []
         for program in self.programs:
-            size = program.rows * self._shares
+            size = program.block_size * self._shares
             blocks = [
                 of_length[length][first : first + size]
                 for length in reversed(program.lengths)
                 for first in range(0, len(of_length[length]), size)
             ]
-            for first in range(0, len(blocks), _BLOCKS):
-                places = self._places(program, blocks[first : first + _BLOCKS])
+            for first in range(0, len(blocks), program.num_blocks):
+                places = self._places(program, blocks[first : first + program.num_blocks])
                 queue, counts, pieces_QX = self._queue(program, {place: sentences[index] for index, place in places.items()})
                 result = self._search(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
                 running.append((places, pieces_QX, result))
@@ -182,15 +192,15 @@ class Engine:
     def _places(self, program: Program, blocks: list[list[int]]) -> dict[int, int]:
         """Where in the queue the sentences of each block stand: dealt out to the devices in turn."""
         return {
-            index: (i % self._shares * _BLOCKS + block) * program.rows + i // self._shares
+            index: (i % self._shares * program.num_blocks + block) * program.block_size + i // self._shares
             for block, indices in enumerate(blocks)
             for i, index in enumerate(indices)
         }
 
     def _queue(self, program: Program, sentences: dict[int, Sentence]) -> tuple[Queue, np.ndarray, np.ndarray | None]:
         """The sentences at their places as arrays, how many each device has in each block, and their shortlists, if any."""
-        blocks = self._shares * _BLOCKS
-        size, room = blocks * program.rows, program.lengths[-1]
+        blocks = self._shares * program.num_blocks
+        size, room = blocks * program.block_size, program.lengths[-1]
         longest_prefix = max(len(sentence.prefix) for sentence in sentences.values())
         source_QS = np.full((size, room), PAD_ID, np.int32)
         limit_Q, seed_Q = np.zeros(size, np.int32), np.zeros(size, np.uint32)
@@ -203,7 +213,7 @@ class Engine:
             prefix_QP[place, : len(prefix)] = prefix
             seed_Q[place] = sentence.seed
             shape_Q[place] = program.lengths.index(self._encoded_length(sentence))
-            counts[place // program.rows] += 1
+            counts[place // program.block_size] += 1
         pieces_QX = own_QK = None
         if self._shortlist is not None and self._shared_C is not None:
             pieces_QX = self._shortlist.of_sentences(source_QS, self._shared_C, prefix_BP=prefix_QP)
@@ -211,15 +221,16 @@ class Engine:
             places_QP = (pieces_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
             prefix_QP = np.where(prefix_QP < 0, NOT_FORCED, places_QP)
         arrays: Any = _Inputs(source_QS, shape_Q, own_QK), limit_Q, prefix_QP, seed_Q  # they go to the devices with the call
-        return Queue(*arrays), counts.reshape(self._shares, _BLOCKS), pieces_QX
+        return Queue(*arrays), counts.reshape(self._shares, program.num_blocks), pieces_QX
 
     def _search_queue(self, parameters: Any, queue: Queue, counts: jax.Array, *, num_hypotheses: int) -> QueueResult:
         self.num_compiled += 1  # this runs when a shape is traced, which is once
         inputs: _Inputs = queue.inputs
         own = "" if inputs.own_QK is None else f" and {inputs.own_QK.shape[1]} target pieces of their own"
-        sizes = len(inputs.shape_Q) // _BLOCKS, inputs.source_QS.shape[1]
+        program = next(program for program in self.programs if program.lengths[-1] == inputs.source_QS.shape[1])
+        sizes = program.rows * self._shares, program.lengths[-1]
         logger.info("Compiling the search for %d sentences of up to %d pieces%s.", *sizes, own)
-        search = partial(self._search_share, num_hypotheses=num_hypotheses)
+        search = partial(self._search_share, program, num_hypotheses=num_hypotheses)
         if self._shares == 1:
             return search(parameters, queue, counts)
         everywhere, rows = self._everywhere.spec, self._rows.spec
@@ -228,11 +239,12 @@ class Engine:
         )
         return jax.lax.with_sharding_constraint(search_shares(parameters, queue, counts), self._everywhere)
 
-    def _search_share(self, parameters: Any, queue: Queue, counts_1M: jax.Array, *, num_hypotheses: int) -> QueueResult:
+    def _search_share(
+        self, program: Program, parameters: Any, queue: Queue, counts_1M: jax.Array, *, num_hypotheses: int
+    ) -> QueueResult:
         models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters, strict=True)]
         keep_attention = self.config.coverage_penalty > 0
-        source_room = queue.inputs.source_QS.shape[1]
-        program = next(program for program in self.programs if program.lengths[-1] == source_room)
+        source_room = program.lengths[-1]
         shortlisted = [] if self._shared_C is None else [ShortlistedModel(model, self._shared_C) for model in models]
 
         def start_cache(inputs: _Inputs, max_length: int) -> ensemble.Caches:
@@ -316,8 +328,8 @@ def _hypotheses(
 
 
 def _programs(longest: int, batch_size: int) -> tuple[Program, ...]:
-    """Lengths 16, 24, 32, 48, 64, 96, ... and the longest, by the power of 4 that, times 64, holds them."""
+    """Lengths 16, 24, 32, 48, 64, 96, ... and the longest, by the power of 4 that, times 128, holds them."""
     steps = (width << i for i in range(longest.bit_length()) for width in (16, 24))
     lengths = (*(length for length in steps if length < longest), longest)
-    groups = groupby(lengths, key=lambda length: (((length - 1) // 64).bit_length() + 1) // 2)
+    groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
     return tuple(Program(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)

@@ -29,7 +29,7 @@ from transformer_jax.decoding.search import (
 
 
 class Queue(NamedTuple):
-    """What waits; every leaf has Q as its first axis. Q is a multiple of B: so many blocks, each begun by its sentences."""
+    """What waits; every leaf has Q as its first axis. It falls into M blocks of equal size, each begun by its sentences."""
 
     inputs: Any
     """What ``start_cache`` asks for: an array or a tree of them."""
@@ -76,15 +76,16 @@ def search_queue(
 ) -> QueueResult:
     """Search the first ``counts_M[m]`` sentences of every block m in ``batch_size`` rows; none gets what depends on another.
 
-    ``start_cache(inputs, max_length)`` makes a cache of B rows, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into
-    it. Every leaf of a cache has B as its first axis. ``attention`` and ``source_length`` are those of ``beam_search``.
+    ``start_cache(inputs, max_length)`` makes a cache of a block, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into
+    one of B rows. Every leaf of a cache has the rows as its first axis. A block is best a good deal smaller than B, as it is
+    encoded whole, however few sentences begin it. ``attention`` and ``source_length`` are those of ``beam_search``.
 
     Three loops, one in the other, so that none holds a branch through which caches would be copied: the outer one encodes a
     block, the middle one hands rows on as soon as 1/16 of them are idle, the inner one takes steps.
     """
-    B, Q = batch_size, queue.limit_Q.shape[0]
-    R = max(1, B // 16)
-    num_blocks = jnp.where(counts_M > 0, jnp.arange(1, Q // B + 1), 0).max()
+    B, Q, M = batch_size, queue.limit_Q.shape[0], counts_M.shape[0]
+    R, block_size = max(1, B // 16), Q // M
+    num_blocks = jnp.where(counts_M > 0, jnp.arange(1, M + 1), 0).max()
 
     def start(entries: Queue) -> SearchState:
         return method.start(
@@ -112,9 +113,9 @@ def search_queue(
         )
 
     def one_block(carry: _Carry) -> _Carry:
-        first = carry.block * B
+        first = carry.block * block_size
         end = first + counts_M[carry.block]
-        block: Queue = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, B), queue)
+        block: Queue = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, block_size), queue)
         encoded = start_cache(block.inputs, 0)
 
         def hand_on(carry: _Carry) -> _Carry:
@@ -128,7 +129,7 @@ def search_queue(
             found = collect(carry, rows_R)
             places_R = carry.next + jnp.arange(R)
             come_R = places_R < end
-            entries, fresh = jax.tree.map(lambda x: x[jnp.minimum(places_R - first, B - 1)], (block, encoded))
+            entries, fresh = jax.tree.map(lambda x: x[jnp.minimum(places_R - first, block_size - 1)], (block, encoded))
             entries = entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0))
             return carry._replace(
                 state=jax.tree.map(lambda old, new: old.at[rows_R].set(new), carry.state, start(entries)),
@@ -148,10 +149,9 @@ def search_queue(
     def nothing(count: int) -> Queue:
         return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), queue)
 
-    no_entries = nothing(B)
-    cache_shapes = jax.eval_shape(lambda: start_cache(no_entries.inputs, max_length))
+    cache_shapes = jax.eval_shape(lambda: start_cache(nothing(B).inputs, max_length))
     carry = _Carry(
-        state=start(no_entries),
+        state=start(nothing(B)),
         cache=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache_shapes),
         owner_B=jnp.full(B, Q, jnp.int32),
         block=jnp.int32(0),

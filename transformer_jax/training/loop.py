@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on (loss not finite several steps in a row). The last checkpoint is from before."""
+    """Training cannot go on (loss not finite several steps in a row, other processes gone). The last checkpoint is older."""
 
 
 def train(
@@ -62,7 +63,8 @@ def train(
     A run that goes on must have the config it had; ``other_batches`` frees the fields of ``config.batch``.
 
     Returns the contents of summary.json; its ``stopped_by`` names the signal, if SIGTERM or Ctrl-C ended the run early.
-    Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite.
+    Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite or the other processes cannot be
+    reached any more.
     """
     remote = RemoteWorkdir(str(workdir)) if is_url(str(workdir)) else None
     if remote is not None and size() > 1:
@@ -80,6 +82,14 @@ def train(
         run = Run(config, folder, devices, remote)
         try:
             return run.train()
+        except jax.errors.JaxRuntimeError as error:
+            if size() == 1 or "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            raise TrainingError(
+                f"Process {rank()} of {size()} cannot work with the others any more, perhaps as one of them has ended. Start "
+                "all of them again with the same command: they go on from the last checkpoint. "
+                f"({' '.join(str(error).split())[:400]})"
+            ) from error
         finally:
             run.close()
 
@@ -156,7 +166,9 @@ class Run:
                 if save_now or stop_now or stopped_early:
                     self.watchdog.enter("saving", f"saving step {step}")
                     meter.book()
+                    begin = time.perf_counter()
                     self.checkpoints.save(state, progress)
+                    self.reporter.write("save", step, {"held_seconds": time.perf_counter() - begin})
                 if stop_now or stopped_early:
                     break
                 self.watchdog.enter("waiting for data")

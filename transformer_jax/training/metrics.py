@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.processes import is_first
@@ -95,6 +94,17 @@ class Meter:
         self._since_booked = now
 
 
+def _summary_writer() -> Any:
+    """tensorboardX's. Where PyTorch is installed it would load that too: two seconds and much memory, for nothing here."""
+    hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+    return SummaryWriter
+
+
 class Reporter:
     """Writes entries of one run to metrics.jsonl and TensorBoard and shows its progress on stderr."""
 
@@ -106,7 +116,7 @@ class Reporter:
             _truncate(path, start_step)
         self._file = path.open("a", encoding="utf-8")
         self._failed = False
-        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1, write_to_disk=first)
+        self._board = _summary_writer()(str(workdir / "tensorboard"), purge_step=start_step + 1, write_to_disk=first)
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not first)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
