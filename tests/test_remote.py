@@ -9,7 +9,7 @@ import fsspec
 import jax
 import numpy as np
 import pytest
-from runs import ONE, entries, tiny
+from runs import ONE, entries, no_evaluation, tiny
 
 from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import digest, files_of, one_file_each
@@ -24,8 +24,7 @@ URL = "memory://bucket/run"
 
 def run(steps):
     """A config that only trains."""
-    config = tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2, average=1)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, dev=PairsConfig(), test=PairsConfig()))
+    return no_evaluation(tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2, average=1))
 
 
 @pytest.fixture(autouse=True)

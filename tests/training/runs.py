@@ -60,6 +60,11 @@ def tiny(**training: Any) -> Config:
     )
 
 
+def no_evaluation(config: Config) -> Config:
+    """The same steps; nothing is translated, for which most would be compiled."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, dev=PairsConfig(), test=PairsConfig()))
+
+
 def command(workdir: Path, cache: Path, config: Config, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
     """``python train.py`` on this config, in a process of its own."""
     file = workdir.parent / f"{workdir.name}_{hash(config)}_config.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import ONE, command, entries, final_state, tiny, wait_for
+from runs import ONE, command, entries, final_state, no_evaluation, tiny, wait_for
 
 from transformer_jax.config import BatchConfig, DataConfig, OptimizerConfig, PairsConfig, TokenizerConfig
 from transformer_jax.decoding.translator import Translator
@@ -68,7 +68,7 @@ def test_killed_at_any_moment_the_run_ends_in_the_same_bits(finished: Path, tmp_
 
 def test_eight_devices_see_the_same_batches_and_losses(finished: Path, tmp_path: Path) -> None:
     assert len(jax.devices()) == 8
-    train(tiny(steps=12, eval_every=12, bleu_every=0), tmp_path / "run")
+    train(no_evaluation(tiny(steps=12)), tmp_path / "run")
     several, one = entries(tmp_path / "run"), entries(finished)[:12]
     np.testing.assert_allclose([e["loss"] for e in several], [e["loss"] for e in one], rtol=1e-5)
     assert [e["source_fill"] for e in several] == [e["source_fill"] for e in one]
@@ -129,7 +129,7 @@ def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
 
 
 def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = tiny(steps=4, checkpoint_every=2, eval_every=4)
+    config = no_evaluation(tiny(steps=4, checkpoint_every=2))
     train(config, tmp_path, devices=ONE)
     smaller = dataclasses.replace(
         config,
@@ -149,12 +149,12 @@ def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_a_relative_work_directory_trains_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    train(tiny(steps=1, bleu_every=0), "run", devices=ONE)
+    train(no_evaluation(tiny(steps=1)), "run", devices=ONE)
     assert len(Translator.from_workdir("run").translate(["one", ""])) == 2
 
 
 def test_a_folder_where_nothing_was_trained_is_taken_over(tmp_path: Path) -> None:
-    config = tiny(steps=1, bleu_every=0)
+    config = no_evaluation(tiny(steps=1))
     too_large = dataclasses.replace(config, tokenizer=TokenizerConfig(vocab_size=50_000))
     with pytest.raises(UserError, match="tokenizer.vocab_size is 50000"):
         train(too_large, tmp_path / "run", devices=ONE)
@@ -176,7 +176,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_stays_non_finite_stops_the_run(tmp_path: Path) -> None:
-    config = tiny(max_bad_steps=3)
+    config = no_evaluation(tiny(max_bad_steps=3))
     config = dataclasses.replace(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38))
     with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
         train(config, tmp_path / "run", devices=ONE)
@@ -195,11 +195,11 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
 def test_a_last_save_that_fails_ends_with_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoints, "save", lambda self, state, progress: None)
     with pytest.raises(UserError, match="could not be saved"):
-        train(tiny(steps=2, bleu_every=0), tmp_path / "run", devices=ONE)
+        train(no_evaluation(tiny(steps=2)), tmp_path / "run", devices=ONE)
 
 
 def test_packed_rows_and_sampled_subwords_train(tmp_path: Path) -> None:
-    config = tiny(steps=12, bleu_every=0)
+    config = no_evaluation(tiny(steps=12))
     config = dataclasses.replace(
         config,
         tokenizer=dataclasses.replace(config.tokenizer, sampling=0.1, sampled_epochs=3),

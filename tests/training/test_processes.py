@@ -12,19 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import command, entries, final_state, tiny, wait_for
+from runs import command, entries, final_state, no_evaluation, tiny, wait_for
 
 from transformer_jax import processes
-from transformer_jax.config import Config, PairsConfig, Processes
+from transformer_jax.config import Config, Processes
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
 
 WHOLE = tiny(steps=12, eval_every=12, checkpoint_every=3)
-# The same steps, nothing translated.
-STEPS = dataclasses.replace(
-    tiny(steps=12, eval_every=12, checkpoint_every=3, bleu_every=0),
-    data=dataclasses.replace(WHOLE.data, test=PairsConfig("none"), dev=PairsConfig("none")),
-)
+STEPS = no_evaluation(WHOLE)
 
 
 def two(workdir: Path, cache: Path, *configs: Config) -> list[subprocess.Popen[str]]:
