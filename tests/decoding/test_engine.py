@@ -18,6 +18,7 @@ from transformer_jax.model.transformer import Transformer
 VOCAB = 40
 MODEL = ModelConfig(vocab_size=VOCAB, d_model=16, d_ff=32, num_heads=2, num_layers=1, tie_embeddings="none", dtype="float32")
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=16, batch_size=4)
+USERS_CODE_GENERATOR = {"xla_cpu_use_fusion_emitters": True}  # conftest.py takes it from the tests, as it compiles slowly
 SENTENCES = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + i % 11).tolist(), seed=i) for i in range(30)]
 
 
@@ -45,17 +46,13 @@ def engine():
     return Engine([make_model(0)], CONFIG)
 
 
-def compiled_as_for_users(engine):
-    """With the code generator that conftest.py takes from the tests."""
-    options = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_cpu_use_fusion_emitters": True}
-    engine._search = jax.jit(engine._search_queue, static_argnames="num_hypotheses", compiler_options=options)
-    return engine
-
-
 def test_the_same_in_any_company():
     """To the last bit, whichever shapes the neighbours are encoded in and whichever blocks of the caches they need."""
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 144})
-    engine = compiled_as_for_users(Engine([make_model(0)], config))
+    engine = Engine([make_model(0)], config)
+    engine._search = jax.jit(
+        engine._search_queue, static_argnames="num_hypotheses", compiler_options=dict(USERS_CODE_GENERATOR)
+    )
     sentences = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist()) for i in range(60)]
     whole = engine.search(sentences, num_hypotheses=2)
     order = np.random.default_rng(0).permutation(len(sentences))
@@ -151,8 +148,8 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
     batch, beam, vocab, length = 5, 4, 3000, 24 + 10
     model = Transformer(ModelConfig(**{**vars(MODEL), "vocab_size": vocab, "num_layers": 2}), rngs=nnx.Rngs(0))
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24})
-    engine = compiled_as_for_users(Engine([model], config))
-    program = engine.lowered(engine.programs[0]).compile().as_text()
+    engine = Engine([model], config)
+    program = engine.lowered(engine.programs[0]).compile(USERS_CODE_GENERATOR).as_text()
     bodies = {text.split()[0]: text for text in re.split(r"\n(?=%|ENTRY)", program) if not text.startswith("ENTRY")}
     calls = {name: {called for called in re.findall(r"%[\w.\-]+", text) if called in bodies} for name, text in bodies.items()}
     steps = {name for name, text in bodies.items() if re.search(rf"f32\[{batch * beam},{vocab}\]", text) and "dot" in text}

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from runs import ONE, command, entries, final_state, no_evaluation, tiny, wait_for
 
-from transformer_jax.config import BatchConfig, DataConfig, OptimizerConfig, PairsConfig, TokenizerConfig
+from transformer_jax.config import BatchConfig, Config, DataConfig, OptimizerConfig, PairsConfig, TokenizerConfig
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
@@ -19,11 +20,17 @@ from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.workdir import lock
 
 
+def whole(**training: Any) -> Config:
+    """Of two shapes, so that a resumed run must find the right one again."""
+    config = tiny(**training)
+    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, buckets=2))
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run, in one process on one device, with a compilation cache beside it."""
     workdir = tmp_path_factory.mktemp("finished") / "run"
-    process = command(workdir, workdir.parent / "cache", tiny())
+    process = command(workdir, workdir.parent / "cache", whole())
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     return workdir
@@ -54,21 +61,21 @@ def test_killed_at_any_moment_the_run_ends_in_the_same_bits(finished: Path, tmp_
         "step 23": lambda: any(entry["step"] >= 23 for entry in entries(workdir)),
     }
     for what, reached in moments.items():
-        process = command(workdir, cache, tiny())
+        process = command(workdir, cache, whole())
         wait_for(reached, process, what)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    process = command(workdir, cache, tiny())
+    process = command(workdir, cache, whole())
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    jax.tree.map(np.testing.assert_array_equal, final_state(tiny(), workdir), final_state(tiny(), finished))
+    jax.tree.map(np.testing.assert_array_equal, final_state(whole(), workdir), final_state(whole(), finished))
     assert [entry["step"] for entry in entries(workdir)] == list(range(1, 31))
     assert [entry["loss"] for entry in entries(workdir)] == [entry["loss"] for entry in entries(finished)]
 
 
 def test_eight_devices_see_the_same_batches_and_losses(finished: Path, tmp_path: Path) -> None:
     assert len(jax.devices()) == 8
-    train(no_evaluation(tiny(steps=12)), tmp_path / "run")
+    train(no_evaluation(whole(steps=12)), tmp_path / "run")
     several, one = entries(tmp_path / "run"), entries(finished)[:12]
     np.testing.assert_allclose([e["loss"] for e in several], [e["loss"] for e in one], rtol=1e-5)
     assert [e["source_fill"] for e in several] == [e["source_fill"] for e in one]
@@ -102,7 +109,7 @@ def test_changed_training_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_second_run_in_the_same_folder_is_refused(finished: Path) -> None:
     with lock(finished), pytest.raises(UserError, match="Another run is at work"):
-        train(tiny(), finished, devices=ONE)
+        train(whole(), finished, devices=ONE)
 
 
 def test_unequal_test_files_are_named_before_training(tmp_path: Path) -> None:
@@ -123,7 +130,7 @@ def test_wrong_decoding_settings_are_named_before_training(tmp_path: Path) -> No
 
 
 def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
-    other = dataclasses.replace(tiny(), seed=1, model=dataclasses.replace(tiny().model, d_ff=64))
+    other = dataclasses.replace(whole(), seed=1, model=dataclasses.replace(whole().model, d_ff=64))
     with pytest.raises(UserError, match=r"(?s)model.d_ff: 32 in the work directory, 64 now.*seed: 0 in the work directory"):
         train(other, finished)
 
