@@ -51,7 +51,7 @@ def test_the_same_in_any_company():
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 144})
     engine = Engine([make_model(0)], config)
     engine._search = jax.jit(
-        engine._search_queue, static_argnames="num_hypotheses", compiler_options=dict(USERS_CODE_GENERATOR)
+        engine._search_queue, static_argnames=("program", "num_hypotheses"), compiler_options=dict(USERS_CODE_GENERATOR)
     )
     sentences = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist()) for i in range(60)]
     whole = engine.search(sentences, num_hypotheses=2)
@@ -132,6 +132,17 @@ def test_the_coverage_penalty_is_that_of_the_models_attention():
     assert min(penalties) < -0.1
 
 
+def test_caches_are_made_once_and_used_again():
+    engine = Engine([make_model(0)], CONFIG)
+    first = engine.search(SENTENCES)
+    [caches] = engine._caches.values()
+    places = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(caches[0].self_keys)}
+    assert engine.search(SENTENCES) == first
+    [again] = engine._caches.values()
+    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(again[0].self_keys)} == places
+    assert all(x.is_deleted() for x in jax.tree.leaves(caches[0].self_keys))
+
+
 def test_devices_share_the_work(engine):
     spread = Engine([make_model(0)], CONFIG, devices=jax.devices()[:4])
     assert pieces(spread.search(SENTENCES)) == pieces(engine.search(SENTENCES))
@@ -149,7 +160,11 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
     model = Transformer(ModelConfig(**{**vars(MODEL), "vocab_size": vocab, "num_layers": 2}), rngs=nnx.Rngs(0))
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24})
     engine = Engine([model], config)
-    program = engine.lowered(engine.programs[0]).compile(USERS_CODE_GENERATOR).as_text()
+    compiled = engine.lowered(engine.programs[0]).compile(USERS_CODE_GENERATOR)
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    caches = batch * 2 * 2 * 8 * (length * beam + 24) * 2 * 4  # layers, heads, widths, positions, keys and values, bytes
+    assert memory.alias_size_in_bytes >= caches  # they stay where they are given, and besides the logits
+    assert memory.temp_size_in_bytes < caches + batch * beam * vocab * 4  # nothing as large is held
     bodies = {text.split()[0]: text for text in re.split(r"\n(?=%|ENTRY)", program) if not text.startswith("ENTRY")}
     calls = {name: {called for called in re.findall(r"%[\w.\-]+", text) if called in bodies} for name, text in bodies.items()}
     steps = {name for name, text in bodies.items() if re.search(rf"f32\[{batch * beam},{vocab}\]", text) and "dot" in text}

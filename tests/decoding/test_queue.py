@@ -33,18 +33,20 @@ def queue_of(order, limits=LIMITS):
 
 @partial(jax.jit, static_argnames=("method", "batch_size", "beam_size"))
 def run(method, queue, counts_M, *, batch_size, beam_size):
-    return search_queue(
+    result, _ = search_queue(
         method,
         chains.step(TOYS),
-        lambda numbers_B, _: chains.start(TOYS, numbers_B, beam_size=beam_size),
+        lambda numbers_B: chains.start(TOYS, numbers_B, beam_size=beam_size),
         lambda cache, rows_R, fresh: jax.tree.map(lambda old, new: old.at[rows_R].set(new), cache, fresh),
         queue,
         counts_M,
+        chains.start(TOYS, jnp.zeros(batch_size, jnp.int32), beam_size=beam_size),
         batch_size=batch_size,
         max_length=LENGTH,
         pad_id=PAD,
         reorder=gather_beams,
     )
+    return result
 
 
 def full(block_size):

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -138,7 +139,10 @@ class Engine:
         self.num_compiled = self.slots_computed = self.slots_used = 0
         # Without this, XLA's CPU compiler copies caches that could be updated in place.
         options = {"xla_cpu_copy_insertion_use_region_analysis": True} if jax.default_backend() == "cpu" else None
-        self._search = jax.jit(self._search_queue, static_argnames="num_hypotheses", compiler_options=options)
+        static_and_donated: Any = {"static_argnames": ("program", "num_hypotheses"), "donate_argnames": "caches"}
+        self._search = jax.jit(self._search_queue, compiler_options=options, **static_and_donated)
+        # Kept from search to search on a CPU, where new memory costs; elsewhere training may need it back.
+        self._caches: dict[Program, ensemble.Caches] = {}
 
     @property
     def models(self) -> list[Transformer]:
@@ -162,8 +166,13 @@ class Engine:
             for first in range(0, len(blocks), program.num_blocks):
                 places = self._places(program, blocks[first : first + program.num_blocks])
                 queue, counts, pieces_QX = self._queue(program, {place: sentences[index] for index, place in places.items()})
-                result = self._search(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
+                caches = self._caches.pop(program, None) or self._new_caches(program)  # gone if the search is interrupted
+                result, self._caches[program] = self._search(
+                    self.parameters, queue, counts, caches, program=program, num_hypotheses=num_hypotheses
+                )
                 running.append((places, pieces_QX, result))
+        if jax.default_backend() != "cpu":
+            self._caches.clear()
         found: list[list[Hypothesis]] = [[] for _ in sentences]
         for places, pieces_QX, result in running:
             fetched: Any = jax.tree.map(np.asarray, result)
@@ -179,7 +188,8 @@ class Engine:
     def lowered(self, program: Program, *, num_hypotheses: int = 1) -> jax.stages.Lowered:
         """One of ``programs``, not yet compiled: to look at, or to compile ahead."""
         queue, counts, _ = self._queue(program, {0: Sentence([EOS_ID])})
-        return self._search.lower(self.parameters, queue, counts, num_hypotheses=num_hypotheses)
+        caches = self._cache_shapes(program)
+        return self._search.lower(self.parameters, queue, counts, caches, program=program, num_hypotheses=num_hypotheses)
 
     def _encoded_length(self, sentence: Sentence) -> int:
         lengths = (length for program in self.programs for length in program.lengths)
@@ -223,65 +233,103 @@ class Engine:
         arrays: Any = _Inputs(source_QS, shape_Q, own_QK), limit_Q, prefix_QP, seed_Q  # they go to the devices with the call
         return Queue(*arrays), counts.reshape(self._shares, program.num_blocks), pieces_QX
 
-    def _search_queue(self, parameters: Any, queue: Queue, counts: jax.Array, *, num_hypotheses: int) -> QueueResult:
+    def _start_caches(self, program: Program, models: Sequence[Transformer], source_BS: jax.Array, max_length: int) -> Any:
+        return ensemble.start_caches(
+            models,
+            source_BS,
+            source_BS != PAD_ID,
+            beam_size=self.config.beam_size,
+            max_length=max_length,
+            source_room=program.lengths[-1],
+            keep_attention=self.config.coverage_penalty > 0,
+        )
+
+    def _cache_shapes(self, program: Program) -> ensemble.Caches:
+        """Of all rows of all devices."""
+        source_BS = jax.ShapeDtypeStruct((program.rows * self._shares, program.lengths[0]), jnp.int32)
+        max_length = self._longest(program.lengths[-1])
+        return jax.eval_shape(lambda source_BS: self._start_caches(program, self.models, source_BS, max_length), source_BS)
+
+    def _new_caches(self, program: Program) -> ensemble.Caches:
+        shapes = self._cache_shapes(program)
+        sharding = self._rows if self._shares > 1 else None
+        return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=sharding)()
+
+    def _search_queue(
+        self,
+        parameters: Any,
+        queue: Queue,
+        counts: jax.Array,
+        caches: ensemble.Caches,
+        *,
+        program: Program,
+        num_hypotheses: int,
+    ) -> tuple[QueueResult, ensemble.Caches]:
+        """``caches`` are overwritten, and come back for the next queue of this program."""
         self.num_compiled += 1  # this runs when a shape is traced, which is once
         inputs: _Inputs = queue.inputs
         own = "" if inputs.own_QK is None else f" and {inputs.own_QK.shape[1]} target pieces of their own"
-        program = next(program for program in self.programs if program.lengths[-1] == inputs.source_QS.shape[1])
         sizes = program.rows * self._shares, program.lengths[-1]
         logger.info("Compiling the search for %d sentences of up to %d pieces%s.", *sizes, own)
         search = partial(self._search_share, program, num_hypotheses=num_hypotheses)
         if self._shares == 1:
-            return search(parameters, queue, counts)
+            return search(parameters, queue, counts, caches)
         everywhere, rows = self._everywhere.spec, self._rows.spec
         search_shares = jax.shard_map(
-            search, mesh=self._rows.mesh, in_specs=(everywhere, rows, rows), out_specs=rows, check_vma=False
+            search, mesh=self._rows.mesh, in_specs=(everywhere, rows, rows, rows), out_specs=rows, check_vma=False
         )
-        return jax.lax.with_sharding_constraint(search_shares(parameters, queue, counts), self._everywhere)
+        result, caches = search_shares(parameters, queue, counts, caches)
+        return jax.lax.with_sharding_constraint(result, self._everywhere), caches
 
     def _search_share(
-        self, program: Program, parameters: Any, queue: Queue, counts_1M: jax.Array, *, num_hypotheses: int
-    ) -> QueueResult:
+        self,
+        program: Program,
+        parameters: Any,
+        queue: Queue,
+        counts_1M: jax.Array,
+        caches: ensemble.Caches,
+        *,
+        num_hypotheses: int,
+    ) -> tuple[QueueResult, ensemble.Caches]:
         models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters, strict=True)]
-        keep_attention = self.config.coverage_penalty > 0
         source_room = program.lengths[-1]
         shortlisted = [] if self._shared_C is None else [ShortlistedModel(model, self._shared_C) for model in models]
 
-        def start_cache(inputs: _Inputs, max_length: int) -> ensemble.Caches:
+        def with_own(caches: ensemble.Caches, own_BK: jax.Array | None) -> ensemble.Caches:
+            if own_BK is None:
+                return caches
+            return tuple(model.with_own(cache, own_BK) for model, cache in zip(shortlisted, caches, strict=True))
+
+        def start_cache(inputs: _Inputs) -> ensemble.Caches:
             """Encodes the block in its own shape, which all its sentences have, to the caches that all shapes share."""
 
             def start_at(length: int, source_BS: jax.Array) -> ensemble.Caches:
-                return ensemble.start_caches(
-                    models,
-                    source_BS[:, :length],
-                    source_BS[:, :length] != PAD_ID,
-                    beam_size=self.config.beam_size,
-                    max_length=max_length,
-                    source_room=source_room,
-                    keep_attention=keep_attention,
-                )
+                return self._start_caches(program, models, source_BS[:, :length], 0)
 
             branches = [partial(start_at, length) for length in program.lengths]
-            caches = jax.lax.switch(inputs.shape_Q[0], branches, inputs.source_QS)
-            if inputs.own_QK is None:
-                return caches
-            return tuple(model.with_own(cache, inputs.own_QK) for model, cache in zip(shortlisted, caches, strict=True))
+            return with_own(jax.lax.switch(inputs.shape_Q[0], branches, inputs.source_QS), inputs.own_QK)
 
-        result = search_queue(
+        nobodys: Any = queue.inputs.own_QK
+        if nobodys is not None:
+            nobodys = jnp.full((program.rows, nobodys.shape[1]), NOT_FORCED, jnp.int32)
+        result, caches = search_queue(
             self._method(num_hypotheses),
             ensemble.ensemble_step(shortlisted or models),
             start_cache,
             ensemble.replace_rows,
             queue,
             counts_1M[0],
+            with_own(tuple(cache.cleared() for cache in caches), nobodys),
             batch_size=program.rows,
             max_length=self._longest(source_room),
             pad_id=PAD_ID,
             reorder=ensemble.reorder,
-            attention=ensemble.attention if keep_attention else None,
+            attention=ensemble.attention if self.config.coverage_penalty > 0 else None,
             source_length=source_room,
         )
-        return result._replace(slots_computed=result.slots_computed[None], slots_used=result.slots_used[None])
+        if shortlisted:
+            caches = tuple(cache.decoder for cache in caches)
+        return result._replace(slots_computed=result.slots_computed[None], slots_used=result.slots_used[None]), caches
 
     def _method(self, num_hypotheses: int) -> BeamSearch | Sampling:
         config = self.config

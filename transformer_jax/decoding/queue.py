@@ -62,10 +62,11 @@ class _Carry(NamedTuple):
 def search_queue(
     method: Method,
     step_fn: StepFn,
-    start_cache: Callable[[Any, int], Cache],
+    start_cache: Callable[[Any], Cache],
     replace_rows: Callable[[Cache, Array, Cache], Cache],
     queue: Queue,
     counts_M: Array,
+    cache: Cache,
     *,
     batch_size: int,
     max_length: int,
@@ -73,12 +74,14 @@ def search_queue(
     reorder: Reorder,
     attention: Attention | None = None,
     source_length: int = 0,
-) -> QueueResult:
+) -> tuple[QueueResult, Cache]:
     """Search the first ``counts_M[m]`` sentences of every block m in ``batch_size`` rows; none gets what depends on another.
 
-    ``start_cache(inputs, max_length)`` makes a cache of a block, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into
-    one of B rows. Every leaf of a cache has the rows as its first axis. A block is best a good deal smaller than B, as it is
-    encoded whole, however few sentences begin it. ``attention`` and ``source_length`` are those of ``beam_search``.
+    ``start_cache(inputs)`` makes a cache of a block, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into
+    one of B rows, and so into ``cache``, whose rows hold nothing yet. It is given back for the next queue, as large caches
+    are best made once and donated. Every leaf of a cache has the rows as its first axis. A block is best a good deal smaller
+    than B, as it is encoded whole, however few sentences begin it. ``attention`` and ``source_length`` are those of
+    ``beam_search``.
 
     Three loops, one in the other, so that none holds a branch through which caches would be copied: the outer one encodes a
     block, the middle one hands rows on as soon as 1/16 of them are idle, the inner one takes steps.
@@ -116,7 +119,7 @@ def search_queue(
         first = carry.block * block_size
         end = first + counts_M[carry.block]
         block: Queue = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, block_size), queue)
-        encoded = start_cache(block.inputs, 0)
+        encoded = start_cache(block.inputs)
 
         def hand_on(carry: _Carry) -> _Carry:
             def go_on(carry: _Carry) -> Array:
@@ -149,10 +152,9 @@ def search_queue(
     def nothing(count: int) -> Queue:
         return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), queue)
 
-    cache_shapes = jax.eval_shape(lambda: start_cache(nothing(B).inputs, max_length))
     carry = _Carry(
         state=start(nothing(B)),
-        cache=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache_shapes),
+        cache=cache,
         owner_B=jnp.full(B, Q, jnp.int32),
         block=jnp.int32(0),
         next=jnp.int32(0),
@@ -162,4 +164,4 @@ def search_queue(
     )
     carry = jax.lax.while_loop(lambda carry: carry.block < num_blocks, one_block, carry)
     found = results(collect(carry, jnp.arange(B)), pad_id)
-    return QueueResult(found, carry.slots_computed, carry.slots_used)
+    return QueueResult(found, carry.slots_computed, carry.slots_used), carry.cache

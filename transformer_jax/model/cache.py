@@ -76,6 +76,15 @@ class DecoderCache:
             position_B=self.position_B.at[rows_R].set(0),
         )
 
+    def cleared(self) -> DecoderCache:
+        """The same room with nobody in it: what is left of keys and values is out of sight."""
+        return dataclasses.replace(
+            self,
+            source_mask_BS=jnp.zeros_like(self.source_mask_BS),
+            ancestors_BWT=jnp.full_like(self.ancestors_BWT, _NOT_WRITTEN),
+            position_B=jnp.zeros_like(self.position_B),
+        )
+
     def visible(self) -> jax.Array:
         """Which slots hold a beam's own history: bool [B, 1, T*W, W]; the 1 stands for the heads."""
         slots_W1 = jnp.arange(self.beam_size, dtype=jnp.int32)[:, None]
