@@ -41,7 +41,7 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
     assert summary["steps"] == 30
     assert summary["stopped_by"] is None
     assert set(summary["test"]) >= {"bleu", "bleu_signature", "chrf", "exact_match", "averaged_checkpoints"}
-    assert summary["tokens_per_second"] > 0 and summary["peak_memory_bytes"]["host"] > 1e7
+    assert summary["cpu"] and summary["tokens_per_second"] > 0 and summary["peak_memory_bytes"]["host"] > 1e7
     assert summary["best_dev_loss"] == min(entry["dev_loss"] for entry in entries(finished, "dev"))
     assert (finished / "tokenizer.model").exists() and list((finished / "tensorboard").iterdir())
     train_entries = entries(finished)

@@ -211,10 +211,25 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "platform": platform.platform(),
+        "cpu": _processor(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "devices": [str(device.device_kind) for device in jax.devices()],
         "processes": jax.process_count(),
     }
+
+
+def _processor() -> str:
+    """Name, family and widest vectors of the CPU; virtual machines hide the exact name, and the speed hangs on the vectors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].split("\n")
+    except OSError:
+        return platform.machine()
+    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = known.get("model name", platform.machine())
+    family = f", family {known['cpu family']}" if "cpu family" in known else ""
+    features = known.get("flags", known.get("Features", "")).split()
+    widest = next((f", {each}" for each in ("avx512f", "avx2", "avx", "sve", "asimd") if each in features), "")
+    return name + family + widest
 
 
 def _truncate(path: Path, last_step: int) -> None:
