@@ -171,9 +171,21 @@ def test_a_store_that_cannot_be_written_is_known_before_training(store, monkeypa
     def refuse(path, name):
         raise PermissionError("no right to write")
 
-    monkeypatch.setattr(store, "put_file", refuse)
-    with pytest.raises(UserError, match=r"could not be copied to memory://bucket/run: no right to write. Nothing is lost"):
-        train(run(2), URL, devices=ONE)
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "put_file", refuse)
+        with pytest.raises(UserError, match=r"could not be copied to memory://bucket/run: no right to write. Nothing is lost"):
+            train(run(2), URL, devices=ONE)
+    assert train(run(2), URL, devices=ONE)["steps"] == 2  # as that message says
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_one(saved, store, monkeypatch):
+    def silent(path, **options):
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(store, "info", silent)
+    with pytest.raises(TimeoutError):
+        saved.pull()
+    assert saved._steps_here() == [2, 4]
 
 
 def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, capfd):

@@ -63,7 +63,9 @@ class RemoteWorkdir:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._store.invalidate_cache()  # others may have written since fsspec looked
-        if not self._store.exists(f"{self._root}/config.json"):
+        try:
+            self._store.info(f"{self._root}/config.json")  # not exists(), which with some stores is False for any error
+        except FileNotFoundError:
             for entry in self.folder.iterdir():
                 if entry.name != "corpus" and not entry.name.startswith("."):
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -30,7 +30,7 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.saved_model import load_model
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.loop import train
-from transformer_jax.training.workdir import claim
+from transformer_jax.training.workdir import claimed
 
 TAGS = [">>deu<<", ">>fra<<"]
 
@@ -174,7 +174,8 @@ def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines)
         train(dataclasses.replace(config, model=ModelConfig()), run)
     assert (run / "tokenizer.source.model").exists()
     assert train(config, run, devices=jax.devices()[:1])["steps"] == 3
-    claim(run, config)  # as the same command run again does
+    with claimed(run, config):  # as the same command run again does
+        pass
     before = nnx.to_pure_dict(nnx.state(load_model(workdir)[1], nnx.Param))
     trained, model, tokenizer = load_model(run)
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))

@@ -12,12 +12,13 @@ import pytest
 from runs import ONE, command, entries, final_state, no_evaluation, tiny, wait_for
 
 from transformer_jax.config import BatchConfig, Config, DataConfig, OptimizerConfig, PairsConfig, TokenizerConfig
+from transformer_jax.config_files import from_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
 from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.loop import TrainingError, train
-from transformer_jax.training.workdir import lock
+from transformer_jax.training.workdir import claimed
 
 
 def whole(**training: Any) -> Config:
@@ -107,9 +108,26 @@ def test_changed_training_text_is_refused(tmp_path: Path) -> None:
         train(config, tmp_path / "run", devices=ONE)
 
 
-def test_a_second_run_in_the_same_folder_is_refused(finished: Path) -> None:
-    with lock(finished), pytest.raises(UserError, match="Another run is at work"):
-        train(whole(), finished, devices=ONE)
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """Whatever its config, and before the first has trained a step: nothing of the first one's is touched."""
+    config = tiny()
+    with claimed(tmp_path, config):
+        (tmp_path / "tokenizer.model").write_text("the first run's")
+        with pytest.raises(UserError, match="Another run is at work"):
+            train(dataclasses.replace(config, seed=5), tmp_path, devices=ONE)
+    assert (tmp_path / "tokenizer.model").read_text() == "the first run's"
+    assert from_json((tmp_path / "config.json").read_text()) == config
+
+
+def test_a_run_whose_first_step_failed_gets_another_config(tmp_path: Path) -> None:
+    with claimed(tmp_path, tiny()):
+        (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n')
+    smaller = dataclasses.replace(tiny(), batch=BatchConfig(tokens=512))
+    with claimed(tmp_path, smaller):
+        assert from_json((tmp_path / "config.json").read_text()) == smaller
+        (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n{"kind": "train", "step": 1}\n')
+    with pytest.raises(UserError, match=r"holds a run with another config.*\n  batch.tokens"), claimed(tmp_path, tiny()):
+        pass
 
 
 def test_unequal_test_files_are_named_before_training(tmp_path: Path) -> None:

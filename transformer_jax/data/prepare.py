@@ -25,7 +25,7 @@ from transformer_jax.decoding.parts import parse_part
 from transformer_jax.errors import UserError
 from transformer_jax.remote import require_folder
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.workdir import check_inputs, claim, has_tokenizer, lock, prepare_tokenizer
+from transformer_jax.training.workdir import check_inputs, claimed, has_tokenizer, prepare_tokenizer
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def make_tokenizer(config: Config, workdir: Path) -> None:
     """What ``train`` does first: a work directory for this config, and its tokenizer."""
     check_inputs(config)
-    claim(workdir, config)
-    with lock(workdir):
+    with claimed(workdir, config):
         prepare_tokenizer(workdir, config)
 
 

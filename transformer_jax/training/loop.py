@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,8 @@ from transformer_jax.training.step import Programs, StepMetrics, TrainState, mak
 from transformer_jax.training.watchdog import Watchdog
 from transformer_jax.training.workdir import (
     check_inputs,
-    claim,
+    claimed,
     fetch,
-    lock,
     prepare_tokenizer,
     with_vocabulary,
     write_config,
@@ -74,11 +73,11 @@ def train(
     folder = Path(workdir).absolute() if remote is None else remote.folder
     check_agreement({name: value for name, value in flatten(config).items() if not name.startswith(FREE_BETWEEN_PROCESSES)})
     check_inputs(config)
-    # One process claims and locks the folder for all.
     if remote is not None:
         fetch(remote)
-    from_first(lambda: claim(folder, config, other_batches=other_batches))
-    with lock(folder) if is_first() else nullcontext():
+    # One process holds the folder for all.
+    with ExitStack() as held:
+        from_first(lambda: held.enter_context(claimed(folder, config, other_batches=other_batches)))
         run = Run(config, folder, devices, remote)
         try:
             return run.train()

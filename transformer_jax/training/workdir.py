@@ -31,18 +31,43 @@ def check_inputs(config: Config) -> None:
             check_files(pairs, config.data.root)
 
 
-def claim(workdir: Path, config: Config, *, other_batches: bool = False) -> None:
-    """Create the work directory for this config, or check that it is the config of the run that is already there.
+@contextmanager
+def claimed(workdir: Path, config: Config, *, other_batches: bool = False) -> Iterator[None]:
+    """Hold the work directory, made for this config if need be, for as long as the context lasts; no second run can.
 
-    With ``other_batches`` the fields of ``batch`` may differ; what that changes is logged.
+    With ``other_batches`` the fields of ``batch`` may differ from those of the run that is already there; what that changes is
+    logged.
 
     A folder where no step was ever trained, for bad input say, is taken over; only its tokenised corpora can be of use. One
     with imported parameters gets the new config if that leaves their model and tokenizer as they are.
+
+    Raises:
+      UserError: another run holds it, or was begun in it with another config; a path that is no work directory. Nothing in it
+        was changed.
     """
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"{str(workdir)!r} is a file; expected a new folder or a work directory.")
+    has_config = (workdir / "config.json").exists()
+    if workdir.is_dir() and not has_config and any(not _may_be_there(entry.name) for entry in workdir.iterdir()):
+        raise UserError(f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a work directory.")
+    workdir.mkdir(parents=True, exist_ok=True)
+    with lock(workdir):
+        _claim(workdir, config, other_batches=other_batches)
+        yield
+
+
+def _may_be_there(name: str) -> bool:
+    """In a folder that is to become a work directory: hidden files, and corpora of an earlier one (``RemoteWorkdir.pull``)."""
+    return name.startswith(".") or name == "corpus"
+
+
+def _claim(workdir: Path, config: Config, *, other_batches: bool) -> None:
     path = workdir / "config.json"
-    if path.exists():
+    if not path.exists():
+        write_config(workdir, config)
+    else:
         differences = differences_on_resume(from_json(path.read_text()), config)
-        untrained = not (workdir / "metrics.jsonl").exists()
+        untrained = not _was_trained(workdir)
         if untrained and complete_steps(workdir / "checkpoints"):
             fixed = [line for line in differences if line.startswith(("model.", "tokenizer.")) and "dropout:" not in line]
             if fixed:
@@ -70,13 +95,14 @@ def claim(workdir: Path, config: Config, *, other_batches: bool = False) -> None
                 fields,
             )
             write_config(workdir, config)
-    elif workdir.is_dir() and any(not entry.name.startswith(".") for entry in workdir.iterdir()):
-        raise UserError(f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a work directory.")
-    elif workdir.exists() and not workdir.is_dir():
-        raise UserError(f"{str(workdir)!r} is a file; expected a new folder or a work directory.")
-    else:
-        workdir.mkdir(parents=True, exist_ok=True)
-        write_config(workdir, config)
+
+
+def _was_trained(workdir: Path) -> bool:
+    """Whether a step is left of any run: in a checkpoint (an import is step 0), or in more metrics than that it started."""
+    if any(step > 0 for step in complete_steps(workdir / "checkpoints")):
+        return True
+    metrics = workdir / "metrics.jsonl"
+    return metrics.exists() and any('"kind": "start"' not in line for line in metrics.read_text().splitlines())
 
 
 def fetch(remote: RemoteWorkdir) -> None:
