@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import jax
+
     from transformer_jax.config import Config
     from transformer_jax.decoding.records import Record
     from transformer_jax.decoding.resuming import ResumableFile, Stream
@@ -230,10 +232,19 @@ def _decode(a: Arguments) -> None:
         print(bleu(best, references, tokenize=tokenize), file=sys.stderr)
         print(chrf(best, references), file=sys.stderr)
         if translator.config.shortlist:
-            _compare(translator, [record.request() for record in read()], references, tokenize, nbest=a.results.nbest)
+            requests = [record.request() for record in read()]
+            _compare(translator, requests, references, tokenize, nbest=a.results.nbest, devices=devices)
 
 
-def _compare(translator: Translator, requests: list[Request], references: list[str], tokenize: str, *, nbest: int) -> None:
+def _compare(
+    translator: Translator,
+    requests: list[Request],
+    references: list[str],
+    tokenize: str,
+    *,
+    nbest: int,
+    devices: Sequence[jax.Device],
+) -> None:
     """Say what the shortlist costs in BLEU and what it saves. Its own shapes are compiled already."""
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.evaluation import bleu
@@ -241,7 +252,8 @@ def _compare(translator: Translator, requests: list[Request], references: list[s
     def best(of: Translator) -> list[str]:
         return [translations[0].text for translations in of.stream(requests, num_hypotheses=nbest)]
 
-    whole = Translator(translator.models, translator.tokenizer, dataclasses.replace(translator.config, shortlist=""))
+    everything = dataclasses.replace(translator.config, shortlist="")
+    whole = Translator(translator.models, translator.tokenizer, everything, devices=devices)
     best(whole)  # compiles
     lines, seconds = [], []
     for each in (translator, whole):

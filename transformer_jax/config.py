@@ -202,6 +202,8 @@ class PairsConfig:
         check_types(self, "")
         if self.kind in ("text", "tsv", "jsonl", "tfds"):
             _require(bool(self.source), "source", self.source, f"at least one entry for kind {self.kind!r}")
+        if self.kind == "tfds":
+            _require(len(self.source) == 1, "source", self.source, "one builder for kind 'tfds'")
         if self.kind == "text":
             _require(
                 len(self.source) == len(self.target), "target", self.target, f"{len(self.source)} files, as many as source"

@@ -9,6 +9,7 @@ A checkpoint is a folder that is usable alone (``training/checkpoint.py`` writes
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import zlib
@@ -58,6 +59,8 @@ def load_model(
     if newest is None:
         raise UserError(f"All {len(paths)} checkpoints in {paths[0].parent} are damaged; expected at least one that is whole.")
     config = from_json((newest / "config.json").read_text())
+    if newest != workdir and (workdir / "config.json").is_file():  # how to decode may have changed since it was saved
+        config = dataclasses.replace(config, decoding=from_json((workdir / "config.json").read_text()).decoding)
     wanted = average or (config.training.average if checkpoint == "last" else 1)
     chosen = [newest, *islice(whole, wanted - 1)]
     if average is not None and len(chosen) < average:
@@ -127,10 +130,11 @@ def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
     if checkpoint == "last":
         step = steps[-1]
     elif checkpoint == "best":
-        verify(newest := folder / f"{steps[-1]:08d}")
-        step = json.loads((newest / "progress.json").read_text()).get("best_step")
+        newest = next(_whole([folder / f"{step:08d}" for step in reversed(steps)], skip_damaged=True), None)
+        step = steps[-1] if newest is None else json.loads((newest / "progress.json").read_text()).get("best_step")
         if step not in steps:
-            raise UserError(f"There is no best checkpoint: nothing was evaluated on dev. Expected last, or one of {listed}.")
+            why = "nothing was evaluated on dev" if step is None else f"that of step {step} could not be saved"
+            raise UserError(f"There is no best checkpoint: {why}. Expected last, or one of {listed}.")
     else:
         step = int(checkpoint) if str(checkpoint).isdigit() else None
     if step not in steps:

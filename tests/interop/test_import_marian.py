@@ -83,7 +83,9 @@ def marian(tmp_path_factory, lines) -> Path:
         model.model.shared.weight[last] = 0
         model.final_logits_bias.copy_(0.3 * torch.randn(model.final_logits_bias.shape, generator=generator))
         model.final_logits_bias[0, 0] += 5.0  # translations end before they must
-    model.generation_config.update(num_beams=3, length_penalty=0.0, max_length=60, min_new_tokens=5, bad_words_ids=[[last]])
+    model.generation_config.update(
+        num_beams=3, length_penalty=0.0, max_length=60, min_new_tokens=5, bad_words_ids=[[last], [1]]
+    )
     model.save_pretrained(folder)
     return folder
 
@@ -123,6 +125,10 @@ def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lin
             assert as_theirs == ours_of[expected].tolist(), (side, text)
             unknown += any(i > size for i in ids)
     assert unknown > 5
+    translator = Translator.from_workdir(workdir, max_source_length=16)
+    parts = translator._split(">>deu<<" + " one two three" * 20, 15)
+    assert len(parts) > 3 and all(len(part) <= 15 and part[0] == parts[0][0] for part in parts)
+    assert tokenizer.source_pieces(parts[0][:1]) == [">>deu<<"]
     ids = tokenizer.encode_target([_target(line) for line in lines[:8]])
     assert [tokenizer.decode_target(row) for row in ids] == [_target(line) for line in lines[:8]]
 
@@ -150,7 +156,7 @@ def test_translations_agree(workdir, theirs, lines) -> None:
     ours = Translator.from_workdir(workdir, batch_size=16)
     generated = model.generate(**tokenizer(texts, return_tensors="pt", padding=True))
     expected = tokenizer.batch_decode(generated, skip_special_tokens=True)
-    assert (ours.config.beam_size, ours.config.min_length, ours.config.suppress) == (3, 5, ("<s>",))
+    assert (ours.config.beam_size, ours.config.min_length, ours.config.suppress) == (3, 5, ("<s>", "<unk>"))
     assert [text.strip() for text in ours.translate(texts)] == expected
     assert len(set(expected)) > 3 and generated.shape[1] < 25
 

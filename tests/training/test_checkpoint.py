@@ -1,5 +1,6 @@
 """Checkpoints: exact, kept as configured, checked when read, usable alone, unharmed by a full disk."""
 
+import dataclasses
 import errno
 import json
 import logging
@@ -11,7 +12,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from transformer_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.config import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+from transformer_jax.config_files import to_json
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import load_model
 from transformer_jax.sharding import make_mesh
@@ -81,6 +91,17 @@ def test_a_checkpoint_is_usable_from_its_folder_alone(
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected)
 
 
+def test_how_to_decode_is_what_the_work_directory_says_now(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
+    _save(Checkpoints(tmp_path, config, tokenizer), run, 1, best_step=9)
+    now = dataclasses.replace(config, decoding=DecodingConfig(beam_size=7), seed=3)
+    (tmp_path / "config.json").write_text(to_json(now))
+    assert load_model(tmp_path)[0] == dataclasses.replace(config, decoding=now.decoding)
+    with pytest.raises(UserError, match="There is no best checkpoint: that of step 9 could not be saved"):
+        load_model(tmp_path, checkpoint="best")
+
+
 def test_averaging_and_choice(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 10, 20, best_step=10)
     start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
@@ -106,7 +127,8 @@ def test_damaged_last_checkpoint_gives_way_to_the_one_before(
     tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
-    _save(checkpoints, run, 1, 2)
+    _save(checkpoints, run, 1, 2, best_step=1)
+    (tmp_path / "checkpoints" / "00000002.damaged" / "state").mkdir(parents=True)  # of an earlier time
     largest = max((tmp_path / "checkpoints" / "00000002" / "state").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -117,6 +139,7 @@ def test_damaged_last_checkpoint_gives_way_to_the_one_before(
     with pytest.raises(UserError, match="is damaged"):
         load_model(tmp_path, checkpoint=2)
     assert int(load_model(tmp_path)[1].config.d_model) == 8  # the last whole one
+    assert load_model(tmp_path, checkpoint="best")[0] == config
     with caplog.at_level(logging.WARNING):
         state, _ = checkpoints.restore_latest(run.abstract_state)
     assert int(state.step) == 1

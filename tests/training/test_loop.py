@@ -206,6 +206,8 @@ def test_a_loss_that_stays_non_finite_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
         train(config, tmp_path / "run", devices=ONE)
     assert len(entries(tmp_path / "run", "bad_step")) == 3
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()  # which is no JSON
+    assert [entry["loss"] is None for entry in entries(tmp_path / "run", "train")[-2:]] == [True, True]
 
 
 def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:

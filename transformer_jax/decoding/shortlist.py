@@ -211,9 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
     logging.getLogger("transformer_jax").setLevel(logging.INFO)
     try:
-        shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
         if is_url(a.workdir) and not a.output:
             raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
+        shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
         output = Path(a.output or Path(a.workdir) / "shortlist.npz")
         shortlist.save(output)
     except (UserError, OSError) as error:

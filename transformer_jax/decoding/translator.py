@@ -242,7 +242,9 @@ class Translator:
 
     def _split(self, line: str, room: int) -> list[list[int]]:
         """Parts of at most ``room`` pieces: as many whole sentences as fit; an over-long sentence ends anywhere between words,
-        and an over-long word anywhere."""
+        and an over-long word anywhere. A tag that the line begins with goes before each part."""
+        tag, line = self.tokenizer.source_tag(line)
+        room -= len(tag)
         units: list[list[int]] = []
         sentences = _SENTENCE_END.split(line)
         for sentence, pieces in zip(sentences, self.tokenizer.encode_source(sentences), strict=True):
@@ -256,7 +258,7 @@ class Translator:
             if len(parts[-1]) + len(unit) > room:
                 parts.append([])
             parts[-1] += unit
-        return parts
+        return [tag + part for part in parts]
 
     def _join(self, parts: list[list[Translation]]) -> list[Translation]:
         """The first-best of the parts as one line, then the second-best, as far as every part has one."""

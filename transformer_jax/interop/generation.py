@@ -32,6 +32,8 @@ def search_notes(config: Config, library: str, *, limit: str = "") -> list[str]:
         notes.append(f"decoding.method is 'sample', which is left out: {library} is set up for beam search.")
     if decoding.repetition_penalty != 1:
         notes.append("decoding.repetition_penalty is left out: it works on logits there, on log-probabilities here.")
+    if decoding.shortlist:
+        notes.append("decoding.shortlist is left out: its file is of another format, and works in this library only.")
     if decoding.coverage_penalty:
         notes.append(f"decoding.coverage_penalty is left out: {library} has none, or another one.")
     return notes

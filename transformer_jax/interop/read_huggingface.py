@@ -179,10 +179,11 @@ def _has_attention_bias(weights: Weights) -> bool:
 
 def _decoding(theirs: dict[str, Any], target: Arrangement, folder: Path) -> tuple[DecodingConfig, list[str]]:
     """Their search settings as ours, and what differs."""
-    piece_of_row = {int(row): piece for piece, row in zip(target.pieces, target.rows_V, strict=True) if row >= 0}
+    rows = zip(target.pieces, target.rows_V, target.new_V, strict=True)
+    piece_of_row = {int(row): piece for piece, row, new in rows if row >= 0 and not new}
     # Decoding from PAD there: its row is BOS here, so what forbids PAD there forbids BOS here.
     banned = [ids[0] for ids in theirs.get("bad_words_ids") or [] if len(ids) == 1]
-    never = {target.pieces[0]} | {p for p, new in zip(target.pieces, target.new_V, strict=True) if new}
+    never = target.pieces[0]
     suppress = dict.fromkeys(piece_of_row[i] for i in banned if i in piece_of_row)
     beam_size = theirs.get("num_beams") or 1
     penalty = theirs.get("length_penalty")
@@ -191,7 +192,7 @@ def _decoding(theirs: dict[str, Any], target: Arrangement, folder: Path) -> tupl
         length_penalty=float(1.0 if penalty is None else max(penalty, 0.0)),
         min_length=theirs.get("min_new_tokens") or 0,
         no_repeat_ngram=theirs.get("no_repeat_ngram_size") or 0,
-        suppress=tuple(piece for piece in suppress if piece not in never),
+        suppress=tuple(piece for piece in suppress if piece != never),
     )
     notes = [
         f"max_length {theirs.get('max_length', 'unset')} there; here a translation has at most source length + "

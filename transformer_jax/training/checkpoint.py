@@ -119,7 +119,9 @@ class Checkpoints:
                 continue
             # Only now: with all of them renamed, the next start would find none and begin anew.
             for damaged in (self.folder / f"{later:08d}" for later in steps if later > step):
-                damaged.rename(damaged.with_suffix(".damaged"))
+                aside = damaged.with_suffix(".damaged")
+                shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+                damaged.rename(aside)
             return step
         if steps:
             raise UserError(

@@ -46,15 +46,17 @@ class Meter:
         self._progress = progress
         self._plan = plan
         self._step = start
-        self._sums: list[LossSums] = []
-        self._source_tokens = 0.0
+        self._sums: list[LossSums] = []  # of steps that were not skipped
+        self._source_tokens = self._target_tokens = 0.0
         self._positions = np.zeros(2)  # source, target; padding included
         self._waited = 0.0
         self._since = self._since_booked = time.perf_counter()
 
     def add(self, metrics: StepMetrics) -> None:
-        self._sums.append(metrics.sums)
+        if not metrics.bad_in_a_row:
+            self._sums.append(metrics.sums)
         self._source_tokens += float(metrics.source_tokens)
+        self._target_tokens += float(metrics.sums.tokens)
         rows, source_length, target_length = self._plan.shape(self._step)
         self._positions += rows * source_length, rows * target_length
         self._step += 1
@@ -62,19 +64,19 @@ class Meter:
         self._progress["target_tokens"] += int(metrics.sums.tokens)
 
     def entry(self, waited: float) -> dict[str, Any]:
-        """Means since the last entry; ``waited``: seconds the loop has waited for data so far."""
-        sums = LossSums(*np.sum(self._sums, axis=0))
+        """Means since the last entry (NaN: of no step); ``waited``: seconds the loop has waited for data so far."""
+        nothing = np.full((1, len(LossSums._fields)), np.nan)
+        sums = LossSums(*np.sum(np.asarray(self._sums) if self._sums else nothing, axis=0))
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
-        target_tokens = float(sums.tokens)
         values: dict[str, Any] = means(sums) | {
-            "tokens_per_second": (self._source_tokens + target_tokens) / seconds,
-            "target_tokens_per_second": target_tokens / seconds,
+            "tokens_per_second": (self._source_tokens + self._target_tokens) / seconds,
+            "target_tokens_per_second": self._target_tokens / seconds,
             "source_fill": self._source_tokens / self._positions[0],
-            "target_fill": target_tokens / self._positions[1],
+            "target_fill": self._target_tokens / self._positions[1],
             "data_wait_share": (waited - self._waited) / seconds,
         }
-        self._sums, self._source_tokens, self._waited, self._since = [], 0.0, waited, now
+        self._sums, self._source_tokens, self._target_tokens, self._waited, self._since = [], 0.0, 0.0, waited, now
         self._positions[:] = 0
         return values
 
@@ -136,12 +138,13 @@ class Reporter:
         self._progress.start()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """One line in metrics.jsonl and one point a number in TensorBoard."""
-        entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        """One line in metrics.jsonl, with null for what is not finite, and one point a number in TensorBoard."""
+        told = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in values.items()}
+        entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **told}
         with self._reporting_errors():
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
-            for name, value in values.items():
+            for name, value in told.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 

@@ -69,7 +69,12 @@ def _claim(workdir: Path, config: Config, *, other_batches: bool) -> None:
         differences = differences_on_resume(from_json(path.read_text()), config)
         untrained = not _was_trained(workdir)
         if untrained and complete_steps(workdir / "checkpoints"):
-            fixed = [line for line in differences if line.startswith(("model.", "tokenizer.")) and "dropout:" not in line]
+            free = ("dropout:", "remat:", "dtype:")
+            fixed = [
+                line
+                for line in differences
+                if line.startswith(("model.", "tokenizer.")) and not line.split(" ")[0].endswith(free)
+            ]
             if fixed:
                 raise UserError(
                     f"{str(workdir)!r} holds an imported model; expected its own settings, which --config {path} gives. "
