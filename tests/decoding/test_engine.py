@@ -146,6 +146,11 @@ def test_caches_are_made_once_and_used_again():
 def test_devices_share_the_work(engine):
     spread = Engine([make_model(0)], CONFIG, devices=jax.devices()[:4])
     assert pieces(spread.search(SENTENCES)) == pieces(engine.search(SENTENCES))
+    # Each gets as many as any other, whatever the blocks of one length that they come in.
+    places = spread._places(spread.programs[0], [[0], [1, 2, 3], [4], [5, 6]])
+    queue, counts, _ = spread._queue(spread.programs[0], {place: SENTENCES[index] for index, place in places.items()})
+    assert len(set(places.values())) == 7 and counts.sum(axis=1).tolist() == [2, 2, 2, 1]
+    assert (queue.limit_Q > 0).sum() == 7
 
 
 def test_settings_that_do_not_fit():

@@ -200,12 +200,13 @@ class Engine:
         return min([source_length + self.config.max_extra_length, *self._max_positions])
 
     def _places(self, program: Program, blocks: list[list[int]]) -> dict[int, int]:
-        """Where in the queue the sentences of each block stand: dealt out to the devices in turn."""
-        return {
-            index: (i % self._shares * program.num_blocks + block) * program.block_size + i // self._shares
-            for block, indices in enumerate(blocks)
-            for i, index in enumerate(indices)
-        }
+        """Where in the queue the sentences of each block stand: dealt out to the devices in turn, from block to block."""
+        places: dict[int, int] = {}
+        for block, indices in enumerate(blocks):
+            for i, index in enumerate(indices):
+                device = len(places) % self._shares
+                places[index] = (device * program.num_blocks + block) * program.block_size + i // self._shares
+        return places
 
     def _queue(self, program: Program, sentences: dict[int, Sentence]) -> tuple[Queue, np.ndarray, np.ndarray | None]:
         """The sentences at their places as arrays, how many each device has in each block, and their shortlists, if any."""
