@@ -37,7 +37,7 @@ def run(method, queue, counts_M, *, batch_size, beam_size):
         method,
         chains.step(TOYS),
         lambda numbers_B: chains.start(TOYS, numbers_B, beam_size=beam_size),
-        lambda cache, rows_R, fresh: jax.tree.map(lambda old, new: old.at[rows_R].set(new), cache, fresh),
+        lambda cache, rows_R, fresh: jax.tree.map(lambda old, new: old.at[rows_R].set(new, mode="drop"), cache, fresh),
         queue,
         counts_M,
         chains.start(TOYS, jnp.zeros(batch_size, jnp.int32), beam_size=beam_size),
@@ -90,6 +90,15 @@ def test_the_last_block_may_end_early(alone):
 def test_blocks_may_end_early(alone, counts):
     result = run(BEAM, queue_of(np.arange(QUEUE)), np.array(counts), batch_size=16, beam_size=3)
     assert chains.hypotheses(result.found) == [its if i % 16 < counts[i // 16] else [] for i, its in enumerate(alone)]
+
+
+def test_all_begin_at_once_where_there_is_a_row_for_each(alone):
+    """33 rows, of which two are handed on at a time; blocks of odd sizes."""
+    for counts in ((16, 14, 3), (7, 8, 8, 5, 2, 3)):
+        result = run(BEAM, queue_of(np.arange(QUEUE)), np.array(counts), batch_size=33, beam_size=3)
+        assert int(result.slots_computed) <= 33 * LENGTH
+        size = QUEUE // len(counts)
+        assert chains.hypotheses(result.found) == [its if i % size < counts[i // size] else [] for i, its in enumerate(alone)]
 
 
 def test_sentences_with_nothing_to_search_do_not_stop_the_others(alone):

@@ -77,14 +77,15 @@ def search_queue(
 ) -> tuple[QueueResult, Cache]:
     """Search the first ``counts_M[m]`` sentences of every block m in ``batch_size`` rows; none gets what depends on another.
 
-    ``start_cache(inputs)`` makes a cache of a block, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into
-    one of B rows, and so into ``cache``, whose rows hold nothing yet. It is given back for the next queue, as large caches
-    are best made once and donated. Every leaf of a cache has the rows as its first axis. A block is best a good deal smaller
-    than B, as it is encoded whole, however few sentences begin it. ``attention`` and ``source_length`` are those of
-    ``beam_search``.
+    ``start_cache(inputs)`` makes a cache of a block, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into one of B
+    rows (nowhere where ``rows_R`` is B), and so into ``cache``, whose rows hold nothing yet. It is given back for the next
+    queue, as large caches are best made once and donated. Every leaf of a cache has the rows as its first axis. A block is
+    best a good deal smaller than B, as it is encoded whole, however few sentences begin it. ``attention`` and
+    ``source_length`` are those of ``beam_search``.
 
     Three loops, one in the other, so that none holds a branch through which caches would be copied: the outer one encodes a
-    block, the middle one hands rows on as soon as 1/16 of them are idle, the inner one takes steps.
+    block, the middle one hands rows on as soon as 1/16 of them are idle, or enough for the rest of the block, the inner one
+    takes steps.
     """
     B, Q, M = batch_size, queue.limit_Q.shape[0], counts_M.shape[0]
     R, block_size = max(1, B // 16), Q // M
@@ -110,9 +111,11 @@ def search_queue(
         )
 
     def collect(carry: _Carry, rows_R: Array) -> SearchResult:
-        owners_R = carry.owner_B[rows_R]
+        owners_R = carry.owner_B.at[rows_R].get(mode="fill", fill_value=Q)
         return jax.tree.map(
-            lambda all_of_them, new: all_of_them.at[owners_R].set(new[rows_R], mode="drop"), carry.found, carry.state.finished
+            lambda all_of_them, new: all_of_them.at[owners_R].set(new.at[rows_R].get(mode="clip"), mode="drop"),
+            carry.found,
+            carry.state.finished,
         )
 
     def one_block(carry: _Carry) -> _Carry:
@@ -124,20 +127,21 @@ def search_queue(
         def hand_on(carry: _Carry) -> _Carry:
             def go_on(carry: _Carry) -> Array:
                 num_idle = carry.state.done_B.sum()
-                return (num_idle < B) & ~((carry.next < end) & (num_idle >= R))
+                return (num_idle < B) & ~((carry.next < end) & (num_idle >= jnp.minimum(R, end - carry.next)))
 
             carry = jax.lax.while_loop(go_on, step, carry)
-            # R idle rows: their results go out, the next of the block come in.
+            # Up to R idle rows: their results go out, the next of the block come in. Row B is none.
             rows_R = jnp.argsort(~carry.state.done_B, stable=True)[:R]
+            rows_R = jnp.where(carry.state.done_B[rows_R], rows_R, B)
             found = collect(carry, rows_R)
             places_R = carry.next + jnp.arange(R)
-            come_R = places_R < end
+            come_R = (places_R < end) & (rows_R < B)
             entries, fresh = jax.tree.map(lambda x: x[jnp.minimum(places_R - first, block_size - 1)], (block, encoded))
             entries = entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0))
             return carry._replace(
-                state=jax.tree.map(lambda old, new: old.at[rows_R].set(new), carry.state, start(entries)),
+                state=jax.tree.map(lambda old, new: old.at[rows_R].set(new, mode="drop"), carry.state, start(entries)),
                 cache=replace_rows(carry.cache, rows_R, fresh),
-                owner_B=carry.owner_B.at[rows_R].set(jnp.where(come_R, places_R, Q)),
+                owner_B=carry.owner_B.at[rows_R].set(jnp.where(come_R, places_R, Q), mode="drop"),
                 next=carry.next + come_R.sum(),
                 found=found,
             )

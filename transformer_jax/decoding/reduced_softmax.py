@@ -42,7 +42,7 @@ class ShortlistedCache:
         decoder = self.decoder.replace_rows(rows_R, fresh.decoder)
         old = self.own_BK, self.matrix_BDK, self.bias_BK
         new = fresh.own_BK, fresh.matrix_BDK, fresh.bias_BK
-        return ShortlistedCache(decoder, *(x.at[rows_R].set(y) for x, y in zip(old, new, strict=True)))
+        return ShortlistedCache(decoder, *(x.at[rows_R].set(y, mode="drop") for x, y in zip(old, new, strict=True)))
 
 
 class ShortlistedModel:

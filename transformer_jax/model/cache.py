@@ -56,24 +56,25 @@ class DecoderCache:
         return dataclasses.replace(self, ancestors_BWT=ancestors_BWT)
 
     def replace_rows(self, rows_R: jax.Array, fresh: DecoderCache) -> DecoderCache:
-        """Sentences ``rows_R`` leave; those of ``fresh``, R sentences that have not begun, take their places.
+        """Sentences ``rows_R`` leave; those of ``fresh``, R sentences that have not begun, take their places. Where a row is B
+        nothing happens.
 
         Of ``fresh`` only what belongs to the source is read. Old keys of self-attention stay, out of sight; old values become
         0, so that not even one that was infinite (times a weight of 0) is felt.
         """
         cross = jax.tree.map(
-            lambda old, new: old.at[rows_R].set(new),
+            lambda old, new: old.at[rows_R].set(new, mode="drop"),
             (self.cross_keys, self.cross_values, self.source_mask_BS),
             (fresh.cross_keys, fresh.cross_values, fresh.source_mask_BS),
         )
         return dataclasses.replace(
             self,
-            self_values=jax.tree.map(lambda x: x.at[rows_R].set(0), self.self_values),
+            self_values=jax.tree.map(lambda x: x.at[rows_R].set(0, mode="drop"), self.self_values),
             cross_keys=cross[0],
             cross_values=cross[1],
             source_mask_BS=cross[2],
-            ancestors_BWT=self.ancestors_BWT.at[rows_R].set(_NOT_WRITTEN),
-            position_B=self.position_B.at[rows_R].set(0),
+            ancestors_BWT=self.ancestors_BWT.at[rows_R].set(_NOT_WRITTEN, mode="drop"),
+            position_B=self.position_B.at[rows_R].set(0, mode="drop"),
         )
 
     def cleared(self) -> DecoderCache:
