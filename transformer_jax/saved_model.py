@@ -131,6 +131,7 @@ def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
         step = steps[-1]
     elif checkpoint == "best":
         newest = next(_whole([folder / f"{step:08d}" for step in reversed(steps)], skip_damaged=True), None)
+        # With none whole, loading the newest will tell what is wrong with it.
         step = steps[-1] if newest is None else json.loads((newest / "progress.json").read_text()).get("best_step")
         if step not in steps:
             why = "nothing was evaluated on dev" if step is None else f"that of step {step} could not be saved"

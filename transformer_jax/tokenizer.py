@@ -131,7 +131,7 @@ class Tokenizer:
 
     def source_tag(self, line: str) -> tuple[list[int], str]:
         """The id of a tag like ``>>deu<<`` that ``line`` begins with, if it does and the vocabulary has tags; and the rest."""
-        return _split_tag(self._source, line)
+        return _split_tag(self._source, line) if _has_unused_pieces(self._source) else ([], line)
 
     def decode_source(self, ids: Iterable[int]) -> str:
         """Text of one sequence of source pieces; PAD, BOS and EOS are left out."""
@@ -157,7 +157,10 @@ class Tokenizer:
 def _encode(
     processor: sentencepiece.SentencePieceProcessor, lines: Sequence[str], *, sampling: float, seed: int
 ) -> list[list[int]]:
-    tags, lines = zip(*(_split_tag(processor, line) for line in lines), strict=True) if lines else ((), ())
+    if _has_unused_pieces(processor):
+        tags, lines = zip(*(_split_tag(processor, line) for line in lines), strict=True) if lines else ((), ())
+    else:
+        tags = ([],) * len(lines)
     if sampling:
         sampler = _sampler(processor, sampling)
         generator = random.Random(seed)
@@ -177,7 +180,7 @@ def _has_unused_pieces(processor: sentencepiece.SentencePieceProcessor) -> bool:
 
 def _split_tag(processor: sentencepiece.SentencePieceProcessor, line: str) -> tuple[list[int], str]:
     """The id of a tag that ``line`` begins with, if it does, and the rest of the line."""
-    tag = _TAG.match(line) if _has_unused_pieces(processor) else None
+    tag = _TAG.match(line)
     return ([processor.piece_to_id(tag[0])], line[tag.end() :]) if tag else ([], line)
 
 

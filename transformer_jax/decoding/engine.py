@@ -139,8 +139,12 @@ class Engine:
         self.num_compiled = self.slots_computed = self.slots_used = 0
         # Without this, XLA's CPU compiler copies caches that could be updated in place.
         options = {"xla_cpu_copy_insertion_use_region_analysis": True} if jax.default_backend() == "cpu" else None
-        static_and_donated: Any = {"static_argnames": ("program", "num_hypotheses"), "donate_argnames": "caches"}
-        self._search = jax.jit(self._search_queue, compiler_options=options, **static_and_donated)
+        self._search = jax.jit(
+            self._search_queue,
+            static_argnames=("program", "num_hypotheses"),
+            donate_argnames="caches",
+            compiler_options=options,
+        )
         # Kept from search to search on a CPU, where new memory costs; elsewhere training may need it back.
         self._caches: dict[Program, ensemble.Caches] = {}
 
@@ -310,9 +314,8 @@ class Engine:
             branches = [partial(start_at, length) for length in program.lengths]
             return with_own(jax.lax.switch(inputs.shape_Q[0], branches, inputs.source_QS), inputs.own_QK)
 
-        nobodys: Any = queue.inputs.own_QK
-        if nobodys is not None:
-            nobodys = jnp.full((program.rows, nobodys.shape[1]), NOT_FORCED, jnp.int32)
+        # Rows begin without pieces of their own (-1), where sentences have such.
+        nobodys_BK = jax.tree.map(lambda own_QK: jnp.full((program.rows, own_QK.shape[1]), -1, jnp.int32), queue.inputs.own_QK)
         result, caches = search_queue(
             self._method(num_hypotheses),
             ensemble.ensemble_step(shortlisted or models),
@@ -320,7 +323,7 @@ class Engine:
             ensemble.replace_rows,
             queue,
             counts_1M[0],
-            with_own(tuple(cache.cleared() for cache in caches), nobodys),
+            with_own(tuple(cache.cleared() for cache in caches), nobodys_BK),
             batch_size=program.rows,
             max_length=self._longest(source_room),
             pad_id=PAD_ID,
