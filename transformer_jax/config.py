@@ -418,7 +418,7 @@ class DecodingConfig:
         check_types(self, "decoding.")
         for name in ("beam_size", "batch_size", "max_extra_length"):
             _require(getattr(self, name) > 0, f"decoding.{name}", getattr(self, name), "a positive number")
-        _require(self.max_source_length > 1, "decoding.max_source_length", self.max_source_length, "at least 2")
+        _require(self.max_source_length > 2, "decoding.max_source_length", self.max_source_length, "at least 3")
         for name in ("length_penalty", "coverage_penalty", "min_length", "no_repeat_ngram", "top_k"):
             _require(getattr(self, name) >= 0, f"decoding.{name}", getattr(self, name), "0 or more")
         _require(

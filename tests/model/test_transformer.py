@@ -46,19 +46,28 @@ def tokens(*shape: int, seed: int = 0, high: int = 30) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(4, high, shape), jnp.int32)
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_cached_step_equals_teacher_forcing(changes: dict) -> None:
-    model = build(**changes)
-    source, target = tokens(3, 7).at[1, 4:].set(0), tokens(3, 6, seed=1)
+def check_cached_steps(model: Transformer, source: jax.Array, target: jax.Array) -> None:
+    rows, length = target.shape
     logits = run(model, source, target)
-    cache = model.start_cache(encode(model, source), source != 0, beam_size=2, max_length=6)
+    cache = model.start_cache(encode(model, source), source != 0, beam_size=2, max_length=length)
     step = jax.jit(lambda tokens, cache: model.decode_step(tokens, cache))
-    last = jnp.full((3, 2), 1)
-    for t in range(6):
+    last = jnp.full((rows, 2), 1)
+    for t in range(length):
         scores, cache = step(last, cache)
         for beam in range(2):
             np.testing.assert_allclose(scores[:, beam], logits[:, t], rtol=1e-5, atol=1e-5)
-        last = jnp.broadcast_to(target[:, t : t + 1], (3, 2))
+        last = jnp.broadcast_to(target[:, t : t + 1], (rows, 2))
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_cached_step_equals_teacher_forcing(changes: dict) -> None:
+    check_cached_steps(build(**changes), tokens(3, 7).at[1, 4:].set(0), tokens(3, 6, seed=1))
+
+
+def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> None:
+    # Blocks of self-attention end at 16, 32, 48, 64, 128 and 140, of the memory at 32, 64, 128 and 135.
+    source, target = tokens(3, 135).at[1, 4:].set(0).at[2, 70:].set(0), tokens(3, 140, seed=1)
+    check_cached_steps(build(), source, target)
 
 
 def test_reordered_cache_follows_each_beams_own_history() -> None:

@@ -27,7 +27,7 @@ from transformer_jax.decoding.search import (
 )
 from transformer_jax.errors import UserError
 
-_CHUNK = 128
+_CHUNK = 32
 
 
 def top_k(
@@ -49,8 +49,8 @@ def top_k(
     if num_chunks < 2 * num_chosen or jax.default_backend() != "cpu":
         return jax.lax.top_k(masked(x_RV, jnp.arange(width)[None]), k)
     padding = num_chunks * _CHUNK - width
-    x_RQC = jnp.pad(x_RV, ((0, 0), (0, padding)), constant_values=-jnp.inf).reshape(rows, num_chunks, _CHUNK)
-    _, chunks_RK = jax.lax.top_k(x_RQC.max(axis=-1), num_chosen)
+    largest_RQ = jax.lax.reduce_window(x_RV, -jnp.inf, jax.lax.max, (1, _CHUNK), (1, _CHUNK), ((0, 0), (0, padding)))
+    _, chunks_RK = jax.lax.top_k(largest_RQ, num_chosen)
     ids_RKC = jnp.sort(chunks_RK, axis=-1)[:, :, None] * _CHUNK + jnp.arange(_CHUNK)[None, None]
     ids_RC = ids_RKC.reshape(rows, num_chosen * _CHUNK)
     x_RC = jnp.take_along_axis(x_RV, jnp.minimum(ids_RC, width - 1), axis=1)

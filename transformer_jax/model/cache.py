@@ -14,9 +14,10 @@ from transformer_jax.model.attention import MASKED
 
 _NOT_WRITTEN = -1
 
-# On a CPU reading the cache is what attention costs; there it comes in blocks of so many positions, and those that no
-# sentence has anything in are passed over. Elsewhere a branch costs more than reading.
-_CPU_BLOCK, _CPU_MEMORY_BLOCK = 16, 32
+# On a CPU reading the cache is what attention costs; there it comes in blocks, and those that no sentence has anything in are
+# passed over. Since each costs some operations even so, they have this size up to position 64 only, and then double what is
+# before them. Elsewhere a branch costs more than reading.
+_CPU_BLOCK, _CPU_MEMORY_BLOCK, _CPU_EQUAL_BLOCKS = 16, 32, 64
 
 # Keys or values of consecutive positions: each [B, H, S, K] with S of the block; of self-attention [B, H, T*W, K].
 Blocks = tuple[jax.Array, ...]
@@ -135,17 +136,13 @@ def empty_cache(
     padding = max(0, source_room - source_mask_BS.shape[1])
     source_mask_BS = jnp.pad(source_mask_BS, ((0, 0), (0, padding)))
 
-    def ranges(length: int, cpu_block: int) -> list[tuple[int, int]]:
-        block = cpu_block if jax.default_backend() == "cpu" else max(length, 1)
-        return [(start, min(start + block, length)) for start in range(0, length, block)]
-
     def memory(projected_BSHK: jax.Array) -> Blocks:
         x_BHSK = jnp.pad(projected_BSHK.swapaxes(1, 2), ((0, 0), (0, 0), (0, padding), (0, 0)))
-        return tuple(x_BHSK[:, :, start:stop] for start, stop in ranges(x_BHSK.shape[2], _CPU_MEMORY_BLOCK))
+        return tuple(x_BHSK[:, :, start:stop] for start, stop in _ranges(x_BHSK.shape[2], _CPU_MEMORY_BLOCK))
 
     def history(projected_BSHK: jax.Array) -> Blocks:
         _, _, heads, width = projected_BSHK.shape
-        lengths = [stop - start for start, stop in ranges(max_length, _CPU_BLOCK)]
+        lengths = [stop - start for start, stop in _ranges(max_length, _CPU_BLOCK)]
         return tuple(jnp.zeros((batch, heads, length * beam_size, width), projected_BSHK.dtype) for length in lengths)
 
     return DecoderCache(
@@ -158,6 +155,18 @@ def empty_cache(
         position_B=jnp.zeros(batch, jnp.int32),
         attention_BWS=jnp.zeros((batch, beam_size, source_mask_BS.shape[1]), jnp.float32) if keep_attention else None,
     )
+
+
+def _ranges(length: int, cpu_block: int) -> list[tuple[int, int]]:
+    """Where blocks begin and end."""
+    if jax.default_backend() != "cpu":
+        return [(0, length)] if length else []
+    ranges, start = [], 0
+    while start < length:
+        stop = min(length, start + (cpu_block if start < _CPU_EQUAL_BLOCKS else start))
+        ranges.append((start, stop))
+        start = stop
+    return ranges
 
 
 def attend_to_blocks(
