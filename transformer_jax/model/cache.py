@@ -208,11 +208,12 @@ def attend_to_blocks(
     for block in zip(keys, values, _split(mask_BHLW, keys), strict=True):
         always = len(keys) == 1 or not terms  # one term at least, so that nothing is divided by 0
         terms.append(attend(*block) if always else jax.lax.cond(block[2].any(), attend, pass_over, *block))
-    largest_BH1W = jnp.stack([largest for largest, _, _ in terms]).max(axis=0)
-    factors = [jnp.exp(largest - largest_BH1W) for largest, _, _ in terms]
-    total_BH1W, out_BHWK = jnp.zeros(shape_BH1W, jnp.float32), jnp.zeros(shape_BHWK, jnp.float32)
-    for factor_BH1W, (_, weight_BH1W, values_BHWK) in zip(factors, terms, strict=True):
-        total_BH1W += factor_BH1W * weight_BH1W
+    largest, weights, values_of_terms = zip(*terms, strict=True)
+    largest_NBH1W = jnp.stack(largest)
+    factors_NBH1W = jnp.exp(largest_NBH1W - largest_NBH1W.max(axis=0, keepdims=True))
+    total_BH1W = (factors_NBH1W * jnp.stack(weights)).sum(axis=0)
+    out_BHWK = jnp.zeros(shape_BHWK, jnp.float32)
+    for factor_BH1W, values_BHWK in zip(factors_NBH1W, values_of_terms, strict=True):
         out_BHWK += factor_BH1W.swapaxes(2, 3) * values_BHWK
     return (out_BHWK / total_BH1W.swapaxes(2, 3)).swapaxes(1, 2).astype(q_BWHK.dtype)
 
