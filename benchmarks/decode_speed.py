@@ -138,9 +138,11 @@ def _result(started: in_turn.Started, rounds: in_turn.Rounds, forced: list[int] 
 def _inputs(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int] | None]:
     """Source pieces, longest first, and the target lengths that belong to them if they are to be forced."""
     if arguments.workdir or arguments.source:
-        from transformer_jax.tokenizer import Tokenizer  # late, as it brings JAX: wrong flags are told at once
+        # Late, as it brings JAX: wrong flags are told at once.
+        from transformer_jax.data.sources import read_lines
+        from transformer_jax.tokenizer import Tokenizer
     if arguments.workdir:
-        lines = _lines(arguments.input)
+        lines = list(read_lines(arguments.input))
         pieces = [x for x in Tokenizer.load(arguments.workdir).encode_source(lines) if x]
         return sorted(pieces[: arguments.sentences], key=len, reverse=True), None
     rng = np.random.default_rng(0)
@@ -148,7 +150,8 @@ def _inputs(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int] |
         pairs_N2 = np.loadtxt(arguments.lengths, dtype=int, ndmin=2)
     elif arguments.source:
         tokenizer = Tokenizer.load(arguments.tokenizer)
-        sides = tokenizer.encode_source(_lines(arguments.source)), tokenizer.encode_target(_lines(arguments.target))
+        source, target = (list(read_lines(path)) for path in (arguments.source, arguments.target))
+        sides = tokenizer.encode_source(source), tokenizer.encode_target(target)
         pairs_N2 = np.array([(len(a) + 1, len(b) + 1) for a, b in zip(*sides, strict=True)])
     else:
         count = arguments.sentences or 3003
@@ -163,10 +166,6 @@ def _inputs(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int] |
     # No translation may be longer than the search has room for.
     targets = np.minimum(pairs_N2[:, 1], pairs_N2[:, 0] + arguments.max_extra_length)
     return [rng.integers(4, vocab_size, n - 1).tolist() for n in pairs_N2[:, 0]], targets.tolist()
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 
 def _print_table(result: dict[str, Any]) -> None:
