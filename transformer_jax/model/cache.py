@@ -15,8 +15,8 @@ from transformer_jax.model.attention import MASKED
 _NOT_WRITTEN = -1
 
 # On a CPU reading the cache is what attention costs; there it comes in blocks, and those that no sentence has anything in are
-# passed over. Since each costs some operations even so, they have this size up to position 64 only, and then double what is
-# before them. Elsewhere a branch costs more than reading.
+# passed over. As even those cost some operations, blocks have this size up to position 64 only; from there on each is as long
+# as all before it together. Elsewhere a branch costs more than reading.
 _CPU_BLOCK, _CPU_MEMORY_BLOCK, _CPU_EQUAL_BLOCKS = 16, 32, 64
 
 # Keys or values of consecutive positions: each [B, H, S, K] with S of the block; of self-attention [B, H, T*W, K].
