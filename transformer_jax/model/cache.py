@@ -159,11 +159,10 @@ def empty_cache(
 
 def _ranges(length: int, cpu_block: int) -> list[tuple[int, int]]:
     """Where blocks begin and end."""
-    if jax.default_backend() != "cpu":
-        return [(0, length)] if length else []
+    block = cpu_block if jax.default_backend() == "cpu" else length
     ranges, start = [], 0
     while start < length:
-        stop = min(length, start + (cpu_block if start < _CPU_EQUAL_BLOCKS else start))
+        stop = min(length, start + (block if start < _CPU_EQUAL_BLOCKS else start))
         ranges.append((start, stop))
         start = stop
     return ranges
