@@ -1,15 +1,26 @@
 """What the documents name exists: files, config fields, links."""
 
+import dataclasses
 import re
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+import tyro
+from flax import nnx
 
+from transformer_jax import Transformer
 from transformer_jax.config import Config
-from transformer_jax.config_files import flatten
+from transformer_jax.config_files import flatten, load_config_file
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLE_3 = re.findall(
+    r"^\| (.+?) \| (?:`(.+?)`)? *\| (\d+) \| ([\d.]+) \| [\d.]+ \| [\d.]+ \|$",
+    (ROOT / "docs" / "results.md").read_text(),
+    re.MULTILINE,
+)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
@@ -37,3 +48,20 @@ def test_flags_of_decode_exist() -> None:
     commands = "\n".join(line for line in text.replace("\\\n", "").split("\n") if "decode.py" in line or "`--" in line)
     named = set(re.findall(r"--([a-z-]+)", commands))
     assert len(named) > 20 and not named - flags, f"docs/decoding.md names {named - flags}"
+
+
+def test_table_3_has_all_rows_of_the_paper() -> None:
+    assert len(TABLE_3) == 20
+    assert len({flags for _, flags, _, _ in TABLE_3}) == 20
+
+
+@pytest.mark.parametrize(("flags", "paper", "ours"), [row[1:] for row in TABLE_3], ids=[row[0] for row in TABLE_3])
+def test_flags_of_table_3_give_its_models(flags: str, paper: str, ours: str) -> None:
+    base = load_config_file(ROOT / "configs" / "wmt14_base.py")
+    config = tyro.cli(Config, args=flags.split(), default=base)
+    assert (config == base) == (flags == "")
+    sized = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
+    model = nnx.eval_shape(lambda: Transformer(sized, rngs=nnx.Rngs(0)))
+    millions = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) / 1e6
+    assert round(float(millions), 1) == float(ours)
+    assert abs(millions - int(paper)) <= 4.5
