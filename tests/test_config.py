@@ -121,6 +121,12 @@ def test_requirements_file_starts_with_the_packages_own() -> None:
     assert [line.split("#")[0].strip() for line in lines if not line.startswith("#")] == project["dependencies"]
 
 
+def test_all_packages_are_installed() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "transformer_jax").rglob("*.py")}
+    assert sorted(setuptools["packages"]) == sorted(".".join(folder.parts) for folder in folders)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -77,12 +77,12 @@ def files_of(config: PairsConfig, root: str) -> list[tuple[File, ...]]:
     ``UserError`` if that is none, or if source and target of a text match different numbers of them.
     """
     if config.kind in ("tsv", "jsonl"):
-        return [(path,) for name in config.source for path in _expanded(name, root)]
+        return [(path,) for name in config.source for path in expanded(name, root)]
     if config.kind != "text":
         return []
     files: list[tuple[File, ...]] = []
     for source, target in zip(config.source, config.target, strict=True):
-        sides = _expanded(source, root), _expanded(target, root)
+        sides = expanded(source, root), expanded(target, root)
         if len(sides[0]) != len(sides[1]):
             raise UserError(
                 f"source {source!r} stands for {len(sides[0])} file(s) and target {target!r} for {len(sides[1])}; expected "
@@ -134,7 +134,11 @@ def _absolute(file: File) -> str:
     return file.name if isinstance(file, Url) else str(file.absolute())
 
 
-def _expanded(name: str, root: str) -> list[File]:
+def expanded(name: str, root: str = "") -> list[File]:
+    """The files that a name stands for, from the folder or URL ``root``: itself, or if it is a glob all that match, sorted.
+
+    Raises ``UserError`` if a glob matches none.
+    """
     if is_url(name) or (is_url(root) and not os.path.isabs(name)):
         url = Url(name if is_url(name) else f"{root.rstrip('/')}/{name}")
         if not glob.has_magic(url.name) or url.is_file():
@@ -151,6 +155,6 @@ def _expanded(name: str, root: str) -> list[File]:
     if not files:
         raise UserError(
             f"{name!r} matches no file; expected at least one, with * for any characters, ? for one, [ab] for one of these "
-            f"and ** for any folders. Relative names start from data.root = {root!r}."
+            f"and ** for any folders.{f' Relative names start from data.root = {root!r}.' if root else ''}"
         )
     return files

@@ -1,0 +1,102 @@
+"""Trees: what is written is read back, any sequence gives a tree, and faults in a treebank are named."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_jax.errors import UserError
+from transformer_jax.parsing.trees import Constituent, Parse, from_sequence, read_parses
+
+PENN = """
+( (S
+    (NP-SBJ-1 (NNP John) )
+    (VP (VBZ has)
+      (NP (DT a) (NN dog) )
+      (PP=2 (IN with) (NP (-NONE- *T*-1) )) (PRT|ADVP (RP off)))
+    (. .) ))
+"""
+
+
+def parse_tree(draw: st.DrawFn, start: int, end: int, depth: int) -> Iterator[Constituent]:
+    """Constituents over these words, in the order in which they open."""
+    for _ in range(draw(st.integers(0 if depth else 1, 2))):
+        yield Constituent(draw(st.sampled_from(["S", "NP", "VP", "PRT"])), start, end)
+    while depth < 4 and start < end:
+        middle = draw(st.integers(start + 1, end))
+        yield from parse_tree(draw, start, middle, depth + 1)
+        start = middle
+
+
+@st.composite
+def parses(draw: st.DrawFn) -> Parse:
+    words = draw(st.lists(st.sampled_from(["John", "has", "dogs", ",", "-LRB-", "XX"]), min_size=1, max_size=7))
+    tags = [draw(st.sampled_from(["NNP", "VBZ", ",", "."])) for _ in words]
+    return Parse(tuple(words), tuple(tags), tuple(parse_tree(draw, 0, len(words), 0)))
+
+
+@settings(deadline=None)
+@given(st.lists(parses(), max_size=3))
+def test_a_treebank_that_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, written: list[Parse]) -> None:
+    path = tmp_path_factory.mktemp("trees") / "trees.mrg"
+    path.write_text("".join(f"{parse}\n" for parse in written))
+    assert list(read_parses(path)) == written
+
+
+@settings(deadline=None)
+@given(parses())
+def test_the_sequence_of_a_tree_gives_the_tree(parse: Parse) -> None:
+    restored, faultless = from_sequence(parse.words, parse.sequence())
+    assert faultless
+    assert (restored.words, restored.constituents) == (parse.words, parse.constituents)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5), st.lists(st.sampled_from(["(S", "(NP", ")S", ")NP", "XX", "?", "(", ")"]), max_size=14))
+def test_any_sequence_gives_a_tree_and_a_whole_one_is_told_from_others(count: int, tokens: list[str]) -> None:
+    words = [f"w{i}" for i in range(count)]
+    parse, faultless = from_sequence(words, " ".join(tokens))
+    assert parse.words == tuple(words)
+    assert all(0 <= c.start < c.end <= count for c in parse.constituents)
+    assert from_sequence(words, parse.sequence()) == (parse, True)  # constituents nest
+    assert faultless == (parse.sequence() == " ".join("XX" if token == "?" else token for token in tokens))
+
+
+def test_penn_trees_lose_traces_functions_and_the_root(tmp_path: Path) -> None:
+    path = tmp_path / "penn.mrg"
+    path.write_text(PENN)
+    (parse,) = read_parses(path)
+    assert parse.words == ("John", "has", "a", "dog", "with", "off", ".")
+    assert parse.tags == ("NNP", "VBZ", "DT", "NN", "IN", "RP", ".")
+    assert parse.sequence() == "(S (NP XX )NP (VP XX (NP XX XX )NP (PP XX )PP (PRT XX )PRT )VP XX )S"
+    assert str(parse).startswith("( (S (NP (NNP John)) (VP (VBZ has) (NP (DT a) (NN dog))")
+
+
+def test_a_faulty_sequence_keeps_what_is_sound() -> None:
+    words = ["John", "has", "a", "dog", "."]
+    assert from_sequence(words, "(S (NP XX )NP (VP XX (NP XX XX )NP )VP )S")[0].sequence() == (  # a word too few
+        "(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S"
+    )
+    assert from_sequence(words, "(S (NP XX )VP (VP XX XX XX XX XX XX")[0].sequence() == "(S (NP XX )NP (VP XX XX XX XX )VP )S"
+    assert from_sequence(words, "")[0].constituents == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("((S (NN dog)))\n\n(S (NN dog)))", "line 3: '\\)' outside all brackets"),
+        ("dog", "line 1: 'dog' outside"),
+        ("(S (NP the dog))", "line 1: a word 'dog' beside another word"),
+        ("(S (NP (DT the) dog))", "line 1: a word 'dog' beside"),
+        ("(S (NN dog (NN cat)))", "line 1: \\( after the word 'dog'"),
+        ("(S (NP))", "line 1: \\(NP\\) without a word"),
+        ("(S\n(NN dog)", "line 2: the end of the file inside 1 open bracket"),
+    ],
+)
+def test_what_is_no_tree_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.mrg"
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"bad.mrg, {message}.*expected trees such as"):
+        list(read_parses(path))

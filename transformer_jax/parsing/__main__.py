@@ -1,0 +1,135 @@
+"""Constituency parsing as translation (section 6.3): from a treebank to text that train.py reads, and back to trees.
+
+python -m transformer_jax.parsing prepare --trees 'wsj/22/*.mrg' --output data/wsj/dev
+python decode.py --workdir W --input data/wsj/dev.words --output dev.sequences
+python -m transformer_jax.parsing restore --words data/wsj/dev.words --sequences dev.sequences --output dev.mrg
+python -m transformer_jax.parsing score --gold data/wsj/dev.mrg --parses dev.mrg
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+
+import tyro
+
+from transformer_jax.data.files import expanded
+from transformer_jax.data.sources import read_lines
+from transformer_jax.errors import UserError
+from transformer_jax.parsing.bracketing import bracket_score
+from transformer_jax.parsing.trees import from_sequence, read_parses
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Write OUTPUT.words and OUTPUT.sequences, the two sides of a text for train.py, and OUTPUT.mrg, the same trees cleaned."""
+
+    trees: tuple[str, ...]
+    """Treebank files in Penn's format, .gz too; globs such as 'wsj/0[2-9]/*.mrg' are sorted."""
+    output: str
+    """Where to write, without the endings; folders are made."""
+    skip: int = 0
+    """Leave out so many trees at the beginning."""
+    take: int | None = None
+    """Use so many trees at most. Default: all."""
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Write the tree of each sentence, a line each, from what decode.py wrote for it."""
+
+    words: str
+    """The input of decode.py."""
+    sequences: str
+    """Its output."""
+    output: str | None = None
+    """File to write. Default: stdout."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Print labelled bracket F1, precision and recall, as EVALB computes them with Collins' parameters."""
+
+    gold: str
+    """File of the right trees."""
+    parses: str
+    """File of the trees to score, of the same sentences."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C), 141 (nobody reads the output)."""
+    task = tyro.cli(
+        Prepare | Restore | Score,  # type: ignore[arg-type]
+        prog="python -m transformer_jax.parsing",
+        args=argv,
+        description="Constituency parsing as translation: a treebank to text for train.py, and back to trees.",
+    )
+    try:
+        if isinstance(task, Prepare):
+            print(prepare(task), file=sys.stderr)
+        elif isinstance(task, Restore):
+            print(restore(task), file=sys.stderr)
+        else:
+            print(bracket_score(read_parses(task.gold), read_parses(task.parses)))
+    except BrokenPipeError:  # nobody reads the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def prepare(task: Prepare) -> str:
+    """Do it; returns what was done, in words."""
+    for name, value, least in (("skip", task.skip, 0), ("take", task.take, 1)):
+        if value is not None and value < least:
+            raise UserError(f"{name} is {value}; expected {least} or more.")
+    files = [file for name in task.trees for file in expanded(name)]
+    parses = chain.from_iterable(map(read_parses, files))
+    output = Path(task.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    sentences = words = 0
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:  # a text appears whole or not at all
+        made = [Path(folder, ending) for ending in ("words", "sequences", "mrg")]
+        with ExitStack() as stack:
+            sides = [stack.enter_context(path.open("w")) for path in made]
+            for parse in islice(parses, task.skip, None if task.take is None else task.skip + task.take):
+                for side, line in zip(sides, (" ".join(parse.words), parse.sequence(), str(parse)), strict=True):
+                    side.write(f"{line}\n")
+                sentences, words = sentences + 1, words + len(parse.words)
+        if not sentences:
+            raise UserError(f"{len(files)} file(s) have no tree after the first {task.skip}; expected at least one.")
+        for path in made:
+            path.replace(f"{output}.{path.name}")
+    return f"{output}.words, .sequences and .mrg: {sentences} trees over {words} words."
+
+
+def restore(task: Restore) -> str:
+    """Do it; returns what was done, in words."""
+    total = faulty = 0
+    with ExitStack() as stack:
+        output = stack.enter_context(open(task.output, "w")) if task.output else sys.stdout
+        for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
+            total += 1
+            if words is None or sequence is None:
+                short = task.words if words is None else task.sequences
+                raise UserError(
+                    f"{short} ends after {total - 1} lines; expected as many lines in {task.words} and {task.sequences}."
+                )
+            parse, faultless = from_sequence(words.split(), sequence)
+            faulty += not faultless
+            output.write(f"{parse}\n")
+        output.flush()
+    return f"{total} trees, {faulty} of them from sequences that were no whole tree of their words."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Labelled bracket F1, by which constituency parsers are compared (Black et al., 1991; section 6.3)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate, zip_longest
+from typing import NamedTuple
+
+from transformer_jax.errors import UserError
+from transformer_jax.parsing.trees import Constituent, Parse
+
+_PUNCTUATION = {",", ":", "``", "''", "."}
+_SAME_LABEL = {"PRT": "ADVP"}
+
+
+class BracketScore(NamedTuple):
+    """Sums over sentences, and what follows from them."""
+
+    matched: int
+    gold: int
+    """Constituents of the gold trees."""
+    parsed: int
+    """Constituents of the trees to score."""
+    exact: int
+    """Sentences all of whose constituents match."""
+    sentences: int
+
+    @property
+    def precision(self) -> float:
+        """Matched share of the parsed constituents, in percent."""
+        return 100 * self.matched / max(self.parsed, 1)
+
+    @property
+    def recall(self) -> float:
+        """Matched share of the gold constituents, in percent."""
+        return 100 * self.matched / max(self.gold, 1)
+
+    @property
+    def f1(self) -> float:
+        """Harmonic mean of precision and recall, 0 to 100."""
+        return 200 * self.matched / max(self.gold + self.parsed, 1)
+
+    def __str__(self) -> str:
+        """All of it on one line."""
+        return (
+            f"labelled bracket F1 = {self.f1:.2f} (precision {self.precision:.2f}, recall {self.recall:.2f}, "
+            f"exact match {100 * self.exact / max(self.sentences, 1):.2f}%, {self.sentences} sentences)"
+        )
+
+
+def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScore:
+    """Score trees as the program EVALB does with Collins' parameters, over sentences of any length.
+
+    Punctuation (by the gold tags , : `` '' .) is taken out of both trees, and with it constituents that have nothing else.
+    ADVP and PRT are the same label. A constituent that stands twice in a tree counts twice.
+
+    Raises:
+        UserError: different numbers of sentences, none at all, or different words.
+    """
+    totals, golds, parsed = BracketScore(0, 0, 0, 0, 0), 0, 0
+    for right, parse in zip_longest(gold, parses):
+        golds, parsed = golds + (right is not None), parsed + (parse is not None)
+        if right is None or parse is None:
+            continue
+        if right.words != parse.words:
+            raise UserError(
+                f"Tree {golds}: the words are {' '.join(parse.words)!r}; expected those of the gold tree, "
+                f"{' '.join(right.words)!r}."
+            )
+        a, b = _brackets(right.constituents, right.tags), _brackets(parse.constituents, right.tags)
+        found = (a & b).total(), a.total(), b.total(), int(a == b), 1
+        totals = BracketScore(*map(sum, zip(totals, found)))
+    if golds != parsed:
+        raise UserError(f"There are {golds} gold trees and {parsed} to score; expected as many of both.")
+    if not golds:
+        raise UserError("There is nothing to score: 0 trees.")
+    return totals
+
+
+def _brackets(constituents: Iterable[Constituent], tags: Iterable[str]) -> Counter[Constituent]:
+    """As they are compared: counted in words that are no punctuation."""
+    before = [0, *accumulate(tag not in _PUNCTUATION for tag in tags)]
+    scored = (Constituent(_SAME_LABEL.get(c.label, c.label), before[c.start], before[c.end]) for c in constituents)
+    return Counter(c for c in scored if c.start < c.end)

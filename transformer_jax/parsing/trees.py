@@ -1,0 +1,154 @@
+"""Parse trees as flat lists of constituents: read from a treebank, and as sequences that a model learns to write (section 6.3).
+
+A sequence is that of Vinyals et al. (2015), ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``: XX for each word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformer_jax.data.files import File
+from transformer_jax.data.sources import read_lines
+from transformer_jax.errors import UserError
+
+WORD = "XX"
+"""Stands for any word in a sequence."""
+
+_TOKEN = re.compile(r"[()]|[^\s()]+")
+_FUNCTION = re.compile(r"(?<=.)[-=|].*")  # of NP-SBJ-1, NP=2, PRT|ADVP
+_ROOTS = ("", "TOP", "ROOT")
+_EMPTY = "-NONE-"
+
+
+class Constituent(NamedTuple):
+    """A label over the words from ``start`` to ``end``, the latter excluded."""
+
+    label: str
+    start: int
+    end: int
+
+
+class Parse(NamedTuple):
+    """A sentence and its tree."""
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]
+    """Part of speech of each word."""
+    constituents: tuple[Constituent, ...]
+    """In the order in which they open: one stands before those inside it."""
+
+    def __str__(self) -> str:
+        """The tree in Penn's brackets, on one line."""
+        leaves = [f"({tag} {word})" for tag, word in zip(self.tags, self.words, strict=True)]
+        return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
+
+    def sequence(self) -> str:
+        """The tree as a model learns to write it, without words and tags."""
+        return " ".join(self._tokens([WORD] * len(self.words), named_ends=True))
+
+    def _tokens(self, leaves: Sequence[str], *, named_ends: bool) -> Iterator[str]:
+        waiting, open_ = list(reversed(self.constituents)), list[Constituent]()
+        for place, leaf in enumerate([*leaves, ""]):
+            while open_ and open_[-1].end == place:
+                ended = open_.pop()
+                yield f"){ended.label}" if named_ends else ")"
+            while waiting and waiting[-1].start == place:
+                open_.append(waiting.pop())
+                yield f"({open_[-1].label}"
+            if leaf:
+                yield leaf
+
+
+@dataclass
+class _Node:
+    number: int  # its place among all nodes, in the order in which they open
+    start: int
+    label: str | None = None
+    word: str | None = None
+
+
+def read_parses(file: str | File) -> Iterator[Parse]:
+    """The trees of a treebank file in Penn's format (``.gz`` too), as parsers are compared on them.
+
+    Left out are traces, constituents that have nothing else, the root above S, and all of a label that follows its first part
+    (NP-SBJ-1 is NP).
+
+    Raises:
+        UserError: another format, with file and line; not UTF-8.
+    """
+    line, path = 0, list[_Node]()
+    words, tags, constituents = list[str](), list[str](), list[Constituent | None]()
+    for line, text in enumerate(read_lines(file), 1):
+        for token in _TOKEN.findall(text):
+            node = path[-1] if path else None
+            if token == "(":
+                if node is not None and node.word is not None:
+                    raise _not_a_tree(file, line, f"( after the word {node.word!r}")
+                path.append(_Node(len(constituents), len(words)))
+                constituents.append(None)
+            elif node is None:
+                raise _not_a_tree(file, line, f"{token!r} outside all brackets")
+            elif token != ")":
+                inside = len(constituents) > node.number + 1
+                if node.label is None and not inside:
+                    node.label = token
+                elif node.word is None and not inside:
+                    node.word = token
+                else:
+                    raise _not_a_tree(file, line, f"a word {token!r} beside another word or a constituent")
+            else:
+                path.pop()
+                if node.word is None and len(constituents) == node.number + 1:
+                    raise _not_a_tree(file, line, f"({node.label or ''}) without a word or a constituent")
+                if node.word is not None and node.label != _EMPTY:
+                    words.append(node.word)
+                    tags.append(str(node.label))
+                label = _FUNCTION.sub("", node.label or "")
+                if node.word is None and node.start < len(words) and label not in _ROOTS:
+                    constituents[node.number] = Constituent(label, node.start, len(words))
+                if not path:
+                    if words:
+                        yield Parse(tuple(words), tuple(tags), tuple(c for c in constituents if c is not None))
+                    words, tags, constituents = [], [], []
+    if path:
+        raise _not_a_tree(file, line, f"the end of the file inside {len(path)} open bracket(s)")
+
+
+def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
+    """The tree of ``words`` that a sequence describes, and whether the sequence is a whole one of so many words.
+
+    Any sequence gives a tree. An end closes what was opened last, whatever its label; ends and words too many count for
+    nothing; words too few are added to the last constituent before it ends, and what has no words is left out.
+    """
+    count, place, faultless = len(words), 0, True
+    open_, constituents = list[tuple[str, int, int]](), list[Constituent | None]()
+    outer = -1  # the last constituent that stands in no other
+    for token in sequence.split():
+        if token in ("(", ")"):
+            faultless = False
+        elif token.startswith("("):
+            open_.append((token[1:], place, len(constituents)))
+            constituents.append(None)
+        elif not token.startswith(")"):
+            faultless &= place < count
+            place = min(place + 1, count)
+        elif open_:
+            label, start, number = open_.pop()
+            faultless &= token[1:] == label and start < place
+            constituents[number] = Constituent(label, start, place)
+            outer = outer if open_ else number
+        else:
+            faultless = False
+    faultless &= place == count and not open_
+    if not open_ and outer >= 0 and (last := constituents[outer]) and last.end == place:
+        constituents[outer] = last._replace(end=count)
+    for label, start, number in open_:
+        constituents[number] = Constituent(label, start, count)
+    return Parse(tuple(words), (WORD,) * count, tuple(c for c in constituents if c is not None and c.start < c.end)), faultless
+
+
+def _not_a_tree(file: str | File, line: int, found: str) -> UserError:
+    return UserError(f"{file}, line {line}: {found}; expected trees such as ( (S (NP (DT the) (NN dog)) (VP (VBZ barks))) ).")
