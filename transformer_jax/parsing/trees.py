@@ -41,8 +41,9 @@ class Parse(NamedTuple):
     """In the order in which they open: one stands before those inside it."""
 
     def __str__(self) -> str:
-        """The tree in Penn's brackets, on one line."""
-        leaves = [f"({tag} {word})" for tag, word in zip(self.tags, self.words, strict=True)]
+        """The tree in Penn's brackets, on one line; those that a word has become -LRB- and -RRB-."""
+        words = [word.replace("(", "-LRB-").replace(")", "-RRB-") for word in self.words]
+        leaves = [f"({tag} {word})" for tag, word in zip(self.tags, words, strict=True)]
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
 
     def sequence(self) -> str:
