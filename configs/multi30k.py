@@ -45,5 +45,6 @@ def get_config() -> Config:
             bleu_tokenize="none",
             select_by="bleu",
         ),
-        decoding=DecodingConfig(beam_size=5, length_penalty=0.6, max_source_length=64, batch_size=64),
+        # The length penalty is what suits dev; with the paper's 0.6 the text is too short.
+        decoding=DecodingConfig(beam_size=5, length_penalty=1.3, max_source_length=64, batch_size=64),
     )
