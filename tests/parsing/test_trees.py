@@ -54,7 +54,7 @@ def test_the_sequence_of_a_tree_gives_the_tree(parse: Parse) -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 5), st.lists(st.sampled_from(["(S", "(NP", ")S", ")NP", "XX", "?", "(", ")"]), max_size=14))
+@given(st.integers(0, 5), st.lists(st.sampled_from(["(S", "(NP", ")S", ")NP", "XX", "?", "(", ")", "((S", "(S)"]), max_size=14))
 def test_any_sequence_gives_a_tree_and_a_whole_one_is_told_from_others(count: int, tokens: list[str]) -> None:
     words = [f"w{i}" for i in range(count)]
     parse, faultless = from_sequence(words, " ".join(tokens))

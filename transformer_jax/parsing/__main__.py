@@ -100,7 +100,7 @@ def prepare(task: Prepare) -> str:
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:  # a text appears whole or not at all
         made = [Path(folder, ending) for ending in ("words", "sequences", "mrg")]
         with ExitStack() as stack:
-            sides = [stack.enter_context(path.open("w")) for path in made]
+            sides = [stack.enter_context(path.open("w", encoding="utf-8")) for path in made]
             for parse in islice(parses, task.skip, None if task.take is None else task.skip + task.take):
                 for side, line in zip(sides, (" ".join(parse.words), parse.sequence(), str(parse)), strict=True):
                     side.write(f"{line}\n")
@@ -116,7 +116,7 @@ def restore(task: Restore) -> str:
     """Do it; returns what was done, in words."""
     total = faulty = 0
     with ExitStack() as stack:
-        output = stack.enter_context(open(task.output, "w")) if task.output else sys.stdout
+        output = stack.enter_context(open(task.output, "w", encoding="utf-8")) if task.output else sys.stdout
         for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
             total += 1
             if words is None or sequence is None:

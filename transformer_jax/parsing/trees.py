@@ -18,6 +18,7 @@ WORD = "XX"
 """Stands for any word in a sequence."""
 
 _TOKEN = re.compile(r"[()]|[^\s()]+")
+_BRACKET = re.compile(r"[()][^()]+$")  # of a sequence
 _FUNCTION = re.compile(r"(?<=.)[-=|].*")  # of NP-SBJ-1, NP=2, PRT|ADVP
 _ROOTS = ("", "TOP", "ROOT")
 _EMPTY = "-NONE-"
@@ -128,7 +129,7 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
     open_, constituents = list[tuple[str, int, int]](), list[Constituent | None]()
     outer = -1  # the last constituent that stands in no other
     for token in sequence.split():
-        if token in ("(", ")"):
+        if token[0] in "()" and _BRACKET.match(token) is None:
             faultless = False
         elif token.startswith("("):
             open_.append((token[1:], place, len(constituents)))
