@@ -64,4 +64,5 @@ def test_flags_of_table_3_give_its_models(flags: str, paper: str, ours: str) -> 
     model = nnx.eval_shape(lambda: Transformer(sized, rngs=nnx.Rngs(0)))
     millions = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) / 1e6
     assert round(float(millions), 1) == float(ours)
-    assert abs(millions - int(paper)) <= 4.5
+    wide = flags == "--model.d-model 1024"  # where the paper's larger vocabulary weighs most
+    assert abs(millions - int(paper)) <= (4.5 if wide else 3.0)
