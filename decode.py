@@ -132,23 +132,13 @@ def main(argv: list[str] | None = None) -> int:
         import tyro
 
         arguments = tyro.cli(Arguments, prog="decode.py", args=argv, config=(tyro.conf.OmitArgPrefixes,))
-        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-        logging.getLogger("transformer_jax").setLevel(logging.INFO)
-        from transformer_jax.errors import UserError
-
-        try:
-            _decode(arguments)
-        except BrokenPipeError:
-            # What is still buffered would fail once more when the interpreter shuts down.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-        except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        from transformer_jax.program import run_program
     except KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return 130
-    return 0
+        status = 130
+    else:
+        status = run_program(lambda: _decode(arguments))
+    signal.setitimer(signal.ITIMER_REAL, 0)  # see _insist_on_ctrl_c
+    return status
 
 
 def _decode(a: Arguments) -> None:

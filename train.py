@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import tyro
 
 from transformer_jax.config import Config, Processes
 from transformer_jax.config_files import config_in_flags
-from transformer_jax.errors import UserError
+from transformer_jax.program import run_program
 
 
 @dataclass(frozen=True)
@@ -32,35 +31,28 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 1 (training failed), 2 (wrong input), 128 + a signal's number."""
-    argv = sys.argv[1:] if argv is None else argv
+    return run_program(lambda: _train(sys.argv[1:] if argv is None else argv))
+
+
+def _train(argv: list[str]) -> int:
+    path, config = config_in_flags(argv)
+    arguments = tyro.cli(Arguments, args=argv, prog="train.py", default=Arguments(tyro.MISSING, path, settings=config))
+    # After the flags, so that --help answers at once.
+    from transformer_jax.processes import is_first, start
+
+    start(arguments.processes)
+    if not is_first():  # which speaks for all
+        logging.getLogger("transformer_jax").setLevel(logging.WARNING)
+    from transformer_jax.training.loop import TrainingError, train
+
     try:
-        path, config = config_in_flags(argv)
-        arguments = tyro.cli(Arguments, args=argv, prog="train.py", default=Arguments(tyro.MISSING, path, settings=config))
-        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's; what goes wrong in a save is reported here
-        logging.getLogger("transformer_jax").setLevel(logging.INFO)
-        # After the flags, so that --help answers at once.
-        from transformer_jax.processes import is_first, start
-
-        start(arguments.processes)
-        if not is_first():  # which speaks for all
-            logging.getLogger("transformer_jax").setLevel(logging.WARNING)
-        from transformer_jax.training.loop import TrainingError, train
-
-        try:
-            summary = train(arguments.settings, arguments.workdir, other_batches=arguments.allow_other_batches)
-        except TrainingError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    except BrokenPipeError:  # nobody reads the output, as in train.py --help | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (UserError, OSError) as error:
+        summary = train(arguments.settings, arguments.workdir, other_batches=arguments.allow_other_batches)
+    except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+        return 1
+    except KeyboardInterrupt:  # before the first step; from then on it is a signal that saves
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+        raise
     return 128 + signal.Signals[summary["stopped_by"]] if summary["stopped_by"] else 0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
+    "program",
     "config",
     "config_files",
     "subwords",

@@ -327,6 +327,8 @@ class TrainingConfig:
 
     steps: int = 100_000
     """Optimizer steps."""
+    start_from: str = ""
+    """Begin with the model and the tokenizer of this work directory (or one checkpoint's folder), for fine-tuning; '': anew."""
     label_smoothing: float = 0.1
     """epsilon_ls of section 5.4."""
     log_every: int = 50

@@ -10,7 +10,6 @@ All see the same work directory (or ``data.cache`` and a copy of it). A part is 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformer_jax.config_files import config_in_flags, differences_on_resume,
 from transformer_jax.data.parts import prepare_part
 from transformer_jax.decoding.parts import parse_part
 from transformer_jax.errors import UserError
+from transformer_jax.program import run_program
 from transformer_jax.remote import require_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.workdir import check_inputs, claimed, has_tokenizer, prepare_tokenizer
@@ -45,25 +45,19 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C)."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        path, config = config_in_flags(argv)
-        defaults = Arguments(tyro.MISSING, path, settings=config)
-        a = tyro.cli(Arguments, args=argv, prog="python -m transformer_jax.data.prepare", default=defaults)
-        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-        logging.getLogger("transformer_jax").setLevel(logging.INFO)
-        if a.tokenizer_only == (a.part is not None):
-            raise UserError(f"part is {a.part!r} and tokenizer_only {a.tokenizer_only}; expected one of the two.")
-        if a.part is None:
-            make_tokenizer(a.settings, require_folder(a.workdir))
-        else:
-            make_part(a.settings, require_folder(a.workdir), parse_part(a.part))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_program(lambda: _prepare(sys.argv[1:] if argv is None else argv))
+
+
+def _prepare(argv: list[str]) -> None:
+    path, config = config_in_flags(argv)
+    defaults = Arguments(tyro.MISSING, path, settings=config)
+    a = tyro.cli(Arguments, args=argv, prog="python -m transformer_jax.data.prepare", default=defaults)
+    if a.tokenizer_only == (a.part is not None):
+        raise UserError(f"part is {a.part!r} and tokenizer_only {a.tokenizer_only}; expected one of the two.")
+    if a.part is None:
+        make_tokenizer(a.settings, require_folder(a.workdir))
+    else:
+        make_part(a.settings, require_folder(a.workdir), parse_part(a.part))
 
 
 def make_tokenizer(config: Config, workdir: Path) -> None:

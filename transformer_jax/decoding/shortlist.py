@@ -25,6 +25,7 @@ from transformer_jax.data.files import is_url
 from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.decoding.lexicon import Lexicon, learn, read_table, strongest
 from transformer_jax.errors import UserError
+from transformer_jax.program import run_program
 from transformer_jax.remote import local_workdir
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 
@@ -207,23 +208,18 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C)."""
+    return run_program(lambda: _learn(argv))
+
+
+def _learn(argv: list[str] | None) -> None:
     a = tyro.cli(Arguments, prog="python -m transformer_jax.decoding.shortlist", args=argv)
-    logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-    logging.getLogger("transformer_jax").setLevel(logging.INFO)
-    try:
-        if is_url(a.workdir) and not a.output:
-            raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
-        shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
-        output = Path(a.output or Path(a.workdir) / "shortlist.npz")
-        shortlist.save(output)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if is_url(a.workdir) and not a.output:
+        raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
+    shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
+    output = Path(a.output or Path(a.workdir) / "shortlist.npz")
+    shortlist.save(output)
     mean = len(shortlist.candidates) / (len(shortlist.offsets) - 1)
     log.info("%s: %.0f target pieces a source piece on average.", output, mean)
-    return 0
 
 
 def learn_shortlist(workdir: str | Path, *, top: int = 100, frequent: int = 100, max_pairs: int = 300_000) -> Shortlist:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from transformer_jax.errors import UserError
+from transformer_jax.program import run_program
+
 logger = logging.getLogger("transformer_jax.export")
 
 
@@ -30,26 +33,13 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 2 (wrong input, or a model that the format cannot express), 130 (Ctrl-C)."""
-    try:
-        import tyro
-
-        arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.export", args=argv)
-        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-        logging.getLogger("transformer_jax").setLevel(logging.INFO)
-        from transformer_jax.errors import UserError
-
-        try:
-            _export(arguments)
-        except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_program(lambda: _export(argv))
 
 
-def _export(arguments: Arguments) -> None:
-    from transformer_jax.errors import UserError
+def _export(argv: list[str] | None) -> None:
+    import tyro  # here, and what follows, so that Ctrl-C is quiet from the start
+
+    arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.export", args=argv)
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_safetensors
     from transformer_jax.interop.marian import export_marian

@@ -7,6 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformer_jax.errors import UserError
+from transformer_jax.program import run_program
+
 logger = logging.getLogger("transformer_jax.import")
 
 
@@ -22,27 +25,13 @@ class Arguments:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 2 (wrong input, or a model that cannot be expressed here), 130 (Ctrl-C)."""
-    try:
-        import tyro
-
-        arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.import_marian", args=argv)
-        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-        logging.getLogger("transformer_jax").setLevel(logging.INFO)
-        from transformer_jax.errors import UserError
-
-        try:
-            _import(arguments)
-        except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_program(lambda: _import(argv))
 
 
-def _import(arguments: Arguments) -> None:
-    from transformer_jax.errors import UserError
+def _import(argv: list[str] | None) -> None:
+    import tyro  # here, and what follows, so that Ctrl-C is quiet from the start
+
+    arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.import_marian", args=argv)
     from transformer_jax.interop.read_huggingface import read_marian
     from transformer_jax.remote import require_folder
     from transformer_jax.training.checkpoint import save_imported

@@ -8,7 +8,6 @@ python -m transformer_jax.parsing score --gold data/wsj/dev.mrg --parses dev.mrg
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from transformer_jax.data.sources import read_lines
 from transformer_jax.errors import UserError
 from transformer_jax.parsing.bracketing import bracket_score
 from transformer_jax.parsing.trees import from_sequence, read_parses
+from transformer_jax.program import run_program
 
 
 @dataclass(frozen=True)
@@ -63,28 +63,22 @@ class Score:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C), 141 (nobody reads the output)."""
+    return run_program(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> None:
     task = tyro.cli(
         Prepare | Restore | Score,  # type: ignore[arg-type]
         prog="python -m transformer_jax.parsing",
         args=argv,
         description="Constituency parsing as translation: a treebank to text for train.py, and back to trees.",
     )
-    try:
-        if isinstance(task, Prepare):
-            print(prepare(task), file=sys.stderr)
-        elif isinstance(task, Restore):
-            print(restore(task), file=sys.stderr)
-        else:
-            print(bracket_score(read_parses(task.gold), read_parses(task.parses)))
-    except BrokenPipeError:  # nobody reads the output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    if isinstance(task, Prepare):
+        print(prepare(task), file=sys.stderr)
+    elif isinstance(task, Restore):
+        print(restore(task), file=sys.stderr)
+    else:
+        print(bracket_score(read_parses(task.gold), read_parses(task.parses)))
 
 
 def prepare(task: Prepare) -> str:

@@ -34,12 +34,13 @@ from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.metrics import Meter, Reporter, environment, peak_memory_bytes
-from transformer_jax.training.step import Programs, StepMetrics, TrainState, make_programs
+from transformer_jax.training.step import Parameters, Programs, StepMetrics, TrainState, make_programs
 from transformer_jax.training.watchdog import Watchdog
 from transformer_jax.training.workdir import (
     check_inputs,
     claimed,
     fetch,
+    load_start,
     prepare_tokenizer,
     with_vocabulary,
     write_config,
@@ -188,7 +189,8 @@ class Run:
             if restored[1]["corpus"] != self.train_corpus.fingerprint:
                 raise UserError(
                     f"The training text is not the one that {str(self.workdir)!r} was trained on up to step "
-                    f"{int(restored[0].step)}; expected the same files (data.train, data.root). Choose another --workdir."
+                    f"{int(restored[0].step)}; expected the same files (data.train, data.root). To train its model on "
+                    "with this text, begin a run in another --workdir with --training.start-from."
                 )
             return restored
         fresh = {
@@ -200,12 +202,28 @@ class Run:
             "since_best": 0,
         }
         state = self.programs.init()
-        imported = self.checkpoints.imported_parameters(self.programs.abstract_state.parameters)
+        parameters = self._parameters_from_elsewhere()
+        if parameters is not None:
+            ema = None if state.ema is None else jax.tree.map(lambda p: p.copy(), parameters)
+            state = state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
+        return state, fresh
+
+    def _parameters_from_elsewhere(self) -> Parameters | None:
+        """Those to begin with instead of random ones, if there are any: of ``training.start_from``, or imported."""
+        places = self.programs.abstract_state.parameters
+        if self.config.training.start_from:
+            parameters, tokenizer = load_start(self.config)
+            if tokenizer.fingerprint != self.tokenizer.fingerprint:
+                raise UserError(
+                    f"The tokenizer in {str(self.workdir)!r} is not that of training.start_from = "
+                    f"{self.config.training.start_from!r}; expected the same. Choose another --workdir."
+                )
+            log.info("Beginning with the parameters of %s.", self.config.training.start_from)
+            return jax.tree.map(lambda value, place: jax.device_put(np.asarray(value), place.sharding), parameters, places)
+        imported = self.checkpoints.imported_parameters(places)
         if imported is not None:
             log.info("Beginning with the imported parameters in %s.", self.workdir)
-            ema = None if state.ema is None else jax.tree.map(lambda p: p.copy(), imported)
-            state = state.replace(parameters=imported, ema=ema)  # type: ignore[attr-defined]
-        return state, fresh
+        return imported
 
     def _announce(self, start: int) -> None:
         assert self.reporter is not None

@@ -11,13 +11,16 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from flax import nnx
+
 from transformer_jax.config import Config, PairsConfig
 from transformer_jax.config_files import differences_on_resume, from_json, to_json
 from transformer_jax.data.sources import check_files, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.remote import RemoteWorkdir
-from transformer_jax.saved_model import complete_steps
+from transformer_jax.saved_model import complete_steps, load_model
 from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.step import Parameters
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +72,7 @@ def _claim(workdir: Path, config: Config, *, other_batches: bool) -> None:
         differences = differences_on_resume(from_json(path.read_text()), config)
         untrained = not _was_trained(workdir)
         if untrained and complete_steps(workdir / "checkpoints"):
-            free = ("dropout:", "remat:", "dtype:")
-            fixed = [
-                line
-                for line in differences
-                if line.startswith(("model.", "tokenizer.")) and not line.split(" ")[0].endswith(free)
-            ]
-            if fixed:
+            if fixed := [line for line in differences if line.startswith(("model.", "tokenizer.")) and not _is_free(line)]:
                 raise UserError(
                     f"{str(workdir)!r} holds an imported model; expected its own settings, which --config {path} gives. "
                     "Fields that differ:\n  " + "\n  ".join(fixed)
@@ -100,6 +97,11 @@ def _claim(workdir: Path, config: Config, *, other_batches: bool) -> None:
                 fields,
             )
             write_config(workdir, config)
+
+
+def _is_free(difference: str) -> bool:
+    """Whether a model can go on with this difference (a line of ``differences_on_resume``) of its config."""
+    return difference.split(" ")[0].endswith(("dropout:", "remat:", "dtype:"))
 
 
 def _was_trained(workdir: Path) -> bool:
@@ -142,13 +144,33 @@ def write_config(workdir: Path, config: Config) -> None:
 
 
 def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
-    """The work directory's tokenizer, trained on the training text if there is none yet."""
+    """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one trained on the text."""
     if has_tokenizer(workdir):
         return Tokenizer.load(workdir)
-    log.info("Training the tokenizer.")
-    tokenizer = Tokenizer.train(_read(config, config.data.train), config.tokenizer)
+    if config.training.start_from:
+        _, tokenizer = load_start(config)
+    else:
+        log.info("Training the tokenizer.")
+        tokenizer = Tokenizer.train(_read(config, config.data.train), config.tokenizer)
     tokenizer.save(workdir)
     return tokenizer
+
+
+def load_start(config: Config) -> tuple[Parameters, Tokenizer]:
+    """What ``training.start_from`` names: parameters (nested dict, the mean that ``load_model`` takes) and their tokenizer.
+
+    Raises ``UserError`` if no model is there, or one that is not of the shape of ``config.model``.
+    """
+    name = config.training.start_from
+    theirs, model, tokenizer = load_model(name)
+    ours = with_vocabulary(config, tokenizer).model
+    differences = differences_on_resume(theirs, dataclasses.replace(theirs, model=ours))
+    if fixed := [line.replace("in the work directory", f"in {name}") for line in differences if not _is_free(line)]:
+        raise UserError(
+            f"training.start_from is {name!r}, whose model has other settings than this run's; expected the same, which "
+            f"--config {name}/config.json gives. Fields that differ:\n  " + "\n  ".join(fixed)
+        )
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), tokenizer
 
 
 def has_tokenizer(workdir: Path) -> bool:

@@ -1,0 +1,91 @@
+"""A run begins with the model of another one: fine-tuning."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from runs import ONE, no_evaluation, tiny
+
+from transformer_jax.config import Config, ModelConfig, PairsConfig
+from transformer_jax.errors import UserError
+from transformer_jax.saved_model import load_model
+from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.loop import Run, train
+from transformer_jax.training.workdir import claimed
+
+
+@pytest.fixture(scope="module")
+def general(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on number names."""
+    workdir = tmp_path_factory.mktemp("general") / "run"
+    train(no_evaluation(tiny(steps=10)), workdir, devices=ONE)
+    return workdir
+
+
+def _own_text(folder: Path, start_from: Path, **training: Any) -> Config:
+    """Other text than the general run's, in letters that its tokenizer may not know."""
+    (folder / "source").write_text("eins zwei\nzwei drei\nÖl\n" * 20, encoding="utf-8")
+    (folder / "target").write_text("one two\ntwo three\noil\n" * 20, encoding="utf-8")
+    config = no_evaluation(tiny(steps=4, checkpoint_every=2, start_from=str(start_from), **training))
+    pairs = PairsConfig("text", ("source",), ("target",))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(folder), train=pairs))
+
+
+def _parameters(workdir: Path, **which: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(load_model(workdir, **which)[1], nnx.Param))
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_the_first_step_has_the_other_runs_parameters_and_tokenizer(general: Path, tmp_path: Path, ema_decay: float) -> None:
+    config = _own_text(tmp_path, general)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, ema_decay=ema_decay))
+    with claimed(tmp_path / "run", config):
+        run = Run(config, tmp_path / "run", ONE)
+        state, _ = run._start()
+        run.close()
+    expected = _parameters(general)  # the mean of the last two checkpoints, as decode.py takes it
+    jax.tree.map(np.testing.assert_array_equal, state.parameters, expected)
+    if ema_decay:
+        jax.tree.map(np.testing.assert_array_equal, state.ema, expected)
+    assert int(state.step) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+    assert Tokenizer.load(tmp_path / "run").fingerprint == Tokenizer.load(general).fingerprint
+
+
+def test_one_checkpoint_of_another_run(general: Path, tmp_path: Path) -> None:
+    config = _own_text(tmp_path, general / "checkpoints" / "00000005")
+    with claimed(tmp_path / "run", config):
+        run = Run(config, tmp_path / "run", ONE)
+        state, _ = run._start()
+        run.close()
+    jax.tree.map(np.testing.assert_array_equal, state.parameters, _parameters(general, checkpoint=5))
+
+
+def test_the_same_command_goes_on_without_the_other_run(general: Path, tmp_path: Path) -> None:
+    other = tmp_path / "general"
+    general.rename(other)
+    config = _own_text(tmp_path, other)
+    assert train(config, tmp_path / "run", devices=ONE)["steps"] == 4
+    other.rename(general)
+    longer = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=6))
+    assert train(longer, tmp_path / "run", devices=ONE)["steps"] == 6
+    with pytest.raises(UserError, match="start_from"):  # begun anew it would be another run
+        train(_own_text(tmp_path, Path("")), tmp_path / "run", devices=ONE)
+
+
+def test_another_shape_of_model_is_refused_before_the_text_is_read(general: Path, tmp_path: Path) -> None:
+    config = _own_text(tmp_path, general)
+    wrong = dataclasses.replace(config, model=ModelConfig(d_model=32, d_ff=32, num_heads=2, num_layers=1, dropout=0.3))
+    with pytest.raises(UserError, match=r"other settings than this run's.*\n  model.d_model: 16 in .*run, 32 now$"):
+        train(wrong, tmp_path / "run", devices=ONE)
+    assert not (tmp_path / "run" / "corpus").exists()
+    free = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.3))
+    assert train(free, tmp_path / "run", devices=ONE)["steps"] == 4  # the folder is not lost
+
+
+def test_no_model_to_begin_with(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        train(_own_text(tmp_path, tmp_path / "nowhere"), tmp_path / "run", devices=ONE)
