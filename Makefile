@@ -14,14 +14,14 @@ demo: $(VENV)/.installed  ## train on number names for a few minutes, then trans
 
 test: lint types unit  ## what CI runs
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed-compare
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-types: $(VENV)/.installed
+types: $(VENV)/.installed-compare
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.installed
+unit: $(VENV)/.installed-compare
 	$(RUN) -m pytest -n 2 --dist loadfile
 
 format: $(VENV)/.installed
@@ -31,6 +31,10 @@ format: $(VENV)/.installed
 $(VENV)/.installed: requirements.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed-compare: requirements-compare.txt $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-compare.txt
 	@touch $@
 
 clean:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("transformer_jax.decode")
 
+_SECONDS_BETWEEN_REPORTS = 60
+
 
 @dataclass(frozen=True)
 class Files:
@@ -45,6 +47,9 @@ class Files:
     """i/n: take lines i, i + n, i + 2n, ... and write OUTPUT.part-i-of-n; other processes take the other parts."""
     join: bool = False
     """Write --output from all its parts; nothing is translated."""
+    window: int | None = None
+    """Lines read before the first of them is answered; 1: each at once, for a program that waits for it. Default: 1 at a
+    terminal, otherwise 100 batches."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,15 @@ class Search:
     beam_size: int | None = None
     """Hypotheses kept for a sentence (1: greedy); sampling: samples drawn."""
     length_penalty: float | None = None
-    """alpha in log P / ((5 + length) / 6)^alpha."""
+    """alpha in log P / ((c + length) / (c + 1))^alpha."""
+    length_offset: float | None = None
+    """c in it: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers."""
     batch_size: int | None = None
-    """Sentences searched at a time; 1 when lines are typed at a terminal."""
+    """Sentences searched at a time, by all devices together; 1 with --window 1."""
+    max_source_length: int | None = None
+    """Longer lines, counted in pieces with the end symbol, are translated in parts."""
+    max_extra_length: int | None = None
+    """A translation has at most so many pieces more than its source."""
     min_length: int | None = None
     """A translation has at least so many pieces."""
     coverage_penalty: float | None = None
@@ -184,8 +195,9 @@ def _decode(a: Arguments) -> None:
         return
 
     at_terminal = a.files.input is None and sys.stdin.isatty()
+    window = a.files.window or (1 if at_terminal else None)
     search = {name: value for name, value in dataclasses.asdict(a.search).items() if value is not None}
-    if at_terminal:
+    if window == 1:
         search.setdefault("batch_size", 1)
     devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
     translator = Translator.from_workdir(a.workdir, checkpoint=a.checkpoint, average=a.average, devices=devices, **search)
@@ -195,25 +207,32 @@ def _decode(a: Arguments) -> None:
     def stream(records: Iterable[Record]) -> Iterable[list[Translation]]:
         if scoring:
             pairs, numbers = tee(records)
-            found = scorer.score(((r.text, r.target) for r in pairs), numbers=(r.number + 1 for r in numbers))
+            found = scorer.score(((r.text, r.target) for r in pairs), numbers=(r.number + 1 for r in numbers), window=window)
             return ([scored] for scored in found)
-        return translator.stream(
-            (record.request() for record in records), num_hypotheses=a.results.nbest, window=1 if at_terminal else None
-        )
+        return translator.stream((record.request() for record in records), num_hypotheses=a.results.nbest, window=window)
 
     start, best = time.perf_counter(), []
+    done, said = 0, start
     with _open(path, a, translator, group_size=shape.group_size) as output:
+        if output.kept:
+            logger.info("%d sentences were there already.", output.kept)
         records = UntilFault(_checked(islice(read(), output.kept, None), translator))
         results = paired(records, stream)
         aligner = scorer if a.results.alignments else None
-        for record, translations, alignments in aligned(results, aligner, layer=a.results.alignment_layer):
+        for record, translations, alignments in aligned(results, aligner, layer=a.results.alignment_layer, window=window):
             output.write(shape.lines(record, translations, alignments))
             if references is not None:
                 best.append(translations[0].text)
+            done, now = done + 1, time.perf_counter()
+            if now - said > _SECONDS_BETWEEN_REPORTS:
+                said = now
+                logger.info("%d lines in %.0f s.", done, now - start)
         if records.fault is not None:
             raise records.fault  # what came before it is written
     if translator.num_failed:
         logger.warning("%d lines could not be translated; their output is empty.", translator.num_failed)
+    if scorer.num_failed:
+        logger.warning("%d lines were too long to be scored; their figure is nan.", scorer.num_failed)
     if translator.num_split:
         logger.warning("%d lines were translated in parts.", translator.num_split)
     num_compiled = translator.engine.num_compiled + scorer.num_compiled
@@ -269,8 +288,11 @@ def _check_flags(a: Arguments) -> None:
     for name in ("resume", "part", "join"):
         if getattr(files, name) and files.output is None:
             raise UserError(f"--{name} is given without --output; expected the file that it is about.")
+    if files.window is not None and files.window < 1:
+        raise UserError(f"window is {files.window}; expected 1 or more.")
     if evaluation.score is not None and (a.results.nbest > 1 or evaluation.reference):
         raise UserError("--score has one given target a line; expected neither --nbest nor --reference with it.")
+    _check_for_purpose(a)
     if evaluation.reference and (files.resume or files.part):
         raise UserError("--reference needs the whole output of one run; score the finished file with sacrebleu instead.")
     for name, path in (("input", files.input), ("reference", evaluation.reference), ("score", evaluation.score)):
@@ -281,6 +303,26 @@ def _check_flags(a: Arguments) -> None:
             raise UserError(f"output and {name} are both {path!r}; expected another file for the output.")
     if files.output is not None and (Path(files.output).is_dir() or not Path(files.output).absolute().parent.is_dir()):
         raise UserError(f"output is {files.output!r}; expected the name of a file in a folder that exists.")
+    if files.output is not None and files.output.endswith(".gz"):  # which is read as what its name says
+        raise UserError(f"output is {files.output!r}, but what is written is not compressed; expected a name without .gz.")
+
+
+def _check_for_purpose(a: Arguments) -> None:
+    """Refuse flags that would change nothing."""
+    from transformer_jax.errors import UserError
+
+    results, evaluation, files = a.results, a.evaluation, a.files
+    for name, is_given, other, is_there in (
+        ("--alignment-layer", results.alignment_layer != -1, "--alignments", results.alignments is not None),
+        ("--bleu-tokenize", evaluation.bleu_tokenize is not None, "--reference", evaluation.reference is not None),
+        ("--text-field", files.text_field != "text", "--format jsonl", files.format == "jsonl"),
+    ):
+        if is_given and not is_there:
+            raise UserError(f"{name} is given without {other}, which it is about; expected both or neither.")
+    of_scores = ("length_penalty", "length_offset", "batch_size")
+    for name, value in dataclasses.asdict(a.search).items():
+        if evaluation.score is not None and value is not None and name not in of_scores:
+            raise UserError(f"--{name.replace('_', '-')} is given with --score, which searches nothing; leave it out.")
 
 
 def _check_against_model(a: Arguments, translator: Translator, scorer: Scorer, read: Callable[[], Iterable[Record]]) -> None:
@@ -342,7 +384,8 @@ def _open(path: str | Path | None, a: Arguments, translator: Translator, *, grou
     settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
     settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(a.results)
     settings |= {"model": fingerprint(translator.parameters), "tokenizer": translator.tokenizer.fingerprint}
-    keep_progress = a.files.part is not None
+    # Of a pipe it could not be told whether it is the same again.
+    keep_progress = a.files.part is not None or (a.files.resume and a.files.input is not None)
     return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)
 
 

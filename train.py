@@ -23,8 +23,8 @@ class Arguments:
     """Folder of this run: config, tokenizer, checkpoints, metrics; made if it does not exist. Or a URL (s3://, gs://, ...)."""
     config: str = ""
     """Config file, as in configs/, or a work directory's config.json; without one: the paper's base model."""
-    allow_other_batches: bool = False
-    """Resume although fields of `batch` differ from what the run had so far."""
+    allow_changes: bool = False
+    """Resume although batch, optimizer, dropout, label smoothing, dtype or remat are not what the run had so far."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -46,7 +46,7 @@ def _train(argv: list[str]) -> int:
     from transformer_jax.training.loop import TrainingError, train
 
     try:
-        summary = train(arguments.settings, arguments.workdir, other_batches=arguments.allow_other_batches)
+        summary = train(arguments.settings, arguments.workdir, allow_changes=arguments.allow_changes)
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

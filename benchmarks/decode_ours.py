@@ -55,6 +55,7 @@ def load(job: Job) -> tuple[Config, Any, Any]:
     decoding = DecodingConfig(
         beam_size=job["beam_size"],
         length_penalty=job["length_penalty"],
+        length_offset=0.0,  # as the others have it
         max_extra_length=job["max_extra_length"],
         max_source_length=job["max_source_length"],
         batch_size=job["batch_size"],
@@ -93,8 +94,8 @@ def prepare(job: Job) -> dict[str, Any]:
 class ForcedEngine(Engine):
     """Takes a sentence's ``seed``, of which beam search makes no use, for the length of its output."""
 
-    def _queue(self, sentences: list[Sentence], length: int) -> Any:
-        queue, *others = super()._queue(sentences, length)
+    def _queue(self, *arguments: Any) -> Any:
+        queue, *others = super()._queue(*arguments)
         return queue._replace(limit_Q=queue.seed_Q.astype(queue.limit_Q.dtype)), *others
 
 

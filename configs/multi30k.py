@@ -1,7 +1,8 @@
 """Multi30k English-German image captions: the published tiny recipe (4+4 layers, d_model 128, joint BPE 10k).
 
-Put the lowercased, tokenised files of the Multi30k task 1 (train, val, test_2016_flickr) into data/multi30k, or name
-their folder with --data.root. BLEU is computed on the tokens as they are.
+The lowercased, tokenised files of Multi30k's task 1 (https://github.com/multi30k/dataset, data/task1/tok: train, val and
+test_2016_flickr, .en and .de, gzipped or not) go into data/multi30k, or name their folder with --data.root. BLEU is
+computed on the tokens as they are.
 """
 
 from transformer_jax.config import (
@@ -18,7 +19,7 @@ from transformer_jax.config import (
 
 
 def _pairs(split: str) -> PairsConfig:
-    return PairsConfig("text", (f"{split}.lc.norm.tok.en.gz",), (f"{split}.lc.norm.tok.de.gz",))
+    return PairsConfig("text", (f"{split}.lc.norm.tok.en*",), (f"{split}.lc.norm.tok.de*",))
 
 
 def get_config() -> Config:
@@ -45,6 +46,6 @@ def get_config() -> Config:
             bleu_tokenize="none",
             select_by="bleu",
         ),
-        # The length penalty is what suits dev; with the paper's 0.6 the text is too short.
+        # The length penalty is what suits dev; with the paper's 0.6 its translations are too short.
         decoding=DecodingConfig(beam_size=5, length_penalty=1.3, max_source_length=64, batch_size=64),
     )

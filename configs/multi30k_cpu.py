@@ -18,4 +18,5 @@ def get_config() -> Config:
         model=replace(base.model, dropout=0.2),
         optimizer=replace(base.optimizer, peak_learning_rate=0.004, warmup_steps=1000),
         training=replace(base.training, steps=6000, eval_every=500, checkpoint_every=100),
+        decoding=replace(base.decoding, length_penalty=0.6),
     )

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.config import BatchConfig, Config, DataConfig, DecodingConfig, ModelConfig, PairsConfig, TrainingConfig
+from transformer_jax.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PairsConfig,
+    TrainingConfig,
+)
 from transformer_jax.config_files import differences_on_resume, flatten, from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
 
@@ -53,6 +62,10 @@ def test_every_field_has_a_meaning_for_help() -> None:
         (lambda: DecodingConfig(method="sample", coverage_penalty=0.2), "coverage_penalty is 0.2; expected 0 with"),
         (lambda: DecodingConfig(seed=-1), "decoding.seed is -1; expected a number from 0 to"),
         (lambda: DataConfig(max_length_ratio=0.5), "data.max_length_ratio is 0.5"),
+        (
+            lambda: Config(optimizer=OptimizerConfig(decay="cosine"), training=TrainingConfig(steps=4000)),
+            "training.steps is 4000; expected more than optimizer.warmup_steps = 4000, as optimizer.decay is 'cosine'",
+        ),
         (lambda: TrainingConfig(average=9, keep_checkpoints=5), "at most training.keep_checkpoints = 5"),
     ],
 )

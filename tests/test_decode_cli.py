@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gzip
 import importlib.util
@@ -335,9 +336,47 @@ def test_killed_and_resumed(decode, workdir, tmp_path):
     status, out, _ = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
     assert (status, out) == (0, "")
     assert path.read_bytes().decode() == decode(*flags, stdin=b"".join(lines))[1]
+    # Of a pipe nobody knows whether it is the same again: what is complete is known by its length alone.
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
     assert status == 0 and "is complete; there is nothing to do" in err
+
+
+def test_what_is_complete_is_not_taken_for_the_output_of_other_settings(decode, expected, tmp_path):
+    source, path = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(TEXT)
+    files = ("--input", source, "--output", path, "--resume")
+    assert decode(*files)[0] == 0
+    whole = path.read_text()
+    assert whole.splitlines() == expected and path.with_name("out.progress.json").exists()
+    status, _, err = decode(*files)
+    assert status == 0 and f"{len(LINES)} sentences were there already" in err and path.read_text() == whole
+    status, _, err = decode(*files, "--length-penalty", 0.1)
+    assert status == 2 and "length_penalty: 0.6 then, 0.1 now" in err and path.read_text() == whole
+    source.write_bytes(TEXT.replace(b"five", b"two"))
+    status, _, err = decode(*files)
+    assert status == 2 and "input: " in err and path.read_text() == whole
+    # A run without --resume leaves no progress file: its output is known by its length alone.
+    assert decode("--input", source, "--output", path)[0] == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    assert "is complete; there is nothing to do" in decode(*files)[2]
+
+
+def test_a_window_of_one_answers_each_line_at_once(workdir):
+    process = _start(workdir, "--window", "1", "--batch-size", "2", "--alignments", "hard")
+    for line in (b"one\n", b"\n", b"two\n"):
+        process.stdin.write(line)
+        process.stdin.flush()
+        assert process.stdout.readline().endswith(b"\n")  # before the next line is written
+    process.stdin.close()
+    assert process.wait(60) == 0
+    for pipe in (process.stdout, process.stderr):
+        pipe.close()
+
+
+def test_every_setting_of_the_search_has_a_flag():
+    names = {field.name for field in dataclasses.fields(DecodingConfig)}
+    assert {field.name for field in dataclasses.fields(program.Search)} == names
 
 
 @pytest.mark.parametrize(
@@ -357,6 +396,12 @@ def test_killed_and_resumed(decode, workdir, tmp_path):
         (("--input", os.devnull), "which is no regular file; expected a text file or stdin"),
         (("--reference", __file__, "--input", __file__, "--bleu-tokenize", "x"), "BLEU tokenisation 'x' cannot be used"),
         (("--output", "."), "output is '.'; expected the name of a file"),
+        (("--output", "x.gz"), "what is written is not compressed; expected a name without .gz"),
+        (("--window", 0), "window is 0; expected 1 or more"),
+        (("--alignment-layer", -2), "--alignment-layer is given without --alignments"),
+        (("--bleu-tokenize", "none"), "--bleu-tokenize is given without --reference"),
+        (("--text-field", "en"), "--text-field is given without --format jsonl"),
+        (("--score", __file__, "--beam-size", 2), "--beam-size is given with --score"),
     ],
 )
 def test_flags_that_contradict(decode, flags, message):

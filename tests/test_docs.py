@@ -1,7 +1,10 @@
 """What the documents name exists: files, config fields, links."""
 
 import dataclasses
+import importlib.util
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import jax
@@ -12,7 +15,7 @@ from flax import nnx
 
 from transformer_jax import Transformer
 from transformer_jax.config import Config
-from transformer_jax.config_files import flatten, load_config_file
+from transformer_jax.config_files import config_in_flags, flatten, load_config_file
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,7 +49,7 @@ def test_flags_of_decode_exist() -> None:
     flags = {field.replace("_", "-") for field in fields} | {"help"}
     text = re.sub(r"srun .*? sh", "", (ROOT / "docs" / "decoding.md").read_text())
     commands = "\n".join(line for line in text.replace("\\\n", "").split("\n") if "decode.py" in line or "`--" in line)
-    named = set(re.findall(r"--([a-z-]+)", commands))
+    named = set(re.findall(r"--([a-z-]+)(?![a-z.-])", commands))  # with a dot it is a setting of training
     assert len(named) > 20 and not named - flags, f"docs/decoding.md names {named - flags}"
 
 
@@ -66,3 +69,37 @@ def test_flags_of_table_3_give_its_models(flags: str, paper: str, ours: str) -> 
     assert round(float(millions), 1) == float(ours)
     wide = flags == "--model.d-model 1024"  # where the paper's larger vocabulary weighs most
     assert abs(millions - int(paper)) <= (4.5 if wide else 3.0)
+
+
+def _training_commands() -> list[tuple[str, list[str]]]:
+    """The flags of every documented ``train.py`` with a config that is there; variables, pipes and comments left out."""
+    commands = []
+    for path in DOCUMENTS:
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            found = re.search(r'^    .*?(?:train\.py|slurm\.sh|RUN="python train.py) (.*?)(?:  #|["<>|]|$)', line)
+            if found and "..." not in found[1]:
+                flags = shlex.split(found[1])
+                names = [flags[i + 1] for i, flag in enumerate(flags) if flag == "--config"]
+                if all((ROOT / name).is_file() for name in names):
+                    commands.append((path.name, flags))
+    return commands
+
+
+@pytest.mark.parametrize(("name", "flags"), _training_commands(), ids=str)
+def test_documented_training_commands_are_understood(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("train_program", ROOT / "train.py")
+    assert spec and spec.loader
+    program = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = program
+    spec.loader.exec_module(program)
+    flags = [flag for flag in flags if flag != "FLAGS"]
+    path, config = config_in_flags(flags)
+    arguments = tyro.cli(program.Arguments, args=flags, default=program.Arguments(tyro.MISSING, path, settings=config))
+    assert arguments.settings.data.train.kind != "none"
+    if "--distributed" in flags or "--num-processes" in flags or path.endswith("big.py"):  # 16 devices at the least
+        assert name != "clusters.md" or arguments.settings.batch.row_multiple % 16 == 0
+
+
+def test_all_training_commands_are_looked_at() -> None:
+    assert len(_training_commands()) >= 10

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md, docs/library.md and docs/parsing.md: each runs by itself and prints what its comments say."""
+"""The Python blocks of README.md and the guides in docs/: each runs by itself and prints what its comments say."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def blocks(name: str) -> list[Block]:
     return [Block(ROOT / name, text[: match.start()].count("\n") + 1, match[1]) for match in found]
 
 
-BLOCKS = [*blocks("README.md"), *blocks("docs/library.md"), *blocks("docs/parsing.md")]
+BLOCKS = [block for name in ("README.md", "docs/library.md", "docs/decoding.md", "docs/parsing.md") for block in blocks(name)]
 TRAINS = [block for block in BLOCKS if "train(config, " in block.code]
 OTHERS = [block for block in BLOCKS if block not in TRAINS]
 

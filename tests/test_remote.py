@@ -5,9 +5,9 @@ import gzip
 import json
 import shutil
 
+import chex
 import fsspec
 import jax
-import numpy as np
 import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
@@ -76,7 +76,7 @@ def test_a_run_goes_on_on_another_machine(tmp_path, monkeypatch):
     assert [entry["loss"] for entry in entries(read)] == [entry["loss"] for entry in entries(whole)]
     assert json.loads((read / "summary.json").read_text())["steps"] == 6
     (_, one, tokenizer), (_, two, _) = load_model(URL), load_model(whole)
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.leaves(model) for model in (one, two)))
+    chex.assert_trees_all_equal(*(jax.tree.leaves(model) for model in (one, two)))
     assert tokenizer.target_vocab_size == 150
     load_model(f"{URL}/checkpoints/00000006")
 

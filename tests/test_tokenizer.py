@@ -188,3 +188,31 @@ def test_an_existing_model_is_used_if_its_ids_are_ours(tmp_path):
         UserError, match=r"PAD, BOS, EOS, UNK = \(-1, 1, 2, 0\); expected \(0, 1, 2, 3\): train it with --pad_id=0"
     ):
         Tokenizer.train(PAIRS, TokenizerConfig(model=str(tmp_path / "other.model")))
+
+
+@pytest.mark.parametrize(("algorithm", "joint"), KINDS)
+def test_user_defined_symbols_are_never_cut(algorithm, joint):
+    symbols = ("<2de>", "<2de-formal>", "<BT>")
+    tokenizer = train(algorithm, joint, vocab_size=64, user_defined_symbols=symbols)
+    lines = ["<2de> one hundred", "<2de-formal> <BT> six", "one<BT>two", "seven"]
+    for sampling in (0.0, 0.5):
+        found = [tokenizer.source_pieces(ids) for ids in tokenizer.encode_source(lines, sampling=sampling, seed=3)]
+        assert [[piece for piece in pieces if piece in symbols] for pieces in found] == [
+            ["<2de>"],
+            ["<2de-formal>", "<BT>"],
+            ["<BT>"],
+            [],
+        ]
+        assert not any("<unk>" in pieces for pieces in found)
+        assert [tokenizer.decode_source(tokenizer._source.piece_to_id(pieces)) for pieces in found] == lines
+    plain = [tokenizer.encode_source([line])[0] for line in lines]
+    assert algorithm == "unigram" or tokenizer.encode_source(lines, sampling=1e-12) == plain
+    tags = [tokenizer.source_tag(line) for line in lines]
+    assert [rest for _, rest in tags] == [" one hundred", " six", "one<BT>two", "seven"]
+    assert [tokenizer.source_pieces(ids) for ids, _ in tags][1:] == [["\u2581", "<2de-formal>", "\u2581", "<BT>"], [], []]
+
+
+@pytest.mark.parametrize("symbols", [("",), ("a b",), ("<a>", "<a>"), ("<a>", "</s>")])
+def test_wrong_user_defined_symbols(symbols):
+    with pytest.raises(UserError, match="user_defined_symbols is .* expected distinct words without white space"):
+        TokenizerConfig(user_defined_symbols=symbols)

@@ -152,6 +152,9 @@ class TokenizerConfig:
     """Spell unknown characters as UTF-8 bytes, so that nothing is unknown."""
     normalization: Literal["nmt_nfkc", "nmt_nfkc_cf", "nfkc", "nfkc_cf", "identity"] = "nmt_nfkc"
     """Unicode normalisation before segmentation; `_cf` also folds case; identity leaves text as it is."""
+    user_defined_symbols: tuple[str, ...] = ()
+    """Pieces that are never cut and need not occur in the training text: tags such as <2de>, placeholders. What a line begins
+    with of them is repeated before each of its parts when it is too long and translated in parts."""
     max_training_sentences: int = 5_000_000
     """Sentences (evenly spread over the text) that SentencePiece learns from."""
     sampling: float = 0.0
@@ -174,6 +177,17 @@ class TokenizerConfig:
             "a positive number",
         )
         _require(self.joint or not self.model, "tokenizer.model", self.model, "'' when tokenizer.joint is False")
+        symbols = self.user_defined_symbols
+        distinct = len(set(symbols)) == len(symbols) and all(symbol and not set(symbol) & set(" \t\n") for symbol in symbols)
+        distinct &= not {"<pad>", "<s>", "</s>", "<unk>"} & set(symbols)
+        expected = "distinct words without white space, and none of <pad>, <s>, </s>, <unk>, which are there already"
+        _require(distinct, "tokenizer.user_defined_symbols", symbols, expected)
+        _require(
+            not (symbols and self.model),
+            "tokenizer.user_defined_symbols",
+            symbols,
+            "none with tokenizer.model, which has its own",
+        )
 
 
 @dataclass(frozen=True)
@@ -267,7 +281,7 @@ class BatchConfig:
     row_length: int = 256
     """packed: length of a row on the longer side; the other side is shorter in the corpus' own ratio."""
     row_multiple: int = 8
-    """Rows of every batch are a multiple of this; it must be a multiple of data x fsdp mesh size."""
+    """Rows of every batch are a multiple of this, which must be one of mesh.data x mesh.fsdp x optimizer.accumulate_steps."""
     window: int = 2**24
     """Larger corpora are cut into windows of at most so many pairs in a row, used one after another in random order: it
     bounds the plan's memory, at some 30 bytes a pair (packed: 65). Pairs are mixed within a window only."""
@@ -291,7 +305,10 @@ class OptimizerConfig:
     """Adam and its learning-rate schedule (section 5.3)."""
 
     warmup_steps: int = 4000
-    """Steps of linear warm-up; after them the rate falls with the inverse square root of the step."""
+    """Steps of linear warm-up."""
+    decay: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
+    """The rate after the warm-up: falling with the inverse square root of the step (the paper), the same, or falling to zero at
+    training.steps along a line or half a cosine."""
     peak_learning_rate: float | None = None
     """Rate at the end of the warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5."""
     beta1: float = 0.9
@@ -305,9 +322,11 @@ class OptimizerConfig:
     clip_norm: float = 0.0
     """Scale gradients down to this global norm; 0: off."""
     accumulate_steps: int = 1
-    """Each step's batch is worked through in this many parts of equal row count: less memory, same result."""
+    """Each step's batch is worked through in this many parts of equal row count: less memory, same result (but for which
+    elements dropout takes)."""
     ema_decay: float = 0.0
-    """Keep an exponential moving average of the parameters, used for evaluation and decoding; 0: off."""
+    """Keep an exponential moving average of the parameters, used for evaluation and decoding; 0: off. It begins with less:
+    step t keeps (1 + t) / (10 + t) of the average at most."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
@@ -344,9 +363,10 @@ class TrainingConfig:
     checkpoint_every: int = 1000
     """Steps between checkpoints."""
     keep_checkpoints: int = 5
-    """Newest checkpoints kept; the best on dev (select_by) is kept besides."""
+    """Newest checkpoints kept, of those that checkpoint_every makes; the best on dev (select_by) is kept besides."""
     average: int = 5
-    """Checkpoints whose mean is evaluated on test when training ends; 1: the last one alone."""
+    """Checkpoints whose mean is evaluated on test when training ends, and used by decode.py; 1: the last one alone. After early
+    stopping the best on dev is evaluated."""
     select_by: Literal["loss", "bleu"] = "loss"
     """What makes a checkpoint the best on dev, and what early stopping watches."""
     patience: int = 0
@@ -387,7 +407,9 @@ class DecodingConfig:
     beam_size: int = 4
     """Hypotheses kept for a sentence (1: greedy); with method sample: samples drawn."""
     length_penalty: float = 0.6
-    """alpha in log P / ((5 + length) / 6)^alpha."""
+    """alpha in log P / ((c + length) / (c + 1))^alpha, c being length_offset."""
+    length_offset: float = 5.0
+    """c in it: 5 in the paper; 0, which divides by length^alpha, in Marian, CTranslate2, fairseq and transformers."""
     coverage_penalty: float = 0.0
     """beta of the coverage penalty (Wu et al., 2016, equation 14): scores down what leaves source pieces unread; 0: off."""
     max_extra_length: int = 50
@@ -412,16 +434,17 @@ class DecodingConfig:
     seed: int = 0
     """sample: another seed, other samples. The same line gets the same samples in any batch."""
     max_source_length: int = 256
-    """Longer input lines (in pieces) are translated in parts, with a warning."""
+    """Longer input lines (in pieces, the end symbol included) are translated in parts, with a warning."""
     batch_size: int = 32
-    """Sentences searched at a time; a quarter as many where a source has over 128 pieces, a sixteenth over 512."""
+    """Sentences searched at a time, by all devices together; a quarter as many where a source has over 128 pieces, a sixteenth
+    over 512."""
 
     def __post_init__(self) -> None:
         check_types(self, "decoding.")
         for name in ("beam_size", "batch_size", "max_extra_length"):
             _require(getattr(self, name) > 0, f"decoding.{name}", getattr(self, name), "a positive number")
         _require(self.max_source_length > 2, "decoding.max_source_length", self.max_source_length, "at least 3")
-        for name in ("length_penalty", "coverage_penalty", "min_length", "no_repeat_ngram", "top_k"):
+        for name in ("length_penalty", "length_offset", "coverage_penalty", "min_length", "no_repeat_ngram", "top_k"):
             _require(getattr(self, name) >= 0, f"decoding.{name}", getattr(self, name), "0 or more")
         _require(
             self.min_length <= self.max_extra_length,
@@ -514,6 +537,12 @@ class Config:
             "model.tie_embeddings",
             self.model.tie_embeddings,
             "'target' or 'none' when tokenizer.joint is False",
+        )
+        _require(
+            self.optimizer.decay in ("inverse_sqrt", "constant") or self.training.steps > self.optimizer.warmup_steps,
+            "training.steps",
+            self.training.steps,
+            f"more than optimizer.warmup_steps = {self.optimizer.warmup_steps}, as optimizer.decay is {self.optimizer.decay!r}",
         )
         parts = self.batch.row_multiple % self.optimizer.accumulate_steps == 0
         _require(

@@ -25,6 +25,10 @@ _FREE_ON_RESUME = (
     "data.cache",
     "data.workers",
     "data.parts",
+    "data.dev.",  # the best so far is forgotten where it could not be compared
+    "data.test.",
+    "data.train.source",  # what the files contain is checked when the run goes on
+    "data.train.target",
     "training.steps",
     "training.log_every",
     "training.eval_every",
@@ -33,8 +37,23 @@ _FREE_ON_RESUME = (
     "training.keep_checkpoints",
     "training.average",
     "training.patience",
+    "training.select_by",
+    "training.max_bad_steps",
     "training.compilation_cache",
 )
+
+CHANGEABLE = (
+    "batch.",
+    "optimizer.",
+    "training.label_smoothing",
+    "training.steps",
+    "model.dropout",
+    "model.attention_dropout",
+    "model.feed_forward_dropout",
+    "model.remat",
+    "model.dtype",
+)
+"""Fields that a trained model can go on with changed; but what comes out is not what either setting alone would give."""
 
 
 FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers", "training.compilation_cache")
@@ -105,12 +124,14 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences_on_resume(old: Config, new: Config) -> list[str]:
-    """One line for each differing field that would change what the resumed run computes."""
+    """One line, which begins with its name, for each differing field that would change what the resumed run computes."""
     old_flat, new_flat = flatten(old), flatten(new)
+    ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})  # the rate depends on where
+    free = tuple(name for name in _FREE_ON_RESUME if not (ends and name == "training.steps"))
     return [
         f"{name}: {old_flat[name]!r} in the work directory, {new_flat[name]!r} now"
         for name in old_flat
-        if old_flat[name] != new_flat[name] and not name.startswith(_FREE_ON_RESUME)
+        if old_flat[name] != new_flat[name] and not name.startswith(free)
     ]
 
 

@@ -11,7 +11,7 @@ from transformer_jax.errors import UserError
 
 
 def run_program(work: Callable[[], int | None]) -> int:
-    """Do the work of a program, flags included; returns its exit status.
+    """Do the work of a program; returns its exit status.
 
     That is what ``work`` returns (None: 0), 2 on wrong input (``UserError`` or ``OSError``, told in one line), 130 on
     Ctrl-C and 141 when nobody reads stdout any more, as in ``| head``. What it logs at INFO and above goes to stderr.

@@ -108,6 +108,9 @@ class RemoteWorkdir:
                 if self._sent.get(name) != state:
                     self._put(name)
                     self._sent[name] = state
+        for path in self._store.glob(f"{self._root}/tokenizer*.model"):  # of a first attempt, perhaps with another number
+            if not (self.folder / path.rpartition("/")[2]).exists():
+                self._store.rm(path)
         for step in set(there) - set(here):
             self._store.rm(f"{self._root}/checkpoints/{step:08d}/{_MANIFEST}")
             self._store.rm(f"{self._root}/checkpoints/{step:08d}", recursive=True)

@@ -44,34 +44,68 @@ def load_model(
     """A trained model from a work directory, or from one checkpoint's folder; from a URL by way of a copy.
 
     Args:
-      average: mean of the parameters of this many checkpoints, the chosen one and those before it (section 6.1). None: with
-        ``last`` as many of the run's ``training.average`` as there are, otherwise the chosen one alone.
+      average: mean of the parameters of this many checkpoints, the chosen one and the regular ones before it (section 6.1).
+        None: with ``last`` as many of the run's ``training.average`` as there are, otherwise the chosen one alone.
       checkpoint: ``last`` (damaged ones are passed over with a warning), ``best`` (on dev), or a step.
 
     Raises UserError if there is no such checkpoint, if it is damaged, or if there are fewer than ``average``.
     """
+    workdir = local_workdir(workdir)
+    chosen = choose_checkpoints(workdir, average=average, checkpoint=checkpoint)
+    config = _config_of(chosen[0], workdir)
+    graph = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)[0]
+    return config, nnx.merge(graph, load_parameters(chosen, config)), Tokenizer.load(chosen[0])
+
+
+def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint: str | int = "last") -> list[Path]:
+    """The folders of the checkpoints whose mean ``load_model`` takes, newest first; they are whole. Raises as it does."""
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
-    workdir = local_workdir(workdir)
     paths = [workdir] if (workdir / "manifest.json").exists() else _candidates(workdir, checkpoint)
     whole = _whole(paths, skip_damaged=checkpoint == "last" and len(paths) > 1)
     newest = next(whole, None)
     if newest is None:
         raise UserError(f"All {len(paths)} checkpoints in {paths[0].parent} are damaged; expected at least one that is whole.")
-    config = from_json((newest / "config.json").read_text())
-    if newest != workdir and (workdir / "config.json").is_file():  # how to decode may have changed since it was saved
-        config = dataclasses.replace(config, decoding=from_json((workdir / "config.json").read_text()).decoding)
-    wanted = average or (config.training.average if checkpoint == "last" else 1)
+    wanted = average or (_config_of(newest, workdir).training.average if checkpoint == "last" else 1)
     chosen = [newest, *islice(whole, wanted - 1)]
     if average is not None and len(chosen) < average:
         raise UserError(
             f"average is {average}; expected at most {len(chosen)}, the number of checkpoints up to the chosen one."
         )
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)
+    return chosen
+
+
+def load_parameters(paths: Iterable[Path], config: Config) -> Any:
+    """The mean of the parameters (with ``optimizer.ema_decay``: of their moving averages) in these checkpoints' folders, a
+    nested dict."""
+    abstract = nnx.eval_shape(lambda: nnx.state(Transformer(config.model, rngs=nnx.Rngs(0)), nnx.Param))
     shapes = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(abstract))  # restored as NumPy arrays
-    which = "ema" if config.optimizer.ema_decay > 0 else "parameters"
-    trees = (ocp.load_checkpointables(path / "state", {which: shapes})[which] for path in chosen)
-    return config, nnx.merge(graph, mean_parameters(trees)), Tokenizer.load(newest)
+
+    def load(path: Path) -> Any:
+        which = "ema" if from_json((path / "config.json").read_text()).optimizer.ema_decay > 0 else "parameters"
+        return ocp.load_checkpointables(path / "state", {which: shapes})[which]
+
+    parameters = mean_parameters(map(load, paths))
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters)):
+        raise UserError(
+            f"The parameters in {', '.join(map(str, paths))} are not all finite numbers: training diverged, or they were saved "
+            "by something else. Expected a checkpoint from before."
+        )
+    return parameters
+
+
+def _config_of(checkpoint: Path, workdir: Path) -> Config:
+    """A checkpoint's config; how to decode and to average is the work directory's, where it may have changed since then."""
+    config = from_json((checkpoint / "config.json").read_text())
+    if checkpoint == workdir or not (workdir / "config.json").is_file():
+        return config
+    now = from_json((workdir / "config.json").read_text())
+    training = dataclasses.replace(
+        config.training,
+        average=now.training.average,
+        keep_checkpoints=max(now.training.average, config.training.keep_checkpoints),
+    )
+    return dataclasses.replace(config, decoding=now.decoding, training=training)
 
 
 def mean_parameters(trees: Iterable[Any]) -> Any:
@@ -89,10 +123,22 @@ def complete_steps(folder: Path) -> list[int]:
 
 def is_imported(path: Path) -> bool:
     """Whether a complete checkpoint holds parameters from elsewhere, which training can begin with, and nothing else."""
+    return bool(_progress(path).get("imported"))
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a complete checkpoint was due: not one of an interruption, or of a best value on dev between two due ones.
+
+    Regular ones are kept and averaged, so that these do not change what a run gives.
+    """
+    return bool(_progress(path).get("regular", True)) and not is_imported(path)
+
+
+def _progress(path: Path) -> dict[str, Any]:
     try:
-        return bool(json.loads((path / "progress.json").read_text()).get("imported"))
+        return json.loads((path / "progress.json").read_text())
     except (OSError, ValueError):  # damaged, which ``verify`` tells
-        return False
+        return {}
 
 
 def write_manifest(path: Path) -> None:
@@ -141,7 +187,7 @@ def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
     if step not in steps:
         raise UserError(f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}.")
     before = [folder / f"{s:08d}" for s in reversed(steps) if s < step]
-    return [folder / f"{step:08d}", *(path for path in before if not is_imported(path))]
+    return [folder / f"{step:08d}", *filter(is_regular, before)]
 
 
 def _whole(paths: list[Path], *, skip_damaged: bool) -> Iterator[Path]:

@@ -78,12 +78,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def check_rows(mesh: Mesh, row_multiple: int) -> None:
-    """Every batch must divide over the devices that share it."""
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    if row_multiple % parts:
+def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None:
+    """Every batch, and every part of one that is worked through in parts, must divide over the devices that share it."""
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    if row_multiple % (devices * accumulate_steps):
+        parts = f" x optimizer.accumulate_steps = {devices} x {accumulate_steps}" if accumulate_steps > 1 else f" = {devices}"
         raise UserError(
-            f"batch.row_multiple is {row_multiple}; expected a multiple of mesh.data x mesh.fsdp = {parts}, "
+            f"batch.row_multiple is {row_multiple}; expected a multiple of mesh.data x mesh.fsdp{parts}, "
             "so that rows divide evenly over the devices."
         )
 

@@ -26,6 +26,22 @@ _SPACE = "\u2581"
 _CACHED_WORDS = 2**15
 
 
+def user_defined_symbols(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
+    """The pieces that text is never cut through, as they stand in it, and their ids."""
+    pieces = _proto(processor).pieces
+    return {piece.piece: i for i, piece in enumerate(pieces) if piece.type == piece.USER_DEFINED}
+
+
+def any_of(symbols: Iterable[str]) -> str:
+    """A regular expression for one of the symbols, the longest where several fit."""
+    return "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
+
+
+def _proto(processor: sentencepiece.SentencePieceProcessor) -> Any:
+    proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
+    return proto.ModelProto.FromString(processor.serialized_model_proto())
+
+
 class SubwordSampler:
     """Draws segmentations of lines from one SentencePiece model.
 
@@ -34,10 +50,9 @@ class SubwordSampler:
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, strength: float) -> None:
-        proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
-        model = proto.ModelProto.FromString(processor.serialized_model_proto())
-        kinds, trainer = proto.ModelProto.SentencePiece, proto.TrainerSpec
-        if model.trainer_spec.model_type not in (trainer.BPE, trainer.UNIGRAM):
+        model = _proto(processor)
+        trainer = model.trainer_spec
+        if trainer.model_type not in (trainer.BPE, trainer.UNIGRAM):
             raise UserError("tokenizer.sampling needs a BPE or unigram model; set it to 0 for this tokenizer.model.")
         self._processor = processor
         self._strength = strength
@@ -45,27 +60,32 @@ class SubwordSampler:
         self._scores: dict[str, float] = {}
         self._bytes: dict[int, int] = {}
         for i, piece in enumerate(model.pieces):
-            if piece.type in (kinds.NORMAL, kinds.USER_DEFINED):
+            if piece.type == piece.NORMAL:
                 self._ids[piece.piece], self._scores[piece.piece] = i, piece.score
-            elif piece.type == kinds.BYTE:
+            elif piece.type == piece.BYTE:
                 self._bytes[int(piece.piece[1:-1], 16)] = i
         self._longest = max(map(len, self._ids))
         self._unknown_id = processor.unk_id()
         self._unknown_score = min(self._scores.values()) - 10  # as in SentencePiece
         self._split_words = not any(_SPACE in piece[1:] for piece in self._ids)
-        self._bpe = model.trainer_spec.model_type == trainer.BPE
+        self._symbols = user_defined_symbols(processor)
+        self._symbol = re.compile(f"({any_of(self._symbols)})") if self._symbols else None
+        self._bpe = trainer.model_type == trainer.BPE
         self._merged = lru_cache(_CACHED_WORDS)(lambda word: self._merge(word, None))
         self._lattice = lru_cache(_CACHED_WORDS)(self._make_lattice)
 
     def sample(self, line: str, generator: random.Random) -> list[int]:
         """Piece ids of one segmentation of ``line``."""
         text = self._processor.normalize(line)
+        ids: list[int] = []
+        for part in [text] if self._symbol is None else self._symbol.split(text):
+            ids += [self._symbols[part]] if part in self._symbols else self._sample(part, generator)
+        return ids
+
+    def _sample(self, text: str, generator: random.Random) -> list[int]:
         words = re.findall(f"{_SPACE}?[^{_SPACE}]+|{_SPACE}", text) if self._split_words else [text] if text else []
         draw = self._sample_bpe if self._bpe else self._sample_unigram
-        ids: list[int] = []
-        for word in words:
-            ids += draw(word, generator)
-        return ids
+        return [piece for word in words for piece in draw(word, generator)]
 
     def _sample_bpe(self, word: str, generator: random.Random) -> tuple[int, ...]:
         # The merges up to the first one dropped are geometrically distributed; often that is all of them.

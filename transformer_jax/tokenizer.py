@@ -18,7 +18,7 @@ import sentencepiece
 
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.subwords import SubwordSampler
+from transformer_jax.subwords import SubwordSampler, any_of, user_defined_symbols
 
 _T = TypeVar("_T")
 
@@ -130,8 +130,15 @@ class Tokenizer:
         return _encode(self._target, lines, sampling=sampling, seed=seed)
 
     def source_tag(self, line: str) -> tuple[list[int], str]:
-        """The id of a tag like ``>>deu<<`` that ``line`` begins with, if it does and the vocabulary has tags; and the rest."""
-        return _split_tag(self._source, line) if _has_unused_pieces(self._source) else ([], line)
+        """The pieces of what ``line`` begins with and all its parts need, and the rest of the line.
+
+        That is a tag like ``>>deu<<``, if the vocabulary has such, or any of ``tokenizer.user_defined_symbols``.
+        """
+        if _has_unused_pieces(self._source):
+            return _split_tag(self._source, line)
+        symbols = _symbols(self._source)
+        found = symbols and symbols.match(line)
+        return (self.encode_source([found[0]])[0], line[found.end() :]) if found else ([], line)
 
     def decode_source(self, ids: Iterable[int]) -> str:
         """Text of one sequence of source pieces; PAD, BOS and EOS are left out."""
@@ -176,6 +183,13 @@ def _encode(
 def _has_unused_pieces(processor: sentencepiece.SentencePieceProcessor) -> bool:
     """Whether the vocabulary has pieces that text is never cut into: another model's, or tags."""
     return any(processor.is_unused(i) for i in range(processor.vocab_size()))
+
+
+@lru_cache(maxsize=8)
+def _symbols(processor: sentencepiece.SentencePieceProcessor) -> re.Pattern[str] | None:
+    """One or more user-defined symbols, if the vocabulary has such."""
+    symbols = user_defined_symbols(processor)
+    return re.compile(rf"(?:\s*(?:{any_of(symbols)}))+") if symbols else None
 
 
 def _split_tag(processor: sentencepiece.SentencePieceProcessor, line: str) -> tuple[list[int], str]:
@@ -265,6 +279,7 @@ def _learn(lines: Iterator[str], config: TokenizerConfig, what: str) -> bytes:
             byte_fallback=config.byte_fallback,
             normalization_rule_name=config.normalization,
             remove_extra_whitespaces=config.normalization != "identity",
+            user_defined_symbols=list(config.user_defined_symbols),
             pad_id=PAD_ID,
             bos_id=BOS_ID,
             eos_id=EOS_ID,

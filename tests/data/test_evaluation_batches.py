@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from transformer_jax.config import BatchConfig
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.evaluation_batches import whole_corpus
 from transformer_jax.tokenizer import EOS_ID
@@ -12,9 +11,8 @@ def test_every_pair_once() -> None:
     rng = np.random.default_rng(0)
     sources = [[10 + i] * int(rng.integers(1, 60)) for i in range(200)]
     targets = [[300 + i] * int(rng.integers(1, 60)) for i in range(200)]
-    config = BatchConfig(tokens=512, row_multiple=4)
     found, shapes = [], set()
-    for batch in whole_corpus(Corpus.from_lists(sources, targets), config):
+    for batch in whole_corpus(Corpus.from_lists(sources, targets), tokens=512, row_multiple=4):
         shapes.add(batch.source_BS.shape)
         assert batch.source_BS.shape == batch.target_BT.shape
         assert batch.source_BS.shape[0] % 4 == 0 and batch.source_BS.size <= 512
@@ -29,5 +27,5 @@ def test_every_pair_once() -> None:
 
 
 def test_a_sentence_longer_than_the_budget_still_comes() -> None:
-    batches = list(whole_corpus(Corpus.from_lists([[5] * 99], [[6]]), BatchConfig(tokens=64, row_multiple=8)))
+    batches = list(whole_corpus(Corpus.from_lists([[5] * 99], [[6]]), tokens=64, row_multiple=8))
     assert [batch.source_BS.shape for batch in batches] == [(8, 100)]

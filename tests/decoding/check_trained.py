@@ -86,7 +86,7 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
     start, same, best_same, worst = time.perf_counter(), 0, 0, 0.0
     for number, (sentence, its) in enumerate(zip(sentences, found, strict=True), 1):
         limit = len(sentence.pieces) + 1 + config.max_extra_length
-        rules = Rules(limit, config.length_penalty, min_length=config.min_length)
+        rules = Rules(limit, config.length_penalty, config.length_offset, min_length=config.min_length)
         model = WholePass(whole_pass, sentence, config.beam_size, limit)
         expected = reference_search(model, rules, beam_size=config.beam_size)
         ours, theirs = [(*h.pieces, EOS) for h in its], [h.pieces for h in expected]

@@ -42,7 +42,9 @@ class Rules:
     max_length: int
     """EOS included; at the last position only EOS is allowed, whatever the other rules say. 0: nothing is found."""
     length_penalty: float = 0.6
-    """alpha in ((5 + length) / 6)^alpha; the length counts EOS."""
+    """alpha in ((c + length) / (c + 1))^alpha; the length counts EOS."""
+    length_offset: float = 5
+    """c in it."""
     min_length: int = 0
     """Pieces before EOS is allowed."""
     prefix: Sequence[int] = ()
@@ -81,7 +83,7 @@ class Rules:
     def hypothesis(self, pieces: Pieces, piece_log_probs: Sequence[float], attention: Attention | None) -> Hypothesis:
         """A finished hypothesis with its score."""
         rank = sum(self.rank(pieces[:t], pieces[t], piece_log_probs[t]) for t in range(len(pieces)))
-        score = rank / ((5 + len(pieces)) / 6) ** self.length_penalty
+        score = rank / ((self.length_offset + len(pieces)) / (self.length_offset + 1)) ** self.length_penalty
         if self.coverage_penalty:
             assert attention is not None, "a coverage penalty needs attention weights"
             score += self.coverage_penalty * coverage(pieces, attention)

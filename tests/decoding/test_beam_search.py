@@ -225,6 +225,31 @@ def test_length_divisor_is_that_of_the_paper():
     np.testing.assert_allclose(length_divisor(jnp.array([1, 7, 25]), 0.6), [1.0, 2**0.6, 5**0.6], rtol=1e-6)
 
 
+@pytest.mark.parametrize("max_length", [2, 4])
+@pytest.mark.parametrize("prefix", [(), (3,)])
+def test_a_beam_in_a_dead_end_never_finishes(max_length: int, prefix: tuple[int, ...]) -> None:
+    """As in a search that a grammar restricts: after piece 3 nothing is possible, not even where EOS is forced."""
+    log_chance = np.full((5, 5), -np.inf, np.float32)
+    log_chance[1, [3, 4]], log_chance[4, 2] = np.log(0.5), 0
+    result = beam_search(
+        lambda tokens_BW, cache: (jnp.asarray(log_chance)[tokens_BW], cache),
+        (),
+        batch_size=1,
+        beam_size=2,
+        max_length=max_length,
+        prefix_BP=jnp.array([prefix], jnp.int32).reshape(1, -1),
+        bos_id=1,
+        eos_id=2,
+        pad_id=0,
+    )
+    rules = Rules(max_length, prefix=prefix)
+    expected = reference_search(lambda pieces: log_chance[pieces[-1] if pieces else 1], rules, beam_size=2)
+    assert [h.pieces for h in expected] == ([] if prefix else [(4, 2)])
+    found = [tuple(result.tokens_BNL[0, n, :length].tolist()) for n, length in enumerate(result.lengths_BN[0]) if length]
+    assert found == [h.pieces for h in expected]
+    assert np.isneginf(result.scores_BN[0, len(found) :]).all()
+
+
 def test_pieces_and_rows_of_probability_zero_never_win() -> None:
     chance = np.zeros((5, 5), np.float32)
     chance[1, 3], chance[1, 4], chance[3, 2], chance[3, 3], chance[4, 2] = 0.9, 0.1, 0.5, 0.5, 1.0

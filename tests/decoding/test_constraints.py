@@ -17,6 +17,7 @@ from transformer_jax.errors import UserError
 
 SENTENCES, LENGTH = 20, 9
 RULES = {
+    "length to the power": {"length_penalty": 1.3, "length_offset": 0},
     "minimum": {"min_length": 4},
     "minimum beyond the end": {"min_length": 50},
     "prefix": {"prefix": (3, 1, 3)},
@@ -57,6 +58,7 @@ def search(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int | 
             num_hypotheses=num_hypotheses,
             max_length=length,
             length_penalty=rules.length_penalty,
+            length_offset=rules.length_offset,
             constraints=constraints,
             prefix_BP=jnp.asarray(prefix_BP),
             coverage_penalty=rules.coverage_penalty,

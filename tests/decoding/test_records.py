@@ -48,7 +48,8 @@ def test_objects_give_text_and_prefix():
         ('{"source": "x", "id": 1}', "line 3 has no field 'text'.*--text-field.*Fields of this line: source, id"),
         ("{}", "Fields of this line: none"),
         ('{"text": 5}', "line 3 has 5 in field 'text'; expected text"),
-        ('{"text": "x", "prefix": null}', "line 3 has None in field 'prefix'"),
+        ('{"text": "x", "prefix": 7}', "line 3 has 7 in field 'prefix'"),
+        ('{"text": null}', "line 3 has None in field 'text'; expected text"),
         (r'{"text": "\ud800"}', "line 3: field 'text' is not valid Unicode"),
         (b"\xff", "line 3: byte 1 is not valid UTF-8"),
     ],
@@ -60,6 +61,12 @@ def test_a_faulty_line_is_named_and_loses_nothing_before_it(line, message):
     assert next(records, None) is None  # nor is anything after it
     with pytest.raises(UserError, match=message):
         raise records.fault
+
+
+def test_a_prefix_of_null_is_none():
+    """As tables have it that give every line all fields."""
+    [record] = read_records(io.BytesIO(b'{"text": "x", "prefix": null}\n'), format="jsonl")
+    assert (record.text, record.prefix) == ("x", "")
 
 
 def test_a_field_that_the_output_needs_cannot_be_the_text():

@@ -27,6 +27,7 @@ RULES = {
     "plain": {},
     "no length penalty": {"length_penalty": 0.0},
     "strong length penalty": {"length_penalty": 3.0},
+    "length to the power": {"length_penalty": 1.3, "length_offset": 0},
     "minimum": {"min_length": 2},
     "minimum beyond the end": {"min_length": 50},
     "prefix": {"prefix": (3, 1)},

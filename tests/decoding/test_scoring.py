@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -157,13 +159,26 @@ def test_over_long_pairs_are_scored_whole(model, tokenizer, scorer):
     np.testing.assert_allclose(t.piece_log_probs, by_hand(model, *pieces), atol=1e-4)
 
 
-def test_learned_positions_end_somewhere(tokenizer):
+def test_learned_positions_end_somewhere(tokenizer, caplog):
     scorer = Scorer(make_model(tokenizer, positions="learned", max_positions=20, num_layers=1), tokenizer, CONFIG)
     pairs = [("one", "TWO"), ("two", "ONE"), ("one", " ".join(WORDS * 3))]
-    found = scorer.score(pairs, numbers=[2, 5, 8])
-    assert [next(found).text, next(found).text] == ["TWO", "ONE"]
-    with pytest.raises(UserError, match=r"Line 8 has 2 and \d+ source and target pieces.*max_positions = 20"):
-        next(found)
+    pairs.append(pairs[0])
+    with caplog.at_level("WARNING"):
+        found = list(scorer.score(pairs, numbers=[2, 5, 8, 9]))
+    assert re.search(r"Line 8 is not scored: 2 and \d+ source and target pieces.*at most 20 = model.max_pos", caplog.text)
+    assert [t.text for t in found] == [target for _, target in pairs] and scorer.num_failed == 1
+    assert [np.isnan(t.log_prob) and np.isnan(t.score) for t in found] == [False, False, True, False]
+    assert found[0] == found[3]
+    with pytest.raises(UserError, match="Pair 1 is too long: 1 and 21 source"):
+        scorer.score_pieces([([], [5] * 20)])
+
+
+def test_a_pair_that_takes_too_much_memory_is_not_scored(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(scoring, "_LONGEST", 30)
+    scorer = Scorer(model, tokenizer, CONFIG)
+    assert scorer.longest == 30
+    [long, short] = scorer.score([(" ".join(WORDS * 9), "ONE"), ("one", "TWO")])
+    assert np.isnan(long.log_prob) and len(long.piece_log_probs) == long.length and np.isfinite(short.log_prob)
 
 
 def test_layers_look_elsewhere_and_must_exist(scorer, pairs):

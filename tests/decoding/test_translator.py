@@ -172,6 +172,23 @@ def test_long_lines_are_split_at_sentence_ends(translator, tokenizer):
     assert {part[-1] for part in parts} <= ends
 
 
+def test_tags_that_a_line_begins_with_go_before_each_part():
+    pairs = [(line, line.upper()) for line in LINES]
+    config = TokenizerConfig(vocab_size=52, algorithm="unigram", user_defined_symbols=("<2de>", "<BT>"))
+    tokenizer = Tokenizer.train(pairs, config)
+    translator = Translator(make_model(tokenizer), tokenizer, CONFIG)
+    line = "<2de> <BT> " + " ".join(WORDS * 3)
+    parts = translator._split(line, 15)
+    assert len(parts) > 3 and all(len(part) <= 15 for part in parts)
+    tags = tokenizer.encode_source(["<2de> <BT>"])[0]
+    assert all(part[: len(tags)] == tags for part in parts)
+    assert [piece for part in parts for piece in part[len(tags) :]] == tokenizer.encode_source([line])[0][len(tags) :]
+    many = "<2de> " * 30 + "one two"  # more than a part: no tag, but placeholders
+    parts = translator._split(many, 15)
+    assert [piece for part in parts for piece in part] == tokenizer.encode_source([many])[0]
+    assert len(translator.translate([many, line])) == 2
+
+
 def test_ten_thousand_words_in_one_line(translator, caplog):
     [text] = translator.translate([" ".join(WORDS * 1000)])
     assert len(text.split()) >= 1000 and "\n" not in text
@@ -193,7 +210,9 @@ def test_parameters_on_several_devices_need_no_sharding_of_the_batch(model, toke
 def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog):
     broken = Translator(model, tokenizer, CONFIG)
     broken.parameters = jax.tree.map(lambda x: x * jnp.nan, broken.parameters)
-    assert broken.translate(LINES[:1]) == [""]
+    [[found], [blank]] = broken.stream([LINES[0], ""])
+    assert found.text == blank.text == "" and np.isnan(found.score) and np.isnan(found.log_prob)
+    assert blank.score == blank.log_prob == 0
     assert "Line 1: the search found no translation" in caplog.text
 
 

@@ -18,6 +18,7 @@ from flax import nnx
 from transformers import MarianMTModel, MarianTokenizer
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.interop import export
@@ -118,7 +119,7 @@ def _let_sentences_end(model: Transformer, drift: float) -> None:
 
 
 def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines, make) -> None:
-    # Length penalty 0, where all normalise alike; EOS likely enough that no translation meets a limit, where they differ.
+    # Length penalty 0, where all stop alike; EOS likely enough that no translation meets a limit, where they differ.
     texts = lines[:16]
     ours: dict[int, Translator] = {}
     for seed, drift in [(2, 1.5), (18, 0.8)]:
@@ -152,6 +153,38 @@ def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines
             generated = theirs.generate(**batch, num_beams=beam_size)
             texts_there = their_tokenizer.batch_decode(generated, skip_special_tokens=True)  # stripped of outer spaces
             assert texts_there == [r.text.strip() for r in results]
+
+
+def test_scores_are_those_of_the_libraries_at_length_offset_0(tmp_path, joint, lines, make) -> None:
+    """They stop as soon as so many hypotheses as beams have ended, we when no better one can come: so ours are no worse."""
+    texts = lines[:12]
+    config, model = make(
+        joint, 2, softmax_bias=True, tie_embeddings="none", num_layers=1, positions="learned", max_positions=40
+    )
+    _let_sentences_end(model, 1.5)
+    bias = model.softmax_bias
+    bias[...] = bias[...].at[PAD_ID].set(-30.0)  # CTranslate2 normalises again without what is suppressed
+    decoding = dataclasses.replace(config.decoding, length_penalty=0.8, length_offset=0.0)
+    for form in ("ctranslate2", "safetensors"):
+        (tmp_path / form).mkdir()
+        notes = EXPORTS[form](dataclasses.replace(config, decoding=decoding), model, joint, tmp_path / form)
+        assert not any("rank otherwise" in note for note in notes)
+    ours = [translations[0].score for translations in Translator(model, joint, decoding).stream(texts)]
+    scorer = Scorer(model, joint, decoding)
+    settings = json.loads((tmp_path / "ctranslate2" / "generation_config.json").read_text())
+    pieces = [joint.source_pieces(ids) for ids in joint.encode_source(texts)]
+    found = _translator(tmp_path / "ctranslate2").translate_batch(pieces, return_scores=True, **settings)
+    batch = MarianTokenizer.from_pretrained(tmp_path / "safetensors")(texts, return_tensors="pt", padding=True)
+    theirs = MarianMTModel.from_pretrained(tmp_path / "safetensors").eval()
+    generated = theirs.generate(**batch, return_dict_in_generate=True, output_scores=True)
+    sequences = [[i for i in row if i not in (PAD_ID, BOS_ID, EOS_ID)] for row in generated.sequences.tolist()]
+    for scores, targets in (
+        ([f.scores[0] for f in found], [joint.target_ids(f.hypotheses[0]) for f in found]),
+        (generated.sequences_scores.tolist(), sequences),
+    ):
+        log_probs = scorer.score_pieces(list(zip(joint.encode_source(texts), targets, strict=True)))
+        np.testing.assert_allclose(scores, [x.sum() / len(x) ** 0.8 for x in log_probs], atol=1e-4)
+        assert (np.array(ours) > np.array(scores) - 1e-4).all()
 
 
 @pytest.mark.parametrize(

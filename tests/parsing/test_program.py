@@ -54,6 +54,19 @@ def test_what_a_model_wrote_is_counted_where_it_is_no_tree(treebank: Path, capsy
     assert "3 trees, 1 of them" in err
 
 
+def test_a_restored_file_appears_whole_or_not_at_all(treebank: Path) -> None:
+    words, sequences = treebank / "words", treebank / "sequences"
+    words.write_text("It barks .\nNot today .\n")
+    sequences.write_text("(S XX XX XX )S\n")
+    task = ["restore", "--words", str(words), "--sequences", str(sequences), "--output"]
+    assert main([*task, str(treebank / "out")]) == 2
+    assert main([*task, str(words)]) == 2  # over its own input
+    assert words.read_text() == "It barks .\nNot today .\n" and not (treebank / "out").exists()
+    sequences.write_text("(S XX XX XX )S\n(S XX XX XX )S\n")
+    assert main([*task, str(words)]) == 0
+    assert words.read_text().startswith("( (S (XX It)") and sorted(treebank.glob("tmp*")) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

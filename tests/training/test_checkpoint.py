@@ -7,6 +7,7 @@ import logging
 import shutil
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def test_restored_state_is_the_saved_one(tmp_path: Path, run: Programs, config: 
     assert checkpoints.restore_latest(run.abstract_state) is None
     _save(checkpoints, run, 7, best_step=3)
     state, progress = checkpoints.restore_latest(run.abstract_state)
-    jax.tree.map(np.testing.assert_array_equal, state, _state(run, 7))
+    chex.assert_trees_all_equal(state, _state(run, 7))
     assert progress == {"best_step": 3}
 
 
@@ -88,7 +89,7 @@ def test_a_checkpoint_is_usable_from_its_folder_alone(
     loaded_config, model, loaded_tokenizer = load_model(tmp_path / "elsewhere")
     assert (loaded_config, loaded_tokenizer.fingerprint) == (config, tokenizer.fingerprint)
     expected = _state(run, 3).parameters
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected)
+    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected)
 
 
 def test_how_to_decode_is_what_the_work_directory_says_now(

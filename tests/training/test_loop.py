@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_killed_at_any_moment_the_run_ends_in_the_same_bits(finished: Path, tmp_
     process = command(workdir, cache, whole())
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    jax.tree.map(np.testing.assert_array_equal, final_state(whole(), workdir), final_state(whole(), finished))
+    chex.assert_trees_all_equal(final_state(whole(), workdir), final_state(whole(), finished))
     assert [entry["step"] for entry in entries(workdir)] == list(range(1, 31))
     assert [entry["loss"] for entry in entries(workdir)] == [entry["loss"] for entry in entries(finished)]
 
@@ -153,25 +154,6 @@ def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
         train(other, finished)
 
 
-def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = no_evaluation(tiny(steps=4, checkpoint_every=2))
-    train(config, tmp_path, devices=ONE)
-    smaller = dataclasses.replace(
-        config,
-        batch=dataclasses.replace(config.batch, tokens=512),
-        training=dataclasses.replace(config.training, steps=6),
-    )
-    with pytest.raises(UserError, match=r"or --allow-other-batches. Fields that differ:\n  batch.tokens: 1024 .* 512 now"):
-        train(smaller, tmp_path, devices=ONE)
-    with pytest.raises(UserError, match=r"the same settings\. Fields that differ:\n  batch.tokens.*\n  seed: 0"):
-        train(dataclasses.replace(smaller, seed=1), tmp_path, devices=ONE, other_batches=True)
-    assert train(smaller, tmp_path, devices=ONE, other_batches=True)["steps"] == 6
-    assert "goes on with other batches" in caplog.text and "batch.tokens: 1024" in caplog.text
-    before, after = entries(tmp_path)[3], entries(tmp_path)[4:]
-    assert before["step"] == 4 and [entry["step"] for entry in after] == [5, 6]
-    assert train(smaller, tmp_path, devices=ONE)["steps"] == 6  # from now on they are this run's
-
-
 def test_a_relative_work_directory_trains_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train(no_evaluation(tiny(steps=1)), "run", devices=ONE)
@@ -215,12 +197,13 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
     config = dataclasses.replace(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30))
     summary = train(config, tmp_path / "run", devices=ONE)
     assert summary["steps"] == 6
+    assert (summary["test"]["checkpoint"], summary["test"]["averaged_checkpoints"]) == ("best", 1)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2, 6]
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6  # nothing is left to do
 
 
 def test_a_last_save_that_fails_ends_with_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Checkpoints, "save", lambda self, state, progress: None)
+    monkeypatch.setattr(Checkpoints, "save", lambda self, state, progress, **_: None)
     with pytest.raises(UserError, match="could not be saved"):
         train(no_evaluation(tiny(steps=2)), tmp_path / "run", devices=ONE)
 

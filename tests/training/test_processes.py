@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-import jax
+import chex
 import numpy as np
 import pytest
 from runs import command, entries, final_state, no_evaluation, tiny, wait_for
@@ -79,7 +79,7 @@ def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Pat
     assert [process.returncode for process in both] == [0, 0], "\n".join(said)
     assert "resuming at step" in said[0]
     assert [entry["loss"] for entry in entries(workdir)] == [entry["loss"] for entry in entries(finished)]
-    jax.tree.map(np.testing.assert_array_equal, final_state(STEPS, workdir), final_state(WHOLE, finished))
+    chex.assert_trees_all_equal(final_state(STEPS, workdir), final_state(WHOLE, finished))
     alone = command(tmp_path / "alone", tmp_path / "cache", STEPS, devices=2)
     [said_alone] = ends([alone])
     assert alone.returncode == 0, said_alone
@@ -127,3 +127,18 @@ def test_a_coordinator_that_does_not_answer_is_named() -> None:
 def test_flags_that_do_not_go_together(settings: Processes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         processes.start(settings)
+
+
+def test_two_begin_from_another_run(finished: Path, tmp_path: Path) -> None:
+    """One process reads the checkpoints' names for both, and neither waits for the other in vain."""
+    config = dataclasses.replace(STEPS, training=dataclasses.replace(STEPS.training, steps=2, start_from=str(finished)))
+    both = two(tmp_path / "run", finished.parent / "cache", config)
+    said = ends(both, within=120)
+    assert [process.returncode for process in both] == [0, 0], "\n".join(said)
+    alone = command(tmp_path / "alone", tmp_path / "cache", config, devices=8)
+    [said_alone] = ends([alone])
+    assert alone.returncode == 0, said_alone
+    assert "Beginning with the parameters of" in said[0] and "Beginning with the parameters of" in said_alone
+    several, one = ([entry["loss"] for entry in entries(tmp_path / name)] for name in ("run", "alone"))
+    np.testing.assert_allclose(several, one, rtol=1e-5)
+    assert one[0] < entries(finished)[0]["loss"] - 0.1  # not a fresh model's

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -48,9 +49,9 @@ def test_the_first_step_has_the_other_runs_parameters_and_tokenizer(general: Pat
         state, _ = run._start()
         run.close()
     expected = _parameters(general)  # the mean of the last two checkpoints, as decode.py takes it
-    jax.tree.map(np.testing.assert_array_equal, state.parameters, expected)
+    chex.assert_trees_all_equal(state.parameters, expected)
     if ema_decay:
-        jax.tree.map(np.testing.assert_array_equal, state.ema, expected)
+        chex.assert_trees_all_equal(state.ema, expected)
     assert int(state.step) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
     assert Tokenizer.load(tmp_path / "run").fingerprint == Tokenizer.load(general).fingerprint
 
@@ -61,7 +62,7 @@ def test_one_checkpoint_of_another_run(general: Path, tmp_path: Path) -> None:
         run = Run(config, tmp_path / "run", ONE)
         state, _ = run._start()
         run.close()
-    jax.tree.map(np.testing.assert_array_equal, state.parameters, _parameters(general, checkpoint=5))
+    chex.assert_trees_all_equal(state.parameters, _parameters(general, checkpoint=5))
 
 
 def test_the_same_command_goes_on_without_the_other_run(general: Path, tmp_path: Path) -> None:
@@ -87,5 +88,5 @@ def test_another_shape_of_model_is_refused_before_the_text_is_read(general: Path
 
 
 def test_no_model_to_begin_with(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no checkpoint"):
+    with pytest.raises(UserError, match=r"training.start_from is '.*nowhere': .* holds no checkpoint"):
         train(_own_text(tmp_path, tmp_path / "nowhere"), tmp_path / "run", devices=ONE)

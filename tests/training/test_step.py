@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,11 +83,12 @@ def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
     assert float(metrics.sums.nll) < 0.6 * first
 
 
-def test_accumulation_changes_nothing() -> None:
+@pytest.mark.parametrize(("devices", "accumulate_steps"), [(1, 4), (4, 2)])
+def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> None:
     plain = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
-    parts = dataclasses.replace(plain, optimizer=dataclasses.replace(plain.optimizer, accumulate_steps=4))
+    parts = dataclasses.replace(plain, optimizer=dataclasses.replace(plain.optimizer, accumulate_steps=accumulate_steps))
     whole_losses, whole = losses(plain, 1)
-    part_losses, split = losses(parts, 1)
+    part_losses, split = losses(parts, devices)
     np.testing.assert_allclose(part_losses, whole_losses, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), split.parameters, whole.parameters)
 
@@ -111,7 +113,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
     for count in (1, 2):
         state, metrics = run.train_step(state, batch())
         assert (int(metrics.bad_steps), int(metrics.bad_in_a_row)) == (count, count)
-    jax.tree.map(np.testing.assert_array_equal, (state.parameters, state.optimizer), before)
+    chex.assert_trees_all_equal((state.parameters, state.optimizer), before)
     assert int(state.step) == 3  # the data goes on
     state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"] = scale
     state, metrics = run.train_step(state, batch())
@@ -125,16 +127,7 @@ def test_a_bad_step_leaves_the_moving_average_alone() -> None:
     state.parameters["target_embedding"]["matrix"] = state.parameters["target_embedding"]["matrix"].at[5].set(jnp.nan)
     state, metrics = run.train_step(state, batch())
     assert int(metrics.bad_steps) == 1
-    jax.tree.map(np.testing.assert_array_equal, state.ema, before)
-
-
-def test_moving_average_of_parameters() -> None:
-    run = programs(dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.9)))
-    state = run.init()
-    start = np.asarray(state.ema["target_embedding"]["matrix"])
-    state, _ = run.train_step(state, batch())
-    expected = 0.9 * start + 0.1 * np.asarray(state.parameters["target_embedding"]["matrix"])
-    np.testing.assert_allclose(state.ema["target_embedding"]["matrix"], expected, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_equal(state.ema, before)
 
 
 def test_weight_decay_acts_on_matrices_only() -> None:
@@ -167,6 +160,29 @@ def test_schedule_is_equation_3_with_steps_from_1() -> None:
     np.testing.assert_allclose([given(99), given(399)], [0.01, 0.005], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("decay", "at_half", "at_end"), [("constant", 1, 1), ("linear", 0.5, 0.01), ("cosine", 0.5, (1 - np.cos(np.pi / 100)) / 2)]
+)
+def test_other_decays_end_with_the_training(decay: str, at_half: float, at_end: float) -> None:
+    config = OptimizerConfig(warmup_steps=10, peak_learning_rate=2.0, decay=decay)  # type: ignore[arg-type]
+    schedule = learning_rate_schedule(config, 512, 109)
+    np.testing.assert_allclose([schedule(4), schedule(9)], [1.0, 2.0], rtol=1e-6)
+    np.testing.assert_allclose([schedule(59), schedule(108)], [2 * at_half, 2 * at_end], rtol=1e-3)
+    if decay != "constant":
+        with pytest.raises(UserError, match=r"training.steps is 10; expected more than optimizer.warmup_steps = 10"):
+            learning_rate_schedule(config, 512, 10)
+
+
+def test_the_moving_average_follows_closely_at_first() -> None:
+    run = programs(dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.2)))
+    state = run.init()
+    for decay in (2 / 11, 0.2, 0.2):  # (1 + t) / (10 + t), at most ema_decay
+        before = np.asarray(state.ema["target_embedding"]["matrix"])
+        state, _ = run.train_step(state, batch())
+        now = np.asarray(state.parameters["target_embedding"]["matrix"])
+        np.testing.assert_allclose(state.ema["target_embedding"]["matrix"], decay * before + (1 - decay) * now, atol=1e-6)
+
+
 def test_first_update_has_the_size_of_the_learning_rate() -> None:
     """Adam's first step is the learning rate times the gradient's sign."""
     run = programs(CONFIG)
@@ -182,6 +198,9 @@ def test_mesh_errors() -> None:
         make_mesh(MeshConfig(data=3))
     with pytest.raises(UserError, match=r"multiple of mesh.data x mesh.fsdp = 8"):
         check_rows(make_mesh(MeshConfig()), 12)
+    with pytest.raises(UserError, match=r"is 24; expected .* x optimizer.accumulate_steps = 8 x 2"):
+        check_rows(make_mesh(MeshConfig()), 24, 2)
+    check_rows(make_mesh(MeshConfig()), 32, 2)
     with pytest.raises(UserError, match="mesh.tensor is 8; expected a divisor"):
         four_heads = dataclasses.replace(CONFIG.model, num_heads=4)
         programs(dataclasses.replace(CONFIG, model=four_heads, mesh=MeshConfig(tensor=8)), 8)
@@ -192,6 +211,6 @@ def test_optimizer_state_is_sharded_like_its_parameters() -> None:
     abstract = jax.eval_shape(programs(CONFIG).init)
     shardings = state_shardings(abstract, mesh)
     parameters = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings.parameters))
-    moments = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings.optimizer[0].mu))
+    moments = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings.optimizer[1].mu))
     assert parameters == moments
     assert sum("fsdp" in spec for spec in parameters) >= 10

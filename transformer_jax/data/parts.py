@@ -115,5 +115,10 @@ def _directory(workdir: Path, config: Config) -> Path:
     return Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus"
 
 
+def digests_folder(workdir: Path, config: Config) -> Path:
+    """Where the hashes of the text's files are remembered."""
+    return _directory(workdir, config) / "digests"
+
+
 def _log_statistics(name: str, corpus: Corpus) -> None:
     _log.info("%s pairs: %s", name, ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items()))

@@ -36,19 +36,20 @@ class Alignment(NamedTuple):
 
 
 def aligned(
-    results: Iterable[tuple[Record, list[Translation]]], scorer: Scorer | None, *, layer: int = -1
+    results: Iterable[tuple[Record, list[Translation]]], scorer: Scorer | None, *, layer: int = -1, window: int | None = None
 ) -> Iterator[tuple[Record, list[Translation], list[Alignment | None] | None]]:
     """Each result with its translations' alignments; without a scorer, with None.
 
-    Works on ``scorer.config.batch_size`` results at a time. An empty translation has no alignment, nor has one that learned
-    positions are too few for.
+    Works on ``scorer.config.batch_size`` results at a time, at most ``window``. An empty translation has no alignment, nor has
+    one that is, or whose source is, too long for the scorer.
     """
     results = iter(results)
     if scorer is None:
         yield from ((record, translations, None) for record, translations in results)
         return
     tokenizer = scorer.tokenizer
-    while batch := list(islice(results, scorer.config.batch_size)):
+    size = min(scorer.config.batch_size, window or scorer.config.batch_size)
+    while batch := list(islice(results, size)):
         sources = tokenizer.encode_source([record.text for record, _ in batch])
         pairs = [
             (source, tokenizer.target_ids(translation.pieces))

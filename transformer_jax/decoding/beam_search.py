@@ -67,6 +67,7 @@ class BeamSearch:
     pad_id: int
     beam_size: int = 4
     length_penalty: float = 0.6
+    length_offset: float = 5.0
     num_hypotheses: int | None = None
     coverage_penalty: float = 0.0
     constraints: Constraints = field(default_factory=Constraints)
@@ -75,7 +76,7 @@ class BeamSearch:
         W, N = self.beam_size, self._num_hypotheses
         if not (W >= 1 and 1 <= N <= W):
             raise UserError(f"num_hypotheses is {N} and beam_size {W}; expected 1 <= num_hypotheses <= beam_size.")
-        for name in ("length_penalty", "coverage_penalty"):
+        for name in ("length_penalty", "length_offset", "coverage_penalty"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}; expected at least 0.")
 
@@ -114,7 +115,7 @@ class BeamSearch:
 
         # Finish: only ends among the first W, so that a beam of 1 is greedy and a hypothesis must earn its end.
         may_end_BW = ends_BC[:, :W] & (ranks_BC[:, :W] > IMPOSSIBLE / 2) & ~state.done_B[:, None]
-        scores_BW = ranks_BC[:, :W] / length_divisor(length_B, self.length_penalty)[:, None]
+        scores_BW = ranks_BC[:, :W] / length_divisor(length_B, self.length_penalty, self.length_offset)[:, None]
         if self.coverage_penalty:
             scores_BW += self.coverage_penalty * _coverage(coverage_BCS[:, :W])
         finished = keep_best(
@@ -133,7 +134,7 @@ class BeamSearch:
         tokens_BWL, piece_log_probs_BWL, log_probs_BW, parents_BW = gather_beams(
             (tokens_BCL, piece_log_probs_BCL, log_probs_BC, parents_BC), survivors_BW
         )
-        bound_B = ranks_BW[:, 0] / length_divisor(state.limit_B, self.length_penalty)
+        bound_B = ranks_BW[:, 0] / length_divisor(state.limit_B, self.length_penalty, self.length_offset)
         hopeless_B = (bound_B <= finished.scores_BN[:, -1]) | (ranks_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
             hopeless_B |= may_end_BW[:, 0]
@@ -174,7 +175,9 @@ class BeamSearch:
         values_RK = jnp.where(forced_R1 < 0, values_RK, jnp.where(first_1K, forced_value_R1, IMPOSSIBLE))
         pieces_RK = jnp.where(forced_R1 < 0, pieces_RK, forced_R1)
         piece_log_probs_RK = jnp.take_along_axis(logits_RV, pieces_RK, axis=1) - normalizer_R1
-        ranks_BWK = state.ranks_BW[:, :, None] + (values_RK - normalizer_R1).reshape(B, W, K)
+        # Impossible pieces stay so where the normaliser is as low as they are.
+        gains_RK = jnp.where(values_RK > IMPOSSIBLE / 2, values_RK - normalizer_R1, IMPOSSIBLE)
+        ranks_BWK = state.ranks_BW[:, :, None] + gains_RK.reshape(B, W, K)
         ranks_BC, places_BC = jax.lax.top_k(jnp.maximum(ranks_BWK, IMPOSSIBLE).reshape(B, W * K), 2 * W)
         pieces_BC, piece_log_probs_BC = (
             jnp.take_along_axis(x.reshape(B, W * K), places_BC, axis=1) for x in (pieces_RK, piece_log_probs_RK)
@@ -201,6 +204,7 @@ def beam_search(
     pad_id: int,
     max_lengths_B: Array | None = None,
     length_penalty: float = 0.6,
+    length_offset: float = 5.0,
     num_hypotheses: int | None = None,
     constraints: Constraints | None = None,
     prefix_BP: Array | None = None,
@@ -226,6 +230,9 @@ def beam_search(
     hypothesis ends in EOS, its score is that of the same pieces force-decoded, and it does not depend on the neighbours
     in the batch. PAD is never generated. With ``beam_size`` 1 the search is greedy: it takes the likeliest piece until EOS.
 
+    Finished hypotheses are ranked by log-probability over ((c + length) / (c + 1))^alpha, alpha being ``length_penalty`` and c
+    ``length_offset`` (Wu et al., 2016, equation 14).
+
     ``prefix_BP`` holds pieces that the targets must begin with, -1 after their ends; ``constraints`` rules for the others.
     ``coverage_penalty`` beta adds beta * sum_s log(min(sum_t a_ts, 1)) to the score of a finished hypothesis (Wu et al.,
     2016, equation 14), where a_ts is what ``attention(cache)`` gives after a step: [B, W, S], S =
@@ -240,6 +247,7 @@ def beam_search(
         pad_id,
         beam_size=beam_size,
         length_penalty=length_penalty,
+        length_offset=length_offset,
         num_hypotheses=num_hypotheses,
         coverage_penalty=coverage_penalty,
         constraints=constraints or Constraints(),

@@ -275,7 +275,8 @@ class Engine:
         inputs: _Inputs = queue.inputs
         own = "" if inputs.own_QK is None else f" and {inputs.own_QK.shape[1]} target pieces of their own"
         sizes = program.rows * self._shares, program.lengths[-1]
-        logger.info("Compiling the search for %d sentences of up to %d pieces%s.", *sizes, own)
+        devices = "" if self._shares == 1 else f" on {self._shares} devices"
+        logger.info("Compiling the search for %d sentences of up to %d pieces%s%s.", *sizes, own, devices)
         search = partial(self._search_share, program, num_hypotheses=num_hypotheses)
         if self._shares == 1:
             return search(parameters, queue, counts, caches)
@@ -353,6 +354,7 @@ class Engine:
                 top_p=config.top_p,
                 seed=config.seed,
                 length_penalty=config.length_penalty,
+                length_offset=config.length_offset,
                 constraints=constraints,
             )
         return BeamSearch(
@@ -362,6 +364,7 @@ class Engine:
             beam_size=config.beam_size,
             num_hypotheses=num_hypotheses,
             length_penalty=config.length_penalty,
+            length_offset=config.length_offset,
             coverage_penalty=config.coverage_penalty,
             constraints=constraints,
         )

@@ -147,13 +147,15 @@ def _parse(line: str, number: int, where: str, text_field: str) -> Record:
         )
     for name in (text_field, "prefix"):
         value = values.get(name, "")
+        if value is None and name == "prefix":  # as tables have it that give every line all fields
+            value = ""
         if not isinstance(value, str):
             raise UserError(f"{where} has {value!r} in field {name!r}; expected text there.")
         try:
             value.encode()
         except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
             raise UserError(f"{where}: field {name!r} is not valid Unicode; expected whole characters.") from None
-    return Record(number, values[text_field].replace("\n", " "), values.get("prefix", "").replace("\n", " "), line)
+    return Record(number, values[text_field].replace("\n", " "), (values.get("prefix") or "").replace("\n", " "), line)
 
 
 def _name(source: str | Path | BinaryIO) -> str:

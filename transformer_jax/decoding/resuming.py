@@ -5,7 +5,8 @@ How far the run came is not in it, for F itself says so: its complete sentences.
 
     starting   F is not ours yet (it may be an older one, still to be emptied): begin anew
     writing    keep F's complete sentences and go on
-    complete   only parts of an output (``parts.py``) keep the file, as proof that nothing is missing
+    complete   kept of parts of an output (``parts.py``), as proof that nothing is missing, and of what ``--resume`` wrote of a
+               file, so that it is not taken for the output of other settings
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     length_penalty: float = 0.6
+    length_offset: float = 5.0
     constraints: Constraints = field(default_factory=Constraints)
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class Sampling:
         tokens_BWL, piece_log_probs_BWL = extend(state, None, pieces_BW, piece_log_probs_BW)
         length_B = state.position_B + 1
         ends_BW = (pieces_BW == self.eos_id) & (log_probs_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
-        scores_BW = log_probs_BW / length_divisor(length_B, self.length_penalty)[:, None]
+        scores_BW = log_probs_BW / length_divisor(length_B, self.length_penalty, self.length_offset)[:, None]
         finished = keep_best(
             state.finished,
             SearchResult(
@@ -156,6 +157,7 @@ def sample(
     seed: int = 0,
     seed_B: Array | None = None,
     length_penalty: float = 0.6,
+    length_offset: float = 5.0,
     constraints: Constraints | None = None,
     prefix_BP: Array | None = None,
 ) -> SearchResult:
@@ -186,6 +188,7 @@ def sample(
         top_p=top_p,
         seed=seed,
         length_penalty=length_penalty,
+        length_offset=length_offset,
         constraints=constraints or Constraints(),
     )
     limit_B = jnp.full(batch_size, max_length) if max_lengths_B is None else max_lengths_B

@@ -14,7 +14,7 @@ from flax import nnx
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.search import length_divisor
-from transformer_jax.decoding.translator import Translation
+from transformer_jax.decoding.translator import Translation, warn_first
 from transformer_jax.errors import UserError
 from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer
@@ -27,17 +27,20 @@ Pieces = Sequence[int]
 
 _MAX_LOGITS = 2**22
 _FULL_LENGTH = 64
+_LONGEST = 4096  # attention takes memory as the square of the length
 
 
 class Scorer:
     """One model, or several with one vocabulary, that says how likely given targets are.
 
-    Several score by the mean of their probabilities, as an ensemble translates. Sentences of any length are scored; a batch
-    has ``config.batch_size`` pairs of up to 64 pieces and fewer of longer ones. Each shape is compiled once.
+    Several score by the mean of their probabilities, as an ensemble translates. A batch has ``config.batch_size`` pairs of up
+    to 64 pieces and fewer of longer ones. Each shape is compiled once.
 
     Attributes:
+      longest: pieces that a sentence may have, the end symbol included: 4,096, or as many as learned positions are.
       parameters: the models', a list of what ``nnx.to_pure_dict`` gives.
       num_compiled: how many programs have been compiled so far.
+      num_failed: how many pairs ``score`` could not score because they are longer.
     """
 
     def __init__(
@@ -52,10 +55,10 @@ class Scorer:
         models = [models] if isinstance(models, Transformer) else list(models)
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
-        self.num_compiled = 0
+        self.num_compiled = self.num_failed = 0
         self._layers = [model.config.decoder_layers for model in models]
         limits = [model.config.max_positions for model in models if model.config.positions == "learned"]
-        self._max_positions = min(limits, default=None)
+        self.longest = min([_LONGEST, *limits])
         split = [nnx.split(model, nnx.Param) for model in models]
         self._graphs = [graph for graph, _ in split]
         self.parameters = [nnx.to_pure_dict(state) for _, state in split]
@@ -71,11 +74,9 @@ class Scorer:
     ) -> Iterator[Translation]:
         """Each (source, target), in order, as a ``Translation``: the target with its log-probabilities, EOS included.
 
-        Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS alone. ``numbers`` are the
-        lines' numbers in messages (default: from 1).
-
-        Raises:
-            UserError: naming the line, for a pair that learned positions are too few for; earlier pairs come out first.
+        Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS alone. A pair with a
+        sentence of more than ``longest`` pieces gets no figures but NaN, with a warning. ``numbers`` are the lines' numbers in
+        messages (default: from 1).
         """
         pairs, numbers = iter(pairs), iter(count(1) if numbers is None else numbers)
         while block := list(islice(pairs, window or 100 * self.config.batch_size)):
@@ -83,17 +84,19 @@ class Scorer:
             sources, targets = zip(*block, strict=True)
             targets_pieces = self.tokenizer.encode_target(targets)
             pieces = list(zip(self.tokenizer.encode_source(sources), targets_pieces, strict=True))
-            fitting = next((i for i, pair in enumerate(pieces) if not self.fits(pair)), len(pieces))
-            for target, (_, ids), log_probs in zip(targets, pieces, self.score_pieces(pieces[:fitting]), strict=False):
-                yield self._translation(target, ids, log_probs)
-            if fitting < len(pieces):
-                self._check(pieces[fitting], f"Line {block_numbers[fitting]}")
+            scored = iter(self.score_pieces([pair for pair in pieces if self.fits(pair)]))
+            for number, target, pair in zip(block_numbers, targets, pieces, strict=True):
+                if not self.fits(pair):
+                    self.num_failed += 1
+                    warn_first(self.num_failed, "Line %d is not scored: %s", number, self._too_long(pair))
+                log_probs = next(scored) if self.fits(pair) else np.full(len(pair[1]) + 1, np.nan)
+                yield self._translation(target, pair[1], log_probs)
 
     def score_pieces(self, pairs: Sequence[tuple[Pieces, Pieces]]) -> list[np.ndarray]:
         """Natural log-probability of each target's pieces and, last, of EOS; float32. Pieces are given without EOS.
 
         Raises:
-            UserError: a pair that learned positions are too few for.
+            UserError: a pair that does not fit (``fits``).
         """
 
         def run(source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
@@ -107,7 +110,7 @@ class Scorer:
         Mean over the heads of decoder layer ``layer`` (and over the models); each row sums to 1. All of them are held.
 
         Raises:
-            UserError: no such layer, or a pair that learned positions are too few for.
+            UserError: no such layer, or a pair that does not fit (``fits``).
         """
         if not all(-count <= layer < count for count in self._layers):
             count = min(self._layers)
@@ -124,7 +127,8 @@ class Scorer:
     ) -> list[np.ndarray]:
         """``run(source_BS, target_BT)`` on pairs of similar length at a time; its rows in the order of ``pairs``."""
         for number, pair in enumerate(pairs, 1):
-            self._check(pair, f"Pair {number}")
+            if not self.fits(pair):
+                raise UserError(f"Pair {number} is too long: {self._too_long(pair)}")
         lengths = [self._padded(1 + max(map(len, pair))) for pair in pairs]
         running = []
         # The device gets the longest first, and all batches before the first result is waited for.
@@ -164,7 +168,8 @@ class Scorer:
 
     def _translation(self, text: str, pieces: Pieces, log_probs: np.ndarray) -> Translation:
         log_prob = float(log_probs.sum(dtype=np.float64))
-        score = log_prob / float(length_divisor(len(log_probs), self.config.length_penalty))
+        divisor = length_divisor(len(log_probs), self.config.length_penalty, self.config.length_offset)
+        score = log_prob / float(divisor)
         return Translation(
             text,
             score,
@@ -175,23 +180,20 @@ class Scorer:
         )
 
     def _padded(self, length: int) -> int:
-        """The next of 16, 24, 32, 48, 64, 96, ... without end, or that of learned positions."""
+        """The next of 16, 24, 32, 48, 64, 96, ..., ``longest``."""
         width = 16
         while width < length:
             width = width * 4 // 3 if width % 3 == 0 else width * 3 // 2
-        return width if self._max_positions is None else min(width, self._max_positions)
+        return min(width, self.longest)
 
     def fits(self, pair: tuple[Pieces, Pieces]) -> bool:
-        """Whether the model has positions for the pieces, given without EOS; only learned ones are limited."""
-        return self._max_positions is None or max(map(len, pair)) < self._max_positions
+        """Whether the source and the target, given without EOS, have at most ``longest`` pieces with it."""
+        return max(map(len, pair)) < self.longest
 
-    def _check(self, pair: tuple[Pieces, Pieces], where: str) -> None:
-        if not self.fits(pair):
-            lengths = " and ".join(str(len(pieces) + 1) for pieces in pair)
-            raise UserError(
-                f"{where} has {lengths} source and target pieces, the end symbols included; expected at most "
-                f"model.max_positions = {self._max_positions}: this model's positions are learned and end there."
-            )
+    def _too_long(self, pair: tuple[Pieces, Pieces]) -> str:
+        lengths = " and ".join(str(len(pieces) + 1) for pieces in pair)
+        why = "" if self.longest == _LONGEST else " = model.max_positions: this model's positions are learned and end there"
+        return f"{lengths} source and target pieces, the end symbols included; expected at most {self.longest}{why}."
 
 
 def _label_log_probs(model: Transformer, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ class SearchResult(NamedTuple):
     tokens_BNL: Array
     """int32: the pieces, EOS, then PAD."""
     scores_BN: Array
-    """float32: what the hypotheses are ranked by; without further penalties log-probability / ((5 + length) / 6)^alpha."""
+    """float32: what the hypotheses are ranked by; without further penalties log-probability / ``length_divisor``."""
     log_probs_BN: Array
     """float32: sum of the pieces' log-probabilities, EOS included."""
     lengths_BN: Array
@@ -79,9 +79,9 @@ class Method(Protocol):
         """One piece more for every live hypothesis; and which hypothesis each one goes on from (None: itself)."""
 
 
-def length_divisor(lengths: Array | int, length_penalty: float) -> Array:
-    """((5 + length) / 6)^alpha (Wu et al., 2016, equation 14; the paper's section 6.1 takes alpha = 0.6)."""
-    return ((5 + jnp.asarray(lengths, jnp.float32)) / 6) ** length_penalty
+def length_divisor(lengths: Array | int, length_penalty: float, length_offset: float = 5.0) -> Array:
+    """((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14: c = 5; the paper's section 6.1 takes alpha = 0.6)."""
+    return ((length_offset + jnp.asarray(lengths, jnp.float32)) / (length_offset + 1)) ** length_penalty
 
 
 def gather_beams(tree: Any, parents_BW: Array) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class Translation:
 
     text: str
     score: float
-    """What the search ranks by: log_prob / ((5 + length) / 6)^alpha, if no other penalty is on. Of a line that was
-    translated in parts: the mean of theirs."""
+    """What the search ranks by: log_prob / ((c + length) / (c + 1))^alpha (``DecodingConfig``), if no other penalty is on. Of
+    a line that was translated in parts: the mean of theirs."""
     log_prob: float
     """Natural logarithm of the probability of all pieces, the end symbol included."""
     length: int
@@ -171,8 +172,8 @@ class Translator:
         """For each line, in order, its ``num_hypotheses`` best translations, best first; at least one, fewer if no more exist.
 
         Holds ``window`` lines at a time (default: 100 batches). An empty line gives one empty translation, and so does a line
-        for which the search finds none (with a warning; see ``num_failed``). A line of more than ``config.max_source_length``
-        pieces is translated in parts, with a warning.
+        for which the search finds none (with a warning and scores of NaN; see ``num_failed``). A line of more than
+        ``config.max_source_length`` pieces, the end symbol included, is translated in parts, with a warning.
 
         Raises:
           UserError: a prefix with pieces that the vocabulary lacks, or longer than the translation may be (with its line).
@@ -195,7 +196,7 @@ class Translator:
         for request, its_parts in zip(requests, of_line, strict=True):
             if not all(its_parts):
                 self.num_failed += 1
-                _warn(self.num_failed, "Line %d: the search found no translation; its output is empty.", request.number)
+                warn_first(self.num_failed, "Line %d: the search found no translation; its output is empty.", request.number)
             yield self._join(its_parts)
 
     def _parts(self, requests: list[Request]) -> Iterator[_Part]:
@@ -209,7 +210,7 @@ class Translator:
             if len(parts) > 1:
                 self.num_split += 1
                 said = "Line %d has %d pieces; more than %d are translated in parts, here %d."
-                _warn(self.num_split, said, request.number, len(pieces), room, len(parts))
+                warn_first(self.num_split, said, request.number, len(pieces), room, len(parts))
             for index, part in enumerate(part for part in parts if part):
                 seed = (request.number + 1_000_003 * index) % 2**32
                 yield _Part(line, Sentence(part, prefix if index == 0 else [], seed))
@@ -243,8 +244,11 @@ class Translator:
     def _split(self, line: str, room: int) -> list[list[int]]:
         """Parts of at most ``room`` pieces: as many whole sentences as fit; an over-long sentence ends anywhere between words,
         and an over-long word anywhere. A tag that the line begins with goes before each part."""
-        tag, line = self.tokenizer.source_tag(line)
-        room -= len(tag)
+        tag, rest = self.tokenizer.source_tag(line)
+        if len(tag) <= room // 2:  # otherwise it is no tag, whatever it is
+            line, room = rest, room - len(tag)
+        else:
+            tag = []
         units: list[list[int]] = []
         sentences = _SENTENCE_END.split(line)
         for sentence, pieces in zip(sentences, self.tokenizer.encode_source(sentences), strict=True):
@@ -273,7 +277,8 @@ class Translator:
             pieces = tuple(piece for hypothesis in hypotheses for piece in (*hypothesis.pieces, "</s>"))[:-1]
             piece_log_probs = tuple(x for hypothesis in hypotheses for x in hypothesis.piece_log_probs)
             joined.append(Translation(text, score, log_prob, length, pieces, piece_log_probs))
-        return joined or [Translation("", 0.0, 0.0, 0)]
+        unknown = math.nan if parts else 0.0  # nothing found; or nothing to translate
+        return joined or [Translation("", unknown, unknown, 0)]
 
     def _check(self, model: ModelConfig) -> None:
         pieces = self.tokenizer.source_vocab_size, self.tokenizer.target_vocab_size
@@ -284,7 +289,7 @@ class Translator:
             )
 
 
-def _warn(count: int, message: str, *arguments: Any) -> None:
-    """The first few warnings of a kind; a large file may have thousands, and the counts are there."""
+def warn_first(count: int, message: str, *arguments: Any) -> None:
+    """Log the warning if it is one of the first few of its kind; a large file may have thousands, and the counts are there."""
     if count <= _MOST_WARNINGS:
         logger.warning(message + (" (Further ones are only counted.)" if count == _MOST_WARNINGS else ""), *arguments)

@@ -22,11 +22,11 @@ def search_notes(config: Config, library: str, *, limit: str = "") -> list[str]:
     decoding = config.decoding
     limit = limit or f"{length_limits(config)[1]} pieces"
     notes = [f"translations end at {limit} at the latest in {library}, at source length + {decoding.max_extra_length} here."]
-    if decoding.length_penalty and decoding.beam_size > 1:
+    if decoding.length_penalty and decoding.length_offset and decoding.beam_size > 1:
+        c, alpha = decoding.length_offset, f"{decoding.length_penalty:g}"
         notes.append(
-            f"{library} divides log P by length^{decoding.length_penalty:g}, decoding here by "
-            f"((5 + length) / 6)^{decoding.length_penalty:g}: hypotheses of different lengths may rank otherwise. "
-            "They agree at length penalty 0."
+            f"{library} divides log P by length^{alpha}, decoding here by (({c:g} + length) / {c + 1:g})^{alpha}: hypotheses "
+            "of different lengths may rank otherwise. decoding.length_offset 0 is what it does."
         )
     if decoding.method == "sample":
         notes.append(f"decoding.method is 'sample', which is left out: {library} is set up for beam search.")

@@ -190,6 +190,7 @@ def _decoding(theirs: dict[str, Any], target: Arrangement, folder: Path) -> tupl
     config = DecodingConfig(
         beam_size=beam_size,
         length_penalty=float(1.0 if penalty is None else max(penalty, 0.0)),
+        length_offset=0.0,
         min_length=theirs.get("min_new_tokens") or 0,
         no_repeat_ngram=theirs.get("no_repeat_ngram_size") or 0,
         suppress=tuple(piece for piece in suppress if piece != never),
@@ -198,11 +199,6 @@ def _decoding(theirs: dict[str, Any], target: Arrangement, folder: Path) -> tupl
         f"max_length {theirs.get('max_length', 'unset')} there; here a translation has at most source length + "
         f"{config.max_extra_length} pieces (decoding.max_extra_length)."
     ]
-    if config.beam_size > 1 and config.length_penalty:
-        notes.append(
-            f"log P is divided by length^{config.length_penalty:g} there, by ((5 + length) / 6)^{config.length_penalty:g} "
-            "here: hypotheses of different lengths may rank otherwise."
-        )
     if len(banned) < len(theirs.get("bad_words_ids") or []):
         notes.append("bad_words_ids of several pieces are left out.")
     return config, notes

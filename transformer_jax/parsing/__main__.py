@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from typing import TextIO
 
 import tyro
 
@@ -106,11 +108,25 @@ def prepare(task: Prepare) -> str:
     return f"{output}.words, .sequences and .mrg: {sentences} trees over {words} words."
 
 
+@contextmanager
+def _written_whole(path: Path) -> Iterator[TextIO]:
+    """A text file that appears when it is whole; until then an older one, which may be what is read, stays."""
+    if path.exists() and not path.is_file():  # a device or a named pipe
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
+    with tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
+        made = Path(folder, path.name)
+        with made.open("w", encoding="utf-8") as file:
+            yield file
+        made.replace(path)
+
+
 def restore(task: Restore) -> str:
     """Do it; returns what was done, in words."""
     total = faulty = 0
     with ExitStack() as stack:
-        output = stack.enter_context(open(task.output, "w", encoding="utf-8")) if task.output else sys.stdout
+        output = stack.enter_context(_written_whole(Path(task.output))) if task.output else sys.stdout
         for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
             total += 1
             if words is None or sequence is None:

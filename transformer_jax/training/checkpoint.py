@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.config import Config
-from transformer_jax.config_files import to_json
+from transformer_jax.config_files import from_json, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.processes import from_first, is_first
-from transformer_jax.saved_model import DamagedError, complete_steps, is_imported, verify, write_manifest
+from transformer_jax.saved_model import DamagedError, complete_steps, is_imported, is_regular, verify, write_manifest
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.step import Parameters, TrainState
 
@@ -40,8 +40,11 @@ class Checkpoints:
         self._best_step: int | None = None
         from_first(self._clean)
 
-    def save(self, state: TrainState, progress: Progress) -> None:
-        """Start saving; returns once the state is copied. A failure is logged and leaves older checkpoints as they are."""
+    def save(self, state: TrainState, progress: Progress, *, regular: bool = True) -> None:
+        """Start saving; returns once the state is copied. A failure is logged and leaves older checkpoints as they are.
+
+        One that is not ``regular`` stays until the next is saved, or as long as it is the best on dev.
+        """
         self.wait()
         step = int(state.step)
         path = self.folder / f"{step:08d}"
@@ -52,7 +55,7 @@ class Checkpoints:
         # The next step overwrites the donated state while Orbax writes: it gets a copy.
         parts = jax.tree.map(jnp.copy, parts)
         try:
-            from_first(lambda: self._begin(path, progress))
+            from_first(lambda: self._begin(path, progress | {"regular": regular}))
             response = ocp.save_checkpointables_async(path / "state", parts)
         except Exception as error:
             self._discard(path, error)
@@ -79,8 +82,15 @@ class Checkpoints:
             return None
         path = self.folder / f"{step:08d}"
         progress = json.loads((path / "progress.json").read_text())
+        progress.pop("regular", None)  # of the checkpoint, not of the loop
         self.last_saved, self._best_step = step, progress.get("best_step")
-        return _restore_state(path, abstract_state), progress
+        try:
+            return _restore_state(path, abstract_state), progress
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"Checkpoint {path} has another structure than this version of the program writes ({_reason(error)}). Expected "
+                "one of this version; its model can begin another run: --training.start-from, with another --workdir."
+            ) from error
 
     def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
         """The parameters that ``save_imported`` left to begin with, placed as ``abstract_parameters`` says, if it did."""
@@ -142,8 +152,10 @@ class Checkpoints:
         steps = self.steps()
         if best_step in steps:  # not if its own save failed: then the best before it stays
             self._best_step = best_step
-        for step in steps[: -self._config.training.keep_checkpoints]:
-            if step != self._best_step:
+        regular = [step for step in steps if is_regular(self.folder / f"{step:08d}")]
+        kept = {*regular[-self._config.training.keep_checkpoints :], steps[-1], self._best_step}
+        for step in steps:
+            if step not in kept:
                 old = self.folder / f"{step:08d}"
                 (old / "manifest.json").unlink(missing_ok=True)  # from now on no checkpoint, however far deleting gets
                 shutil.rmtree(old, ignore_errors=True)
@@ -180,10 +192,14 @@ def _rest(state: TrainState) -> dict[str, Any]:
 
 def _restore_state(path: Path, abstract: TrainState) -> TrainState:
     wanted = {"parameters": abstract.parameters, "rest": _rest(abstract)}
-    if abstract.ema is not None:
+    had_average = from_json((path / "config.json").read_text()).optimizer.ema_decay > 0
+    if abstract.ema is not None and had_average:
         wanted["ema"] = abstract.ema
     parts = ocp.load_checkpointables(path / "state", wanted)
-    return TrainState(parameters=parts["parameters"], ema=parts.get("ema"), **parts["rest"])
+    parameters, ema = parts["parameters"], parts.get("ema")
+    if abstract.ema is not None and not had_average:  # it begins now
+        ema = jax.tree.map(jnp.copy, parameters)
+    return TrainState(parameters=parameters, ema=ema, **parts["rest"])
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,8 @@ from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.evaluation_batches import whole_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.saved_model import load_model
+from transformer_jax.processes import from_first
+from transformer_jax.saved_model import choose_checkpoints, load_parameters
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loss import LossSums
@@ -74,30 +75,34 @@ class Evaluator:
             text += f"\n  translation {translations[chosen]}"
         return values, text
 
-    def test(self, workdir: Path, *, average: int) -> tuple[dict[str, Any], str]:
-        """BLEU and chrF of the mean of the last ``average`` checkpoints on the test pairs, and a text to show."""
-        _, model, _ = load_model(workdir, average=average)
-        parameters = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    def test(self, workdir: Path, *, checkpoint: str = "last") -> tuple[dict[str, Any], str]:
+        """BLEU and chrF on the test pairs of the parameters that ``load_model`` takes, and a text to show."""
+        names = from_first(lambda: [path.name for path in choose_checkpoints(workdir, checkpoint=checkpoint)])
+        parameters = load_parameters([workdir / "checkpoints" / name for name in names], self._config)
         shardings = jax.tree.map(lambda s: s.sharding, self._programs.abstract_state.parameters)
         pairs = self.test_pairs
-        translations, score = self._translate(place(parameters, shardings), pairs)
+        translations, score = self._translate(place(jax.tree.map(np.asarray, parameters), shardings), pairs)
         chrf = evaluation.chrf(translations, [target for _, target in pairs])
         exact = sum(ours == target for ours, (_, target) in zip(translations, pairs, strict=True)) / len(pairs)
         values = {
             "sentences": len(pairs),
-            "averaged_checkpoints": average,
+            "checkpoint": checkpoint,
+            "averaged_checkpoints": len(names),
             "bleu": score.value,
             "bleu_signature": score.signature,
             "chrf": chrf.value,
             "chrf_signature": chrf.signature,
             "exact_match": exact,
         }
-        return values, f"test, mean of the last {average} checkpoints: {score}\n{chrf}\nexact match {exact:.2%}"
+        which = f"mean of the last {len(names)} checkpoints" if checkpoint == "last" else f"{checkpoint} checkpoint on dev"
+        return values, f"test, {which}: {score}\n{chrf}\nexact match {exact:.2%}"
 
     def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
         total: Any = None
         sharding = batch_sharding(self._mesh)
-        for batch in whole_corpus(corpus, self._config.batch):
+        # What fits into memory in training fits here: there a batch is worked through in parts.
+        tokens = self._config.batch.tokens // self._config.optimizer.accumulate_steps
+        for batch in whole_corpus(corpus, tokens=tokens, row_multiple=self._config.batch.row_multiple):
             shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
             if shape not in self._shapes_seen:
                 self._shapes_seen.add(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -21,16 +22,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from transformer_jax.config import Config
-from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten
+from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten, from_json
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.files import is_url
-from transformer_jax.data.loader import load
+from transformer_jax.data.loader import load, place
 from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.errors import UserError
 from transformer_jax.processes import check_agreement, first_then_others, from_first, is_first, rank, size, wait_for_others
-from transformer_jax.remote import RemoteWorkdir
+from transformer_jax.remote import RemoteWorkdir, local_workdir
+from transformer_jax.saved_model import load_parameters
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
+from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.metrics import Meter, Reporter, environment, peak_memory_bytes
@@ -40,8 +43,8 @@ from transformer_jax.training.workdir import (
     check_inputs,
     claimed,
     fetch,
-    load_start,
     prepare_tokenizer,
+    start_checkpoints,
     with_vocabulary,
     write_config,
 )
@@ -54,13 +57,13 @@ class TrainingError(RuntimeError):
 
 
 def train(
-    config: Config, workdir: str | Path, *, devices: Sequence[jax.Device] | None = None, other_batches: bool = False
+    config: Config, workdir: str | Path, *, devices: Sequence[jax.Device] | None = None, allow_changes: bool = False
 ) -> dict[str, Any]:
     """Train as ``config`` says in ``workdir``, going on from its newest checkpoint; on all devices, or those given.
 
     A URL is trained in a folder of this machine that is kept in step with it (``remote.py``); one process only.
 
-    A run that goes on must have the config it had; ``other_batches`` frees the fields of ``config.batch``.
+    A run that goes on must have the config it had; ``allow_changes`` frees the fields of ``config_files.CHANGEABLE``.
 
     Returns the contents of summary.json; its ``stopped_by`` names the signal, if SIGTERM or Ctrl-C ended the run early.
     Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite or the other processes cannot be
@@ -78,12 +81,18 @@ def train(
         fetch(remote)
     # One process holds the folder for all.
     with ExitStack() as held:
-        from_first(lambda: held.enter_context(claimed(folder, config, other_batches=other_batches)))
+        from_first(lambda: held.enter_context(claimed(folder, config, allow_changes=allow_changes)))
         run = Run(config, folder, devices, remote)
         try:
             return run.train()
         except jax.errors.JaxRuntimeError as error:
-            if size() == 1 or "RESOURCE_EXHAUSTED" in str(error):
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise TrainingError(
+                    f"Out of memory: {run.watchdog.phase}. Set optimizer.accumulate_steps (the same batch in parts) or "
+                    "model.remat, lower batch.tokens, or split the parameters over devices (mesh.fsdp); a run that has begun "
+                    f"takes the first three with --allow-changes. ({' '.join(str(error).split())[:400]})"
+                ) from error
+            if size() == 1:
                 raise
             raise TrainingError(
                 f"Process {rank()} of {size()} cannot work with the others any more, perhaps as one of them has ended. Start "
@@ -108,9 +117,11 @@ class Run:
         if config.training.compilation_cache:
             jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache))
         self.mesh = make_mesh(config.mesh, devices)
-        check_rows(self.mesh, config.batch.row_multiple)
+        check_rows(self.mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
         self.workdir = workdir
-        self.tokenizer = first_then_others(lambda: prepare_tokenizer(workdir, config))
+        self.tokenizer = first_then_others(
+            lambda: prepare_tokenizer(workdir, config) if is_first() else Tokenizer.load(workdir)
+        )
         self.config = config = with_vocabulary(config, self.tokenizer)
         self.train_corpus = first_then_others(lambda: prepare_corpus(workdir, config, self.tokenizer, "train"))
         self.plan = BatchPlan(self.train_corpus, config.batch, seed=config.seed)
@@ -126,19 +137,22 @@ class Run:
         self._shapes_seen: set[tuple[int, ...]] = set()
         self.reporter: Reporter | None = None
         self.watchdog = Watchdog(who=f"Process {rank()} of {size()}")
-        if is_first():
-            write_config(workdir, config)
-        self._copy_to_store(must=True)  # a store that cannot be written is known before the first step
 
     def train(self) -> dict[str, Any]:
         """Run the loop to its end or to a signal; write summary.json."""
         training = self.config.training
         state, progress = self._start()
+        if is_first():  # only now: what is refused leaves the config as it is
+            write_config(self.workdir, self.config)
+        self._copy_to_store(must=True)  # a store that cannot be written is known before the first step
         start = int(state.step)
         self.evaluator.start(state.parameters)
         self.reporter = Reporter(self.workdir, steps=training.steps, start_step=start)
         self._announce(start)
         meter = Meter(progress, self.plan, start)
+        if progress.pop("evaluation_failed", None) is not None and self.dev_corpus is not None:  # now it may not
+            self._evaluate_or_save(start, state, progress, meter)
+            self.checkpoints.save(state, progress, regular=self._is_due(start))
         step, pending, stopped_early = start, None, self._patience_is_over(progress)
         loader = load(self.plan, sharding=batch_sharding(self.mesh), start=start, stop=training.steps)
         with self._signals(), loader as batches:
@@ -154,20 +168,20 @@ class Run:
                 self.reporter.advance(step)
                 stop_now = self._told_to_stop(step)
                 evaluate_now = step % training.eval_every == 0 or step == training.steps
-                save_now = step % training.checkpoint_every == 0 or step == training.steps
+                save_now = self._is_due(step)
                 if evaluate_now or save_now or stop_now:
                     self._look_at(*pending, meter, batches)
                     pending = None
+                is_best = False
                 if evaluate_now and self.dev_corpus is not None:
                     self.watchdog.enter("evaluation", f"evaluation after step {step}")
-                    with meter.paused():
-                        save_now |= self._evaluate(step, state, progress)
+                    is_best = self._evaluate_or_save(step, state, progress, meter)
                     stopped_early = self._patience_is_over(progress)
-                if save_now or stop_now or stopped_early:
+                if save_now or is_best or stop_now or stopped_early:
                     self.watchdog.enter("saving", f"saving step {step}")
                     meter.book()
                     begin = time.perf_counter()
-                    self.checkpoints.save(state, progress)
+                    self.checkpoints.save(state, progress, regular=save_now or stopped_early)
                     self.reporter.write("save", step, {"held_seconds": time.perf_counter() - begin})
                 if stop_now or stopped_early:
                     break
@@ -192,6 +206,7 @@ class Run:
                     f"{int(restored[0].step)}; expected the same files (data.train, data.root). To train its model on "
                     "with this text, begin a run in another --workdir with --training.start-from."
                 )
+            self._forget_best_of_another_dev(restored[1])
             return restored
         fresh = {
             "corpus": self.train_corpus.fingerprint,
@@ -200,6 +215,7 @@ class Run:
             "source_tokens": 0,
             "evaluations": 0,
             "since_best": 0,
+            "selected": self._selection(),
         }
         state = self.programs.init()
         parameters = self._parameters_from_elsewhere()
@@ -208,18 +224,34 @@ class Run:
             state = state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
         return state, fresh
 
+    def _selection(self) -> list[Any]:
+        """What the best on dev is the best of."""
+        training = self.config.training
+        dev = None if self.dev_corpus is None else self.dev_corpus.fingerprint
+        selection: list[Any] = [dev, training.select_by]
+        if training.select_by == "bleu":
+            search = dataclasses.replace(self.config.decoding, batch_size=1, shortlist="")  # which change nothing here
+            selection += [training.bleu_sentences, training.bleu_tokenize, json.loads(json.dumps(dataclasses.asdict(search)))]
+        return selection
+
+    def _forget_best_of_another_dev(self, progress: dict[str, Any]) -> None:
+        if progress.setdefault("selected", self._selection()) != self._selection():
+            log.info("Dev, or what is looked at there, is not what it was: the best so far is forgotten.")
+            for name in [name for name in progress if name.startswith("best_")]:
+                del progress[name]
+            progress |= {"since_best": 0, "selected": self._selection()}
+
     def _parameters_from_elsewhere(self) -> Parameters | None:
         """Those to begin with instead of random ones, if there are any: of ``training.start_from``, or imported."""
         places = self.programs.abstract_state.parameters
         if self.config.training.start_from:
-            parameters, tokenizer = load_start(self.config)
-            if tokenizer.fingerprint != self.tokenizer.fingerprint:
-                raise UserError(
-                    f"The tokenizer in {str(self.workdir)!r} is not that of training.start_from = "
-                    f"{self.config.training.start_from!r}; expected the same. Choose another --workdir."
-                )
+            folder = local_workdir(self.config.training.start_from)
+            names = from_first(lambda: [str(path.relative_to(folder)) for path in start_checkpoints(self.config)])
+            chosen = [folder / name for name in names]
+            config = from_json((chosen[0] / "config.json").read_text())
+            parameters = jax.tree.map(np.asarray, load_parameters(chosen, config))
             log.info("Beginning with the parameters of %s.", self.config.training.start_from)
-            return jax.tree.map(lambda value, place: jax.device_put(np.asarray(value), place.sharding), parameters, places)
+            return place(parameters, jax.tree.map(lambda place: place.sharding, places))
         imported = self.checkpoints.imported_parameters(places)
         if imported is not None:
             log.info("Beginning with the imported parameters in %s.", self.workdir)
@@ -243,12 +275,13 @@ class Run:
 
     def _enter_step(self, step: int, batch: Batch) -> None:
         shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
+        said = "{} rows of {} + {} pieces".format(*shape)
         if shape in self._shapes_seen:
-            self.watchdog.enter("training step", f"training step {step}")
+            self.watchdog.enter("training step", f"training step {step}, {said}")
         else:
             self._shapes_seen.add(shape)
-            self.watchdog.enter("compilation", f"compilation of training step {step}")
-            log.info("Compiling the training step for %d rows of %d + %d pieces.", *shape)
+            self.watchdog.enter("compilation", f"compilation of training step {step}, {said}")
+            log.info("Compiling the training step for %s.", said)
 
     def _told_to_stop(self, step: int) -> bool:
         """By a signal to this process, or to any of several: then all of them learn it at the same step."""
@@ -279,8 +312,8 @@ class Run:
         if metrics.bad_in_a_row >= self.config.training.max_bad_steps:
             raise TrainingError(
                 f"The loss or gradient was not finite for {int(metrics.bad_in_a_row)} steps in a row, up to step {step}. "
-                "Lower optimizer.peak_learning_rate, raise optimizer.warmup_steps, or set optimizer.clip_norm; "
-                "the same command goes on from the last checkpoint."
+                "Lower optimizer.peak_learning_rate, raise optimizer.warmup_steps, or set optimizer.clip_norm, and start the "
+                "command again with --allow-changes: it goes on from the last checkpoint."
             )
         if step % self.config.training.log_every == 0:
             values = meter.entry(batches.waited)
@@ -291,6 +324,23 @@ class Run:
                 "epoch": self.plan.epoch(step),
             }
             self.reporter.training(step, values)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether there is a regular checkpoint at this step."""
+        return step % self.config.training.checkpoint_every == 0 or step == self.config.training.steps
+
+    def _evaluate_or_save(self, step: int, state: TrainState, progress: dict[str, Any], meter: Meter) -> bool:
+        """As ``_evaluate``; if that fails, for want of memory say, what was trained is saved, and resuming evaluates it."""
+        before = dict(progress)
+        try:
+            with meter.paused():
+                return self._evaluate(step, state, progress)
+        except Exception as error:
+            if size() == 1:  # with others they would have to save, too
+                meter.book()
+                now = {"train_seconds": progress["train_seconds"], "evaluation_failed": type(error).__name__}
+                self.checkpoints.save(state, before | now, regular=self._is_due(step))
+            raise
 
     def _evaluate(self, step: int, state: TrainState, progress: dict[str, Any]) -> bool:
         """Dev loss and BLEU; returns whether this is the best so far."""
@@ -344,8 +394,9 @@ class Run:
         self._write_summary(summary)
         if finished and self.evaluator.test_pairs:
             self.watchdog.enter("test")
-            average = min(self.config.training.average, len(self.checkpoints.steps()))
-            summary["test"], text = self.evaluator.test(self.workdir, average=average)
+            # After an early stop the last checkpoints are past the best.
+            best = self._patience_is_over(progress) and progress.get("best_step") in self.checkpoints.steps()
+            summary["test"], text = self.evaluator.test(self.workdir, checkpoint="best" if best else "last")
             self.reporter.say(text)
             self._write_summary(summary)
         self._copy_to_store(must=True)

@@ -84,10 +84,12 @@ class Meter:
     def paused(self) -> Iterator[None]:
         """Time spent inside counts as no training time."""
         begin = time.perf_counter()
-        yield
-        length = time.perf_counter() - begin
-        self._since += length
-        self._since_booked += length
+        try:
+            yield
+        finally:
+            length = time.perf_counter() - begin
+            self._since += length
+            self._since_booked += length
 
     def book(self) -> None:
         """Add the training seconds so far to the progress that goes into the checkpoint."""

@@ -56,8 +56,8 @@ class Programs(NamedTuple):
 
 def make_programs(config: Config, mesh: Mesh) -> Programs:
     """Build init, train_step and eval_step for this config on this mesh."""
-    optimizer = make_optimizer(config.optimizer, config.model.d_model)
-    schedule = learning_rate_schedule(config.optimizer, config.model.d_model)
+    optimizer = make_optimizer(config.optimizer, config.model.d_model, config.training.steps)
+    schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.training.steps)
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)[0]
     # An accelerator wants large chunks. On a CPU small ones stay in its cache, but each reads and writes matrices of V x D.
     vocab_size, d_model = config.model.vocab_size, config.model.d_model
@@ -131,9 +131,11 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
         new_parameters = keep(new_parameters, state.parameters)
-        decay = config.optimizer.ema_decay
         ema = None
         if state.ema is not None:
+            # At first it follows closely, so that the random initial parameters are soon forgotten.
+            good_steps = state.step - state.bad_steps + 1
+            decay = jnp.minimum(config.optimizer.ema_decay, (1 + good_steps) / (10 + good_steps))
             ema = keep(optax.incremental_update(new_parameters, state.ema, 1 - decay), state.ema)
         bad = (~finite).astype(jnp.int32)
         state = TrainState(

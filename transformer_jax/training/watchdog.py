@@ -38,6 +38,11 @@ class Watchdog:
         self._next_message = now + self._limit(kind)
         self._phase = kind, what or kind, now
 
+    @property
+    def phase(self) -> str:
+        """What is going on, in words."""
+        return "before the first step" if self._phase is None else self._phase[1]
+
     def close(self) -> None:
         """No more messages."""
         self._ended = True

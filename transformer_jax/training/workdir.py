@@ -11,16 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from flax import nnx
-
 from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_files import differences_on_resume, from_json, to_json
-from transformer_jax.data.sources import check_files, read_pairs
+from transformer_jax.config_files import CHANGEABLE, differences_on_resume, from_json, to_json
+from transformer_jax.data.parts import digests_folder
+from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
-from transformer_jax.remote import RemoteWorkdir
-from transformer_jax.saved_model import complete_steps, load_model
+from transformer_jax.remote import RemoteWorkdir, local_workdir
+from transformer_jax.saved_model import choose_checkpoints, complete_steps
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.step import Parameters
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +33,11 @@ def check_inputs(config: Config) -> None:
 
 
 @contextmanager
-def claimed(workdir: Path, config: Config, *, other_batches: bool = False) -> Iterator[None]:
+def claimed(workdir: Path, config: Config, *, allow_changes: bool = False) -> Iterator[None]:
     """Hold the work directory, made for this config if need be, for as long as the context lasts; no second run can.
 
-    With ``other_batches`` the fields of ``batch`` may differ from those of the run that is already there; what that changes is
-    logged.
+    With ``allow_changes`` the fields that are ``CHANGEABLE`` may differ from those of the run that is already there; what that
+    means is logged.
 
     A folder where no step was ever trained, for bad input say, is taken over; only its tokenised corpora can be of use. One
     with imported parameters gets the new config if that leaves their model and tokenizer as they are.
@@ -55,7 +53,7 @@ def claimed(workdir: Path, config: Config, *, other_batches: bool = False) -> It
         raise UserError(f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a work directory.")
     workdir.mkdir(parents=True, exist_ok=True)
     with lock(workdir):
-        _claim(workdir, config, other_batches=other_batches)
+        _claim(workdir, config, allow_changes=allow_changes)
         yield
 
 
@@ -64,7 +62,7 @@ def _may_be_there(name: str) -> bool:
     return name.startswith(".") or name == "corpus"
 
 
-def _claim(workdir: Path, config: Config, *, other_batches: bool) -> None:
+def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
     path = workdir / "config.json"
     if not path.exists():
         write_config(workdir, config)
@@ -72,36 +70,31 @@ def _claim(workdir: Path, config: Config, *, other_batches: bool) -> None:
         differences = differences_on_resume(from_json(path.read_text()), config)
         untrained = not _was_trained(workdir)
         if untrained and complete_steps(workdir / "checkpoints"):
-            if fixed := [line for line in differences if line.startswith(("model.", "tokenizer.")) and not _is_free(line)]:
+            of_model = [line for line in differences if line.startswith(("model.", "tokenizer."))]
+            if fixed := [line for line in of_model if not line.startswith(CHANGEABLE)]:
                 raise UserError(
                     f"{str(workdir)!r} holds an imported model; expected its own settings, which --config {path} gives. "
                     "Fields that differ:\n  " + "\n  ".join(fixed)
                 )
             write_config(workdir, config)
         elif differences and untrained:
-            for tokenizer in workdir.glob("tokenizer*.model"):
-                tokenizer.unlink()
+            _remove_tokenizer(workdir)
             write_config(workdir, config)
         elif differences:
-            of_batches = all(line.startswith("batch.") for line in differences)
             fields = "Fields that differ:\n  " + "\n  ".join(differences)
-            if not of_batches or not other_batches:
-                flag = ", or --allow-other-batches" if of_batches else ""
+            changeable = all(line.startswith(CHANGEABLE) for line in differences)
+            if not (changeable and allow_changes):
+                flag = ", or --allow-changes" if changeable else ""
                 raise UserError(
                     f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the same settings{flag}. "
                     + fields
                 )
-            log.warning(
-                "The run goes on with other batches: from here on step N has the N-th batch of the new plan. Of the epoch "
-                "under way some pairs come twice and some not at all; the learning rate still follows the step. %s",
-                fields,
-            )
-            write_config(workdir, config)
-
-
-def _is_free(difference: str) -> bool:
-    """Whether a model can go on with this difference (a line of ``differences_on_resume``) of its config."""
-    return difference.split(" ")[0].endswith(("dropout:", "remat:", "dtype:"))
+            log.warning("The run goes on with other settings. %s", fields)
+            if any(line.startswith("batch.") for line in differences):
+                log.warning(
+                    "From here on step N has the N-th batch of the new plan. Of the epoch under way some pairs come twice and "
+                    "some not at all; the learning rate still follows the step."
+                )
 
 
 def _was_trained(workdir: Path) -> bool:
@@ -144,33 +137,61 @@ def write_config(workdir: Path, config: Config) -> None:
 
 
 def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
-    """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one trained on the text."""
-    if has_tokenizer(workdir):
+    """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one trained on the text.
+
+    ``tokenizer.origin`` says what it is of.
+    """
+    if has_tokenizer(workdir) and complete_steps(workdir / "checkpoints"):
         return Tokenizer.load(workdir)
-    if config.training.start_from:
-        _, tokenizer = load_start(config)
+    # Before the first checkpoint the text may still be corrected.
+    start = start_checkpoints(config)[0] if config.training.start_from else None
+    if start is not None:
+        origin = Tokenizer.load(start).fingerprint
+    elif config.tokenizer.model:
+        origin = Tokenizer.train([], config.tokenizer).fingerprint
     else:
-        log.info("Training the tokenizer.")
+        origin = pairs_fingerprint(config.data.train, config.data.root, digests=digests_folder(workdir, config))
+    noted = workdir / "tokenizer.origin"
+    if has_tokenizer(workdir) and (not noted.is_file() or noted.read_text() == origin):
+        return Tokenizer.load(workdir)
+    _remove_tokenizer(workdir)
+    noted.write_text(origin)
+    if start is not None:
+        tokenizer = Tokenizer.load(start)
+    else:
+        if not config.tokenizer.model:
+            log.info("Training the tokenizer.")
         tokenizer = Tokenizer.train(_read(config, config.data.train), config.tokenizer)
     tokenizer.save(workdir)
     return tokenizer
 
 
-def load_start(config: Config) -> tuple[Parameters, Tokenizer]:
-    """What ``training.start_from`` names: parameters (nested dict, the mean that ``load_model`` takes) and their tokenizer.
+def _remove_tokenizer(workdir: Path) -> None:
+    for file in workdir.glob("tokenizer*.model"):
+        file.unlink()
 
-    Raises ``UserError`` if no model is there, or one that is not of the shape of ``config.model``.
+
+def start_checkpoints(config: Config) -> list[Path]:
+    """The folders of the checkpoints whose mean ``training.start_from`` names, as ``load_model`` takes it; newest first.
+
+    Raises ``UserError`` if none are there, or those of a model that is not of the shape of ``config.model``.
     """
     name = config.training.start_from
-    theirs, model, tokenizer = load_model(name)
+    try:
+        chosen = choose_checkpoints(local_workdir(name))
+    except UserError as error:
+        raise UserError(f"training.start_from is {name!r}: {error}") from None
+    theirs, tokenizer = from_json((chosen[0] / "config.json").read_text()), Tokenizer.load(chosen[0])
     ours = with_vocabulary(config, tokenizer).model
     differences = differences_on_resume(theirs, dataclasses.replace(theirs, model=ours))
-    if fixed := [line.replace("in the work directory", f"in {name}") for line in differences if not _is_free(line)]:
+    if fixed := [
+        line.replace("in the work directory", f"in {name}") for line in differences if not line.startswith(CHANGEABLE)
+    ]:
         raise UserError(
             f"training.start_from is {name!r}, whose model has other settings than this run's; expected the same, which "
             f"--config {name}/config.json gives. Fields that differ:\n  " + "\n  ".join(fixed)
         )
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), tokenizer
+    return chosen
 
 
 def has_tokenizer(workdir: Path) -> bool:

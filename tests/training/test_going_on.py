@@ -1,0 +1,183 @@
+"""A run that goes on: after an interruption, with other settings, with corrected text, after an evaluation that failed."""
+
+import dataclasses
+import signal
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from runs import ONE, entries, no_evaluation, tiny
+
+from transformer_jax.config import Config, OptimizerConfig, PairsConfig
+from transformer_jax.errors import UserError
+from transformer_jax.saved_model import complete_steps, load_model
+from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.evaluator import Evaluator
+from transformer_jax.training.loop import Run, TrainingError, train
+
+
+def changed(config: Config, section: str, **fields: Any) -> Config:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
+
+
+def parameters(workdir: Path, **which: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(load_model(workdir, **which)[1], nnx.Param))
+
+
+def interrupted_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by SIGTERM during these steps, each time the run comes to them."""
+
+    def told_to_stop(self: Run, step: int) -> bool:
+        self.stop_signal = signal.SIGTERM if step in steps else None
+        return step in steps
+
+    monkeypatch.setattr(Run, "_told_to_stop", told_to_stop)
+
+
+def test_interruptions_change_nothing_of_what_is_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = no_evaluation(tiny(steps=12, checkpoint_every=4, keep_checkpoints=2, average=2))
+    train(config, tmp_path / "whole", devices=ONE)
+    interrupted_at((5, 9, 11), monkeypatch)
+    for step in (5, 9, 11):
+        assert train(config, tmp_path / "run", devices=ONE)["steps"] == step
+        assert step in complete_steps(tmp_path / "run" / "checkpoints")
+    # The newest counts, whatever made it; before it those that were due.
+    mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *(parameters(tmp_path / "run", checkpoint=s) for s in (8, 11)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parameters(tmp_path / "run"), mean)
+    train(config, tmp_path / "run", devices=ONE)
+    for run in ("whole", "run"):
+        assert complete_steps(tmp_path / run / "checkpoints") == [8, 12]
+    chex.assert_trees_all_equal(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
+
+
+def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = no_evaluation(tiny(steps=4, checkpoint_every=2))
+    train(config, tmp_path, devices=ONE)
+    smaller = changed(changed(config, "batch", tokens=512), "training", steps=6)
+    with pytest.raises(UserError, match=r"or --allow-changes. Fields that differ:\n  batch.tokens: 1024 .* 512 now"):
+        train(smaller, tmp_path, devices=ONE)
+    with pytest.raises(UserError, match=r"the same settings\. Fields that differ:\n  batch.tokens.*\n  seed: 0"):
+        train(dataclasses.replace(smaller, seed=1), tmp_path, devices=ONE, allow_changes=True)
+    wrong = changed(smaller, "batch", row_multiple=3)
+    with pytest.raises(UserError, match="row_multiple is 3; expected a multiple"):
+        train(wrong, tmp_path, devices=jax.devices()[:2], allow_changes=True)
+    assert train(config, tmp_path, devices=ONE)["steps"] == 4  # what was refused left nothing behind
+    assert train(smaller, tmp_path, devices=ONE, allow_changes=True)["steps"] == 6
+    assert "goes on with other settings" in caplog.text and "batch.tokens: 1024" in caplog.text
+    assert "step N has the N-th batch of the new plan" in caplog.text
+    before, after = entries(tmp_path)[3], entries(tmp_path)[4:]
+    assert before["step"] == 4 and [entry["step"] for entry in after] == [5, 6]
+    assert train(smaller, tmp_path, devices=ONE)["steps"] == 6  # from now on they are this run's
+
+
+def test_a_diverged_run_goes_on_with_another_optimizer(tmp_path: Path) -> None:
+    """All that the error advises, and what adds to the state or takes from it."""
+    config = no_evaluation(tiny(steps=4, checkpoint_every=4, max_bad_steps=2))
+    train(config, tmp_path, devices=ONE)
+    hot = changed(config, "training", steps=9)
+    hot = dataclasses.replace(hot, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38))
+    with pytest.raises(TrainingError, match="--allow-changes"):
+        train(hot, tmp_path, devices=ONE, allow_changes=True)
+    cool = OptimizerConfig(warmup_steps=20, peak_learning_rate=0.001, clip_norm=1.0, weight_decay=0.01, ema_decay=0.9)
+    cooler = changed(dataclasses.replace(hot, optimizer=cool), "model", dropout=0.3)
+    assert train(cooler, tmp_path, devices=ONE, allow_changes=True)["steps"] == 9
+    step = dataclasses.replace(cooler, optimizer=dataclasses.replace(cool, ema_decay=0.0, clip_norm=0.0))
+    step = changed(step, "training", steps=10)
+    assert train(step, tmp_path, devices=ONE, allow_changes=True)["steps"] == 10
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters(tmp_path)))
+
+
+def test_corrected_text_gets_a_tokenizer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, letters in (("wrong", "abc"), ("right", "xyz")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text("".join(f"{a}{b} {c}\n" for a in letters for b in letters for c in letters))
+    pairs = PairsConfig("text", ("text",), ("text",))
+
+    def config(name: str) -> Config:
+        own = changed(no_evaluation(tiny(steps=1)), "data", root=str(tmp_path / name), train=pairs)
+        return changed(own, "tokenizer", vocab_size=12)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "_start", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        train(config("wrong"), tmp_path / "run", devices=ONE)
+    first = Tokenizer.load(tmp_path / "run")
+    train(config("right"), tmp_path / "run", devices=ONE)
+    second = Tokenizer.load(tmp_path / "run")
+    assert first.encode_source(["xy"])[0].count(3) and not second.encode_source(["xy"])[0].count(3)
+    # From the first checkpoint on the text is what it was.
+    with pytest.raises(UserError, match="The training text is not the one"):
+        train(config("wrong"), tmp_path / "run", devices=ONE)
+    assert Tokenizer.load(tmp_path / "run").fingerprint == second.fingerprint
+
+
+def test_what_is_refused_leaves_the_config_as_it_was(tmp_path: Path) -> None:
+    for name, letters in (("one", "abc"), ("other", "xyz")):
+        (tmp_path / name).write_text("".join(f"{a}{b} {c}\n" for a in letters for b in letters for c in letters))
+    config = changed(no_evaluation(tiny(steps=1)), "tokenizer", vocab_size=12)
+    config = changed(config, "data", root=str(tmp_path), train=PairsConfig("text", ("one",), ("one",)))
+    train(config, tmp_path / "run", devices=ONE)
+    before = (tmp_path / "run" / "config.json").read_text()
+    wrong = changed(changed(config, "data", train=PairsConfig("text", ("other",), ("other",))), "batch", tokens=512)
+    with pytest.raises(UserError, match="The training text is not the one"):
+        train(wrong, tmp_path / "run", devices=ONE, allow_changes=True)
+    assert (tmp_path / "run" / "config.json").read_text() == before
+
+
+def test_a_decay_that_ends_with_the_training_is_not_prolonged_unasked(tmp_path: Path) -> None:
+    config = no_evaluation(tiny(steps=2))
+    config = changed(config, "optimizer", decay="cosine", warmup_steps=1)
+    train(config, tmp_path, devices=ONE)
+    longer = changed(config, "training", steps=3)
+    with pytest.raises(UserError, match=r"or --allow-changes. Fields that differ:\n  training.steps: 2 in .*, 3 now$"):
+        train(longer, tmp_path, devices=ONE)
+    assert train(longer, tmp_path, devices=ONE, allow_changes=True)["steps"] == 3
+
+
+def test_an_evaluation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0, keep_checkpoints=1, average=1)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 GiB")
+
+        patch.setattr(Evaluator, "dev", fail)
+        with pytest.raises(TrainingError, match=r"Out of memory: evaluation after step 3\. Set optimizer.accumulate_steps"):
+            train(config, tmp_path / "run", devices=ONE)
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [3]
+    assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [6]
+    assert [entry["step"] for entry in entries(tmp_path / "run", "dev")] == [3, 6]  # it was made up for
+
+
+def test_the_best_of_another_dev_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(steps=4, eval_every=2, checkpoint_every=2, bleu_every=0)
+    config = changed(config, "data", test=PairsConfig())
+    found = iter([3.0, 2.0, 4.0, 5.0])
+    monkeypatch.setattr(Evaluator, "dev", lambda *_, **__: ({"dev_loss": next(found)}, ""))
+    assert train(config, tmp_path, devices=ONE)["best_dev_loss"] == 2.0
+    other = changed(changed(config, "data", dev=PairsConfig("numbers", split="dev", limit=7)), "training", steps=6)
+    summary = train(other, tmp_path, devices=ONE)
+    assert (summary["best_step"], summary["best_dev_loss"]) == (6, 4.0)
+    summary = train(changed(other, "training", steps=8), tmp_path, devices=ONE)
+    assert (summary["best_step"], summary["best_dev_loss"]) == (6, 4.0)
+
+
+def test_how_many_are_averaged_is_what_the_work_directory_says(tmp_path: Path) -> None:
+    config = no_evaluation(tiny(steps=6, checkpoint_every=2, keep_checkpoints=3, average=1))
+    train(config, tmp_path, devices=ONE)
+    chex.assert_trees_all_equal(parameters(tmp_path), parameters(tmp_path, average=1))
+    train(changed(config, "training", average=3), tmp_path, devices=ONE)
+    chex.assert_trees_all_equal(parameters(tmp_path), parameters(tmp_path, average=3))
+
+
+def test_parameters_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(no_evaluation(tiny(steps=1)), tmp_path, devices=ONE)
+    monkeypatch.setattr(
+        "transformer_jax.saved_model.mean_parameters", lambda trees: jax.tree.map(lambda x: x * np.nan, next(trees))
+    )
+    with pytest.raises(UserError, match=r"The parameters in .*00000001 are not all finite"):
+        load_model(tmp_path)
