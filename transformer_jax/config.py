@@ -90,7 +90,8 @@ class ModelConfig:
     softmax_bias: bool = False
     """Add a bias to each piece's score before the softmax (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the matrix products; auto: float32 on CPU, bfloat16 on GPU and TPU. Parameters, norms and loss stay float32."""
+    """Type of matrix products and of what passes from layer to layer; auto: float32 on CPU, bfloat16 on GPU and TPU.
+    Parameters, softmax, the sums inside norms, and the loss stay float32."""
     remat: bool = False
     """Recompute each layer's activations in the backward pass: less memory, about a third more arithmetic."""
 

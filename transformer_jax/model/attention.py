@@ -17,7 +17,7 @@ from flax import nnx
 
 from transformer_jax.errors import UserError
 
-# Added to the score of a forbidden position. Finite, so that a row with nothing to attend to (padding) gives no NaN.
+# The score of a forbidden position. Finite, so that a row with nothing to attend to (padding) gives no NaN.
 MASKED = -1e30
 
 
