@@ -54,6 +54,19 @@ def test_interruptions_change_nothing_of_what_is_averaged(tmp_path: Path, monkey
     chex.assert_trees_all_equal(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
 
 
+def test_an_evaluation_that_a_signal_puts_off_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = changed(tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig())
+    whole = train(config, tmp_path / "whole", devices=ONE)
+    with monkeypatch.context() as patch:
+        interrupted_at((3,), patch)
+        train(config, tmp_path / "run", devices=ONE)
+    assert entries(tmp_path / "run", "dev") == [] and complete_steps(tmp_path / "run" / "checkpoints") == [3]
+    resumed = train(config, tmp_path / "run", devices=ONE)
+    losses = [[(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")] for run in ("whole", "run")]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    assert (whole["best_step"], whole["best_dev_loss"]) == (resumed["best_step"], resumed["best_dev_loss"])
+
+
 def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = no_evaluation(tiny(steps=4, checkpoint_every=2))
     train(config, tmp_path, devices=ONE)

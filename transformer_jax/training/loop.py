@@ -150,7 +150,7 @@ class Run:
         self.reporter = Reporter(self.workdir, steps=training.steps, start_step=start)
         self._announce(start)
         meter = Meter(progress, self.plan, start)
-        if progress.pop("evaluation_failed", None) is not None and self.dev_corpus is not None:  # now it may not
+        if progress.pop("evaluation_due", False) and self.dev_corpus is not None:
             self._evaluate_or_save(start, state, progress, meter)
             self.checkpoints.save(state, progress, regular=self._is_due(start))
         step, pending, stopped_early = start, None, self._patience_is_over(progress)
@@ -173,8 +173,9 @@ class Run:
                     self._look_at(*pending, meter, batches)
                     pending = None
                 is_best = False
-                if evaluate_now and self.dev_corpus is not None:
-                    self.watchdog.enter("evaluation", f"evaluation after step {step}")
+                if evaluate_now and stop_now:  # who sent the signal may not wait so long
+                    progress["evaluation_due"] = True
+                elif evaluate_now and self.dev_corpus is not None:
                     is_best = self._evaluate_or_save(step, state, progress, meter)
                     stopped_early = self._patience_is_over(progress)
                 if save_now or is_best or stop_now or stopped_early:
@@ -332,13 +333,14 @@ class Run:
     def _evaluate_or_save(self, step: int, state: TrainState, progress: dict[str, Any], meter: Meter) -> bool:
         """As ``_evaluate``; if that fails, for want of memory say, what was trained is saved, and resuming evaluates it."""
         before = dict(progress)
+        self.watchdog.enter("evaluation", f"evaluation after step {step}")
         try:
             with meter.paused():
                 return self._evaluate(step, state, progress)
-        except Exception as error:
+        except Exception:
             if size() == 1:  # with others they would have to save, too
                 meter.book()
-                now = {"train_seconds": progress["train_seconds"], "evaluation_failed": type(error).__name__}
+                now = {"train_seconds": progress["train_seconds"], "evaluation_due": True}
                 self.checkpoints.save(state, before | now, regular=self._is_due(step))
             raise
 
