@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,10 @@ def load_model(
     """
     workdir = local_workdir(workdir)
     chosen = choose_checkpoints(workdir, average=average, checkpoint=checkpoint)
-    config = _config_of(chosen[0], workdir)
+    # How to decode may have changed since the checkpoint was saved.
+    config = dataclasses.replace(_config_of(chosen[0]), decoding=_config_now(chosen[0], workdir).decoding)
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)[0]
-    return config, nnx.merge(graph, load_parameters(chosen, config)), Tokenizer.load(chosen[0])
+    return config, nnx.merge(graph, load_parameters(chosen)), Tokenizer.load(chosen[0])
 
 
 def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint: str | int = "last") -> list[Path]:
@@ -66,7 +67,7 @@ def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint:
     newest = next(whole, None)
     if newest is None:
         raise UserError(f"All {len(paths)} checkpoints in {paths[0].parent} are damaged; expected at least one that is whole.")
-    wanted = average or (_config_of(newest, workdir).training.average if checkpoint == "last" else 1)
+    wanted = average or (_config_now(newest, workdir).training.average if checkpoint == "last" else 1)
     chosen = [newest, *islice(whole, wanted - 1)]
     if average is not None and len(chosen) < average:
         raise UserError(
@@ -75,14 +76,15 @@ def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint:
     return chosen
 
 
-def load_parameters(paths: Iterable[Path], config: Config) -> Any:
+def load_parameters(paths: Sequence[Path]) -> Any:
     """The mean of the parameters (with ``optimizer.ema_decay``: of their moving averages) in these checkpoints' folders, a
     nested dict."""
-    abstract = nnx.eval_shape(lambda: nnx.state(Transformer(config.model, rngs=nnx.Rngs(0)), nnx.Param))
+    model = _config_of(paths[0]).model
+    abstract = nnx.eval_shape(lambda: nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param))
     shapes = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(abstract))  # restored as NumPy arrays
 
     def load(path: Path) -> Any:
-        which = "ema" if from_json((path / "config.json").read_text()).optimizer.ema_decay > 0 else "parameters"
+        which = "ema" if _config_of(path).optimizer.ema_decay > 0 else "parameters"
         return ocp.load_checkpointables(path / "state", {which: shapes})[which]
 
     parameters = mean_parameters(map(load, paths))
@@ -94,18 +96,13 @@ def load_parameters(paths: Iterable[Path], config: Config) -> Any:
     return parameters
 
 
-def _config_of(checkpoint: Path, workdir: Path) -> Config:
-    """A checkpoint's config; how to decode and to average is the work directory's, where it may have changed since then."""
-    config = from_json((checkpoint / "config.json").read_text())
-    if checkpoint == workdir or not (workdir / "config.json").is_file():
-        return config
-    now = from_json((workdir / "config.json").read_text())
-    training = dataclasses.replace(
-        config.training,
-        average=now.training.average,
-        keep_checkpoints=max(now.training.average, config.training.keep_checkpoints),
-    )
-    return dataclasses.replace(config, decoding=now.decoding, training=training)
+def _config_of(folder: Path) -> Config:
+    return from_json((folder / "config.json").read_text())
+
+
+def _config_now(checkpoint: Path, workdir: Path) -> Config:
+    """The work directory's config, or the checkpoint's where there is no such directory."""
+    return _config_of(workdir if (workdir / "config.json").is_file() else checkpoint)
 
 
 def mean_parameters(trees: Iterable[Any]) -> Any:
@@ -131,7 +128,8 @@ def is_regular(path: Path) -> bool:
 
     Regular ones are kept and averaged, so that these do not change what a run gives.
     """
-    return bool(_progress(path).get("regular", True)) and not is_imported(path)
+    progress = _progress(path)
+    return bool(progress.get("regular", True)) and not progress.get("imported")
 
 
 def _progress(path: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Arguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C)."""
+    """Run the program; returns its exit status, as ``run_program`` has it."""
     return run_program(lambda: _prepare(sys.argv[1:] if argv is None else argv))
 
 

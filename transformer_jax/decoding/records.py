@@ -145,17 +145,16 @@ def _parse(line: str, number: int, where: str, text_field: str) -> Record:
             f"{where} has no field {text_field!r}; expected text there (--text-field names another one). "
             f"Fields of this line: {', '.join(values) or 'none'}."
         )
-    for name in (text_field, "prefix"):
-        value = values.get(name, "")
-        if value is None and name == "prefix":  # as tables have it that give every line all fields
-            value = ""
+    text, prefix = values[text_field], values.get("prefix")
+    prefix = "" if prefix is None else prefix  # null: tables give every line all fields
+    for name, value in ((text_field, text), ("prefix", prefix)):
         if not isinstance(value, str):
             raise UserError(f"{where} has {value!r} in field {name!r}; expected text there.")
         try:
             value.encode()
         except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
             raise UserError(f"{where}: field {name!r} is not valid Unicode; expected whole characters.") from None
-    return Record(number, values[text_field].replace("\n", " "), (values.get("prefix") or "").replace("\n", " "), line)
+    return Record(number, text.replace("\n", " "), prefix.replace("\n", " "), line)
 
 
 def _name(source: str | Path | BinaryIO) -> str:

@@ -32,7 +32,7 @@ class Arguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0, 2 (wrong input, or a model that the format cannot express), 130 (Ctrl-C)."""
+    """Run the program; returns its exit status, as ``run_program`` has it."""
     return run_program(lambda: _export(argv))
 
 

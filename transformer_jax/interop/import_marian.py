@@ -24,7 +24,7 @@ class Arguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0, 2 (wrong input, or a model that cannot be expressed here), 130 (Ctrl-C)."""
+    """Run the program; returns its exit status, as ``run_program`` has it."""
     return run_program(lambda: _import(argv))
 
 

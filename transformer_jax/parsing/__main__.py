@@ -64,7 +64,7 @@ class Score:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C), 141 (nobody reads the output)."""
+    """Run the program; returns its exit status, as ``run_program`` has it."""
     return run_program(lambda: _run(argv))
 
 

@@ -78,7 +78,7 @@ class Evaluator:
     def test(self, workdir: Path, *, checkpoint: str = "last") -> tuple[dict[str, Any], str]:
         """BLEU and chrF on the test pairs of the parameters that ``load_model`` takes, and a text to show."""
         names = from_first(lambda: [path.name for path in choose_checkpoints(workdir, checkpoint=checkpoint)])
-        parameters = load_parameters([workdir / "checkpoints" / name for name in names], self._config)
+        parameters = load_parameters([workdir / "checkpoints" / name for name in names])
         shardings = jax.tree.map(lambda s: s.sharding, self._programs.abstract_state.parameters)
         pairs = self.test_pairs
         translations, score = self._translate(place(jax.tree.map(np.asarray, parameters), shardings), pairs)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from transformer_jax.config import Config
-from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten, from_json
+from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.files import is_url
@@ -248,9 +248,7 @@ class Run:
         if self.config.training.start_from:
             folder = local_workdir(self.config.training.start_from)
             names = from_first(lambda: [str(path.relative_to(folder)) for path in start_checkpoints(self.config)])
-            chosen = [folder / name for name in names]
-            config = from_json((chosen[0] / "config.json").read_text())
-            parameters = jax.tree.map(np.asarray, load_parameters(chosen, config))
+            parameters = jax.tree.map(np.asarray, load_parameters([folder / name for name in names]))
             log.info("Beginning with the parameters of %s.", self.config.training.start_from)
             return place(parameters, jax.tree.map(lambda place: place.sharding, places))
         imported = self.checkpoints.imported_parameters(places)

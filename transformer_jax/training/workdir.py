@@ -144,11 +144,13 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     if has_tokenizer(workdir) and complete_steps(workdir / "checkpoints"):
         return Tokenizer.load(workdir)
     # Before the first checkpoint the text may still be corrected.
-    start = start_checkpoints(config)[0] if config.training.start_from else None
-    if start is not None:
-        origin = Tokenizer.load(start).fingerprint
+    tokenizer = None
+    if config.training.start_from:
+        tokenizer = Tokenizer.load(start_checkpoints(config)[0])
     elif config.tokenizer.model:
-        origin = Tokenizer.train([], config.tokenizer).fingerprint
+        tokenizer = Tokenizer.train([], config.tokenizer)  # no text is needed
+    if tokenizer is not None:
+        origin = tokenizer.fingerprint
     else:
         origin = pairs_fingerprint(config.data.train, config.data.root, digests=digests_folder(workdir, config))
     noted = workdir / "tokenizer.origin"
@@ -156,11 +158,8 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
         return Tokenizer.load(workdir)
     _remove_tokenizer(workdir)
     noted.write_text(origin)
-    if start is not None:
-        tokenizer = Tokenizer.load(start)
-    else:
-        if not config.tokenizer.model:
-            log.info("Training the tokenizer.")
+    if tokenizer is None:
+        log.info("Training the tokenizer.")
         tokenizer = Tokenizer.train(_read(config, config.data.train), config.tokenizer)
     tokenizer.save(workdir)
     return tokenizer
