@@ -66,6 +66,10 @@ def test_every_field_has_a_meaning_for_help() -> None:
             lambda: Config(optimizer=OptimizerConfig(decay="cosine"), training=TrainingConfig(steps=4000)),
             "training.steps is 4000; expected more than optimizer.warmup_steps = 4000, as optimizer.decay is 'cosine'",
         ),
+        (
+            lambda: Config(model=ModelConfig(dropout=0.0), training=TrainingConfig(r_drop=5.0)),
+            "training.r_drop is 5.0; expected 0 as long as model.dropout is 0",
+        ),
         (lambda: TrainingConfig(average=9, keep_checkpoints=5), "at most training.keep_checkpoints = 5"),
     ],
 )

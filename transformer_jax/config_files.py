@@ -46,6 +46,7 @@ CHANGEABLE = (
     "batch.",
     "optimizer.",
     "training.label_smoothing",
+    "training.r_drop",
     "training.steps",
     "model.dropout",
     "model.attention_dropout",

@@ -59,6 +59,36 @@ def test_a_bias_counts_in_value_and_gradient(max_logits: int) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def _plain_r_drop(hidden: jax.Array, matrix: jax.Array, target: jax.Array, alpha: float) -> jax.Array:
+    log_p, log_q = jax.nn.log_softmax(jnp.einsum("PBTD,VD->PBTV", hidden, matrix))
+    kl_pq = (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    kl_qp = (jnp.exp(log_q) * (log_q - log_p)).sum(axis=-1)
+    divergence = (alpha / 2 * (kl_pq + kl_qp) * (target != 0)).sum()
+    return _plain(hidden[0], matrix, target, 0.1) + _plain(hidden[1], matrix, target, 0.1) + divergence
+
+
+@pytest.mark.parametrize("max_logits", [1, 6 * B * V, 10**6])
+def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
+    """Value, gradients and the sums beside it, where chunks divide the positions and where they do not."""
+    first, matrix, target = _inputs()
+    hidden = jnp.stack([first, first + 0.3 * jax.random.normal(jax.random.key(5), first.shape)])
+    side_by_side = hidden.swapaxes(0, 1).reshape(2 * B, T, D)
+    twice = jnp.repeat(target, 2, axis=0)
+
+    def ours(h: jax.Array, m: jax.Array) -> jax.Array:
+        return smoothed_cross_entropy(h, m, twice, 0.1, max_logits, r_drop=3.0).loss
+
+    np.testing.assert_allclose(ours(side_by_side, matrix), _plain_r_drop(hidden, matrix, target, 3.0), rtol=1e-5)
+    d_hidden, d_matrix = jax.grad(_plain_r_drop, argnums=(0, 1))(hidden, matrix, target, 3.0)
+    expected = d_hidden.swapaxes(0, 1).reshape(2 * B, T, D), d_matrix
+    for got, want in zip(jax.grad(ours, argnums=(0, 1))(side_by_side, matrix), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    sums = smoothed_cross_entropy(side_by_side, matrix, twice, 0.1, max_logits, r_drop=3.0)
+    without = smoothed_cross_entropy(side_by_side, matrix, twice, 0.1, max_logits)
+    np.testing.assert_allclose(sums[1:], without[1:], rtol=1e-6)
+    assert sums.loss > without.loss + 1
+
+
 def test_sums_beside_the_loss() -> None:
     hidden, matrix, target = _inputs()
     for sums in (
@@ -83,16 +113,19 @@ def test_large_logits_stay_finite() -> None:
     assert jnp.isfinite(sums) and jnp.isfinite(pull(jnp.ones(()))[0]).all()
 
 
-def test_rows_spread_over_devices_change_nothing() -> None:
+@pytest.mark.parametrize("r_drop", [0.0, 3.0])
+def test_rows_spread_over_devices_change_nothing(r_drop: float) -> None:
     """Values and gradients; and devices talk after the last chunk, not in each."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     keys = jax.random.split(jax.random.key(1), 4)
     hidden, matrix = jax.random.normal(keys[0], (8, T, D)), jax.random.normal(keys[1], (V, D))
     target, bias = jax.random.randint(keys[2], (8, T), 0, V), jax.random.normal(keys[3], (V,))
+    if r_drop:
+        target = target.at[1::2].set(target[::2])
 
     def value_and_gradient(mesh: Mesh | None) -> jax.stages.Wrapped:
         def loss(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
-            return smoothed_cross_entropy(h, m, target, 0.1, 3 * V, b, mesh).loss
+            return smoothed_cross_entropy(h, m, target, 0.1, 3 * V, b, mesh, r_drop).loss
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
 

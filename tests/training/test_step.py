@@ -14,7 +14,7 @@ from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from transformer_jax.training.step import Programs, TrainState, make_programs
+from transformer_jax.training.step import Programs, StepMetrics, TrainState, make_programs
 
 CONFIG = Config(
     model=ModelConfig(vocab_size=24, d_model=16, d_ff=32, num_heads=8, num_layers=1, dropout=0.1),
@@ -149,6 +149,26 @@ def test_dropout_differs_between_steps_and_rows() -> None:
     assert float(run.train_step(state, same)[1].sums.nll) != first
     again = float(run.train_step(run.init(), same)[1].sums.nll)
     assert again == first
+
+
+def test_r_drop_compares_two_draws_of_dropout() -> None:
+    """Its tokens count once, its divergence is there and, where training goes by it, becomes small."""
+
+    def run(r_drop: float, steps: int) -> StepMetrics:
+        config = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, label_smoothing=0.0, r_drop=r_drop))
+        step = programs(config, 2)
+        state = step.init()
+        for _ in range(steps):
+            state, metrics = step.train_step(state, batch())
+        return metrics
+
+    def divergence(metrics: StepMetrics) -> float:
+        return float((metrics.sums.loss - metrics.sums.nll) / metrics.sums.tokens)
+
+    assert run(0.0, 1).sums.tokens == run(5.0, 1).sums.tokens
+    assert divergence(run(0.0, 1)) == 0
+    np.testing.assert_allclose(divergence(run(5.0, 1)), 5 * divergence(run(1.0, 1)), rtol=1e-4)
+    assert divergence(run(5.0, 30)) / 5 < 0.5 * divergence(run(0.01, 30)) / 0.01
 
 
 def test_schedule_is_equation_3_with_steps_from_1() -> None:

@@ -75,7 +75,7 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
             bad_in_a_row=jnp.zeros((), jnp.int32),
         )
 
-    def loss_sums(parameters: Parameters, batch: Batch, dropout_key: jax.Array | None) -> LossSums:
+    def loss_sums(parameters: Parameters, batch: Batch, dropout_key: jax.Array | None, r_drop: float = 0.0) -> LossSums:
         model = nnx.merge(graph, parameters)
         hidden_BTD = model.hidden(
             batch.source_BS,
@@ -92,13 +92,19 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
             max_logits,
             model.output_bias_V,
             mesh,
+            r_drop,
         )
 
     def gradients(parameters: Parameters, batch: Batch, dropout_key: jax.Array) -> tuple[Parameters, LossSums]:
         """Gradient of the summed loss, and the sums."""
+        r_drop = config.training.r_drop
+        if r_drop:  # each row twice, one after the other, for two draws of dropout
+            batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
 
         def loss(parameters: Parameters) -> tuple[jax.Array, LossSums]:
-            sums = loss_sums(parameters, batch, dropout_key)
+            sums = loss_sums(parameters, batch, dropout_key, r_drop)
+            if r_drop:
+                sums = jax.tree.map(lambda x: x / 2, sums)
             return sums.loss, sums
 
         return jax.grad(loss, has_aux=True)(parameters)
