@@ -68,8 +68,7 @@ def latest(workdir: Path) -> int:
 
 def saving(workdir: Path) -> bool:
     """Whether a checkpoint is begun and not complete."""
-    folders = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
-    return any(not (path / "manifest.json").exists() for path in folders)
+    return any((workdir / "checkpoints").glob("*.saving"))
 
 
 if __name__ == "__main__":

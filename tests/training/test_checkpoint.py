@@ -180,10 +180,42 @@ def test_an_error_while_restoring_is_not_taken_for_damage(
 
 def test_a_save_that_was_cut_off_is_no_checkpoint(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2)
-    (tmp_path / "checkpoints" / "00000002" / "manifest.json").unlink()
+    folder = tmp_path / "checkpoints"
+    (folder / "00000002" / "manifest.json").unlink()  # being deleted
+    shutil.copytree(folder / "00000002", folder / "00000003.saving")
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     assert int(checkpoints.restore_latest(run.abstract_state)[0].step) == 1
-    assert not (tmp_path / "checkpoints" / "00000002").exists()
+    assert [path.name for path in folder.iterdir()] == ["00000001"]
+
+
+def test_a_save_that_was_cut_off_before_it_had_its_name_counts(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
+    """Also where an older checkpoint of its step was half deleted to make room for it."""
+    _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "00000002", folder / "00000002.saving")
+    (folder / "00000002" / "manifest.json").unlink()
+    assert int(Checkpoints(tmp_path, config, tokenizer).restore_latest(run.abstract_state)[0].step) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["00000001", "00000002"]
+
+
+def test_a_step_that_is_saved_again_is_there_until_the_new_one_is_whole(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    _save(checkpoints, run, 1)
+
+    def stopped(path: Path) -> None:
+        assert checkpoints.steps() == [1]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "write_manifest", stopped)
+    _save(checkpoints, run, 1)
+    monkeypatch.undo()
+    assert int(checkpoints.restore_latest(run.abstract_state)[0].step) == 1
+    _save(checkpoints, run, 1, corpus="another")
+    assert checkpoints.restore_latest(run.abstract_state)[1]["corpus"] == "another"
 
 
 def test_full_disk_is_reported_and_older_checkpoints_stay(
@@ -217,4 +249,5 @@ def test_manifest_lists_every_file(tmp_path: Path, run: Programs, config: Config
     _save(Checkpoints(tmp_path, config, tokenizer), run, 1)
     folder = tmp_path / "checkpoints" / "00000001"
     listed = json.loads((folder / "manifest.json").read_text())
-    assert {"config.json", "tokenizer.model", "progress.json"} <= set(listed)
+    written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert set(listed) == written - {"manifest.json"} > {"config.json", "tokenizer.model", "progress.json"}

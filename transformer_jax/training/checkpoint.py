@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 Progress = dict[str, Any]  # what the loop must remember besides the state: best dev value, seconds trained, ...
 
+_SAVING = ".saving"  # ending of a checkpoint's folder until it is whole
+
 
 class Checkpoints:
     """The checkpoints of one work directory."""
@@ -47,7 +49,7 @@ class Checkpoints:
         """
         self.wait()
         step = int(state.step)
-        path = self.folder / f"{step:08d}"
+        path = self.folder / f"{step:08d}{_SAVING}"
         self.last_saved = step
         parts = {"parameters": state.parameters, "rest": _rest(state)}
         if state.ema is not None:
@@ -105,13 +107,16 @@ class Checkpoints:
 
     def _clean(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.iterdir():
-            if path.name.isdigit() and not (path / "manifest.json").exists():
+        for path in list(self.folder.iterdir()):
+            whole = (path / "manifest.json").exists()
+            if path.suffix == _SAVING and whole:  # stopped just before it had its name
+                _publish(path)
+            elif not whole and (path.suffix == _SAVING or path.name.isdigit()):
                 shutil.rmtree(path)
 
     def _begin(self, path: Path, progress: Progress) -> None:
         """All of a checkpoint but its arrays."""
-        if path.exists():  # saved before this run was resumed
+        if path.exists():  # left by a save that failed
             shutil.rmtree(path)
         path.mkdir()
         (path / "config.json").write_text(to_json(self._config))
@@ -146,6 +151,7 @@ class Checkpoints:
             if not is_first():  # which does the rest for all
                 return
             write_manifest(path)
+            _publish(path)
         except Exception as error:
             self._discard(path, error)
             return
@@ -156,16 +162,15 @@ class Checkpoints:
         kept = {*regular[-self._config.training.keep_checkpoints :], steps[-1], self._best_step}
         for step in steps:
             if step not in kept:
-                old = self.folder / f"{step:08d}"
-                (old / "manifest.json").unlink(missing_ok=True)  # from now on no checkpoint, however far deleting gets
-                shutil.rmtree(old, ignore_errors=True)
+                _delete(self.folder / f"{step:08d}")
         self._when_saved()
 
     def _discard(self, path: Path, error: Exception) -> None:
         if is_first():
             shutil.rmtree(path, ignore_errors=True)
         self.last_saved = -1
-        log.error("Checkpoint %s could not be saved: %s. Older checkpoints are untouched.", path, _reason(error))
+        final = path.with_suffix("")
+        log.error("Checkpoint %s could not be saved: %s. Older checkpoints are untouched.", final, _reason(error))
 
 
 def save_imported(workdir: Path, config: Config, tokenizer: Tokenizer, parameters: Parameters) -> None:
@@ -179,6 +184,18 @@ def save_imported(workdir: Path, config: Config, tokenizer: Tokenizer, parameter
         (folder / "config.json").write_text(to_json(config))  # the work directory's last: without it, it is none
         if folder == path:
             write_manifest(path)
+
+
+def _publish(path: Path) -> None:
+    """Give a checkpoint that is whole its name, in place of an earlier one of the same step."""
+    final = path.with_suffix("")
+    _delete(final)
+    path.rename(final)
+
+
+def _delete(path: Path) -> None:
+    (path / "manifest.json").unlink(missing_ok=True)  # from now on no checkpoint, however far deleting gets
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
