@@ -96,7 +96,7 @@ def test_documented_training_commands_are_understood(name: str, flags: list[str]
     flags = [flag for flag in flags if flag != "FLAGS"]
     path, config = config_in_flags(flags)
     arguments = tyro.cli(program.Arguments, args=flags, default=program.Arguments(tyro.MISSING, path, settings=config))
-    assert arguments.settings.data.train.kind != "none"
+    assert arguments.settings.data.train.is_given
     if "--distributed" in flags or "--num-processes" in flags or path.endswith("big.py"):  # 16 devices at the least
         assert name != "clusters.md" or arguments.settings.batch.row_multiple % 16 == 0
 

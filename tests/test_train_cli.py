@@ -40,10 +40,10 @@ def test_unknown_flag_names_the_nearest(main: Callable[[list[str]], int], capsys
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--workdir", "w"], "data.train.kind is 'none'"),
+        (["--workdir", "w"], "There is nothing to train on; expected data.train.source"),
         (["--workdir", "w", "--config", "none.py"], "Config file 'none.py' does not exist"),
         (
-            ["--workdir", "w", "--data.train.kind", "text", "--data.train.source", "a", "--data.train.target", "b"],
+            ["--workdir", "w", "--data.train.source", "a", "--data.train.target", "b"],
             "File 'a' does not exist",
         ),
         (["--workdir", "w", "--batch.tokens", "100"], "batch.tokens is 100; expected at least 2048"),

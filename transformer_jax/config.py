@@ -195,12 +195,13 @@ class TokenizerConfig:
 class PairsConfig:
     """Where one set of sentence pairs comes from."""
 
-    kind: Literal["none", "text", "tsv", "jsonl", "tfds", "numbers"] = "none"
-    """Two parallel text files, one TSV or JSONL file, a TensorFlow Datasets name, generated number names, or nothing.
+    kind: Literal["text", "tsv", "jsonl", "tfds", "numbers", "none"] = "text"
+    """Parallel text files, TSV or JSONL files, a TensorFlow Datasets name, generated number names, or nothing.
     Files ending in .gz are unpacked on the fly."""
     source: tuple[str, ...] = ()
     """text: source-language files; tsv, jsonl: the files; tfds: one name such as wmt14_translate/de-en.
-    A file name may be a glob such as part-*.en.gz: all files that match, sorted; or a URL such as s3://bucket/part-*.en.gz."""
+    A file name may be a glob such as part-*.en.gz: all files that match, sorted; or a URL such as s3://bucket/part-*.en.gz.
+    A file that is named twice counts twice."""
     target: tuple[str, ...] = ()
     """text: target-language files, in the order of the source files; a glob for each glob, matching as many files."""
     source_field: str = "0"
@@ -215,7 +216,7 @@ class PairsConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        if self.kind in ("text", "tsv", "jsonl", "tfds"):
+        if self.kind in ("tsv", "jsonl", "tfds"):
             _require(bool(self.source), "source", self.source, f"at least one entry for kind {self.kind!r}")
         if self.kind == "tfds":
             _require(len(self.source) == 1, "source", self.source, "one builder for kind 'tfds'")
@@ -226,6 +227,11 @@ class PairsConfig:
         if self.kind == "numbers":
             _require(self.split in ("train", "dev", "test"), "split", self.split, "train, dev or test for kind 'numbers'")
         _require(self.limit is None or self.limit > 0, "limit", self.limit, "a positive number, or None")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there are any pairs: of kind text only where files are named."""
+        return self.kind == "numbers" or (self.kind != "none" and bool(self.source))
 
 
 @dataclass(frozen=True)
@@ -292,13 +298,6 @@ class BatchConfig:
         for name in ("tokens", "buckets", "row_length", "row_multiple"):
             _require(getattr(self, name) > 0, f"batch.{name}", getattr(self, name), "a positive number")
         _require(0 < self.window < 2**31, "batch.window", self.window, "a positive number below 2^31")
-        if self.layout == "packed":
-            _require(
-                self.tokens >= self.row_length * self.row_multiple,
-                "batch.tokens",
-                self.tokens,
-                f"at least batch.row_length x batch.row_multiple = {self.row_length * self.row_multiple}",
-            )
 
 
 @dataclass(frozen=True)
@@ -336,7 +335,8 @@ class OptimizerConfig:
         _require(peak_ok, "optimizer.peak_learning_rate", self.peak_learning_rate, "a positive number, or None")
         for name in ("beta1", "beta2", "ema_decay"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "a value in [0, 1)")
-        for name in ("weight_decay", "clip_norm", "epsilon"):
+        _require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
+        for name in ("weight_decay", "clip_norm"):
             _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "0 or more")
         _require(self.accumulate_steps > 0, "optimizer.accumulate_steps", self.accumulate_steps, "a positive number")
 
@@ -387,6 +387,12 @@ class TrainingConfig:
         for name in ("bleu_every", "patience"):
             _require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "0 or more")
         _require(self.bleu_sentences > 0, "training.bleu_sentences", self.bleu_sentences, "a positive number")
+        _require(
+            self.bleu_every > 0 or self.select_by != "bleu",
+            "training.bleu_every",
+            self.bleu_every,
+            "a positive number where training.select_by is 'bleu'",
+        )
         _require(self.r_drop >= 0, "training.r_drop", self.r_drop, "0 (off) or more")
         _require(0 <= self.label_smoothing < 1, "training.label_smoothing", self.label_smoothing, "a value in [0, 1)")
         _require(
@@ -514,6 +520,13 @@ class Config:
 
     def __post_init__(self) -> None:
         check_types(self, "")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "a number from 0 to 2^32 - 1")
+        _require(
+            self.data.dev.is_given or not self.training.patience,
+            "training.patience",
+            self.training.patience,
+            "0 without data.dev, on which it looks",
+        )
         longest = max(self.data.max_source_length, self.data.max_target_length)
         row = longest if self.batch.layout == "bucketed" else self.batch.row_length
         _require(

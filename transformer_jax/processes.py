@@ -134,7 +134,24 @@ def first_then_others(prepare: Callable[[], T]) -> T:
     """
     results: list[T] = []
     from_first(lambda: results.append(prepare()))
-    return results[0] if results else prepare()
+    return all_or_none(lambda: results[0] if results else prepare())
+
+
+def all_or_none(work: Callable[[], T]) -> T:
+    """``work()`` in every process; where one's fails, the others do not wait for it in vain.
+
+    Raises:
+      UserError: in those whose work succeeded, with the number and the message of one whose did not.
+    """
+    try:
+        result = work()
+    except Exception as error:
+        _from_all(str(error) or type(error).__name__)
+        raise
+    for number, failure in _from_all("").items():
+        if failure:
+            raise UserError(f"Process {number} could not go on: {failure}")
+    return result
 
 
 def wait_for_others() -> None:
@@ -151,14 +168,11 @@ def check_agreement(values: Mapping[str, Any]) -> None:
     """
     if size() == 1:
         return
-    folder, client = f"transformer_jax/agreement/{next(_numbers)}", _client()
-    client.key_value_set(f"{folder}/{rank()}", json.dumps(values))
-    wait_for_others()
-    of_process = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(folder)}
+    of_process = _from_all(values)
     expected = of_process[0]
     problems = [
         f"process {number}: {name} is {its.get(name)!r}, in process 0 {expected.get(name)!r}"
-        for number, its in sorted(of_process.items())
+        for number, its in of_process.items()
         for name in sorted(its.keys() | expected.keys())
         if its.get(name) != expected.get(name)
     ]
@@ -166,6 +180,17 @@ def check_agreement(values: Mapping[str, Any]) -> None:
         raise UserError(
             "The processes of this run differ; expected the same command and the same files.\n  " + "\n  ".join(problems)
         )
+
+
+def _from_all(value: Any) -> dict[int, Any]:
+    """Every process' value (plain JSON), by its number."""
+    if size() == 1:
+        return {0: value}
+    folder, client = f"transformer_jax/from_all/{next(_numbers)}", _client()
+    client.key_value_set(f"{folder}/{rank()}", json.dumps(value))
+    wait_for_others()
+    found = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(folder)}
+    return dict(sorted(found.items()))
 
 
 def _client() -> Any:

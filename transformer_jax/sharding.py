@@ -110,9 +110,7 @@ def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> Name
 def _fit(axis: str | None, size: int, mesh: Mesh, names: list[str]) -> str | None:
     if axis is None or size % mesh.shape[axis] == 0:
         return axis
-    if axis == "tensor":
-        raise UserError(
-            f"mesh.tensor is {mesh.shape[axis]}; expected a divisor of model.num_heads and model.d_ff "
-            f"({'.'.join(names)} has {size} along that axis)."
-        )
-    return None
+    divides = "model.num_heads and model.d_ff" if axis == "tensor" else "model.d_model"
+    raise UserError(
+        f"mesh.{axis} is {mesh.shape[axis]}; expected a divisor of {divides} ({'.'.join(names)} has {size} along that axis)."
+    )

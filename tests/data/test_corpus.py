@@ -1,6 +1,7 @@
 """Properties of the corpus: it holds what was read, whoever built it; and only a whole corpus ever opens."""
 
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
@@ -101,9 +102,9 @@ def test_settings_that_matter_have_corpora_of_their_own(tmp_path):
     ]
     for pairs, tokenizer, config, sampling in builds * 2:
         build_corpus(pairs, tokenizer, config, tmp_path, **sampling)
-    assert len(list(tmp_path.iterdir())) == len(builds)
+    assert len(list(tmp_path.glob("[!.]*"))) == len(builds)
     build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2, cache="x"), tmp_path, seed=3, num_samples=2)
-    assert len(list(tmp_path.iterdir())) == len(builds)  # these do not matter
+    assert len(list(tmp_path.glob("[!.]*"))) == len(builds)  # these do not matter
 
 
 def test_a_finished_corpus_is_opened_not_built(tmp_path, monkeypatch):
@@ -170,7 +171,7 @@ def test_nothing_left(tmp_path):
     config, data = from_text(tmp_path, [])
     with pytest.raises(UserError, match=r"No sentence pair is left of 0 read"):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
-    assert list((tmp_path / "corpus").iterdir()) == []
+    assert list((tmp_path / "corpus").glob("[!.]*")) == []
 
 
 def test_a_missing_file(tmp_path):
@@ -185,7 +186,7 @@ def test_a_fault_in_the_text_leaves_nothing_behind(tmp_path, in_processes, worke
     config, data = from_text(tmp_path, [("a", "b")] * 2000 + [("a", b"\xff")], workers=workers)
     with pytest.raises(UserError, match=r"target, line 2001: byte 1 is not valid UTF-8"):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
-    assert list((tmp_path / "corpus").iterdir()) == []
+    assert list((tmp_path / "corpus").glob("[!.]*")) == []
     assert not [child for child in psutil.Process().children() if "_serve" in " ".join(child.cmdline())]
 
 
@@ -196,7 +197,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "_append", full)
     with pytest.raises(UserError, match=r"The disk of .* is full; expected room .* data\.cache"):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("[!.]*")) == []
 
 
 # Crashes and second builders
@@ -243,7 +244,7 @@ def test_killed_while_building(tmp_path, workers, appends):
     process = builder(tmp_path, folder, workers, appends)
     process.communicate()
     assert process.returncode == -9
-    [left] = folder.iterdir()
+    [left] = folder.glob("[!.]*")
     assert left.name.startswith("tmp-")
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), folder)
     assert left.exists()  # too young to be sure that nobody works on it
@@ -276,10 +277,10 @@ def whole(tmp_path):
 
 def test_old_folders_in_use_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "_STALE_SECONDS", -1.0)
-    used, abandoned = tmp_path / "tmp-used", tmp_path / "tmp-abandoned"
+    used, abandoned = tmp_path / "tmp-1a2b-x", tmp_path / "tmp-3c4d-y"
     used.mkdir()
     abandoned.mkdir()
-    with corpus_module._locked(used):
+    with corpus_module._locked(tmp_path / "1a2b"):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert used.exists() and not abandoned.exists()
 
@@ -290,12 +291,37 @@ def test_builders_at_the_same_time(tmp_path):
     for process in processes:
         output, errors = process.communicate()
         assert (process.returncode, output) == (0, "built\n"), errors
-    [only] = folder.iterdir()
+    [only] = folder.glob("[!.]*")
     assert contents(only) == whole(tmp_path)
 
 
-def test_builders_in_threads_meet_at_the_end(tmp_path, monkeypatch):
+def test_a_second_builder_waits_for_the_first(tmp_path, monkeypatch, caplog):
+    write, begun, writes = corpus_module._write, threading.Event(), []
+
+    def slow_write(*arguments):
+        writes.append(arguments)
+        begun.set()
+        time.sleep(0.5)
+        write(*arguments)
+
+    monkeypatch.setattr(corpus_module, "_write", slow_write)
+    caplog.set_level("INFO", "transformer_jax")
+    first = threading.Thread(target=build_corpus, args=(NUMBERS, TOKENIZER, DataConfig(), tmp_path))
+    first.start()
+    begun.wait()
+    build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
+    first.join()
+    assert len(writes) == 1 and "Another process is tokenising the same text" in caplog.text
+
+
+def test_builders_without_locks_meet_at_the_end(tmp_path, monkeypatch):
+    """As on a file system that has none."""
     write, barrier, built = corpus_module._write, threading.Barrier(2), []
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(corpus_module.fcntl, "flock", no_locks)
 
     def write_and_meet(*arguments):
         write(*arguments)
@@ -309,7 +335,7 @@ def test_builders_in_threads_meet_at_the_end(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert sequences(built[0], "source") == sequences(built[1], "source")
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("[!.]*"))) == 1
 
 
 @pytest.mark.parametrize("damage", ["shorten", "remove", "manifest", "no manifest"])
@@ -329,7 +355,7 @@ def test_a_damaged_corpus_is_built_again(tmp_path, caplog, damage):
     build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert "is damaged; it is built again" in caplog.text
     assert contents(folder) == before
-    assert list(tmp_path.iterdir()) == [folder]
+    assert list(tmp_path.glob("[!.]*")) == [folder]
 
 
 def test_a_script_needs_no_main_guard(tmp_path):
@@ -351,7 +377,7 @@ def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
         UserError, match=r"A tokenising process died \(exit status -9\); if memory ran out, lower data\.workers"
     ):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path)
-    assert len(spawned) == 2 and list(tmp_path.iterdir()) == []
+    assert len(spawned) == 2 and list(tmp_path.glob("[!.]*")) == []
 
 
 def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch):

@@ -104,7 +104,7 @@ def test_invalid_utf8_names_the_line_or_skips_the_pair(tmp_path):
 
 
 def test_nothing_to_read():
-    with pytest.raises(UserError, match="kind is 'none'; expected text, tsv"):
+    with pytest.raises(UserError, match="kind is 'text' and no file is named; expected source"):
         read_pairs(PairsConfig())
 
 

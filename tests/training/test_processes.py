@@ -15,7 +15,7 @@ import pytest
 from runs import command, entries, final_state, no_evaluation, tiny, wait_for
 
 from transformer_jax import processes
-from transformer_jax.config import Config, Processes
+from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
 
@@ -106,6 +106,20 @@ def test_another_config_in_one_process_is_named(finished: Path, tmp_path: Path) 
     for process, said in zip(both, ends(both, within=60), strict=True):
         assert process.returncode == 2
         assert "process 1: seed is 7, in process 0 0" in said
+
+
+def test_a_file_that_one_process_lacks_ends_both(finished: Path, tmp_path: Path) -> None:
+    """Each names it, and neither waits."""
+    (tmp_path / "text").write_text("1 2\n" * 50)
+    pairs = PairsConfig("text", ("text",), ("text",))
+    configs = [
+        dataclasses.replace(STEPS, data=dataclasses.replace(STEPS.data, root=str(root), train=pairs, dev=PairsConfig("none")))
+        for root in (tmp_path, tmp_path / "elsewhere")
+    ]
+    both = two(tmp_path / "run", finished.parent / "cache", *configs)
+    for process, said, whose in zip(both, ends(both, within=60), ("Process 1 could not go on: ", ""), strict=True):
+        assert process.returncode == 2
+        assert f"error: {whose}File '{tmp_path}/elsewhere/text' does not exist" in said, said
 
 
 def test_a_coordinator_that_does_not_answer_is_named() -> None:

@@ -224,6 +224,8 @@ def test_mesh_errors() -> None:
     with pytest.raises(UserError, match="mesh.tensor is 8; expected a divisor"):
         four_heads = dataclasses.replace(CONFIG.model, num_heads=4)
         programs(dataclasses.replace(CONFIG, model=four_heads, mesh=MeshConfig(tensor=8)), 8)
+    with pytest.raises(UserError, match="mesh.fsdp is 3; expected a divisor of model.d_model"):
+        programs(dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=3)), 3)
 
 
 def test_optimizer_state_is_sharded_like_its_parameters() -> None:

@@ -1,7 +1,7 @@
 """The tokenised corpus: flat token arrays on disk, built once by several processes, then opened by memory map.
 
 A corpus lives in ``<directory>/<fingerprint>``. It is written under another name and renamed when whole, so what opens
-is whole: a crash leaves a temporary folder that nobody opens, and of two builders the second finds the first one's work.
+is whole: a crash leaves a temporary folder that nobody opens. Of two builders the second waits, and finds the first one's work.
 """
 
 from __future__ import annotations
@@ -120,23 +120,25 @@ def build(job: TokeniseJob, pairs: PairsConfig, directory: Path, *, may_be_empty
     final, fingerprint = locate(job, pairs, directory)
     if corpus := open_corpus(final, fingerprint):
         return corpus
-    if final.exists():
-        _log.warning("The tokenised corpus %s is damaged; it is built again.", final)
     _remove_stale(directory)
-    temporary = directory / f"{_TEMPORARY}{uuid.uuid4().hex}"
-    temporary.mkdir()
-    try:
-        with _locked(temporary):
+    with _locked(final):
+        if corpus := open_corpus(final, fingerprint):  # built while this process waited
+            return corpus
+        if final.exists():
+            _log.warning("The tokenised corpus %s is damaged; it is built again.", final)
+        temporary = directory / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex}"
+        temporary.mkdir()
+        try:
             _write(temporary, fingerprint, pairs, job, may_be_empty)
             return _publish(temporary, final, fingerprint)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(
-            f"The disk of {str(directory)!r} is full; expected room for the tokenised corpus: free some, or set data.cache."
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"The disk of {str(directory)!r} is full; expected room for the tokenised corpus: free some, or set data.cache."
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def locate(job: TokeniseJob, pairs: PairsConfig, directory: Path) -> tuple[Path, str]:
@@ -210,18 +212,17 @@ def _append(path: Path, array: np.ndarray) -> None:
 
 
 def _publish(temporary: Path, final: Path, fingerprint: str) -> Corpus:
-    """Give the finished folder its name, unless another builder's corpus bears it."""
+    """Give the finished folder its name, unless another builder's corpus bears it: locks do not reach everywhere."""
     for path in (*temporary.iterdir(), temporary):
         _sync(path)
-    with _locked(final.parent):
+    corpus = open_corpus(final, fingerprint)
+    if corpus is None:
+        if final.exists():  # damaged
+            final.rename(temporary / "damaged")
+            shutil.rmtree(temporary / "damaged")
+        temporary.rename(final)
+        _sync(final.parent)
         corpus = open_corpus(final, fingerprint)
-        if corpus is None:
-            if final.exists():  # damaged
-                final.rename(temporary / "damaged")
-                shutil.rmtree(temporary / "damaged")
-            temporary.rename(final)
-            _sync(final.parent)
-            corpus = open_corpus(final, fingerprint)
     assert corpus is not None, f"{final} was just written and does not open"
     return corpus
 
@@ -259,26 +260,32 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 def _remove_stale(directory: Path) -> None:
     """Delete what killed builders left: their locks went with them."""
     for folder in directory.glob(f"{_TEMPORARY}*"):
+        final = directory / folder.name.removeprefix(_TEMPORARY).partition("-")[0]
         with suppress(OSError):
             newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
             if time.time() - newest > _STALE_SECONDS:
-                with _locked(folder, wait=False):
+                with _locked(final, wait=False):
                     shutil.rmtree(folder)
 
 
 @contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process; with ``wait=False`` raises ``OSError`` if it is taken."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
+def _locked(final: Path, *, wait: bool = True) -> Iterator[None]:
+    """Be the only builder of a corpus, or with ``wait=False`` raise ``OSError``; the lock ends with the process.
+
+    A file is locked, not a folder, whose lock would not be seen by other machines on a file system of the network.
+    """
+    with open(final.parent / f".{final.name}.lock", "ab") as file:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             if not wait:
-                raise  # else a file system without locks: age alone protects the folder
+                raise
+            _log.info("Another process is tokenising the same text (%s); waiting for it.", final)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: age alone protects what a builder writes
+            if not wait:
+                raise
         yield
-    finally:
-        os.close(handle)
 
 
 def _sync(path: Path) -> None:

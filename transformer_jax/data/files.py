@@ -55,9 +55,9 @@ class Url:
         return store.open(path, mode)
 
     def version(self) -> str:
-        """Another one when the content has changed, as the store tells (its ETag, or size and date)."""
+        """Another one when the content has changed, as the store tells (its ETag, or size and date); '' if it does not tell."""
         store, path = store_of(self.name)
-        return str(store.ukey(path))
+        return "" if self.name.startswith(("http:", "https:")) else str(store.ukey(path))
 
 
 File = Path | Url
@@ -110,7 +110,7 @@ def digest(file: File, memory: Path | None = None) -> str:
     A file on disk that changed in the last seconds is not remembered: a second change might leave its time as it was.
     """
     state = _state(file)
-    record = memory / hashlib.sha256(json.dumps(state).encode()).hexdigest() if memory else None
+    record = memory / hashlib.sha256(json.dumps(state).encode()).hexdigest() if memory and state[-1] else None
     if record is not None and record.is_file() and len(known := record.read_text()) == _DIGEST_CHARACTERS:
         return known
     with open_file(file) as stream:

@@ -89,8 +89,8 @@ def pairs_fingerprint(config: PairsConfig, root: str = "", *, digests: Path | No
 
 def check_files(config: PairsConfig, root: str = "") -> None:
     """``UserError`` if there is nothing to read or a file is missing; opens nothing."""
-    if config.kind == "none":
-        raise UserError("kind is 'none'; expected text, tsv, jsonl, tfds or numbers: there are no pairs to read.")
+    if not config.is_given:
+        raise UserError(f"kind is {config.kind!r} and no file is named; expected source and target, or another kind.")
     for file in chain.from_iterable(files_of(config, root)):
         if not file.is_file():
             raise UserError(

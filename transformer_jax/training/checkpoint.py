@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 Progress = dict[str, Any]  # what the loop must remember besides the state: best dev value, seconds trained, ...
 
 _SAVING = ".saving"  # ending of a checkpoint's folder until it is whole
+_REPLACED = ".replaced"  # of one whose step was saved again, while the new one gets its name
 
 
 class Checkpoints:
@@ -66,9 +67,9 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the save under way, if any, is on disk."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint that training saved, oldest first."""
@@ -111,7 +112,7 @@ class Checkpoints:
             whole = (path / "manifest.json").exists()
             if path.suffix == _SAVING and whole:  # stopped just before it had its name
                 _publish(path)
-            elif not whole and (path.suffix == _SAVING or path.name.isdigit()):
+            elif path.suffix == _REPLACED or (not whole and (path.suffix == _SAVING or path.name.isdigit())):
                 shutil.rmtree(path)
 
     def _begin(self, path: Path, progress: Progress) -> None:
@@ -151,10 +152,18 @@ class Checkpoints:
             if not is_first():  # which does the rest for all
                 return
             write_manifest(path)
-            _publish(path)
         except Exception as error:
             self._discard(path, error)
             return
+        try:
+            _publish(path)
+            self._tidy(best_step)
+        except OSError as error:  # of the file system; the next start, or the next save, makes up for it
+            log.warning("Checkpoint %s is saved, but %s could not be put in order: %s.", path, self.folder, _reason(error))
+        self._when_saved()
+
+    def _tidy(self, best_step: int | None) -> None:
+        """Delete what is not to be kept."""
         steps = self.steps()
         if best_step in steps:  # not if its own save failed: then the best before it stays
             self._best_step = best_step
@@ -163,7 +172,6 @@ class Checkpoints:
         for step in steps:
             if step not in kept:
                 _delete(self.folder / f"{step:08d}")
-        self._when_saved()
 
     def _discard(self, path: Path, error: Exception) -> None:
         if is_first():
@@ -188,9 +196,12 @@ def save_imported(workdir: Path, config: Config, tokenizer: Tokenizer, parameter
 
 def _publish(path: Path) -> None:
     """Give a checkpoint that is whole its name, in place of an earlier one of the same step."""
-    final = path.with_suffix("")
-    _delete(final)
+    final, replaced = path.with_suffix(""), path.with_suffix(_REPLACED)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
     path.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _delete(path: Path) -> None:

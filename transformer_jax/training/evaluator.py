@@ -39,7 +39,7 @@ class Evaluator:
 
     def __init__(self, config: Config, tokenizer: Tokenizer, programs: Programs, mesh: Mesh, dev_corpus: Corpus | None):
         """Reads the text of dev and test. What would fail late fails now: a tokenisation that sacreBLEU cannot do, too."""
-        self.dev_pairs = read_all(config, "dev", limit=config.training.bleu_sentences)
+        self.dev_pairs = read_all(config, "dev", limit=config.training.bleu_sentences) if config.training.bleu_every else []
         self.test_pairs = read_all(config, "test")
         evaluation.bleu(["a"], ["a"], tokenize=config.training.bleu_tokenize)
         self._config, self._tokenizer, self._programs, self._mesh = config, tokenizer, programs, mesh
@@ -59,14 +59,18 @@ class Evaluator:
         self._translator = Translator(model, self._tokenizer, config, devices=devices)
         self._translator.parameters = ()  # each evaluation brings its own
 
+    def translates(self, number: int) -> bool:
+        """Whether evaluation ``number`` on dev is one with BLEU."""
+        every = self._config.training.bleu_every
+        return bool(every) and number % every == 0
+
     def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
         """Figures (``dev_loss``, ...; ``dev_bleu`` when evaluation ``number`` is to translate) and a text to show."""
         assert self._dev_corpus is not None
         values: dict[str, Any] = means(self._loss(parameters, self._dev_corpus), "dev_")
         text = f"dev loss {values['dev_loss']:.4f}, perplexity {values['dev_perplexity']:.3f}"
         text += f", accuracy {values['dev_accuracy']:.2%}"
-        every = self._config.training.bleu_every
-        if every and number % every == 0:
+        if self.translates(number):
             translations, score = self._translate(parameters, self.dev_pairs)
             values["dev_bleu"] = score.value
             chosen = number * 7919 % len(translations)

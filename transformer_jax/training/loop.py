@@ -29,7 +29,16 @@ from transformer_jax.data.files import is_url
 from transformer_jax.data.loader import load, place
 from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.errors import UserError
-from transformer_jax.processes import check_agreement, first_then_others, from_first, is_first, rank, size, wait_for_others
+from transformer_jax.processes import (
+    all_or_none,
+    check_agreement,
+    first_then_others,
+    from_first,
+    is_first,
+    rank,
+    size,
+    wait_for_others,
+)
 from transformer_jax.remote import RemoteWorkdir, local_workdir
 from transformer_jax.saved_model import load_parameters
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
@@ -76,19 +85,21 @@ def train(
         )
     folder = Path(workdir).absolute() if remote is None else remote.folder
     check_agreement({name: value for name, value in flatten(config).items() if not name.startswith(FREE_BETWEEN_PROCESSES)})
-    check_inputs(config)
+    all_or_none(lambda: check_inputs(config))
     if remote is not None:
         fetch(remote)
     # One process holds the folder for all.
     with ExitStack() as held:
         from_first(lambda: held.enter_context(claimed(folder, config, allow_changes=allow_changes)))
-        run = Run(config, folder, devices, remote)
+        run: Run | None = None
         try:
+            run = Run(config, folder, devices, remote)
             return run.train()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error):
+                phase = "before the first step" if run is None else run.watchdog.phase
                 raise TrainingError(
-                    f"Out of memory: {run.watchdog.phase}. Set optimizer.accumulate_steps (the same batch in parts) or "
+                    f"Out of memory: {phase}. Set optimizer.accumulate_steps (the same batch in parts) or "
                     "model.remat, lower batch.tokens, or split the parameters over devices (mesh.fsdp); a run that has begun "
                     f"takes the first three with --allow-changes. ({' '.join(str(error).split())[:400]})"
                 ) from error
@@ -100,7 +111,8 @@ def train(
                 f"({' '.join(str(error).split())[:400]})"
             ) from error
         finally:
-            run.close()
+            if run is not None:
+                run.close()
 
 
 class Run:
@@ -126,10 +138,10 @@ class Run:
         self.train_corpus = first_then_others(lambda: prepare_corpus(workdir, config, self.tokenizer, "train"))
         self.plan = BatchPlan(self.train_corpus, config.batch, seed=config.seed)
         self.dev_corpus: Corpus | None = None
-        if config.data.dev.kind != "none":
+        if config.data.dev.is_given:
             self.dev_corpus = first_then_others(lambda: prepare_corpus(workdir, config, self.tokenizer, "dev"))
         self.programs: Programs = make_programs(config, self.mesh)
-        self.evaluator = Evaluator(config, self.tokenizer, self.programs, self.mesh, self.dev_corpus)
+        self.evaluator = all_or_none(lambda: Evaluator(config, self.tokenizer, self.programs, self.mesh, self.dev_corpus))
         self._check_agreement()
         self._remote = remote
         self.checkpoints = Checkpoints(workdir, config, self.tokenizer, when_saved=self._copy_to_store)
@@ -147,10 +159,11 @@ class Run:
         self._copy_to_store(must=True)  # a store that cannot be written is known before the first step
         start = int(state.step)
         self.evaluator.start(state.parameters)
-        self.reporter = Reporter(self.workdir, steps=training.steps, start_step=start)
+        evaluation_due = progress.pop("evaluation_due", False) and self.dev_corpus is not None
+        self.reporter = Reporter(self.workdir, steps=training.steps, start_step=start, evaluation_due=evaluation_due)
         self._announce(start)
         meter = Meter(progress, self.plan, start)
-        if progress.pop("evaluation_due", False) and self.dev_corpus is not None:
+        if evaluation_due:
             self._evaluate_or_save(start, state, progress, meter)
             self.checkpoints.save(state, progress, regular=self._is_due(start))
         step, pending, stopped_early = start, None, self._patience_is_over(progress)
@@ -189,6 +202,8 @@ class Run:
                 self.watchdog.enter("waiting for data")
             if pending is not None:
                 self._look_at(*pending, meter, batches)
+            self.watchdog.enter("last save", f"saving step {step}")
+            self.checkpoints.wait()  # here a second signal does not cut it short
         return self._finish(step, state, progress)
 
     def close(self) -> None:
@@ -230,13 +245,15 @@ class Run:
         training = self.config.training
         dev = None if self.dev_corpus is None else self.dev_corpus.fingerprint
         selection: list[Any] = [dev, training.select_by]
-        if training.select_by == "bleu":
+        if training.select_by == "loss":
+            selection.append(training.label_smoothing)
+        else:
             search = dataclasses.replace(self.config.decoding, batch_size=1, shortlist="")  # which change nothing here
             selection += [training.bleu_sentences, training.bleu_tokenize, json.loads(json.dumps(dataclasses.asdict(search)))]
         return selection
 
     def _forget_best_of_another_dev(self, progress: dict[str, Any]) -> None:
-        if progress.setdefault("selected", self._selection()) != self._selection():
+        if progress["selected"] != self._selection():
             log.info("Dev, or what is looked at there, is not what it was: the best so far is forgotten.")
             for name in [name for name in progress if name.startswith("best_")]:
                 del progress[name]
@@ -331,7 +348,8 @@ class Run:
     def _evaluate_or_save(self, step: int, state: TrainState, progress: dict[str, Any], meter: Meter) -> bool:
         """As ``_evaluate``; if that fails, for want of memory say, what was trained is saved, and resuming evaluates it."""
         before = dict(progress)
-        self.watchdog.enter("evaluation", f"evaluation after step {step}")
+        kind = "evaluation with BLEU" if self.evaluator.translates(progress["evaluations"] + 1) else "evaluation"
+        self.watchdog.enter(kind, f"{kind} after step {step}")
         try:
             with meter.paused():
                 return self._evaluate(step, state, progress)
@@ -370,7 +388,7 @@ class Run:
     def _finish(self, step: int, state: TrainState, progress: dict[str, Any]) -> dict[str, Any]:
         assert self.reporter is not None
         if self._saved_step() != step:
-            self.checkpoints.save(state, progress)
+            self.checkpoints.save(state, progress, regular=self._is_due(step) or self._patience_is_over(progress))
             if self._saved_step() != step:
                 raise UserError(
                     f"The last checkpoint (step {step}) could not be saved in {self.checkpoints.folder}; "

@@ -112,12 +112,15 @@ def _summary_writer() -> Any:
 class Reporter:
     """Writes entries of one run to metrics.jsonl and TensorBoard and shows its progress on stderr."""
 
-    def __init__(self, workdir: Path, *, steps: int, start_step: int):
-        """Entries after ``start_step`` come from a run that went on unsaved; they are dropped, the run writes them again."""
+    def __init__(self, workdir: Path, *, steps: int, start_step: int, evaluation_due: bool = False):
+        """Entries after ``start_step`` come from a run that went on unsaved; they are dropped, the run writes them again.
+
+        So is a dev entry of that step, if its evaluation is due once more.
+        """
         first = is_first()  # of several processes the others tell nothing
         path = workdir / "metrics.jsonl" if first else Path(os.devnull)
         if first:
-            _truncate(path, start_step)
+            _truncate(path, start_step, evaluation_due)
         self._file = path.open("a", encoding="utf-8")
         self._failed = False
         self._board = _summary_writer()(str(workdir / "tensorboard"), purge_step=start_step + 1, write_to_disk=first)
@@ -237,13 +240,15 @@ def _processor() -> str:
     return name + family + widest
 
 
-def _truncate(path: Path, last_step: int) -> None:
+def _truncate(path: Path, last_step: int, evaluation_due: bool) -> None:
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").split("\n"):
         try:
-            if json.loads(line)["step"] <= last_step:
+            entry = json.loads(line)
+            again = evaluation_due and (entry["kind"], entry["step"]) == ("dev", last_step)
+            if entry["step"] <= last_step and not again:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a line that a kill cut short

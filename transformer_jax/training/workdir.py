@@ -25,10 +25,13 @@ log = logging.getLogger(__name__)
 
 def check_inputs(config: Config) -> None:
     """Miss a file now rather than after an hour of preparing the others."""
-    if config.data.train.kind == "none":
-        raise UserError("data.train.kind is 'none'; expected text, tsv, jsonl, tfds or numbers.")
+    if not config.data.train.is_given:
+        raise UserError(
+            "There is nothing to train on; expected data.train.source and data.train.target (text files), another "
+            "data.train.kind, or a --config."
+        )
     for pairs in (config.data.train, config.data.dev, config.data.test):
-        if pairs.kind != "none":
+        if pairs.is_given:
             check_files(pairs, config.data.root)
 
 
@@ -211,7 +214,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 def read_all(config: Config, name: str, *, limit: int | None = None) -> list[tuple[str, str]]:
     """The text of ``config.data.<name>``, at most ``limit`` pairs of it; empty if there is none."""
     pairs: PairsConfig = getattr(config.data, name)
-    if pairs.kind == "none":
+    if not pairs.is_given:
         return []
     found = list(islice(_read(config, pairs), limit))
     if not found:
