@@ -63,7 +63,7 @@ ORDER = [
     "parsing.trees",
     "parsing.bracketing",
     "parsing.__main__",
-    "interop.generation",
+    "interop.search_settings",
     "interop.weights",
     "interop.vocabulary",
     "interop.huggingface_weights",
@@ -72,7 +72,7 @@ ORDER = [
     "interop.ctranslate2",
     "interop.marian",
     "interop.export",
-    "interop.import_marian",
+    "interop.import_huggingface",
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-from transformer_jax.interop.generation import length_limits, search_notes
+from transformer_jax.interop.search_settings import length_limits, search_notes
 from transformer_jax.interop.weights import Attention, Layer, Linear, Norm, plain_weights, position_tables
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer

@@ -10,8 +10,8 @@ import numpy as np
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-from transformer_jax.interop.generation import length_limits, search_notes
 from transformer_jax.interop.huggingface_weights import tensors_of
+from transformer_jax.interop.search_settings import length_limits, search_notes
 from transformer_jax.interop.weights import (
     check_epsilon,
     plain_weights,

@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-from transformer_jax.interop.generation import length_limits, search_notes
+from transformer_jax.interop.search_settings import length_limits, search_notes
 from transformer_jax.interop.weights import (
     Attention,
     Layer,

@@ -24,7 +24,7 @@ from transformer_jax.config_files import load_config_file
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.interop.huggingface import export_safetensors
-from transformer_jax.interop.import_marian import main
+from transformer_jax.interop.import_huggingface import main
 from transformer_jax.interop.read_huggingface import read_marian
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.saved_model import load_model

@@ -1,4 +1,4 @@
-"""Bring a Hugging Face MarianMT model here: python -m transformer_jax.interop.import_marian --input FOLDER --workdir W."""
+"""Bring a Hugging Face MarianMT model here: python -m transformer_jax.interop.import_huggingface --input FOLDER --workdir W."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 def _import(argv: list[str] | None) -> None:
     import tyro  # here, and what follows, so that Ctrl-C is quiet from the start
 
-    arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.import_marian", args=argv)
+    arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.import_huggingface", args=argv)
     from transformer_jax.interop.read_huggingface import read_marian
     from transformer_jax.remote import require_folder
     from transformer_jax.training.checkpoint import save_imported
