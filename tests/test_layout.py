@@ -63,6 +63,7 @@ ORDER = [
     "parsing.trees",
     "parsing.bracketing",
     "parsing.__main__",
+    "interop.new_folder",
     "interop.search_settings",
     "interop.weights",
     "interop.vocabulary",
