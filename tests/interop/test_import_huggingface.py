@@ -341,6 +341,17 @@ def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
         read_marian(_with_settings(marian, tmp_path / "long", min_new_tokens=60))
 
 
+def test_an_imported_model_can_be_exported_and_imported_again(workdir, tmp_path, lines) -> None:
+    config, model, tokenizer = load_model(workdir)
+    export_safetensors(config, model, tokenizer, tmp_path)
+    theirs, again = MarianTokenizer.from_pretrained(tmp_path), read_marian(tmp_path)
+    texts = [*lines, *map(_target, lines), ">>deu<< one", "漢 Ä zzz"]
+    assert [theirs(text).input_ids[:-1] for text in texts] == tokenizer.encode_source(texts)
+    assert again.tokenizer.encode_source(texts) == tokenizer.encode_source(texts)
+    assert again.tokenizer.encode_target(texts) == tokenizer.encode_target(texts)
+    assert again.config.decoding.suppress == config.decoding.suppress
+
+
 def test_imported_vocabularies_are_not_for_marians_program(workdir, tmp_path) -> None:
     config, model, tokenizer = load_model(workdir)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, positions="split"))
