@@ -45,7 +45,7 @@ class NumberedPieces:
 
     target_pieces = source_pieces
 
-    def target_ids(self, pieces: Any) -> list[int]:
+    def require_target_ids(self, pieces: Any, _: str) -> list[int]:
         """Numbers of named pieces."""
         return [self._pieces.index(piece) for piece in pieces]
 

@@ -63,7 +63,8 @@ ORDER = [
     "parsing.trees",
     "parsing.bracketing",
     "parsing.__main__",
-    "interop.generation",
+    "interop.new_folder",
+    "interop.search_settings",
     "interop.weights",
     "interop.vocabulary",
     "interop.huggingface_weights",
@@ -72,7 +73,7 @@ ORDER = [
     "interop.ctranslate2",
     "interop.marian",
     "interop.export",
-    "interop.import_marian",
+    "interop.import_huggingface",
 ]
 
 

@@ -4,6 +4,8 @@ import dataclasses
 import gzip
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import chex
 import fsspec
@@ -162,9 +164,59 @@ def test_text_behind_urls(tmp_path, store):
         check_files(PairsConfig("tsv", ("nowhere://x",)))
 
 
-def test_where_a_url_cannot_be():
+def test_where_a_url_cannot_be(tmp_path):
     with pytest.raises(UserError, match="workdir is 's3://a/b'; expected a folder"):
         require_folder("s3://a/b")
+    for name in (f"file://{tmp_path}", f"local://{tmp_path}"):
+        with pytest.raises(UserError, match=f"is on this machine; expected its path, '{tmp_path}'"):
+            RemoteWorkdir(name)
+
+
+def test_what_the_url_no_longer_has_goes_here_too(saved, store):
+    (saved.folder / "tensorboard").mkdir()
+    (saved.folder / "tensorboard" / "events").write_text("a curve")
+    saved.push()
+    read = local_workdir(URL)
+    (read / ".hidden").write_text("ours")
+    (read / "corpus").mkdir()
+    (read / "corpus" / "tokens").write_text("ours")
+    assert (read / "tensorboard" / "events").exists()
+    store.rm("/bucket/run/tensorboard", recursive=True)
+    local_workdir(URL)
+    assert {".hidden", "corpus/tokens", "config.json"} <= files(read).keys()
+    assert "tensorboard/events" not in files(read)
+
+
+def test_readers_of_one_url_wait_for_each_other(saved, store, monkeypatch):
+    at_work, most = 0, 0
+    pull = RemoteWorkdir.pull
+
+    def counted(remote, **options):
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        time.sleep(0.05)
+        found = pull(remote, **options)
+        at_work -= 1
+        return found
+
+    monkeypatch.setattr(RemoteWorkdir, "pull", counted)
+    with ThreadPoolExecutor(3) as readers:
+        folders = list(readers.map(local_workdir, [URL] * 3))
+    assert most == 1 and len(set(folders)) == 1
+
+
+def test_a_cached_checkpoint_that_cannot_be_deleted_whole_is_none(saved, store, monkeypatch):
+    read = local_workdir(URL)
+    store.rm("/bucket/run/checkpoints/00000002", recursive=True)
+
+    def vanished(path, ignore_errors=False):
+        if not ignore_errors:
+            raise FileNotFoundError(path)
+
+    monkeypatch.setattr(shutil, "rmtree", vanished)
+    assert local_workdir(URL) == read
+    assert [path.parent.name for path in read.glob("checkpoints/*/manifest.json")] == ["00000004"]
 
 
 def test_a_store_that_cannot_be_written_is_known_before_training(store, monkeypatch):

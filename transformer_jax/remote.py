@@ -7,11 +7,13 @@ is no checkpoint. Tokenised corpora stay on the machine.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from transformer_jax.data.files import is_url, store_of
@@ -23,11 +25,11 @@ _MANIFEST = "manifest.json"
 _STAY_HERE = ("checkpoints", "corpus")  # the first has rules of its own
 
 
-def require_folder(workdir: str) -> Path:
-    """The path of a work directory that cannot be a URL."""
-    if is_url(workdir):
-        raise UserError(f"workdir is {workdir!r}; expected a folder: only train.py, and what reads a finished run, take URLs.")
-    return Path(workdir)
+def require_folder(name: str, flag: str = "workdir") -> Path:
+    """The path of a folder, given by ``flag``, that cannot be a URL."""
+    if is_url(name):
+        raise UserError(f"{flag} is {name!r}; expected a folder: only train.py, and what reads a finished run, take URLs.")
+    return Path(name)
 
 
 def local_workdir(workdir: str | Path) -> Path:
@@ -35,7 +37,12 @@ def local_workdir(workdir: str | Path) -> Path:
     if not is_url(str(workdir)):
         return Path(workdir).absolute()
     remote = RemoteWorkdir(str(workdir), purpose="read")
-    if not remote.pull(may_be_ahead=False):
+    remote.folder.mkdir(parents=True, exist_ok=True)
+    with remote.folder.with_suffix(".lock").open("wb") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits for others on this machine who read the same URL
+        found = remote.pull(may_be_ahead=False)
+    if not found:
         raise UserError(f"{str(workdir)!r} holds no config.json; expected a work directory written by train.py --workdir.")
     return remote.folder
 
@@ -51,6 +58,8 @@ class RemoteWorkdir:
         """``purpose`` keeps apart who must not disturb each other: a run, and those who read what it saved."""
         self.url = url.rstrip("/")
         self._store, self._root = store_of(self.url)
+        if self.url.startswith(("file:", "local:")):
+            raise UserError(f"workdir is {url!r}, which is on this machine; expected its path, {self._root!r}.")
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = f"{purpose}-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}"
         self.folder = cache / "transformer_jax" / "workdirs" / name
@@ -77,12 +86,15 @@ class RemoteWorkdir:
             return True
         for step in here:
             if step not in there or not self._same_manifest(step):
-                shutil.rmtree(checkpoints / f"{step:08d}")
+                (checkpoints / f"{step:08d}" / _MANIFEST).unlink()  # from now on no checkpoint, however far deleting gets
+                shutil.rmtree(checkpoints / f"{step:08d}", ignore_errors=True)
         for step in set(there) - set(self._steps_here()):
             self._get_checkpoint(step)
         prefix = f"{self._root}/"
-        for path in self._store.find(self._root):
-            name = path.removeprefix(prefix)
+        names = [path.removeprefix(prefix) for path in self._store.find(self._root)]
+        for name in set(self._small_files()).difference(names):
+            (self.folder / name).unlink()
+        for name in names:
             if name.split("/")[0] not in _STAY_HERE:
                 self._get(name)
         return True
@@ -100,20 +112,24 @@ class RemoteWorkdir:
             names = [str(path.relative_to(self.folder)) for path in (self.folder / folder).rglob("*") if path.is_file()]
             for name in sorted(names, key=lambda name: (Path(name).name == _MANIFEST, name)):
                 self._put(name)
-        for path in sorted(self.folder.rglob("*")):
-            name = str(path.relative_to(self.folder))
-            if path.is_file() and name.split("/")[0] not in _STAY_HERE and not path.name.startswith("."):
-                stat = path.stat()
-                state = stat.st_size, stat.st_mtime_ns
-                if self._sent.get(name) != state:
-                    self._put(name)
-                    self._sent[name] = state
+        for name in self._small_files():
+            stat = (self.folder / name).stat()
+            state = stat.st_size, stat.st_mtime_ns
+            if self._sent.get(name) != state:
+                self._put(name)
+                self._sent[name] = state
         for path in self._store.glob(f"{self._root}/tokenizer*.model"):  # of a first attempt, perhaps with another number
             if not (self.folder / path.rpartition("/")[2]).exists():
                 self._store.rm(path)
         for step in set(there) - set(here):
             self._store.rm(f"{self._root}/checkpoints/{step:08d}/{_MANIFEST}")
             self._store.rm(f"{self._root}/checkpoints/{step:08d}", recursive=True)
+
+    def _small_files(self) -> list[str]:
+        """What is here beside checkpoints and corpora, hidden files aside."""
+        files = (path for path in sorted(self.folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
+        names = (str(path.relative_to(self.folder)) for path in files)
+        return [name for name in names if name.split("/")[0] not in _STAY_HERE]
 
     def _steps_there(self) -> list[int]:
         return steps_of(self._store.glob(f"{self._root}/checkpoints/*/{_MANIFEST}"))

@@ -46,7 +46,8 @@ def load_model(
     Args:
       average: mean of the parameters of this many checkpoints, the chosen one and the regular ones before it (section 6.1).
         None: with ``last`` as many of the run's ``training.average`` as there are, otherwise the chosen one alone.
-      checkpoint: ``last`` (damaged ones are passed over with a warning), ``best`` (on dev), or a step.
+      checkpoint: ``last`` (damaged ones are passed over with a warning), ``best`` (on dev), or a step. Of one checkpoint's
+        folder: ``last``, or its own step.
 
     Raises UserError if there is no such checkpoint, if it is damaged, or if there are fewer than ``average``.
     """
@@ -62,7 +63,15 @@ def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint:
     """The folders of the checkpoints whose mean ``load_model`` takes, newest first; they are whole. Raises as it does."""
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
-    paths = [workdir] if (workdir / "manifest.json").exists() else _candidates(workdir, checkpoint)
+    if (workdir / "manifest.json").exists():
+        if checkpoint != "last" and str(checkpoint).zfill(8) != workdir.name:
+            raise UserError(
+                f"checkpoint is {checkpoint!r}, but {str(workdir)!r} is the folder of one checkpoint; expected last, or the "
+                "run's own folder."
+            )
+        paths = [workdir]
+    else:
+        paths = _candidates(workdir, checkpoint)
     whole = _whole(paths, skip_damaged=checkpoint == "last" and len(paths) > 1)
     newest = next(whole, None)
     if newest is None:

@@ -28,7 +28,7 @@ _CACHED_WORDS = 2**15
 
 def user_defined_symbols(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
     """The pieces that text is never cut through, as they stand in it, and their ids."""
-    pieces = _proto(processor).pieces
+    pieces = model_proto(processor).pieces
     return {piece.piece: i for i, piece in enumerate(pieces) if piece.type == piece.USER_DEFINED}
 
 
@@ -37,7 +37,8 @@ def any_of(symbols: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
 
 
-def _proto(processor: sentencepiece.SentencePieceProcessor) -> Any:
+def model_proto(processor: sentencepiece.SentencePieceProcessor) -> Any:
+    """The model as the message that its file holds: ``pieces``, ``trainer_spec`` and others."""
     proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
     return proto.ModelProto.FromString(processor.serialized_model_proto())
 
@@ -50,7 +51,7 @@ class SubwordSampler:
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, strength: float) -> None:
-        model = _proto(processor)
+        model = model_proto(processor)
         trainer = model.trainer_spec
         if trainer.model_type not in (trainer.BPE, trainer.UNIGRAM):
             raise UserError("tokenizer.sampling needs a BPE or unigram model; set it to 0 for this tokenizer.model.")

@@ -18,11 +18,13 @@ import sentencepiece
 
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.subwords import SubwordSampler, any_of, user_defined_symbols
+from transformer_jax.subwords import SubwordSampler, any_of, model_proto, user_defined_symbols
 
 _T = TypeVar("_T")
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+
+IMPORTED = "imported"  # as its trainer_spec.model_prefix a SentencePiece model says it: ``Tokenizer`` tells what follows
 
 _TAG = re.compile(r">>.*?<<")
 
@@ -33,8 +35,10 @@ class Tokenizer:
     """One SentencePiece model for both languages, or one for each.
 
     Built from the bytes of the model files; ``target_model=None`` means that both languages share ``source_model``. Two
-    models may have one vocabulary, each of them with the pieces of both languages, as in imported models; there a line may
-    begin with a tag like ``>>deu<<``, which is kept whole if it is a piece.
+    models may have one vocabulary, each of them with the pieces of both languages, as in imported models.
+
+    Of an imported model the first ``trainer_spec.vocab_size`` pieces are the vocabulary; text may be cut into others, too,
+    which become UNK_ID. A line may begin with a tag like ``>>deu<<``, which is kept whole if it is a piece.
     """
 
     def __init__(self, source_model: bytes, target_model: bytes | None = None) -> None:
@@ -100,14 +104,19 @@ class Tokenizer:
         return len(ids) == self.target_vocab_size and self.source_pieces(ids) == self.target_pieces(ids)
 
     @property
+    def imported(self) -> bool:
+        """Whether the vocabulary is that of a model from elsewhere."""
+        return _imported_size(self._source) is not None
+
+    @property
     def source_vocab_size(self) -> int:
         """Number of source pieces, the four special ones included."""
-        return self._source.vocab_size()
+        return _imported_size(self._source) or self._source.vocab_size()
 
     @property
     def target_vocab_size(self) -> int:
         """Number of target pieces, the four special ones included."""
-        return self._target.vocab_size()
+        return _imported_size(self._target) or self._target.vocab_size()
 
     @property
     def fingerprint(self) -> str:
@@ -132,9 +141,9 @@ class Tokenizer:
     def source_tag(self, line: str) -> tuple[list[int], str]:
         """The pieces of what ``line`` begins with and all its parts need, and the rest of the line.
 
-        That is a tag like ``>>deu<<``, if the vocabulary has such, or any of ``tokenizer.user_defined_symbols``.
+        That is a tag like ``>>deu<<`` of an imported model, or any of ``tokenizer.user_defined_symbols``.
         """
-        if _has_unused_pieces(self._source):
+        if self.imported:
             return _split_tag(self._source, line)
         symbols = _symbols(self._source)
         found = symbols and symbols.match(line)
@@ -158,13 +167,22 @@ class Tokenizer:
 
     def target_ids(self, pieces: Sequence[str]) -> list[int]:
         """The ids of target pieces; UNK_ID for what is none."""
-        return [self._target.piece_to_id(piece) for piece in pieces]
+        return _known(self._target, [self._target.piece_to_id(piece) for piece in pieces])
+
+    def require_target_ids(self, pieces: Sequence[str], field: str) -> list[int]:
+        """``target_ids`` of what the config's ``field`` has; ``UserError`` for what is no piece."""
+        ids = self.target_ids(pieces)
+        for piece, number in zip(pieces, ids, strict=True):
+            if number == UNK_ID and piece not in self.target_pieces([UNK_ID]):
+                raise UserError(f"{field} has {piece!r}; expected pieces of the target vocabulary ('▁' begins a word).")
+        return ids
 
 
 def _encode(
     processor: sentencepiece.SentencePieceProcessor, lines: Sequence[str], *, sampling: float, seed: int
 ) -> list[list[int]]:
-    if _has_unused_pieces(processor):
+    imported = _imported_size(processor) is not None
+    if imported:
         tags, lines = zip(*(_split_tag(processor, line) for line in lines), strict=True) if lines else ((), ())
     else:
         tags = ([],) * len(lines)
@@ -174,15 +192,22 @@ def _encode(
         ids = [sampler.sample(line, generator) for line in lines]
     else:
         ids = processor.encode(list(lines), num_threads=1)
-        if _has_unused_pieces(processor):
+        if imported:
             ids = [_with_unused(processor, line, pieces) if UNK_ID in pieces else pieces for line, pieces in zip(lines, ids)]
-    return [tag + pieces for tag, pieces in zip(tags, ids, strict=True)]
+    return [_known(processor, tag + pieces) for tag, pieces in zip(tags, ids, strict=True)]
 
 
 @lru_cache(maxsize=8)
-def _has_unused_pieces(processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether the vocabulary has pieces that text is never cut into: another model's, or tags."""
-    return any(processor.is_unused(i) for i in range(processor.vocab_size()))
+def _imported_size(processor: sentencepiece.SentencePieceProcessor) -> int | None:
+    """How many pieces the vocabulary of an imported model has; None for a model of our own."""
+    trainer = model_proto(processor).trainer_spec
+    return trainer.vocab_size if trainer.model_prefix == IMPORTED else None
+
+
+def _known(processor: sentencepiece.SentencePieceProcessor, ids: list[int]) -> list[int]:
+    """``ids`` with UNK_ID for pieces that text is cut into, but which are not in the vocabulary."""
+    size = _imported_size(processor)
+    return ids if size is None else [piece if piece < size else UNK_ID for piece in ids]
 
 
 @lru_cache(maxsize=8)

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from ctranslate2.converters import MarianConverter
+from ctranslate2.specs import transformer_spec
 from flax import nnx
 from transformers import MarianMTModel, MarianTokenizer
 
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import ModelConfig, TokenizerConfig
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -26,7 +27,7 @@ from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_safetensors
 from transformer_jax.interop.marian import export_marian
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 from transformer_jax.training.checkpoint import save_imported
 
 EXPORTS = {"ctranslate2": export_ctranslate2, "safetensors": export_safetensors, "marian": export_marian}
@@ -214,10 +215,49 @@ def test_notes_name_what_is_only_approximated(tmp_path, joint, make) -> None:
     decoding = dataclasses.replace(config.decoding, length_penalty=0.6, min_length=2, suppress=("T",), no_repeat_ngram=3)
     notes = export_safetensors(dataclasses.replace(config, decoding=decoding), model, joint, tmp_path)
     said = "\n".join(notes)
+    assert "more than 24 pieces are translated in parts here" in said
     assert "length^0.6" in said and "((5 + length) / 6)^0.6" in said and "1e-05" in said and "34 pieces" in said
     generation = MarianMTModel.from_pretrained(tmp_path).generation_config
     assert (generation.length_penalty, generation.max_length, generation.min_new_tokens) == (0.6, 35, 2)
     assert generation.bad_words_ids == [[PAD_ID], joint.target_ids(["T"])] and generation.no_repeat_ngram_size == 3
+
+
+@pytest.mark.parametrize("form", ["ctranslate2", "safetensors"])
+def test_a_piece_to_suppress_must_be_one(form, tmp_path, joint, make) -> None:
+    config, model = make(joint)
+    config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, suppress=("qqq",)))
+    with pytest.raises(UserError, match="decoding.suppress has 'qqq'; expected pieces of the target vocabulary"):
+        EXPORTS[form](config, model, joint, tmp_path)
+
+
+def test_a_note_says_where_marian_tokenizer_cuts_tags_otherwise(tmp_path, lines, joint, make) -> None:
+    tagged = Tokenizer.train(
+        [(line, line) for line in lines], TokenizerConfig(vocab_size=48, user_defined_symbols=(">>deu<<",))
+    )
+    for tokenizer, said in ((joint, False), (tagged, True)):
+        folder = tmp_path / str(said)
+        folder.mkdir()
+        config, model = make(tokenizer)
+        notes = export_safetensors(config, model, tokenizer, folder)
+        assert any("MarianTokenizer takes >>deu<< off" in note for note in notes) == said
+    theirs, [ours] = MarianTokenizer.from_pretrained(folder), tagged.encode_source([">>deu<< one"])
+    assert tagged.source_pieces(ours)[0] == "▁" and theirs(">>deu<< one").input_ids == [*ours[1:], EOS_ID]
+
+
+def test_ctranslate2_gets_a_head_width_only_where_it_needs_one(tmp_path, joint, make, monkeypatch) -> None:
+    asked = []
+
+    class Spec(transformer_spec.TransformerEncoderSpec):
+        def __init__(self, *sizes: int, **more: object) -> None:
+            asked.append("head_dim" in more)
+            super().__init__(*sizes, **more)
+
+    monkeypatch.setattr(transformer_spec, "TransformerEncoderSpec", Spec)
+    for d_k in (8, 9):
+        (tmp_path / str(d_k)).mkdir()
+        config, model = make(joint, d_k=d_k, d_v=8)
+        export_ctranslate2(config, model, joint, tmp_path / str(d_k))
+    assert asked == [False, True]
 
 
 def test_marian_decoder_config_has_the_search_settings(tmp_path, joint, make) -> None:
@@ -245,6 +285,21 @@ def test_program_writes_a_whole_folder(workdir, tmp_path, capsys) -> None:
     assert export.main(arguments) == 2
     assert "there already" in capsys.readouterr().err
     assert not list(tmp_path.glob(".*"))
+
+
+def test_program_fills_an_empty_folder_that_is_there(workdir, tmp_path, capsys) -> None:
+    (tmp_path / "out" / ".unfinished" / "left by a kill").mkdir(parents=True)
+    number = (tmp_path / "out").stat().st_ino
+    assert export.main(["--workdir", str(workdir), "--format", "safetensors", "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out").stat().st_ino == number  # a mount point cannot be replaced
+    assert not list((tmp_path / "out").glob(".*")) and (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_program_writes_to_no_url(workdir, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert export.main(["--workdir", str(workdir), "--format", "safetensors", "--output", "s3://bucket/x"]) == 2
+    assert "output is 's3://bucket/x'; expected a folder" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
 
 def test_program_ends_with_status_2_and_writes_nothing(workdir, tmp_path, capsys, monkeypatch) -> None:

@@ -135,9 +135,13 @@ def test_packed_rows_equal_separate_rows() -> None:
 
 def test_packed_rows_may_be_longer_than_the_learned_positions() -> None:
     model = build(positions="learned", max_positions=6)
-    segments = jnp.array([[1] * 5 + [2] * 5])
-    logits = run(model, tokens(1, 10), tokens(1, 10), source_segments_BS=segments, target_segments_BT=segments)
-    assert jnp.isfinite(logits).all()
+    segments = jnp.array([[1] * 5 + [2] * 5, [1] * 3 + [0] * 7])
+    packed = {"source_segments_BS": segments, "target_segments_BT": segments}
+    rows = jnp.where(segments > 0, tokens(2, 10), 0)
+    graph, parameters = nnx.split(model)
+    loss = jax.jit(lambda p: (run(nnx.merge(graph, p), rows, rows, **packed) ** 2 * (segments > 0)[..., None]).sum())
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(parameters)))
+    np.testing.assert_allclose(run(model, rows, rows, **packed)[1:, :3], run(model, rows[1:, :3], rows[1:, :3]), atol=1e-5)
 
 
 def test_dropout_needs_a_key_and_is_repeatable() -> None:

@@ -94,12 +94,7 @@ class Translator:
         self.config = DecodingConfig() if config is None else config
         for each in models:
             self._check(each.config)
-        suppress = tuple(tokenizer.target_ids(self.config.suppress))
-        for piece, number in zip(self.config.suppress, suppress, strict=True):
-            if number == UNK_ID and piece not in tokenizer.target_pieces([UNK_ID]):
-                raise UserError(
-                    f"decoding.suppress has {piece!r}; expected pieces of the target vocabulary ('▁' begins a word)."
-                )
+        suppress = tuple(tokenizer.require_target_ids(self.config.suppress, "decoding.suppress"))
         positions = [each.config.max_positions for each in models if each.config.positions == "learned"]
         self._longest_prefix = min([self.config.max_extra_length, *(count - 1 for count in positions)])
         if self.config.min_length > self._longest_prefix:

@@ -10,7 +10,8 @@ import numpy as np
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-from transformer_jax.interop.generation import length_limits, search_notes
+from transformer_jax.interop.search_settings import length_limits, search_notes
+from transformer_jax.interop.vocabulary import write_sentencepiece
 from transformer_jax.interop.weights import Attention, Layer, Linear, Norm, plain_weights, position_tables
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
@@ -35,9 +36,9 @@ def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer,
     same: dict[str, Any] = {
         "pre_norm": shape.norm == "pre",
         "activation": {"relu": kinds.RELU, "gelu": kinds.GELUTanh, "silu": kinds.SWISH}[shape.activation],
-        # Left out where it is d_model / num_heads anyway: older versions do not know it.
-        "head_dim": head_width if head_width * shape.num_heads != shape.d_model else None,
     }
+    if head_width * shape.num_heads != shape.d_model:  # older versions do not know it
+        same["head_dim"] = head_width
     spec = transformer_spec.TransformerSpec(
         transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **same),
         transformer_spec.TransformerDecoderSpec(shape.decoder_layers, shape.num_heads, **same),
@@ -60,19 +61,18 @@ def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer,
         for layer_spec, layer in zip(stack.layer, layers, strict=True):
             _set_layer(layer_spec, layer)
 
-    spec.register_source_vocabulary(tokenizer.source_pieces(range(tokenizer.source_vocab_size)))
-    spec.register_target_vocabulary(tokenizer.target_pieces(range(tokenizer.target_vocab_size)))
-    bos, eos, unk, pad = tokenizer.target_pieces([BOS_ID, EOS_ID, UNK_ID, PAD_ID])
-    spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = bos, eos, unk
-    spec.config.decoder_start_token = bos
+    source_pieces, target_pieces = write_sentencepiece(tokenizer, folder)
+    spec.register_source_vocabulary(source_pieces)
+    spec.register_target_vocabulary(target_pieces)
+    spec.config.bos_token = spec.config.decoder_start_token = target_pieces[BOS_ID]
+    spec.config.eos_token, spec.config.unk_token = target_pieces[EOS_ID], target_pieces[UNK_ID]
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = shape.norm_epsilon
     spec.validate()
     spec.optimize(quantization="float32")
     spec.save(str(folder))
 
-    (folder / "source.spm").write_bytes(tokenizer.source_model)
-    (folder / "target.spm").write_bytes(tokenizer.target_model or tokenizer.source_model)
+    suppressed = [PAD_ID, *tokenizer.require_target_ids(config.decoding.suppress, "decoding.suppress")]
     longest_source, longest_target = length_limits(config)
     settings = {
         "beam_size": config.decoding.beam_size,
@@ -81,7 +81,7 @@ def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer,
         "max_input_length": longest_source,
         "min_decoding_length": config.decoding.min_length,
         "max_decoding_length": longest_target,
-        "suppress_sequences": [[piece] for piece in (pad, *config.decoding.suppress)],
+        "suppress_sequences": [[target_pieces[i]] for i in suppressed],
     }
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     notes = ["translate_batch takes its settings as keywords: those of this run are in generation_config.json."]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from transformer_jax.errors import UserError
 from transformer_jax.program import run_program
 
 logger = logging.getLogger("transformer_jax.export")
@@ -43,21 +40,14 @@ def _export(argv: list[str] | None) -> None:
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_safetensors
     from transformer_jax.interop.marian import export_marian
+    from transformer_jax.interop.new_folder import new_folder
+    from transformer_jax.remote import require_folder
     from transformer_jax.saved_model import load_model
 
-    output = Path(arguments.output).absolute()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"output is {arguments.output!r}, which is there already; expected a new or empty folder.")
-    config, model, tokenizer = load_model(arguments.workdir, average=arguments.average, checkpoint=arguments.checkpoint)
     exports = {"ctranslate2": export_ctranslate2, "marian": export_marian, "safetensors": export_safetensors}
-    unfinished = output.with_name(f".{output.name}.unfinished")  # a folder appears whole or not at all
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        notes = exports[arguments.format](config, model, tokenizer, unfinished)
-        unfinished.rename(output)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with new_folder(require_folder(arguments.output, "output"), "output") as folder:
+        config, model, tokenizer = load_model(arguments.workdir, average=arguments.average, checkpoint=arguments.checkpoint)
+        notes = exports[arguments.format](config, model, tokenizer, folder)
     for note in notes:
         logger.info("note: %s", note)
     logger.info("%s holds the model for %s.", arguments.output, arguments.format)

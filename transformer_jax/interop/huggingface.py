@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-from transformer_jax.interop.generation import length_limits, search_notes
 from transformer_jax.interop.huggingface_weights import tensors_of
+from transformer_jax.interop.search_settings import length_limits, search_notes
+from transformer_jax.interop.vocabulary import write_sentencepiece
 from transformer_jax.interop.weights import (
     check_epsilon,
     plain_weights,
@@ -24,6 +26,7 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
+_TAG = re.compile(r">>.*<<")
 _POSITIONS = 1024  # the table's length for sinusoids, which have no end here
 
 
@@ -39,7 +42,8 @@ def export_safetensors(config: Config, model: Transformer, tokenizer: Tokenizer,
     shape = config.model
     if shape.norm == "pre":
         raise UserError("model.norm is 'pre'; MarianMT has the paper's post-norm only. Export to ctranslate2 instead.")
-    notes = check_epsilon(shape, NORM_EPSILON, "transformers") + search_notes(config, "transformers")
+    long_lines = "cuts them off with truncation=True, and may fail without"
+    notes = check_epsilon(shape, NORM_EPSILON, "transformers") + search_notes(config, "transformers", long_lines=long_lines)
     weights = plain_weights(model, head_width=square_head_width(shape, "MarianMT"))
     longest = max(_POSITIONS, *length_limits(config)) if shape.positions != "learned" else shape.max_positions
     if shape.positions == "interleaved":
@@ -59,8 +63,7 @@ def export_safetensors(config: Config, model: Transformer, tokenizer: Tokenizer,
     # What from_pretrained needs to pad and to start; all that concerns the search stands in the other file alone.
     _write_json(folder / "config.json", _config(config, longest) | {k: v for k, v in generation.items() if k.endswith("_id")})
     _write_json(folder / "generation_config.json", generation)
-    _write_tokenizer(config, tokenizer, folder)
-    return notes
+    return notes + _write_tokenizer(config, tokenizer, folder)
 
 
 def _config(config: Config, positions: int) -> dict[str, Any]:
@@ -92,13 +95,14 @@ def _config(config: Config, positions: int) -> dict[str, Any]:
 
 def _generation_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     decoding = config.decoding
+    suppressed = tokenizer.require_target_ids(decoding.suppress, "decoding.suppress")
     return {
         "num_beams": decoding.beam_size,
         "length_penalty": decoding.length_penalty,
         "max_length": length_limits(config)[1] + 1,  # the symbol that decoding starts from counts there
         "min_new_tokens": decoding.min_length,
         "no_repeat_ngram_size": decoding.no_repeat_ngram,
-        "bad_words_ids": [[piece] for piece in (PAD_ID, *tokenizer.target_ids(decoding.suppress))],
+        "bad_words_ids": [[piece] for piece in (PAD_ID, *suppressed)],
         "pad_token_id": PAD_ID,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
@@ -107,9 +111,9 @@ def _generation_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    source_pieces = tokenizer.source_pieces(range(tokenizer.source_vocab_size))
-    target_pieces = tokenizer.target_pieces(range(tokenizer.target_vocab_size))
+def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """Returns what MarianTokenizer does otherwise, a line each."""
+    source_pieces, target_pieces = write_sentencepiece(tokenizer, folder)
     pad, eos, unk = (target_pieces[i] for i in (PAD_ID, EOS_ID, UNK_ID))
     settings = {
         "tokenizer_class": "MarianTokenizer",
@@ -123,8 +127,11 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None
     if settings["separate_vocabs"]:
         _write_json(folder / "target_vocab.json", {piece: i for i, piece in enumerate(target_pieces)})
     _write_json(folder / "tokenizer_config.json", settings)
-    (folder / "source.spm").write_bytes(tokenizer.source_model)
-    (folder / "target.spm").write_bytes(tokenizer.target_model or tokenizer.source_model)
+    tags = [(i, piece) for i, piece in enumerate(source_pieces) if _TAG.fullmatch(piece)]
+    cut_here = [piece for i, piece in tags if tokenizer.encode_source([piece]) != [[i]]]
+    if not cut_here:
+        return []
+    return [f"MarianTokenizer takes {', '.join(cut_here[:3])} off a line before it cuts it: no '▁' comes before it, as here."]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def weights_from(
     shared, tied = theirs["share_encoder_decoder_embeddings"], theirs["tie_word_embeddings"]
     d_model = theirs["d_model"]
     tables = [tensors.pop(name) for name in _POSITION_TABLES if name in tensors]
-    _drop_copies(tensors, shared=shared, tied=tied)
+    _merge_names(tensors, shared=shared, tied=tied)
     tensors.setdefault("final_logits_bias", np.zeros((1, vocab_sizes[1]), np.float32))
     depths = theirs["encoder_layers"], theirs["decoder_layers"]
     expected = _expected_shapes(*depths, d_model, theirs["encoder_ffn_dim"], vocab_sizes, shared=shared, tied=tied)
@@ -105,12 +105,13 @@ def weights_from(
     return (reordered(weights, np.argsort(sines_first(d_model))) if positions == "interleaved" else weights), positions
 
 
-def _drop_copies(tensors: dict[str, np.ndarray], *, shared: bool, tied: bool) -> None:
-    """Remove the second and third names of a tied matrix, which older files have too."""
-    embedding = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"
-    copies = ["model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"] if shared else []
-    for name in copies + (["lm_head.weight"] if tied else []):
-        if name in tensors and embedding in tensors and np.array_equal(tensors[name], tensors[embedding]):
+def _merge_names(tensors: dict[str, np.ndarray], *, shared: bool, tied: bool) -> None:
+    """Give a tied matrix the first of its names alone: files may have it under any of them, or under several."""
+    names = ["model.decoder.embed_tokens.weight"] + (["lm_head.weight"] if tied else [])
+    if shared:
+        names = ["model.shared.weight", "model.encoder.embed_tokens.weight", *names]
+    for name in names[1:]:
+        if name in tensors and np.array_equal(tensors.setdefault(names[0], tensors[name]), tensors[name]):
             del tensors[name]
 
 

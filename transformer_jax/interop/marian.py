@@ -11,7 +11,8 @@ import numpy as np
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-from transformer_jax.interop.generation import length_limits, search_notes
+from transformer_jax.interop.search_settings import length_limits, search_notes
+from transformer_jax.interop.vocabulary import write_sentencepiece
 from transformer_jax.interop.weights import (
     Attention,
     Layer,
@@ -40,7 +41,7 @@ def export_marian(config: Config, model: Transformer, tokenizer: Tokenizer, fold
     biases of the first layer, the only one that sees embeddings.
     """
     shape = config.model
-    _check(config)
+    _check(config, tokenizer)
     if config.decoding.suppress or config.decoding.min_length or config.decoding.no_repeat_ngram:
         left_out = ["decoding.suppress, min_length and no_repeat_ngram are left out: marian-decoder has none of them."]
     else:
@@ -71,20 +72,16 @@ def export_marian(config: Config, model: Transformer, tokenizer: Tokenizer, fold
     files: dict[str, Any] = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     np.savez(folder / "model.npz", **files)
 
-    source_pieces = tokenizer.source_pieces(range(tokenizer.source_vocab_size))
-    target_pieces = tokenizer.target_pieces(range(tokenizer.target_vocab_size))
-    for name, pieces in (("source", source_pieces), ("target", target_pieces)):
+    for name, pieces in zip(("source", "target"), write_sentencepiece(tokenizer, folder), strict=True):
         lines = (f"{json.dumps(piece, ensure_ascii=False)}: {i}\n" for i, piece in enumerate(pieces))
         (folder / f"{name}.vocab.yml").write_text("".join(lines), encoding="utf-8")
-    (folder / "source.spm").write_bytes(tokenizer.source_model)
-    (folder / "target.spm").write_bytes(tokenizer.target_model or tokenizer.source_model)
     decoder = "".join(f"{key}: {json.dumps(value)}\n" for key, value in _decoder_settings(config).items())
     (folder / "decoder.yml").write_text(decoder)
     return notes
 
 
-def _check(config: Config) -> None:
-    """``UserError`` for what Marian's transformer cannot compute."""
+def _check(config: Config, tokenizer: Tokenizer) -> None:
+    """``UserError`` for what Marian's program cannot compute."""
     shape = config.model
     elsewhere = "Export to ctranslate2 or safetensors instead."
     if shape.norm == "pre":
@@ -102,6 +99,11 @@ def _check(config: Config) -> None:
         raise UserError(
             "model.activation is 'gelu'; expected 'relu' or 'silu': Marian's gelu is x sigmoid(1.702 x), another function. "
             + elsewhere
+        )
+    if tokenizer.imported:
+        raise UserError(
+            "The vocabulary is that of an imported model; expected one that training made: marian-decoder cuts text by "
+            f"source.spm alone, which may have pieces that the model lacks, and which keeps no tags like >>deu<<. {elsewhere}"
         )
 
 

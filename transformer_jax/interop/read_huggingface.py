@@ -18,6 +18,35 @@ from transformer_jax.tokenizer import Tokenizer
 
 # Added to the score of a piece that must never be generated: e^-100 is less than any float32 probability that counts.
 _NEVER = np.float32(-100)
+_TOP_K = 50  # what transformers takes where a folder that asks for sampling does not say
+# Settings of transformers' search that nothing here is like, and the values that switch them off.
+_NO_COUNTERPART: dict[str, Any] = {
+    "early_stopping": False,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0,
+    "num_return_sequences": 1,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "min_p": 0,
+    "top_h": 1,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "penalty_alpha": 0,
+    "guidance_scale": 1,
+    "renormalize_logits": False,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_decoder_ids": None,
+    "begin_suppress_tokens": [],
+    "sequence_bias": {},
+    "force_words_ids": [],
+    "constraints": [],
+    "stop_strings": [],
+    "max_time": None,
+    "dola_layers": None,
+    "watermarking_config": {},
+}
 _ACTIVATIONS = {"relu": "relu", "swish": "silu", "silu": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 
 
@@ -35,6 +64,11 @@ def read_marian(folder: Path) -> Imported:
 
     Piece ids are arranged anew, since ours are fixed for PAD, BOS, EOS and UNK; what the model computes stays the same.
     """
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{str(folder)!r} holds no config.json; expected a Hugging Face folder of a MarianMT model (not Marian's "
+            "own model.npz). To fetch one: hf download Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
+        )
     theirs = _read_json(folder / "config.json")
     _check(theirs, folder)
     vocab_sizes, (source, target), tokenizer = _vocabularies(folder, theirs)
@@ -76,11 +110,6 @@ def read_marian(folder: Path) -> Imported:
         optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),  # to go on gently from trained weights
         decoding=decoding,
     )
-    if target.new_V.sum() > 1:
-        notes.append(
-            f"{int(target.new_V.sum())} pieces of the SentencePiece models or of ours are not in the vocabulary there: "
-            "they read as unknown and are never generated."
-        )
     return Imported(config, parameters(weights, model), tokenizer, notes)
 
 
@@ -139,7 +168,7 @@ def _vocabularies(folder: Path, theirs: dict[str, Any]) -> tuple[tuple[int, int]
         raise UserError(f"The vocabulary in {str(folder)!r} has no {unk!r}; expected the piece that unknown text becomes.")
     special = SpecialIds(pad, start, eos, both[1][unk])
     if both[0] is both[1]:
-        target = source = arrange(vocabulary, special, models)
+        target = source = arrange(vocabulary, special)
     else:
         names = {id_: piece for piece, id_ in both[1].items()}
         absent = [names[i] for i in (pad, eos) if names[i] not in both[0]]
@@ -147,8 +176,7 @@ def _vocabularies(folder: Path, theirs: dict[str, Any]) -> tuple[tuple[int, int]
             raise UserError(f"{str(folder / 'vocab.json')!r} lacks {absent[0]!r}, which target_vocab.json has.")
         there = both[0]
         at_source = SpecialIds(there[names[pad]], there.get(names[start]), there[names[eos]], there[unk])
-        source_model, target_model = ({name: model} for name, model in models.items())
-        source, target = arrange(there, at_source, source_model), arrange(both[1], special, target_model)
+        source, target = arrange(there, at_source), arrange(both[1], special)
     source_spm, target_spm = (
         with_ids(model, side.pieces, name) for side, (name, model) in zip((source, target), models.items(), strict=True)
     )
@@ -181,26 +209,48 @@ def _decoding(theirs: dict[str, Any], target: Arrangement, folder: Path) -> tupl
     """Their search settings as ours, and what differs."""
     rows = zip(target.pieces, target.rows_V, target.new_V, strict=True)
     piece_of_row = {int(row): piece for piece, row, new in rows if row >= 0 and not new}
+    settings = {name: value for name, value in theirs.items() if value is not None}
     # Decoding from PAD there: its row is BOS here, so what forbids PAD there forbids BOS here.
-    banned = [ids[0] for ids in theirs.get("bad_words_ids") or [] if len(ids) == 1]
+    words = settings.get("bad_words_ids", [])
+    banned = [ids[0] for ids in words if len(ids) == 1] + settings.get("suppress_tokens", [])
     never = target.pieces[0]
     suppress = dict.fromkeys(piece_of_row[i] for i in banned if i in piece_of_row)
-    beam_size = theirs.get("num_beams") or 1
-    penalty = theirs.get("length_penalty")
-    config = DecodingConfig(
-        beam_size=beam_size,
-        length_penalty=float(1.0 if penalty is None else max(penalty, 0.0)),
-        length_offset=0.0,
-        min_length=theirs.get("min_new_tokens") or 0,
-        no_repeat_ngram=theirs.get("no_repeat_ngram_size") or 0,
-        suppress=tuple(piece for piece in suppress if piece != never),
-    )
+    beam_size, penalty = settings.get("num_beams", 1), settings.get("length_penalty", 1.0)
+    repetition = settings.get("repetition_penalty", 1.0)
+    sampling: dict[str, Any] = {}
+    if settings.get("do_sample"):
+        sampling = {"method": "sample", "top_k": settings.get("top_k", _TOP_K)}
+        sampling |= {name: settings[name] for name in ("temperature", "top_p") if name in settings}
+    try:
+        config = DecodingConfig(
+            beam_size=beam_size,
+            length_penalty=float(max(penalty, 0)),
+            length_offset=0.0,
+            min_length=settings.get("min_new_tokens", max(settings.get("min_length", 0) - 1, 0)),  # the start counts there
+            no_repeat_ngram=settings.get("no_repeat_ngram_size", 0),
+            repetition_penalty=repetition,
+            suppress=tuple(piece for piece in suppress if piece != never),
+            **sampling,
+        )
+    except UserError as error:
+        file = next(file for name in ("generation_config.json", "config.json") if (file := folder / name).exists())
+        raise UserError(f"{str(file)!r} asks for what decoding here refuses: {error} Change or remove it there.") from None
+    limit = next((f"{name} {settings[name]}" for name in ("max_new_tokens", "max_length") if name in settings), "no limit")
     notes = [
-        f"max_length {theirs.get('max_length', 'unset')} there; here a translation has at most source length + "
-        f"{config.max_extra_length} pieces (decoding.max_extra_length)."
+        f"{limit} there; here a translation has at most source length + {config.max_extra_length} pieces "
+        "(decoding.max_extra_length)."
     ]
-    if len(banned) < len(theirs.get("bad_words_ids") or []):
+    if any(len(ids) > 1 for ids in words):
         notes.append("bad_words_ids of several pieces are left out.")
+    if penalty < 0:
+        notes.append(f"length_penalty is {penalty:g} there, 0 here, where nothing makes short translations better.")
+    if repetition != 1 and (beam_size == 1 or sampling):
+        notes.append("repetition_penalty works on logits there, on log-probabilities here.")
+    if sampling and beam_size > 1:
+        notes.append(f"num_beams {beam_size} with do_sample: here {beam_size} samples are drawn, each by itself.")
+    left_out = [f"{name} {settings[name]}" for name, off in _NO_COUNTERPART.items() if settings.get(name, off) != off]
+    if left_out:
+        notes.append(f"left out, since there is nothing like it here: {', '.join(left_out)}.")
     return config, notes
 
 

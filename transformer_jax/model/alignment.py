@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.errors import UserError
-from transformer_jax.model.attention import MASKED, attention_mask
+from transformer_jax.model.attention import attention_mask
+from transformer_jax.model.cache import mean_weights
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, PAD_ID
 
@@ -42,10 +43,8 @@ def cross_attention_weights(model: Transformer, source_BS: jax.Array, target_BT:
     seen = []
 
     def cross_attention(y_BTD: jax.Array) -> jax.Array:
-        q_BTHK, k_BSHK = chosen.cross_attention.query(y_BTD), chosen.cross_attention.key(memory_BSD)
-        q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
-        scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
-        seen.append(jax.nn.softmax(jnp.where(cross_mask_BHTS, scores_BHTS, MASKED), axis=-1).mean(axis=1))
+        k_BHSK = chosen.cross_attention.key(memory_BSD).swapaxes(1, 2)
+        seen.append(mean_weights(chosen.cross_attention.query(y_BTD), (k_BHSK,), source_mask_BS[:, None, :, None]))
         return y_BTD  # what the layer would make of it does not matter
 
     chosen.connect(x_BTD, lambda y: chosen.self_attention(y, y, self_mask_BHTT), cross_attention)

@@ -39,7 +39,7 @@ class Embedding(nnx.Module):
         self.dtype = compute_dtype(config)
 
     def __call__(self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int) -> jax.Array:
-        """[B, L, D] for tokens standing at ``positions_BL`` (axis B may be 1), all of them below ``num_positions``."""
+        """[B, L, D] for tokens standing at ``positions_BL`` (axis B may be 1), below ``num_positions`` for all but padding."""
         d_model = self.matrix.shape[1]
         x_BLD = jnp.take(self.matrix[...], tokens_BL, axis=0) * d_model**0.5
         if self.position_matrix is not None:
@@ -51,7 +51,8 @@ class Embedding(nnx.Module):
             table_LD = self.position_matrix[...] * d_model**0.5
         else:
             table_LD = jnp.asarray(sinusoidal_positions(num_positions, d_model, layout=self.layout))
-        return (x_BLD + jnp.take(table_LD, positions_BL, axis=0)).astype(self.dtype)
+        # The padding of a packed row may be a longer run than any sentence: clipped, as even masked it must not be NaN.
+        return (x_BLD + jnp.take(table_LD, positions_BL, axis=0, mode="clip")).astype(self.dtype)
 
 
 class Encoder(nnx.Module):

@@ -23,12 +23,15 @@ from transformer_jax.config import BatchConfig, DataConfig, ModelConfig, PairsCo
 from transformer_jax.config_files import load_config_file
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
+from transformer_jax.interop import new_folder
 from transformer_jax.interop.huggingface import export_safetensors
-from transformer_jax.interop.import_marian import main
+from transformer_jax.interop.import_huggingface import main
+from transformer_jax.interop.marian import export_marian
 from transformer_jax.interop.read_huggingface import read_marian
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.saved_model import load_model
+from transformer_jax.saved_model import choose_checkpoints, load_model
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.training import checkpoint
 from transformer_jax.training.loop import train
 from transformer_jax.training.workdir import claimed
 
@@ -106,13 +109,17 @@ def theirs(marian) -> tuple[MarianMTModel, MarianTokenizer]:
 def _columns(marian: Path, pieces: list[str]) -> list[int]:
     """Our id of each of their ids."""
     special = {"<pad>": BOS_ID, "</s>": EOS_ID, "<unk>": UNK_ID}
-    return [special[p] if p in special else pieces.index(p) for p in json.loads((marian / "vocab.json").read_text())]
+    return [special[p] if p in special else pieces.index(p) for p in _vocabulary(marian)]
+
+
+def _vocabulary(marian: Path) -> dict[str, int]:
+    return json.loads((marian / "vocab.json").read_text())
 
 
 def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lines) -> None:
     tokenizer, theirs_ = load_model(workdir)[2], theirs[1]
     ours_of = np.array(_columns(marian, tokenizer.source_pieces(range(tokenizer.source_vocab_size))))
-    size = len(ours_of)  # pieces that their vocabulary lacks come last here, and are unknown there
+    assert tokenizer.imported and tokenizer.source_vocab_size == len(ours_of) + 1  # with a PAD of our own
     odd = ["Äone zzz Ä two", "OÄN 漢字 Ä ÄÄ", "  two  ones", "", "three-four, fiveeee"]
     tagged = [">>deu<< one two", ">>fra<<one two", ">>xxx<< one", "one >>deu<< two", ">>deu<<"]
     texts = lines[:20] + [_target(line) for line in lines[:20]] + odd + tagged
@@ -121,10 +128,11 @@ def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lin
     for side, encode in (("source", tokenizer.encode_source), ("target", tokenizer.encode_target)):
         for text, ids in zip(texts, encode(texts), strict=True):
             expected = (theirs_(text) if side == "source" else theirs_(text_target=text)).input_ids[:-1]
-            as_theirs = [UNK_ID if i > size else i for i in ids]
-            assert as_theirs == ours_of[expected].tolist(), (side, text)
-            unknown += any(i > size for i in ids)
+            assert ids == ours_of[expected].tolist(), (side, text)
+            unknown += UNK_ID in ids  # pieces of their SentencePiece models that their vocabulary lacks, for the most part
     assert unknown > 5
+    lacking = next(p for p in _pieces((marian / "source.spm").read_bytes()) if p not in _vocabulary(marian))
+    assert tokenizer.target_ids([lacking]) == [UNK_ID]
     translator = Translator.from_workdir(workdir, max_source_length=16)
     parts = translator._split(">>deu<<" + " one two three" * 20, 15)
     assert len(parts) > 3 and all(len(part) <= 15 and part[0] == parts[0][0] for part in parts)
@@ -260,7 +268,7 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
             _change_tensors(lambda t: t.update({_FC1: np.ones((3, 16), np.float32)})),
             r"shape \(3, 16\); expected \(24, 16\)",
         ),
-        (lambda f: (f / "config.json").unlink(), "config.json' does not exist; expected a whole Hugging Face MarianMT folder"),
+        (lambda f: (f / "config.json").unlink(), "holds no config.json; expected a Hugging Face folder .* hf download"),
         (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
         (lambda f: (f / "source.spm").unlink(), "source.spm' does not exist"),
         (lambda f: (f / "target.spm").write_bytes(b"not a model"), "target.spm.* is not a SentencePiece model"),
@@ -281,6 +289,83 @@ def test_a_folder_that_is_not_whole_is_refused(change, message, marian, tmp_path
     change(folder)
     with pytest.raises(UserError, match=message):
         read_marian(folder)
+
+
+@pytest.mark.parametrize("names", [("lm_head.weight",), ("model.decoder.embed_tokens.weight", "lm_head.weight")])
+def test_a_tied_matrix_may_stand_under_any_of_its_names(names, marian, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(marian, folder)
+    _change_tensors(lambda t: t.update(dict.fromkeys(names, t.pop("model.shared.weight"))))(folder)
+    matrices = [read_marian(each).parameters["target_embedding"]["matrix"] for each in (marian, folder)]
+    np.testing.assert_array_equal(*matrices)
+
+
+@pytest.mark.parametrize("pad", ["</s>", "<unk>"])
+def test_padding_may_be_another_symbol_there(pad, marian, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(marian, folder)
+    _change_config(pad_token_id=_vocabulary(marian)[pad])(folder)
+    _, parameters, tokenizer, _ = read_marian(folder)
+    assert tokenizer.target_pieces(range(4)) == ["<<pad>>", "<pad>", "</s>", "<unk>"]
+    before = read_marian(marian)
+    for ours in (BOS_ID, EOS_ID, UNK_ID):
+        rows = [each["target_embedding"]["matrix"][ours] for each in (parameters, before.parameters)]
+        np.testing.assert_array_equal(*rows)
+    assert parameters["softmax_bias"][PAD_ID] < -90
+
+
+def _with_settings(marian: Path, folder: Path, **settings: Any) -> Path:
+    shutil.copytree(marian, folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
+    some = sorted(_vocabulary(marian))[5]
+    folder = _with_settings(
+        marian, tmp_path / "beam", num_beams=2, min_length=4, repetition_penalty=1.5, length_penalty=-1.0, early_stopping=True,
+        suppress_tokens=[_vocabulary(marian)[some]], encoder_no_repeat_ngram_size=3, diversity_penalty=0.0, min_p=None,
+    )  # fmt: skip
+    config, *_, notes = read_marian(folder)
+    decoding = config.decoding
+    assert (decoding.method, decoding.beam_size, decoding.min_length, decoding.repetition_penalty) == ("beam", 2, 3, 1.5)
+    assert decoding.suppress == (some,) and decoding.length_penalty == 0
+    said = "\n".join(notes)
+    assert "left out, since there is nothing like it here: early_stopping True, encoder_no_repeat_ngram_size 3." in said
+    assert "length_penalty is -1 there" in said and "logits" not in said
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+    decoding = read_marian(_with_settings(marian, tmp_path / "sample", **sampling)).config.decoding
+    assert (decoding.method, decoding.beam_size) == ("sample", 1)
+    assert (decoding.temperature, decoding.top_p, decoding.top_k) == (0.7, 0.9, 50)
+    with pytest.raises(UserError, match=r"generation_config.json' asks for .*decoding.min_length is 60.* Change or remove it"):
+        read_marian(_with_settings(marian, tmp_path / "long", min_new_tokens=60))
+
+
+def test_an_imported_model_can_be_exported_and_imported_again(workdir, tmp_path, lines) -> None:
+    config, model, tokenizer = load_model(workdir)
+    export_safetensors(config, model, tokenizer, tmp_path)
+    theirs, again = MarianTokenizer.from_pretrained(tmp_path), read_marian(tmp_path)
+    texts = [*lines, *map(_target, lines), ">>deu<< one", "漢 Ä zzz"]
+    assert [theirs(text).input_ids[:-1] for text in texts] == tokenizer.encode_source(texts)
+    assert again.tokenizer.encode_source(texts) == tokenizer.encode_source(texts)
+    assert again.tokenizer.encode_target(texts) == tokenizer.encode_target(texts)
+    assert again.config.decoding.suppress == config.decoding.suppress
+
+
+def test_imported_vocabularies_are_not_for_marians_program(workdir, tmp_path) -> None:
+    config, model, tokenizer = load_model(workdir)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, positions="split"))
+    with pytest.raises(UserError, match="vocabulary is that of an imported model"):
+        export_marian(config, model, tokenizer, tmp_path)
+
+
+def test_of_one_checkpoints_folder_only_itself_can_be_chosen(workdir) -> None:
+    folder = workdir / "checkpoints" / "00000000"
+    for chosen in ("last", 0, "0"):
+        assert choose_checkpoints(folder, checkpoint=chosen) == [folder]
+    for chosen in ("best", 5):
+        with pytest.raises(UserError, match=f"checkpoint is {chosen!r}, but .* is the folder of one checkpoint"):
+            choose_checkpoints(folder, checkpoint=chosen)
 
 
 def test_pytorch_files_are_read_too(marian, tmp_path) -> None:
@@ -305,6 +390,25 @@ def test_pytorch_files_are_read_too(marian, tmp_path) -> None:
 def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path, capsys) -> None:
     assert main(["--input", str(marian), "--workdir", str(workdir)]) == 2
     assert "there already" in capsys.readouterr().err
-    assert main(["--input", str(tmp_path / "none"), "--workdir", str(tmp_path / "w")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    (tmp_path / "marian").mkdir()
+    (tmp_path / "marian" / "model.npz").touch()
+    for name in ("Helsinki-NLP/opus-mt-en-de", str(tmp_path / "marian"), str(tmp_path / "marian" / "model.npz")):
+        assert main(["--input", name, "--workdir", str(tmp_path / "w")]) == 2
+        assert f"{name!r} holds no config.json" in capsys.readouterr().err
     assert not (tmp_path / "w").exists()
+
+
+def test_an_import_that_was_cut_short_can_be_repeated(marian, tmp_path, monkeypatch, capsys) -> None:
+    arguments = ["--input", str(marian), "--workdir", str(tmp_path / "w")]
+
+    def full(path):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write_manifest", full)
+        assert main(arguments) == 2
+        assert "no space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
+        patched.setattr(new_folder.shutil, "rmtree", lambda path, ignore_errors: None)  # as after a kill
+        assert main(arguments) == 2
+    assert main(arguments) == 0 and [path.name for path in tmp_path.iterdir()] == ["w"]
+    assert (load_model(tmp_path / "w")[2]).imported

@@ -1,4 +1,4 @@
-"""What exports say about search settings, and the limits that they share."""
+"""What exported search settings have in common: the limits of lengths, and what is said of those that cannot travel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ def length_limits(config: Config) -> tuple[int, int]:
     return source, target
 
 
-def search_notes(config: Config, library: str, *, limit: str = "") -> list[str]:
+def search_notes(config: Config, library: str, *, limit: str = "", long_lines: str = "cuts them off") -> list[str]:
     """Where the search of ``library`` cannot be that of ours, though it gets the same settings.
 
-    ``limit``: when a translation ends at the latest there, if not at one number of pieces for all sources.
+    ``limit``: when a translation ends at the latest there, if not at one number of pieces for all sources. ``long_lines``: what
+    becomes of lines beyond the limit there.
     """
     decoding = config.decoding
-    limit = limit or f"{length_limits(config)[1]} pieces"
-    notes = [f"translations end at {limit} at the latest in {library}, at source length + {decoding.max_extra_length} here."]
+    longest_source, longest_target = length_limits(config)
+    limit = limit or f"{longest_target} pieces"
+    notes = [
+        f"translations end at {limit} at the latest in {library}, at source length + {decoding.max_extra_length} here.",
+        f"lines of more than {longest_source} pieces are translated in parts here; {library} {long_lines}.",
+    ]
     if decoding.length_penalty and decoding.length_offset and decoding.beam_size > 1:
         c, alpha = decoding.length_offset, f"{decoding.length_penalty:g}"
         notes.append(

@@ -1,4 +1,4 @@
-"""Bring a Hugging Face MarianMT model here: python -m transformer_jax.interop.import_marian --input FOLDER --workdir W."""
+"""Bring a Hugging Face MarianMT model here: python -m transformer_jax.interop.import_huggingface --input F --workdir W."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformer_jax.errors import UserError
 from transformer_jax.program import run_program
 
 logger = logging.getLogger("transformer_jax.import")
@@ -31,16 +30,16 @@ def main(argv: list[str] | None = None) -> int:
 def _import(argv: list[str] | None) -> None:
     import tyro  # here, and what follows, so that Ctrl-C is quiet from the start
 
-    arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.import_marian", args=argv)
+    arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.import_huggingface", args=argv)
+    from transformer_jax.interop.new_folder import new_folder
     from transformer_jax.interop.read_huggingface import read_marian
     from transformer_jax.remote import require_folder
     from transformer_jax.training.checkpoint import save_imported
 
     workdir = require_folder(arguments.workdir)
-    if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
-        raise UserError(f"workdir is {arguments.workdir!r}, which is there already; expected a new or empty folder.")
-    imported = read_marian(Path(arguments.input))
-    save_imported(workdir, imported.config, imported.tokenizer, imported.parameters)
+    with new_folder(workdir, "workdir") as folder:
+        imported = read_marian(Path(arguments.input))
+        save_imported(folder, imported.config, imported.tokenizer, imported.parameters)
     for note in imported.notes:
         logger.info("note: %s", note)
     logger.info("translate:  python decode.py --workdir %s", workdir)
