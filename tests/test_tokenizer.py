@@ -174,20 +174,35 @@ def test_load_from_a_folder_without_or_with_a_damaged_tokenizer(tmp_path):
             Tokenizer.load(tmp_path)
 
 
-def test_an_existing_model_is_used_if_its_ids_are_ours(tmp_path):
+def test_an_existing_model_is_used(tmp_path):
     ours = train()
     ours.save(tmp_path)
     config = TokenizerConfig(model=str(tmp_path / "tokenizer.model"))
     assert Tokenizer.train(iter([]), config).fingerprint == ours.fingerprint
     with pytest.raises(UserError, match=r"tokenizer\.model = 'absent' does not exist"):
         Tokenizer.train(PAIRS, TokenizerConfig(model="absent"))
-    other = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(SOURCES), model_writer=other, vocab_size=60, minloglevel=2)
-    (tmp_path / "other.model").write_bytes(other.getvalue())
-    with pytest.raises(
-        UserError, match=r"PAD, BOS, EOS, UNK = \(-1, 1, 2, 0\); expected \(0, 1, 2, 3\): train it with --pad_id=0"
-    ):
-        Tokenizer.train(PAIRS, TokenizerConfig(model=str(tmp_path / "other.model")))
+
+
+@pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
+@pytest.mark.parametrize("ids", [{}, {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": 2}, {"unk_piece": "[UNK]"}])
+def test_a_model_with_other_special_ids_cuts_text_as_before(tmp_path, algorithm, ids):
+    """Also without PAD, which SentencePiece leaves out, or without BOS."""
+    file = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SOURCES), model_writer=file, vocab_size=60, minloglevel=2, model_type=algorithm, **ids
+    )
+    (tmp_path / "other.model").write_bytes(file.getvalue())
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
+    tokenizer = Tokenizer.train([], TokenizerConfig(model=str(tmp_path / "other.model")))
+    assert tokenizer.source_pieces(range(3)) == ["<pad>", "<s>", "</s>"]
+    assert tokenizer.source_pieces([3]) == [ids.get("unk_piece", "<unk>")]
+    assert tokenizer.source_vocab_size == 61
+    for line in [*SOURCES, "an unknown Ω"]:
+        [encoded] = tokenizer.encode_source([line])
+        assert min(encoded) >= 3
+        assert tokenizer.source_pieces(encoded) == [theirs.id_to_piece(i) for i in theirs.encode(line)]
+    tokenizer.save(tmp_path)
+    assert Tokenizer.load(tmp_path).fingerprint == tokenizer.fingerprint
 
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)

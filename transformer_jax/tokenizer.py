@@ -49,13 +49,13 @@ class Tokenizer:
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
-        """Learn the vocabulary from sentence pairs, or load ``config.model``, which must have the ids 0 to 3 of this file.
+        """Learn the vocabulary from sentence pairs, or load ``config.model``, whose special pieces get the ids of this file.
 
         Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (on each side, when separate).
         Raises ``UserError`` where the text is empty or does not support ``config.vocab_size`` pieces.
         """
         if config.model:
-            return cls(_read_model(Path(config.model), "tokenizer.model"))
+            return cls(_with_special_ids(_read_model(Path(config.model), "tokenizer.model")))
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
@@ -246,7 +246,7 @@ def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
 
 
 def _read_model(path: Path, field: str = "") -> bytes:
-    """Bytes of a model file, checked: it loads and has this file's special ids."""
+    """Bytes of a model file that loads."""
     said = f"{field} = {str(path)!r}" if field else f"Tokenizer file {str(path)!r}"
     if not path.is_file():
         raise UserError(f"{said} does not exist; expected a SentencePiece model file.")
@@ -254,16 +254,32 @@ def _read_model(path: Path, field: str = "") -> bytes:
     try:
         if not model:
             raise RuntimeError("the file is empty")
-        processor = _processor(model)
+        _processor(model)
     except RuntimeError as error:
         raise UserError(f"{said} is not a SentencePiece model, or is damaged; restore or retrain it ({error}).") from None
-    ids = (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id())
-    if ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
-        raise UserError(
-            f"{said} has PAD, BOS, EOS, UNK = {ids}; expected {(PAD_ID, BOS_ID, EOS_ID, UNK_ID)}: "
-            "train it with --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
-        )
     return model
+
+
+def _with_special_ids(model: bytes) -> bytes:
+    """The model with PAD, BOS, EOS and UNK, which it may have elsewhere or not at all, first. It cuts text as before."""
+    processor = _processor(model)
+    if (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id()) == (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+        return model
+    proto = model_proto(processor)
+    spec, pieces = proto.trainer_spec, {piece.piece: piece for piece in proto.pieces}
+    new_piece = type(proto.pieces[0])
+    names = spec.pad_piece, spec.bos_piece, spec.eos_piece, processor.id_to_piece(processor.unk_id())
+    special = [pieces.pop(name, new_piece(piece=name)) for name in names]
+    for piece, kind in zip(special, (*[new_piece.CONTROL] * 3, new_piece.UNKNOWN), strict=True):
+        piece.type = kind
+    result = type(proto)()
+    result.CopyFrom(proto)
+    del result.pieces[:]
+    result.pieces.extend([*special, *pieces.values()])
+    spec = result.trainer_spec
+    spec.pad_id, spec.bos_id, spec.eos_id, spec.unk_id = PAD_ID, BOS_ID, EOS_ID, UNK_ID
+    spec.unk_piece, spec.vocab_size = names[3], len(result.pieces)
+    return result.SerializeToString()
 
 
 def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> deque[tuple[str, str]]:
