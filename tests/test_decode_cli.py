@@ -415,12 +415,6 @@ def test_without_a_work_directory(capsys):
     assert "--workdir is missing" in capsys.readouterr().err
 
 
-def test_help_needs_no_jax():
-    code = "import runpy, sys; sys.argv = ['decode.py', '--help']\ntry: runpy.run_path('decode.py', run_name='__main__')\n"
-    code += "except SystemExit: sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
-
-
 @pytest.fixture(scope="module")
 def shortlist(workdir):
     """Four pieces, whatever the source: the search goes another way."""

@@ -1,7 +1,13 @@
-"""Imports point up the list of modules only, as docs/design.md promises."""
+"""Imports point up the list of modules only, as docs/design.md promises; the package's names are there, when asked for."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
+
+import transformer_jax
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
@@ -92,3 +98,19 @@ def test_every_module_is_listed_and_imports_only_earlier_ones() -> None:
                 targets = [imported] if imported in files else [f"{imported}.{alias.name}".lstrip(".") for alias in node.names]
                 for target in targets:
                     assert ORDER.index(target) < ORDER.index(name), f"{name} imports {target}"
+
+
+@pytest.mark.parametrize("program", ["train.py", "decode.py"])
+def test_help_needs_no_jax(program: str) -> None:
+    code = f"import runpy, sys; sys.argv = [{program!r}, '--help']\ntry: runpy.run_path({program!r}, run_name='__main__')\n"
+    code += "except SystemExit: sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_package_offers_what_its_stub_lists() -> None:
+    stub = ast.parse((ROOT / "transformer_jax" / "__init__.pyi").read_text())
+    [listed] = [ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign)]
+    assert sorted(transformer_jax.__all__) == sorted(listed)
+    for name in listed:
+        offered = getattr(transformer_jax, name)
+        assert isinstance(offered, int) or offered.__module__.startswith("transformer_jax.")

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.loader import load
+from transformer_jax.data.loader import load_batches
 
 
 def make_plan(layout: str = "bucketed") -> BatchPlan:
@@ -49,7 +49,7 @@ def assert_threads_end() -> None:
 def test_the_same_batches_on_any_number_of_devices(layout, devices):
     plan = make_plan(layout)
     sharding = mesh_sharding(devices) if devices else None
-    batches = list(load(plan, sharding=sharding, start=0, stop=30))
+    batches = list(load_batches(plan, sharding=sharding, start=0, stop=30))
     assert len(batches) == 30
     for step, batch in enumerate(batches):
         assert_same(batch, plan.batch(step))
@@ -61,7 +61,7 @@ def test_the_same_batches_on_any_number_of_devices(layout, devices):
 @pytest.mark.parametrize("prefetch", [0, 1, 7])
 def test_starting_later_is_starting_at_that_step(prefetch):
     plan = make_plan()
-    with load(plan, start=17, prefetch=prefetch) as batches:  # without end
+    with load_batches(plan, start=17, prefetch=prefetch) as batches:  # without end
         for step in range(17, 45):
             assert_same(next(batches), plan.batch(step))
     assert list(batches) == []
@@ -88,7 +88,7 @@ def test_only_rows_of_local_devices_are_read(layout, monkeypatch):
     monkeypatch.setattr(jax, "make_array_from_callback", shards_of_this_process)
     plan, recording = make_plan(layout), make_plan(layout)
     recording.__class__ = Recording
-    for step, batch in enumerate(load(recording, sharding=PartOfAPod(), stop=10)):
+    for step, batch in enumerate(load_batches(recording, sharding=PartOfAPod(), stop=10)):
         B, _, _ = plan.shape(step)
         rows = slice(4 * B // 8, 7 * B // 8)
         assert asked[step] == rows
@@ -104,7 +104,7 @@ def test_an_error_comes_out_where_its_batch_is_asked_for():
 
     plan = make_plan()
     plan.__class__ = Broken
-    batches = load(plan)
+    batches = load_batches(plan)
     for step in range(5):
         assert_same(next(batches), make_plan().batch(step))
     with pytest.raises(OSError, match="the disk is gone"):
@@ -114,15 +114,15 @@ def test_an_error_comes_out_where_its_batch_is_asked_for():
 
 def test_threads_end_with_the_last_batch_or_when_closed():
     plan = make_plan()
-    assert len(list(load(plan, stop=5))) == 5
+    assert len(list(load_batches(plan, stop=5))) == 5
     assert_threads_end()
-    batches = load(plan)
+    batches = load_batches(plan)
     next(batches)
     assert loader_threads()
     batches.close()
     batches.close()
     assert_threads_end()
-    assert list(load(plan, start=9, stop=9)) == []
+    assert list(load_batches(plan, start=9, stop=9)) == []
 
 
 def test_waiting_is_counted_and_batches_are_built_ahead():
@@ -133,7 +133,7 @@ def test_waiting_is_counted_and_batches_are_built_ahead():
 
     plan = make_plan()
     plan.__class__ = Slow
-    with load(plan, prefetch=1) as batches:
+    with load_batches(plan, prefetch=1) as batches:
         assert batches.waited == 0
         next(batches)
         assert batches.waited >= 0.2

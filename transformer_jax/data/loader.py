@@ -53,7 +53,7 @@ class Loader(Iterator[Batch]):
         self.close()
 
 
-def load(
+def load_batches(
     plan: BatchPlan,
     *,
     sharding: NamedSharding | None = None,

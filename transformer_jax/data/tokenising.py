@@ -157,15 +157,7 @@ def tokenised(files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob) -> G
 # The processes are plain ones that read chunks from a pipe, not those of ``multiprocessing``: those import the program that
 # was started (jax included) or fork (unsafe beside JAX's threads), and stay for ever when their parent is killed.
 
-_PACKAGE = __name__.partition(".")[0]
-# An empty package in place of ours keeps its __init__ out, and with it jax: seconds and 300 MB for each worker.
-_WORKER_PROGRAM = f"""
-import sys, types
-package = sys.modules[{_PACKAGE!r}] = types.ModuleType({_PACKAGE!r})
-package.__path__ = [{str(Path(__file__).parents[1])!r}]
-from {__name__} import _serve
-_serve()
-"""
+_WORKER_PROGRAM = f"from {__name__} import _serve; _serve()"
 
 
 @contextmanager

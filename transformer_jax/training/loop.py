@@ -26,7 +26,7 @@ from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.files import is_url
-from transformer_jax.data.loader import load, place
+from transformer_jax.data.loader import load_batches, place
 from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.errors import UserError
 from transformer_jax.processes import (
@@ -167,7 +167,7 @@ class Run:
             self._evaluate_or_save(start, state, progress, meter)
             self.checkpoints.save(state, progress, regular=self._is_due(start))
         step, pending, stopped_early = start, None, self._patience_is_over(progress)
-        loader = load(self.plan, sharding=batch_sharding(self.mesh), start=start, stop=training.steps)
+        loader = load_batches(self.plan, sharding=batch_sharding(self.mesh), start=start, stop=training.steps)
         with self._signals(), loader as batches:
             self.watchdog.enter("waiting for data")
             for batch in [] if stopped_early else batches:

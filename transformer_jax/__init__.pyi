@@ -1,0 +1,96 @@
+"""What `from transformer_jax import ...` offers: `__init__.py` reads it, and so do type checkers and editors."""
+
+from .config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    DecodingConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PairsConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+from .config_files import load_config_file
+from .data.batching import Batch, BatchPlan
+from .data.corpus import Corpus, build_corpus
+from .data.loader import load_batches
+from .decoding.beam_search import beam_search
+from .decoding.constraints import Constraints
+from .decoding.engine import Engine, Hypothesis, Sentence
+from .decoding.sampling import sample
+from .decoding.scoring import Scorer
+from .decoding.search import SearchResult, gather_beams
+from .decoding.translator import Request, Translation, Translator
+from .errors import UserError
+from .evaluation import bleu, chrf
+from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
+from .model.cache import DecoderCache
+from .model.layers import DecoderLayer, EncoderLayer, FeedForward, sinusoidal_positions
+from .model.transformer import Decoder, Embedding, Encoder, Transformer
+from .saved_model import load_model
+from .sharding import batch_sharding, make_mesh, state_shardings
+from .tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
+from .training.loop import train
+from .training.loss import smoothed_cross_entropy
+from .training.optimizer import learning_rate_schedule, make_optimizer
+
+__all__ = [
+    "BOS_ID",
+    "EOS_ID",
+    "PAD_ID",
+    "UNK_ID",
+    "Batch",
+    "BatchConfig",
+    "BatchPlan",
+    "Config",
+    "Constraints",
+    "Corpus",
+    "DataConfig",
+    "Decoder",
+    "DecoderCache",
+    "DecoderLayer",
+    "DecodingConfig",
+    "Embedding",
+    "Encoder",
+    "EncoderLayer",
+    "Engine",
+    "FeedForward",
+    "Hypothesis",
+    "MeshConfig",
+    "ModelConfig",
+    "MultiHeadAttention",
+    "OptimizerConfig",
+    "PairsConfig",
+    "Request",
+    "Scorer",
+    "SearchResult",
+    "Sentence",
+    "Tokenizer",
+    "TokenizerConfig",
+    "TrainingConfig",
+    "Transformer",
+    "Translation",
+    "Translator",
+    "UserError",
+    "attention_mask",
+    "batch_sharding",
+    "beam_search",
+    "bleu",
+    "build_corpus",
+    "chrf",
+    "dot_product_attention",
+    "gather_beams",
+    "learning_rate_schedule",
+    "load_batches",
+    "load_config_file",
+    "load_model",
+    "make_mesh",
+    "make_optimizer",
+    "sample",
+    "sinusoidal_positions",
+    "smoothed_cross_entropy",
+    "state_shardings",
+    "train",
+]
