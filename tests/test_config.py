@@ -133,7 +133,7 @@ def test_only_fields_that_matter_stop_a_resume() -> None:
     new = dataclasses.replace(
         old, seed=1, training=dataclasses.replace(old.training, steps=5), data=dataclasses.replace(old.data, workers=3)
     )
-    assert differences_on_resume(old, new) == ["seed: 0 in the work directory, 1 now"]
+    assert differences_on_resume(old, new) == [("seed", 0, 1)]
 
 
 def test_requirements_file_starts_with_the_packages_own() -> None:

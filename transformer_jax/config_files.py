@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
@@ -32,7 +32,9 @@ _FREE_ON_RESUME = (
     "training.steps",
     "training.log_every",
     "training.eval_every",
-    "training.bleu_",
+    "training.bleu_every",
+    "training.bleu_sentences",
+    "training.bleu_tokenize",
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.average",
@@ -42,7 +44,8 @@ _FREE_ON_RESUME = (
     "training.compilation_cache",
 )
 
-CHANGEABLE = (
+# Fields that a trained model can go on with changed; but what comes out is not what either setting alone would give.
+_CHANGEABLE = (
     "batch.",
     "optimizer.",
     "training.label_smoothing",
@@ -54,8 +57,6 @@ CHANGEABLE = (
     "model.remat",
     "model.dtype",
 )
-"""Fields that a trained model can go on with changed; but what comes out is not what either setting alone would give."""
-
 
 FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers", "training.compilation_cache")
 """Fields that the processes of one run may set apart: paths and sizes of their machines."""
@@ -124,16 +125,39 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences_on_resume(old: Config, new: Config) -> list[str]:
-    """One line, which begins with its name, for each differing field that would change what the resumed run computes."""
+class Difference(NamedTuple):
+    """A field that another config has otherwise."""
+
+    name: str
+    old: Any
+    new: Any
+
+    @property
+    def changeable(self) -> bool:
+        """Whether a run may go on with it changed, if it is asked to (``--allow-changes``)."""
+        return _is_among(self.name, _CHANGEABLE)
+
+
+def differences_on_resume(old: Config, new: Config) -> list[Difference]:
+    """The fields that differ and would change what the resumed run computes."""
     old_flat, new_flat = flatten(old), flatten(new)
     ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})  # the rate depends on where
-    free = tuple(name for name in _FREE_ON_RESUME if not (ends and name == "training.steps"))
     return [
-        f"{name}: {old_flat[name]!r} in the work directory, {new_flat[name]!r} now"
+        Difference(name, old_flat[name], new_flat[name])
         for name in old_flat
-        if old_flat[name] != new_flat[name] and not name.startswith(free)
+        if old_flat[name] != new_flat[name] and (not _is_among(name, _FREE_ON_RESUME) or (ends and name == "training.steps"))
     ]
+
+
+def fields_that_differ(differences: Sequence[Difference], *, where: str = "in the work directory") -> str:
+    """Differences as the end of a message; the old values are those ``where`` says."""
+    lines = [f"\n  {each.name}: {each.old!r} {where}, {each.new!r} now" for each in differences]
+    return "Fields that differ:" + "".join(lines)
+
+
+def _is_among(name: str, entries: Sequence[str]) -> bool:
+    """``entries``: names of fields, and sections, which end in a dot."""
+    return name in entries or any(entry.endswith(".") and name.startswith(entry) for entry in entries)
 
 
 def _build(cls: Any, values: Any, prefix: str) -> Any:

@@ -410,7 +410,7 @@ def test_corpus_from_lists():
 
 
 def test_workers_need_no_jax():
-    heavy = ("jax", "tensorflow_datasets", "orbax")
-    program = tokenising._WORKER_PROGRAM.replace("_serve()", f"import sys; print([name for name in {heavy} if name in sys.modules])")
+    found = "[name for name in ('jax', 'tensorflow_datasets', 'orbax') if name in sys.modules]"
+    program = tokenising._WORKER_PROGRAM.replace("_serve()", f"import sys; print({found})")
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert output == "[]\n"

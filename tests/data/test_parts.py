@@ -133,7 +133,7 @@ def test_the_number_of_parts_may_change_on_resume(tmp_path):
     config = config_of(tmp_path)
     assert differences_on_resume(config, in_parts(config, 5)) == []
     windows = dataclasses.replace(config, batch=dataclasses.replace(config.batch, window=100))
-    assert differences_on_resume(config, windows) == ["batch.window: 16777216 in the work directory, 100 now"]
+    assert differences_on_resume(config, windows) == [("batch.window", 16777216, 100)]
 
 
 def test_more_parts_than_files(tmp_path):

@@ -18,7 +18,7 @@ from typing import Annotated
 import tyro
 
 from transformer_jax.config import Config
-from transformer_jax.config_files import config_in_flags, differences_on_resume, from_json
+from transformer_jax.config_files import config_in_flags, differences_on_resume, fields_that_differ, from_json
 from transformer_jax.data.parts import prepare_part
 from transformer_jax.decoding.parts import parse_part
 from transformer_jax.errors import UserError
@@ -77,8 +77,7 @@ def make_part(config: Config, workdir: Path, part: tuple[int, int]) -> None:
         raise UserError(f"{str(workdir)!r} has no tokenizer; expected one: run this with --tokenizer-only first.")
     if differences := differences_on_resume(from_json(path.read_text()), config):
         raise UserError(
-            f"{str(workdir)!r} was made with another config; expected the same settings. Fields that differ:\n  "
-            + "\n  ".join(differences)
+            f"{str(workdir)!r} was made with another config; expected the same settings. " + fields_that_differ(differences)
         )
     prepare_part(workdir, config, Tokenizer.load(workdir), number)
 

@@ -72,7 +72,8 @@ def train(
 
     A URL is trained in a folder of this machine that is kept in step with it (``remote.py``); one process only.
 
-    A run that goes on must have the config it had; ``allow_changes`` frees the fields of ``config_files.CHANGEABLE``.
+    A run that goes on must have the config it had; ``allow_changes`` frees those that are ``changeable``
+    (``config_files.Difference``).
 
     Returns the contents of summary.json; its ``stopped_by`` names the signal, if SIGTERM or Ctrl-C ended the run early.
     Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite or the other processes cannot be

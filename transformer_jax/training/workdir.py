@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_files import CHANGEABLE, differences_on_resume, from_json, to_json
+from transformer_jax.config_files import differences_on_resume, fields_that_differ, from_json, to_json
 from transformer_jax.data.parts import digests_folder
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
@@ -39,7 +39,7 @@ def check_inputs(config: Config) -> None:
 def claimed(workdir: Path, config: Config, *, allow_changes: bool = False) -> Iterator[None]:
     """Hold the work directory, made for this config if need be, for as long as the context lasts; no second run can.
 
-    With ``allow_changes`` the fields that are ``CHANGEABLE`` may differ from those of the run that is already there; what that
+    With ``allow_changes`` the fields that are ``changeable`` may differ from those of the run that is already there; what that
     means is logged.
 
     A folder where no step was ever trained, for bad input say, is taken over; only its tokenised corpora can be of use. One
@@ -73,19 +73,19 @@ def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
         differences = differences_on_resume(from_json(path.read_text()), config)
         untrained = not _was_trained(workdir)
         if untrained and complete_steps(workdir / "checkpoints"):
-            of_model = [line for line in differences if line.startswith(("model.", "tokenizer."))]
-            if fixed := [line for line in of_model if not line.startswith(CHANGEABLE)]:
+            of_model = [each for each in differences if each.name.startswith(("model.", "tokenizer."))]
+            if fixed := [each for each in of_model if not each.changeable]:
                 raise UserError(
                     f"{str(workdir)!r} holds an imported model; expected its own settings, which --config {path} gives. "
-                    "Fields that differ:\n  " + "\n  ".join(fixed)
+                    + fields_that_differ(fixed)
                 )
             write_config(workdir, config)
         elif differences and untrained:
             _remove_tokenizer(workdir)
             write_config(workdir, config)
         elif differences:
-            fields = "Fields that differ:\n  " + "\n  ".join(differences)
-            changeable = all(line.startswith(CHANGEABLE) for line in differences)
+            fields = fields_that_differ(differences)
+            changeable = all(each.changeable for each in differences)
             if not (changeable and allow_changes):
                 flag = ", or --allow-changes" if changeable else ""
                 raise UserError(
@@ -93,7 +93,7 @@ def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
                     + fields
                 )
             log.warning("The run goes on with other settings. %s", fields)
-            if any(line.startswith("batch.") for line in differences):
+            if any(each.name.startswith("batch.") for each in differences):
                 log.warning(
                     "From here on step N has the N-th batch of the new plan. Of the epoch under way some pairs come twice and "
                     "some not at all; the learning rate still follows the step."
@@ -186,12 +186,10 @@ def start_checkpoints(config: Config) -> list[Path]:
     theirs, tokenizer = from_json((chosen[0] / "config.json").read_text()), Tokenizer.load(chosen[0])
     ours = with_vocabulary(config, tokenizer).model
     differences = differences_on_resume(theirs, dataclasses.replace(theirs, model=ours))
-    if fixed := [
-        line.replace("in the work directory", f"in {name}") for line in differences if not line.startswith(CHANGEABLE)
-    ]:
+    if fixed := [each for each in differences if not each.changeable]:
         raise UserError(
             f"training.start_from is {name!r}, whose model has other settings than this run's; expected the same, which "
-            f"--config {name}/config.json gives. Fields that differ:\n  " + "\n  ".join(fixed)
+            f"--config {name}/config.json gives. " + fields_that_differ(fixed, where=f"in {name}")
         )
     return chosen
 
