@@ -327,7 +327,6 @@ class Engine:
             with_own(tuple(cache.cleared() for cache in caches), nobodys_BK),
             batch_size=program.rows,
             max_length=self._longest(source_room),
-            pad_id=PAD_ID,
             reorder=ensemble.reorder,
             attention=ensemble.attention if self.config.coverage_penalty > 0 else None,
             source_length=source_room,
