@@ -106,8 +106,8 @@ class Search:
     suppress: tuple[str, ...] | None = None
     """Target pieces that are never generated, written as in the vocabulary (`▁` where a word begins)."""
     shortlist: str | None = None
-    """File of python -m transformer_jax.decoding.shortlist: choose from the pieces that go with the source alone, which is
-    faster where the vocabulary is large; '': from all. --reference says what it costs in BLEU."""
+    """File of python -m transformer_jax.decoding.learn_shortlist: choose from the pieces that go with the source alone, which
+    is faster where the vocabulary is large; '': from all. --reference says what it costs in BLEU."""
     method: Literal["beam", "sample"] | None = None
     """sample: draw translations at random instead of searching the best."""
     temperature: float | None = None
@@ -200,12 +200,16 @@ def _decode(a: Arguments) -> None:
     if window == 1:
         search.setdefault("batch_size", 1)
     devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
-    translator = Translator.from_workdir(a.workdir, checkpoint=a.checkpoint, average=a.average, devices=devices, **search)
-    scorer = Scorer(translator.models, translator.tokenizer, translator.config, devices=devices)
+    choice: dict[str, Any] = {"checkpoint": a.checkpoint, "average": a.average, "devices": devices}
+    if scoring:  # which searches nothing: the run's shortlist need not be there
+        translator, scorer = None, Scorer.from_workdir(a.workdir, **choice, **search, shortlist="")
+    else:
+        translator = Translator.from_workdir(a.workdir, **choice, **search)
+        scorer = Scorer(translator.models, translator.tokenizer, translator.config, devices=devices)
     _check_against_model(a, translator, scorer, read)
 
     def stream(records: Iterable[Record]) -> Iterable[list[Translation]]:
-        if scoring:
+        if translator is None:
             pairs, numbers = tee(records)
             found = scorer.score(((r.text, r.target) for r in pairs), numbers=(r.number + 1 for r in numbers), window=window)
             return ([scored] for scored in found)
@@ -213,7 +217,7 @@ def _decode(a: Arguments) -> None:
 
     start, best = time.perf_counter(), []
     done, said = 0, start
-    with _open(path, a, translator, group_size=shape.group_size) as output:
+    with _open(path, a, scorer, group_size=shape.group_size) as output:
         if output.kept:
             logger.info("%d sentences were there already.", output.kept)
         records = UntilFault(_checked(islice(read(), output.kept, None), translator))
@@ -229,18 +233,18 @@ def _decode(a: Arguments) -> None:
                 logger.info("%d lines in %.0f s.", done, now - start)
         if records.fault is not None:
             raise records.fault  # what came before it is written
-    if translator.num_failed:
+    if translator is not None and translator.num_failed:
         logger.warning("%d lines could not be translated; their output is empty.", translator.num_failed)
     if scorer.num_failed:
         logger.warning("%d lines were too long to be scored; their figure is nan.", scorer.num_failed)
-    if translator.num_split:
+    if translator is not None and translator.num_split:
         logger.warning("%d lines were translated in parts.", translator.num_split)
-    num_compiled = translator.engine.num_compiled + scorer.num_compiled
+    num_compiled = scorer.num_compiled + (translator.engine.num_compiled if translator is not None else 0)
     logger.info("%.1f s; %d programs compiled.", time.perf_counter() - start, num_compiled)
     if references is not None:
         print(bleu(best, references, tokenize=tokenize), file=sys.stderr)
         print(chrf(best, references), file=sys.stderr)
-        if translator.config.shortlist:
+        if translator is not None and translator.config.shortlist:
             requests = [record.request() for record in read()]
             _compare(translator, requests, references, tokenize, nbest=a.results.nbest, devices=devices)
 
@@ -325,14 +329,16 @@ def _check_for_purpose(a: Arguments) -> None:
             raise UserError(f"--{name.replace('_', '-')} is given with --score, which searches nothing; leave it out.")
 
 
-def _check_against_model(a: Arguments, translator: Translator, scorer: Scorer, read: Callable[[], Iterable[Record]]) -> None:
+def _check_against_model(
+    a: Arguments, translator: Translator | None, scorer: Scorer, read: Callable[[], Iterable[Record]]
+) -> None:
     """Refuse what this model cannot do, before the output file is touched."""
     from transformer_jax.errors import UserError
 
-    if a.results.nbest > translator.config.beam_size:
-        expected = f"expected 1 to decoding.beam_size = {translator.config.beam_size}"
+    if a.results.nbest > scorer.config.beam_size:
+        expected = f"expected 1 to decoding.beam_size = {scorer.config.beam_size}"
         raise UserError(f"num_hypotheses is {a.results.nbest}; {expected}.")
-    if translator.config.method != "sample":
+    if scorer.config.method != "sample":
         for name in ("temperature", "top_k", "top_p", "seed"):
             if (value := getattr(a.search, name)) is not None:
                 raise UserError(f"{name} is {value} without sampling; expected --method sample with it.")
@@ -343,10 +349,10 @@ def _check_against_model(a: Arguments, translator: Translator, scorer: Scorer, r
             pass
 
 
-def _checked(records: Iterable[Record], translator: Translator) -> Iterator[Record]:
+def _checked(records: Iterable[Record], translator: Translator | None) -> Iterator[Record]:
     """The records; ``UserError`` at one whose prefix cannot be forced."""
     for record in records:
-        if record.prefix:
+        if record.prefix and translator is not None:
             translator.prefix_pieces(record.request())
         yield record
 
@@ -367,7 +373,7 @@ def _config(workdirs: tuple[str, ...]) -> Config:
     return config
 
 
-def _open(path: str | Path | None, a: Arguments, translator: Translator, *, group_size: int) -> ResumableFile | Stream:
+def _open(path: str | Path | None, a: Arguments, scorer: Scorer, *, group_size: int) -> ResumableFile | Stream:
     from transformer_jax.decoding.resuming import ResumableFile, Stream, fingerprint
 
     if path is None:
@@ -375,15 +381,15 @@ def _open(path: str | Path | None, a: Arguments, translator: Translator, *, grou
     if Path(path).exists() and not Path(path).is_file():
         return Stream(open(path, "wb"))  # a device or a named pipe
     settings: dict[str, Any] = {"task": "translate" if a.evaluation.score is None else "score"}
-    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist": translator.config.shortlist}
-    settings |= dataclasses.asdict(translator.config)
+    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist": scorer.config.shortlist}
+    settings |= dataclasses.asdict(scorer.config)
     for name, file_name in contents.items():
         if file_name:
             with open(file_name, "rb") as file:
                 settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
     settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
     settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(a.results)
-    settings |= {"model": fingerprint(translator.parameters), "tokenizer": translator.tokenizer.fingerprint}
+    settings |= {"model": fingerprint(scorer.parameters), "tokenizer": scorer.tokenizer.fingerprint}
     # Of a pipe it could not be told whether it is the same again.
     keep_progress = a.files.part is not None or (a.files.resume and a.files.input is not None)
     return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)

@@ -18,9 +18,9 @@ target / source log-normal (0.030, 0.172), both cut to 3 to 98; there the real m
 source's length (ours: each sentence's own, Hugging Face: the longest in the batch, CTranslate2: in the file). Tokens are the
 pieces of each engine's own best outputs and their end symbols.
 
-The length penalty divides by ((5 + length) / 6)^alpha here, by length^alpha in both others; at 0, or with forced lengths, all
-rank alike. Random weights make near-ties: float rounding then decides between outputs. With forced lengths ours ends in the end
-symbol, theirs in any piece, so the last position is left out of ``same_lines``.
+The length penalty divides by length^alpha everywhere (ours: ``length_offset`` 0). Random weights make near-ties: float
+rounding then decides between outputs. With forced lengths ours ends in the end symbol, theirs in any piece, so the last
+position is left out of ``same_lines``.
 
 ``load_of_others`` is how many CPU cores other programs used during an engine's turns. Rounds in which it was above 0.2 for any
 engine do not count, and others are run in their place, up to twice as many as asked for; if none was quiet, all count, and

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import pytest
 from flax import nnx
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
-from transformer_jax.config_files import to_json
+from transformer_jax.config_files import from_json, to_json
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
@@ -286,6 +287,21 @@ def test_score(decode, tmp_path):
         assert len(line["piece_scores"]) == len(line["pieces"])
         for row in line["alignment"]:
             assert len(row) == len(line["source_pieces"]) and sum(row) == pytest.approx(1, abs=1e-3)
+
+
+def test_scoring_needs_no_shortlist(decode, workdir, tmp_path):
+    """Its file may be gone, whatever the config says; translating without it is refused."""
+    targets, copy = tmp_path / "targets", tmp_path / "copy"
+    targets.write_text("ONE\n" * 7)
+    shutil.copytree(workdir, copy)
+    config = from_json((copy / "config.json").read_text())
+    decoding = dataclasses.replace(config.decoding, shortlist="no/such.npz")
+    (copy / "config.json").write_text(to_json(dataclasses.replace(config, decoding=decoding)))
+    flags = ("--score", targets, "--output", tmp_path / "out", "--alignments", "hard")
+    status, _, err = decode(*flags, folder=copy)
+    assert (status, (tmp_path / "out").read_text().count("\n")) == (0, 7), err
+    status, _, err = decode(folder=copy)
+    assert status == 2 and "no/such.npz', which does not exist" in err
 
 
 def test_score_needs_a_target_for_each_line(decode, tmp_path):

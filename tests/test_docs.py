@@ -44,7 +44,7 @@ def test_named_files_and_fields_exist(path: Path) -> None:
 
 
 def test_flags_of_decode_exist() -> None:
-    programs = ROOT / "decode.py", ROOT / "transformer_jax" / "decoding" / "shortlist.py"  # the page is about both
+    programs = ROOT / "decode.py", ROOT / "transformer_jax" / "decoding" / "learn_shortlist.py"  # the page is about both
     fields = [name for file in programs for name in re.findall(r"^    (\w+): .* = ", file.read_text(), re.MULTILINE)]
     flags = {field.replace("_", "-") for field in fields} | {"help"}
     text = re.sub(r"srun .*? sh", "", (ROOT / "docs" / "decoding.md").read_text())

@@ -47,6 +47,7 @@ ORDER = [
     "decoding.ensemble",
     "decoding.lexicon",
     "decoding.shortlist",
+    "decoding.learn_shortlist",
     "decoding.engine",
     "decoding.translator",
     "decoding.scoring",

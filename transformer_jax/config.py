@@ -434,8 +434,8 @@ class DecodingConfig:
     suppress: tuple[str, ...] = ()
     """Target pieces that are never generated, written as in the vocabulary (`▁` where a word begins)."""
     shortlist: str = ""
-    """File of `python -m transformer_jax.decoding.shortlist`: each sentence chooses from the pieces that go with its source
-    pieces, and probabilities are over these alone; '': from all. Training's own BLEU is without it."""
+    """File of `python -m transformer_jax.decoding.learn_shortlist`: each sentence chooses from the pieces that go with its
+    source pieces, and probabilities are over these alone; '': from all. Training's own BLEU is without it."""
     temperature: float = 1.0
     """sample: logits are divided by it; below 1 likely pieces gain."""
     top_k: int = 0

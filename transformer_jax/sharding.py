@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
@@ -52,8 +52,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def row_shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
-    """For work on rows that need nothing of each other: a whole copy on every device, and the first axis spread over them."""
+def row_shardings(devices: Sequence[jax.Device]) -> tuple[Any, Any]:
+    """For work on rows that need nothing of each other: a whole copy on every device, and the first axis spread over them.
+
+    Both are None without devices (arrays stay where they are), and the device's own sharding with one.
+    """
+    if len(devices) < 2:
+        there = SingleDeviceSharding(devices[0]) if devices else None
+        return there, there
     mesh = Mesh(np.asarray(devices), ("rows",), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
 

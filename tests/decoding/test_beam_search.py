@@ -204,11 +204,28 @@ def test_compiles_once_for_one_shape():
         ({"beam_size": 2, "num_hypotheses": 3}, "num_hypotheses is 3"),
         ({"beam_size": 0}, "beam_size 0"),
         ({"beam_size": 2, "length_penalty": -1.0}, "length_penalty is -1.0"),
+        ({"beam_size": 2, "length_penalty": float("nan")}, "length_penalty is nan"),
     ],
 )
 def test_settings_out_of_range(arguments, message):
     with pytest.raises(UserError, match=message):
         search(random_chain(0, sentences=2, length=3, vocab=8), **arguments)
+
+
+@pytest.mark.parametrize(("weights", "source_length"), [(None, 3), (jnp.ones((1, 2, 3)) / 3, 0)])
+def test_a_coverage_penalty_needs_attention_weights(weights, source_length):
+    with pytest.raises(UserError, match="coverage_penalty is 0.5 without attention weights .* expected `attention`"):
+        beam_search(
+            lambda tokens_BW, cache: (jnp.zeros((1, 2, 5)), cache),
+            (),
+            batch_size=1,
+            beam_size=2,
+            max_length=4,
+            coverage_penalty=0.5,
+            attention=None if weights is None else lambda cache: weights,
+            source_length=source_length,
+            **IDS,
+        )
 
 
 @pytest.mark.parametrize(("width", "k"), [(5, 3), (127, 4), (1024, 4), (3001, 8), (3001, 1), (4096, 16)])

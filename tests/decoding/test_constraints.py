@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import chains
 import jax
 import jax.numpy as jnp
@@ -122,8 +124,9 @@ def test_where_everything_is_forbidden_nothing_is_found():
     ("settings", "message"),
     [
         ({"min_length": -1}, "min_length is -1"),
-        ({"no_repeat_ngram": -2}, "no_repeat_ngram -2"),
-        ({"repetition_penalty": 0.5}, "repetition_penalty is 0.5; expected at least 1.0"),
+        ({"no_repeat_ngram": -2}, "no_repeat_ngram is -2"),
+        ({"repetition_penalty": 0.5}, "repetition_penalty is 0.5; expected at least 1"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty is nan"),
     ],
 )
 def test_settings_out_of_range(settings, message):

@@ -153,9 +153,35 @@ def test_devices_share_the_work(engine):
     assert (queue.limit_Q > 0).sum() == 7
 
 
+def test_one_device_is_where_the_search_runs(engine):
+    device = jax.devices()[1]
+    there = Engine([make_model(0)], CONFIG, devices=[device])
+    assert pieces(there.search(SENTENCES)) == pieces(engine.search(SENTENCES))
+    assert pieces(there.search(SENTENCES[:9])) == pieces(engine.search(SENTENCES[:9])) and there.num_compiled == 1
+    assert all(leaf.devices() == {device} for leaf in jax.tree.leaves((there.parameters, there._caches)))
+
+
+@pytest.mark.parametrize("num_devices", [0, 1, 4])
+def test_assigned_parameters_go_where_the_work_is_done(engine, num_devices):
+    devices = jax.devices()[:num_devices]
+    other = Engine([make_model(5)], CONFIG, devices=devices)
+    other.parameters = [nnx.state(make_model(0), nnx.Param)]
+    assert all(leaf.devices() == set(devices or jax.devices()[:1]) for leaf in jax.tree.leaves(other.parameters))
+    assert pieces(other.search(SENTENCES[:9])) == pieces(engine.search(SENTENCES[:9]))
+
+
+def test_a_source_that_is_too_long(engine):
+    with pytest.raises(UserError, match="Sentence 1 has 16 source pieces; expected at most 15, one less than decoding.max_so"):
+        engine.search([SENTENCES[0], Sentence([5] * 16)])
+
+
 def test_settings_that_do_not_fit():
     with pytest.raises(UserError, match="beam_size is 41; expected at most 40"):
         Engine([make_model(0)], DecodingConfig(beam_size=41))
+    with pytest.raises(
+        UserError, match=r"have \[\(40, 40\), \(50, 50\)\] source and target pieces; expected models of one voc"
+    ):
+        Engine([make_model(0), make_model(0, ModelConfig(**{**vars(MODEL), "vocab_size": 50}))], CONFIG)
     with pytest.raises(UserError, match="batch_size is 4; expected a multiple of 8"):
         Engine([make_model(0)], CONFIG, devices=jax.devices())
 

@@ -17,9 +17,9 @@ BEST = Translation("ja gut", -1.23456, -2.5, 3, ("▁ja", "▁gut"), (-1.0, -1.2
 SECOND = Translation("nein", -2.0, -3.0, 2, ("▁nein",), (-1.0, -2.0))
 NOTHING = Translation("", 0.0, 0.0, 0)
 ALIGNMENT = Alignment(
-    ("▁yes", "▁fine", "</s>"), ("▁ja", "▁gut", "</s>"), np.array([[0.9, 0, 0.1], [0.25, 0.5, 0.25], [0, 0, 1]])
+    ("▁yes", "▁fine", "</s>"), ("▁ja", "▁gut", "</s>"), np.array([[0.9, 0, 0.1], [0.25, 0.5, 0.25], [0, 0, 1]]), [0, 1], [0, 1]
 )
-OTHER = Alignment(("▁yes", "▁fine", "</s>"), ("▁nein", "</s>"), np.array([[0, 1, 0], [0, 0, 1]]))
+OTHER = Alignment(("▁yes", "▁fine", "</s>"), ("▁nein", "</s>"), np.array([[0, 1, 0], [0, 0, 1]]), [0, 1], [0])
 RECORD = Record(4, "yes fine")
 
 
@@ -58,6 +58,21 @@ def test_fields_of_an_earlier_translation_are_replaced():
     written = json_lines(Output("jsonl"), line, [NOTHING])
     assert json.loads(written) == {"text": "yes fine", "id": "ü", "pieces": 3, "translation": "", "score": 0, "log_prob": 0}
     assert written.count('"translation"') == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "rest"),
+    [
+        (
+            r'{ "score" : 9 , "big": 1e400,"text":"a\u00e9\"}"  ,"x" :{"score": [1.10, {}]}}',
+            r'"big": 1e400, "text":"a\u00e9\"}", "x" :{"score": [1.10, {}]}',
+        ),
+        ('{"text": "x", "n": 0.10000000000000000001, "score": null}', '"text": "x", "n": 0.10000000000000000001'),
+        ('{"text": "x", "log_prob": {"text": 1}, "n": 1, "n": 2.0 }', '"text": "x", "n": 1, "n": 2.0'),
+    ],
+)
+def test_what_is_not_replaced_stays_to_the_letter(line, rest):
+    assert json_lines(Output("jsonl"), line, [NOTHING]) == f'{{{rest}, "translation": "", "score": 0.0, "log_prob": 0.0}}'
 
 
 def test_n_best_objects():

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chains import IDS, PAD, random_chains
+from chains import IDS, random_chains
 
 from transformer_jax.decoding.beam_search import BeamSearch, beam_search
+from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.queue import Queue, search_queue
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import gather_beams
@@ -43,7 +44,6 @@ def run(method, queue, counts_M, *, batch_size, beam_size):
         chains.start(TOYS, jnp.zeros(batch_size, jnp.int32), beam_size=beam_size),
         batch_size=batch_size,
         max_length=LENGTH,
-        pad_id=PAD,
         reorder=gather_beams,
     )
     return result
@@ -112,6 +112,31 @@ def test_samples_do_not_depend_on_row_or_company():
     order = np.random.default_rng(3).permutation(QUEUE)
     shuffled = chains.hypotheses(run(SAMPLES, queue_of(order), full(4), batch_size=4, beam_size=3).found)
     assert shuffled == [in_order[i] for i in order]
+
+
+def test_idle_rows_take_in_pieces_of_the_vocabulary():
+    """However long a row waits for the others, past the room of its own history."""
+
+    def step(tokens_BW, cache):
+        logits_BWV, toys = chains.step(TOYS)(tokens_BW, cache["toys"])
+        return logits_BWV, {"toys": toys, "lowest_B": jnp.minimum(cache["lowest_B"], tokens_BW.min(axis=1))}
+
+    _, cache = search_queue(
+        BeamSearch(1, 2, 0, beam_size=1, constraints=Constraints(min_length=LENGTH)),
+        step,
+        lambda numbers_B: chains.start(TOYS, numbers_B, beam_size=1),
+        lambda cache, rows_R, fresh: {
+            **cache,
+            "toys": jax.tree.map(lambda old, new: old.at[rows_R].set(new, mode="drop"), cache["toys"], fresh),
+        },
+        queue_of(np.arange(3), np.array([LENGTH, LENGTH - 1, LENGTH])),
+        jnp.array([3]),
+        {"toys": chains.start(TOYS, jnp.zeros(2, jnp.int32), beam_size=1), "lowest_B": jnp.full(2, VOCAB)},
+        batch_size=2,
+        max_length=LENGTH,
+        reorder=lambda cache, _: cache,
+    )
+    assert (cache["lowest_B"] >= 0).all()
 
 
 def test_few_slots_are_wasted():

@@ -77,6 +77,17 @@ def test_the_likeliest_alone_is_greedy():
     assert draw(1, top_k=1) == chains.hypotheses(greedy)
 
 
+@pytest.mark.parametrize("temperature", [1e-9, 1e-38, 1e-300])
+def test_the_coldest_samples_are_greedy(temperature):
+    """Whatever the likeliest piece is worth: here every allowed one is a good deal below 0."""
+    rules = Constraints(suppress=(3, 4, 5))
+    start = chains.start(TOYS, jnp.arange(2), beam_size=1)
+    settings = {"batch_size": 2, "max_length": LENGTH, "constraints": rules, **IDS}
+    greedy = chains.hypotheses(beam_search(chains.step(TOYS), start, beam_size=1, **settings))
+    assert draw(1, temperature=temperature, constraints=rules) == greedy
+    assert draw(1, temperature=temperature, constraints=rules, top_p=0.9) == greedy
+
+
 def test_seeds_choose_the_samples():
     assert draw(5, seed=1) == draw(5, seed=1) != draw(5, seed=2)
     one, other = draw(5, seed_B=jnp.array([3, 4])), draw(5, seed_B=jnp.array([4, 4]))
@@ -108,6 +119,9 @@ def test_rules_hold_for_samples():
         ({"top_p": 0.0}, "top_p 0.0"),
         ({"top_k": -1}, "top_k -1"),
         ({"num_samples": 0}, "num_samples 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"length_penalty": -1.0}, "length_penalty is -1.0"),
+        ({"length_offset": float("nan")}, "length_offset is nan"),
     ],
 )
 def test_settings_out_of_range(settings, message):

@@ -11,9 +11,10 @@ from flax import nnx
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding import scoring
-from transformer_jax.decoding.alignments import Alignment, aligned
+from transformer_jax.decoding.alignments import Alignment, aligned, word_numbers
 from transformer_jax.decoding.records import Record
 from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.search import padded_length
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
@@ -143,12 +144,28 @@ def test_empty_lines_are_scored_as_their_end(model, scorer):
         assert (t.text, t.length, t.pieces) == (target, 1, ()) and t.log_prob == pytest.approx(expected[0], abs=1e-5)
 
 
+def test_one_device_is_where_the_work_is_done(model, tokenizer, scorer, pairs):
+    device = jax.devices()[1]
+    there = Scorer(model, tokenizer, CONFIG, devices=[device])
+    assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(there.parameters))
+    for one, other in zip(there.score_pieces(pairs[:4]), scorer.score_pieces(pairs[:4]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be_meant_is_refused_at_the_call(tokenizer, scorer):
+    model = Transformer(ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0))
+    with pytest.raises(UserError, match="expected those of one training run"):
+        Scorer(model, tokenizer, CONFIG)
+    with pytest.raises(UserError, match="window is 0; expected 1 or more"):
+        scorer.score([("one", "ONE")], window=0)
+
+
 def test_every_shape_is_compiled_once(model, tokenizer):
     scorer = Scorer(model, tokenizer, CONFIG)
     for _ in range(2):
         list(scorer.score(zip(LINES, TARGETS, strict=True)))
     assert scorer.num_compiled <= 3
-    assert [scorer._padded(n) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [16, 16, 24, 32, 48, 64, 96, 1024]
+    assert [padded_length(n, 16) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [16, 16, 24, 32, 48, 64, 96, 1024]
 
 
 def test_over_long_pairs_are_scored_whole(model, tokenizer, scorer):
@@ -216,8 +233,28 @@ def test_translations_are_aligned_in_order(scorer):
 
 def test_hard_alignments_join_words():
     weights_TS = np.array([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.6, 0.1], [0.2, 0.5, 0.2, 0.1], [0, 0, 0, 1]])
-    alignment = Alignment(("▁gr", "een", "▁room", "</s>"), ("▁grün", "e", "▁Wand", "</s>"), weights_TS)
+    source, target = ("▁gr", "een", "▁room"), ("▁grün", "e", "▁Wand")
+    alignment = Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, [0, 0, 1], [0, 0, 1])
     assert alignment.hard() == "0-0 0-1 1-0"
-    joined = Alignment(("▁a", "▁b", "</s>"), ("▁x", "<unk>", "y", "</s>", "▁z", "</s>"), np.eye(3)[[0, 0, 1, 2, 1, 2]])
+    assert (word_numbers(source, [source[:2], source[2:]]), word_numbers(target, [target[:2], target[2:]])) == ([0, 0, 1],) * 2
+    parts = ("▁x", "<unk>", "y", "</s>", "▁z")
+    numbers = word_numbers(parts, [("▁x",), ("<unk>",), ("▁y",), ("▁z",)])
+    joined = Alignment(("▁a", "▁b", "</s>"), (*parts, "</s>"), np.eye(3)[[0, 0, 1, 2, 1, 2]], [0, 1], numbers)
     assert joined.hard() == "0-0 0-1 1-2 1-3"  # x ⁇ y z
-    assert Alignment(("</s>",), ("▁x", "</s>"), np.ones((2, 1))).hard() == ""
+    assert Alignment(("</s>",), ("▁x", "</s>"), np.ones((2, 1)), [], [0]).hard() == ""
+
+
+def test_parts_in_chinese_are_one_word():
+    assert word_numbers(("▁我", "。", "</s>", "▁你", "▁x"), [("▁我", "。", "你"), ("▁x",)]) == [0, 0, 0, 0, 1]
+
+
+def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer):
+    """Normalisation makes two words of ONE´TWO, which are one in the file, and nothing of a zero-width space."""
+    text = "one´two \u200b three"
+    [source] = tokenizer.encode_source([text])
+    assert "".join(tokenizer.source_pieces(source)).count("▁") == 3
+    translation = next(scorer.score([(text, text.upper())]))
+    [(_, _, [alignment])] = aligned([(Record(0, text), [translation])], scorer)
+    pieces = zip(alignment.source, alignment.source_words, strict=False)
+    assert {number for piece, number in pieces if piece != "▁"} == {0, 2}
+    assert set(alignment.target_words) == {0, 2}

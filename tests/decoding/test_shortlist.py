@@ -26,7 +26,8 @@ from transformer_jax.config_files import to_json
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.decoding import lexicon, shortlist
 from transformer_jax.decoding.engine import Engine, Sentence
-from transformer_jax.decoding.shortlist import Shortlist, main
+from transformer_jax.decoding.learn_shortlist import main
+from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
@@ -172,6 +173,14 @@ def test_neighbours_change_nothing_but_the_padding():
         assert alone[alone >= 0].tolist() == its[its >= 0].tolist()
 
 
+def test_slices_of_rows_change_nothing(monkeypatch):
+    made, sources = make_shortlist(vocab_size=200), np.random.default_rng(0).integers(4, 200, (10, 6))
+    prefixes = np.where(np.arange(10)[:, None] % 3, 150, [-1])
+    whole = made.of_sentences(sources, made.shared(), prefix_BP=prefixes)
+    monkeypatch.setattr(shortlist, "_ROWS", 3)
+    np.testing.assert_array_equal(made.of_sentences(sources, made.shared(), prefix_BP=prefixes), whole)
+
+
 def test_widths_are_few():
     made = make_shortlist(vocab_size=2000)
     widths = {made.of_sentences(np.arange(count)[None], made.shared()).shape[1] for count in range(1, 2000, 50)}
@@ -287,6 +296,11 @@ def test_the_loop_copies_no_softmax_weights(engine):
     assert len(re.findall(rf"= {weights}\S* (?:copy|gather|concatenate|pad|select)\(", program)) <= 1  # where they are made
 
 
+def test_more_samples_than_what_every_sentence_has():
+    engine = Engine([make_model()], dataclasses.replace(CONFIG, method="sample", beam_size=9), shortlist=make_shortlist())
+    assert len(engine.search(SENTENCES[:1], num_hypotheses=9)[0]) == 9
+
+
 def test_a_beam_wider_than_what_every_sentence_has():
     with pytest.raises(UserError, match="beam_size is 7; expected at most 6, the pieces that every sentence may use"):
         Engine([make_model()], dataclasses.replace(CONFIG, beam_size=7), shortlist=make_shortlist())
@@ -329,7 +343,7 @@ def test_the_program_learns_from_the_runs_own_text(text, tokenizer, tmp_path, ca
 
 
 def test_the_program_starts_without_a_warning():
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "transformer_jax.decoding.shortlist", "--help"]
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "transformer_jax.decoding.learn_shortlist", "--help"]
     assert "--workdir" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 
 import jax
@@ -10,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from reference_search import Rules, reference_search
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.engine import Program, _programs
-from transformer_jax.decoding.translator import Request, Translator
+from transformer_jax.decoding.translator import _SENTENCE_END, Request, Translation, Translator, joint
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import make_mesh
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
+from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(23)]
@@ -48,30 +50,6 @@ def translator(model, tokenizer):
     return Translator(model, tokenizer, CONFIG)
 
 
-def reference_translation(model, tokenizer, line, *, beam_size, max_length, alpha=0.6):
-    """(pieces, score): the same search, one sentence, plain Python, each step by the model's whole forward pass."""
-    source = jnp.asarray([[*tokenizer.encode_source([line])[0], EOS_ID]])
-    source = jnp.repeat(jnp.pad(source, ((0, 0), (0, 24 - source.shape[1]))), beam_size, axis=0)
-
-    live, finished = [([], 0.0)], []
-    for t in range(max_length):
-        target = np.zeros((beam_size, 32), np.int32)
-        for row, (pieces, _) in zip(target, live, strict=False):
-            row[: t + 1] = [*pieces, EOS_ID]  # the last one is not looked at
-        log_probs = np.asarray(forward(model, source, target)[:, t])
-        candidates = [
-            ([*pieces, piece], log_prob + row[piece])
-            for (pieces, log_prob), row in zip(live, log_probs, strict=False)
-            for piece in ([EOS_ID] if t == max_length - 1 else range(1, len(row)))
-        ]
-        candidates.sort(key=lambda candidate: -candidate[1])
-        for pieces, log_prob in candidates[:beam_size]:
-            if pieces[-1] == EOS_ID:
-                finished.append((pieces, log_prob / ((5 + t + 1) / 6) ** alpha))
-        live = [c for c in candidates[: 2 * beam_size] if c[0][-1] != EOS_ID][:beam_size]
-    return max(finished, key=lambda hypothesis: hypothesis[1])
-
-
 @nnx.jit
 def forward(model, source_BS, target_BT):
     return jax.nn.log_softmax(model(source_BS, target_BT))
@@ -83,11 +61,17 @@ def test_equals_a_plain_search_by_the_whole_forward_pass(tokenizer, settings):
     lines = LINES[:8]
     found = Translator(model, tokenizer, CONFIG).stream(lines)
     for line, [translation] in zip(lines, found, strict=True):
-        limit = len(tokenizer.encode_source([line])[0]) + 1 + CONFIG.max_extra_length
-        pieces, score = reference_translation(model, tokenizer, line, beam_size=3, max_length=limit)
-        assert translation.score == pytest.approx(score, abs=1e-4)
-        assert translation.text == tokenizer.decode_target(pieces)
-        assert translation.length == len(pieces)
+        source = [*tokenizer.encode_source([line])[0], EOS_ID]
+        source_1S = np.array([source + [PAD_ID] * (24 - len(source))])
+
+        def log_probs(pieces, source_1S=source_1S):
+            target_1T = np.array([[*pieces, EOS_ID] + [PAD_ID] * (31 - len(pieces))])  # EOS is not looked at
+            return np.asarray(forward(model, source_1S, target_1T))[0, len(pieces)]
+
+        [best, *_] = reference_search(log_probs, Rules(len(source) + CONFIG.max_extra_length), beam_size=3)
+        assert translation.score == pytest.approx(best.score, abs=1e-4)
+        assert translation.text == tokenizer.decode_target(best.pieces)
+        assert translation.length == len(best.pieces)
 
 
 def test_one_line_out_for_each_line_in(translator):
@@ -146,7 +130,16 @@ def test_n_best(translator):
         for t in several:
             assert t.score == pytest.approx(t.log_prob / ((5 + t.length) / 6) ** 0.6, rel=1e-5)
     with pytest.raises(UserError, match="num_hypotheses is 4; expected 1 to"):
-        next(translator.stream(LINES, num_hypotheses=4))
+        translator.stream(LINES, num_hypotheses=4)  # at the call
+
+
+@pytest.mark.parametrize("line", ["one two", Request("one two")])
+def test_a_line_is_no_list_of_lines(translator, line):
+    for call in (translator.translate, translator.stream):
+        with pytest.raises(UserError, match="expected several lines, such as a list of this one"):
+            call(line)
+    with pytest.raises(UserError, match="window is 0; expected 1 or more"):
+        translator.stream([line], window=0)
 
 
 def test_a_long_line_is_translated_in_parts(translator, caplog):
@@ -170,6 +163,52 @@ def test_long_lines_are_split_at_sentence_ends(translator, tokenizer):
     assert [piece for part in parts for piece in part] == tokenizer.encode_source([line])[0]
     ends = {tokenizer.encode_source([sentence])[0][-1] for sentence in sentences}
     assert {part[-1] for part in parts} <= ends
+
+
+def cut(line):
+    """Sentences as _SENTENCE_END parts them."""
+    ends = [0, *(found.end() for found in _SENTENCE_END.finditer(line)), len(line)]
+    return [line[start:end].strip() for start, end in itertools.pairwise(ends) if line[start:end].strip()]
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["「行こう！？」", "そうだ。", "え？！", "（はい。）", "おわり"],
+        ["他说：“好。”", "我们走吧！", "真的？！…", "是"],
+        ["Say “yes.”", "No 3.5 or e.g.x here…", "Quoi ? !", "« Oui ! »", '"Why?"', "(End.)", "x"],
+    ],
+)
+def test_ends_of_sentences_stand_behind_all_their_marks(sentences):
+    spaced = sentences[-1].isascii()
+    assert cut((" " * spaced).join(sentences)) == sentences
+
+
+CHINESE = ["我们去学校。", "「你好！」", "他说。", "今天很好？！", "我不去…。"]
+
+
+@pytest.fixture(scope="module")
+def chinese():
+    lines = [sentence for sentence in CHINESE for _ in range(5)]
+    return Tokenizer.train(zip(lines, lines, strict=True), TokenizerConfig(vocab_size=32, algorithm="bpe"))
+
+
+def test_parts_without_spaces_have_the_pieces_of_their_text(chinese):
+    """No piece for a space stands inside a part, and a sentence that is too long itself is cut anywhere."""
+    translator = Translator(make_model(chinese), chinese, CONFIG)
+    line = "".join(CHINESE) * 3 + "我们去学校" * 9
+    parts = translator._split(line, 20)
+    texts = [chinese.decode_source(part) for part in parts]
+    assert "".join(texts) == chinese.decode_source(chinese.encode_source([line])[0])
+    assert parts == chinese.encode_source(texts) and all(len(part) <= 20 for part in parts)
+    assert all("▁" not in "".join(chinese.source_pieces(part))[1:] for part in parts)
+    assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # as many sentences as fit
+
+
+def test_parts_are_joined_as_their_language_is_written(translator):
+    parts = [[Translation(text, -1.0, -1.0, 2)] for text in ("好。", "", "是", "Ja.", "Nein.")]
+    assert translator._join(parts)[0].text == "好。是Ja. Nein."
+    assert [joint(text) for text in ("", "Ja.", "好。", "他说:“好!”", "東京 (", "네.")] == ["", " ", "", "", "", " "]
 
 
 def test_tags_that_a_line_begins_with_go_before_each_part():
@@ -205,6 +244,14 @@ def test_parameters_on_several_devices_need_no_sharding_of_the_batch(model, toke
     whole = Translator(model, tokenizer, CONFIG)
     whole.parameters = jax.device_put(whole.parameters, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     assert whole.translate(LINES[:3]) == translator.translate(LINES[:3])
+
+
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: [state], lambda state: (nnx.to_pure_dict(state),)])
+def test_parameters_may_be_assigned_as_state(tokenizer, translator, model, wrap):
+    other = Translator(make_model(tokenizer, seed=9), tokenizer, CONFIG)
+    other.parameters = wrap(nnx.state(model, nnx.Param))
+    assert other.translate(LINES[:3]) == translator.translate(LINES[:3])
+    other.parameters = ()  # so that none are held
 
 
 def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog):
@@ -252,7 +299,3 @@ def test_a_tokenizer_of_another_model(tokenizer):
 def test_a_beam_wider_than_the_vocabulary(model, tokenizer):
     with pytest.raises(UserError, match="beam_size is 1000; expected at most"):
         Translator(model, tokenizer, dataclasses.replace(CONFIG, beam_size=1000))
-
-
-def test_special_ids_are_those_of_the_tokenizer():
-    assert (PAD_ID, BOS_ID, EOS_ID) == (0, 1, 2)

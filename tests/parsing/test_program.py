@@ -52,6 +52,9 @@ def test_what_a_model_wrote_is_counted_where_it_is_no_tree(treebank: Path, capsy
     trees = ["( (S (NP (XX It)) (VP (XX barks)) (XX .)))", "( )", "( (FRAG (XX Not) (XX today) (XX :-RRB-)))"]
     assert out.splitlines() == trees
     assert "3 trees, 1 of them" in err
+    (treebank / "restored.mrg").write_text(out)  # with an empty line's tree it can be scored
+    assert main(["score", "--gold", f"{treebank}/restored.mrg", "--parses", f"{treebank}/restored.mrg"]) == 0
+    assert "3 sentences" in capsys.readouterr().out
 
 
 def test_a_restored_file_appears_whole_or_not_at_all(treebank: Path) -> None:

@@ -32,9 +32,9 @@ def parse_tree(draw: st.DrawFn, start: int, end: int, depth: int) -> Iterator[Co
 
 @st.composite
 def parses(draw: st.DrawFn) -> Parse:
-    words = draw(st.lists(st.sampled_from(["John", "has", "dogs", ",", "-LRB-", "XX"]), min_size=1, max_size=7))
+    words = draw(st.lists(st.sampled_from(["John", "has", "dogs", ",", "-LRB-", "XX"]), max_size=7))
     tags = [draw(st.sampled_from(["NNP", "VBZ", ",", "."])) for _ in words]
-    return Parse(tuple(words), tuple(tags), tuple(parse_tree(draw, 0, len(words), 0)))
+    return Parse(tuple(words), tuple(tags), tuple(parse_tree(draw, 0, len(words), 0) if words else ()))
 
 
 @settings(deadline=None)
@@ -92,6 +92,7 @@ def test_a_faulty_sequence_keeps_what_is_sound() -> None:
         ("(S (NP (DT the) dog))", "line 1: a word 'dog' beside"),
         ("(S (NN dog (NN cat)))", "line 1: \\( after the word 'dog'"),
         ("(S (NP))", "line 1: \\(NP\\) without a word"),
+        ("(S ())", "line 1: \\(\\) without a word"),
         ("(S\n(NN dog)", "line 2: the end of the file inside 1 open bracket"),
     ],
 )

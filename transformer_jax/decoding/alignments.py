@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -10,10 +10,8 @@ import numpy as np
 
 from transformer_jax.decoding.records import Record
 from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.translator import Translation
-
-# How SentencePiece writes the unknown piece out, and where parts of a long line are joined.
-_AS_TEXT = {"<unk>": " ⁇ ", "</s>": " "}
+from transformer_jax.decoding.translator import Translation, joint
+from transformer_jax.tokenizer import Tokenizer
 
 
 class Alignment(NamedTuple):
@@ -22,16 +20,17 @@ class Alignment(NamedTuple):
     source: tuple[str, ...]
     target: tuple[str, ...]
     weights_TS: np.ndarray
+    source_words: Sequence[int]
+    """The number of the word that each source piece ends in, EOS apart."""
+    target_words: Sequence[int]
 
     def hard(self) -> str:
         """``0-0 1-2``: each piece's best source piece, EOS apart, by the words that the two belong to."""
         if min(self.weights_TS.shape) < 2:
             return ""
-        source = _words(self.source[:-1])
-        target = _words(_AS_TEXT.get(piece, piece) for piece in self.target[:-1])
         best_T = self.weights_TS[:-1, :-1].argmax(axis=1)
-        pieces = zip(self.target, target, best_T)
-        pairs = {(source[best], word) for piece, word, best in pieces if piece != "</s>"}  # it stands between parts
+        pieces = zip(self.target, self.target_words, best_T)  # </s> stands between parts
+        pairs = {(self.source_words[best], word) for piece, word, best in pieces if piece != "</s>"}
         return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
 
@@ -58,28 +57,50 @@ def aligned(
         ]
         possible = [bool(pair[1]) and scorer.fits(pair) for pair in pairs]
         weights = iter(scorer.align_pieces([pair for pair, fits in zip(pairs, possible) if fits], layer=layer))
+        both = ((record, translation) for record, translations in batch for translation in translations)
         alignments = (
-            Alignment(_with_end(tokenizer.source_pieces(source)), _with_end(tokenizer.target_pieces(target)), next(weights))
-            if fits
-            else None
-            for (source, target), fits in zip(pairs, possible)
+            _alignment(tokenizer, record, translation, source, next(weights)) if fits else None
+            for (record, translation), (source, _), fits in zip(both, pairs, possible)
         )
         for record, translations in batch:
             yield record, translations, list(islice(alignments, len(translations)))
 
 
-def _with_end(pieces: list[str]) -> tuple[str, ...]:
-    return (*pieces, "</s>")
+def _alignment(
+    tokenizer: Tokenizer, record: Record, translation: Translation, source: Sequence[int], weights_TS: np.ndarray
+) -> Alignment:
+    source_pieces, target_pieces = tuple(tokenizer.source_pieces(source)), translation.pieces
+    source_alone = map(tokenizer.source_pieces, tokenizer.encode_source(record.text.split()))
+    target_alone = map(tokenizer.target_pieces, tokenizer.encode_target(translation.text.split()))
+    return Alignment(
+        (*source_pieces, "</s>"),
+        (*target_pieces, "</s>"),
+        weights_TS,
+        word_numbers(source_pieces, source_alone),
+        word_numbers(target_pieces, target_alone),
+    )
 
 
-def _words(pieces: Iterable[str]) -> list[int]:
-    """The number of the white-space-separated word that each piece ends in."""
-    words, word, inside = [], -1, False
+def word_numbers(pieces: Sequence[str], alone: Iterable[Sequence[str]]) -> list[int]:
+    """The number, from 0, of the word of a text that each of its pieces ends in.
+
+    Words are what white space parts. As pieces are those of normalised text, where a word may have become several or none,
+    ``alone`` has the pieces of each word by itself.
+    """
+    numbers = [number for number, its_pieces in enumerate(alone) for _ in range(max(_normalized(its_pieces), default=-1) + 1)]
+    return [numbers[min(max(word, 0), len(numbers) - 1)] if numbers else 0 for word in _normalized(pieces)]
+
+
+def _normalized(pieces: Sequence[str]) -> list[int]:
+    """``word_numbers`` of the text that the pieces spell; -1 where no word has begun."""
+    text, before, words = "", "", []
     for piece in pieces:
-        for character in piece:
-            if character == "\u2581" or character.isspace():
-                inside = False
-            elif not inside:
-                word, inside = word + 1, True
-        words.append(max(word, 0))
+        if piece == "</s>":  # where parts of a long line are joined
+            text += joint(text)
+        elif piece == "<unk>":
+            text += " ⁇ "  # as SentencePiece writes it out
+        else:
+            text += (piece.removeprefix("▁") if before == "</s>" else piece).replace("▁", " ")
+        before = piece
+        words.append(len(text.split()) - 1)
     return words

@@ -22,6 +22,7 @@ from transformer_jax.decoding.search import (
     gather_beams,
     keep_best,
     length_divisor,
+    require_at_least,
     run,
     start_state,
 )
@@ -76,9 +77,8 @@ class BeamSearch:
         W, N = self.beam_size, self._num_hypotheses
         if not (W >= 1 and 1 <= N <= W):
             raise UserError(f"num_hypotheses is {N} and beam_size {W}; expected 1 <= num_hypotheses <= beam_size.")
-        for name in ("length_penalty", "length_offset", "coverage_penalty"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} is {getattr(self, name)}; expected at least 0.")
+        require_at_least(0, length_penalty=self.length_penalty, length_offset=self.length_offset)
+        require_at_least(0, coverage_penalty=self.coverage_penalty)
 
     @property
     def _num_hypotheses(self) -> int:
@@ -110,7 +110,11 @@ class BeamSearch:
         ends_BC = pieces_BC == self.eos_id
         coverage_BCS = state.coverage_BWS
         if self.coverage_penalty:
-            assert attention_BWS is not None, "a coverage penalty needs attention weights"
+            if attention_BWS is None or attention_BWS.shape != coverage_BCS.shape:
+                raise UserError(
+                    f"coverage_penalty is {self.coverage_penalty} without attention weights [B, W, S] of S = "
+                    f"{coverage_BCS.shape[2]} positions; expected `attention` and its `source_length` S of at least 1."
+                )
             coverage_BCS = gather_beams(state.coverage_BWS + attention_BWS, parents_BC)
 
         # Finish: only ends among the first W, so that a beam of 1 is greedy and a hypothesis must earn its end.
@@ -239,7 +243,8 @@ def beam_search(
     ``source_length``, 0 for padding.
 
     Raises:
-        UserError: a beam wider than the vocabulary, more hypotheses than beams, a length or penalty out of range.
+        UserError: a beam wider than the vocabulary, more hypotheses than beams, a length or penalty out of range, a
+          ``coverage_penalty`` without ``attention`` weights over ``source_length`` positions.
     """
     method = BeamSearch(
         bos_id,
@@ -258,7 +263,6 @@ def beam_search(
         cache,
         limit_B=jnp.full(batch_size, max_length) if max_lengths_B is None else max_lengths_B,
         max_length=max_length,
-        pad_id=pad_id,
         prefix_BP=prefix_BP,
         reorder=reorder,
         attention=attention,

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.search import IMPOSSIBLE, SearchState, forced_pieces
-from transformer_jax.errors import UserError
+from transformer_jax.decoding.search import IMPOSSIBLE, SearchState, forced_pieces, require_at_least
 
 
 class History(NamedTuple):
@@ -45,12 +44,8 @@ class Constraints:
     """A piece that the hypothesis already has is ranked by this times its log-probability (after Keskar et al., 2019)."""
 
     def __post_init__(self) -> None:
-        if self.min_length < 0 or self.no_repeat_ngram < 0:
-            raise UserError(
-                f"min_length is {self.min_length} and no_repeat_ngram {self.no_repeat_ngram}; expected 0 (off) or more."
-            )
-        if self.repetition_penalty < 1:
-            raise UserError(f"repetition_penalty is {self.repetition_penalty}; expected at least 1.0 (off).")
+        require_at_least(0, min_length=self.min_length, no_repeat_ngram=self.no_repeat_ngram)
+        require_at_least(1, repetition_penalty=self.repetition_penalty)
 
     def adjust(self, logits_RV: Array, normalizer_R1: Array, history: History) -> Array:
         """Logits to choose by, changed where a hypothesis' own history asks for it; ``allowed`` has the other rules.

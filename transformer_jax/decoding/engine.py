@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,12 @@ from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.queue import Queue, QueueResult, search_queue
 from transformer_jax.decoding.reduced_softmax import ShortlistedModel
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import NOT_FORCED
+from transformer_jax.decoding.search import NOT_FORCED, padded_length
+from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import row_shardings
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID
-
-if TYPE_CHECKING:  # it is a program as well, and brings SciPy
-    from transformer_jax.decoding.shortlist import Shortlist
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ class Sentence(NamedTuple):
     """What to search."""
 
     pieces: Sequence[int]
-    """Source pieces without EOS, fewer than the longest of ``Engine.lengths``."""
+    """Source pieces without EOS, fewer than ``Engine.longest_source``."""
     prefix: Sequence[int] = ()
     """Target pieces that the translation must begin with."""
     seed: int = 0
@@ -90,7 +88,6 @@ class Engine:
     not depend on the sentences around it.
 
     Attributes:
-      parameters: one ``nnx.to_pure_dict`` a model. Newer ones may be assigned; nothing is compiled again.
       programs: one for sources of up to 128 pieces, one with a quarter of the rows for those of up to 512, and so on.
       longest_source: pieces, end symbol included.
       num_compiled: how many programs have been compiled so far.
@@ -112,15 +109,17 @@ class Engine:
         the parameters are. In a run of several processes all must ask for the same search, and all get its result.
 
         Raises:
-          UserError: a batch size that does not divide over the devices, a beam wider than the vocabulary.
+          UserError: a batch size that does not divide over the devices, a beam wider than the vocabulary, models with other
+            vocabularies than the first one's.
         """
         self.config = config
         self._shares = max(1, len(devices))
+        sizes = [(model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size) for model in models]
+        if len(set(sizes)) > 1:
+            raise UserError(f"The models have {sizes} source and target pieces; expected models of one vocabulary.")
+        self._everywhere, self._rows = row_shardings(devices)
         self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
-        self.parameters: tuple[Any, ...] = tuple(map(nnx.to_pure_dict, states))
-        if self._shares > 1:
-            self._everywhere, self._rows = row_shardings(devices)
-            self.parameters = jax.device_put(self.parameters, self._everywhere)  # now, not in every search
+        self.parameters = states
         self._suppress, self._shortlist = suppress, shortlist
         self._shared_C = None if shortlist is None else shortlist.shared(suppress)
         if config.batch_size % self._shares:
@@ -128,7 +127,7 @@ class Engine:
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of {self._shares}, the devices that share it."
             )
         num_pieces = models[0].config.vocab_size if self._shared_C is None else len(self._shared_C)
-        if config.beam_size > num_pieces:
+        if config.method == "beam" and config.beam_size > num_pieces:
             there_are = "there are" if shortlist is None else "that every sentence may use"
             expected = f"expected at most {num_pieces}, the pieces {there_are}"
             raise UserError(f"decoding.beam_size is {config.beam_size}; {expected}.")
@@ -149,12 +148,35 @@ class Engine:
         self._caches: dict[Program, ensemble.Caches] = {}
 
     @property
+    def parameters(self) -> tuple[Any, ...]:
+        """Each model's, as ``nnx.to_pure_dict`` gives them.
+
+        Newer ones may be assigned, as such dicts or as ``nnx.State``, and go to the devices at once; nothing is compiled again.
+        """
+        return self._parameters
+
+    @parameters.setter
+    def parameters(self, parameters: Sequence[Any]) -> None:
+        pure = tuple(nnx.to_pure_dict(each) if isinstance(each, nnx.State) else each for each in parameters)
+        self._parameters = jax.device_put(pure, self._everywhere)  # now, not in every search
+
+    @property
     def models(self) -> list[Transformer]:
         """The models, with the parameters they have now."""
         return [nnx.merge(graph, parameters) for graph, parameters in zip(self._graphs, self.parameters, strict=True)]
 
     def search(self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1) -> list[list[Hypothesis]]:
-        """The best hypotheses of each sentence, best first; none where the search finds none."""
+        """The best hypotheses of each sentence, best first; none where the search finds none.
+
+        Raises:
+          UserError: a source that is too long.
+        """
+        for index, sentence in enumerate(sentences):
+            if len(sentence.pieces) >= self.longest_source:
+                raise UserError(
+                    f"Sentence {index} has {len(sentence.pieces)} source pieces; expected at most {self.longest_source - 1}, "
+                    "one less than decoding.max_source_length (or model.max_positions of learned ones), for the end symbol."
+                )
         of_length: dict[int, list[int]] = defaultdict(list)
         for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].pieces)):
             of_length[self._encoded_length(sentences[index])].append(index)
@@ -257,8 +279,7 @@ class Engine:
 
     def _new_caches(self, program: Program) -> ensemble.Caches:
         shapes = self._cache_shapes(program)
-        sharding = self._rows if self._shares > 1 else None
-        return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=sharding)()
+        return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=self._rows)()
 
     def _search_queue(
         self,
@@ -327,7 +348,6 @@ class Engine:
             with_own(tuple(cache.cleared() for cache in caches), nobodys_BK),
             batch_size=program.rows,
             max_length=self._longest(source_room),
-            pad_id=PAD_ID,
             reorder=ensemble.reorder,
             attention=ensemble.attention if self.config.coverage_penalty > 0 else None,
             source_length=source_room,
@@ -384,7 +404,6 @@ def _hypotheses(
 
 def _programs(longest: int, batch_size: int) -> tuple[Program, ...]:
     """Lengths 16, 24, 32, 48, 64, 96, ... and the longest, by the power of 4 that, times 128, holds them."""
-    steps = (width << i for i in range(longest.bit_length()) for width in (16, 24))
-    lengths = (*(length for length in steps if length < longest), longest)
+    lengths = sorted({min(padded_length(length, 16), longest) for length in range(1, longest + 1)})
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
     return tuple(Program(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)

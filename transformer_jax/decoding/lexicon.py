@@ -17,6 +17,7 @@ from scipy import sparse
 
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.sources import read_lines
+from transformer_jax.data.windows import ranges
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
 
@@ -155,24 +156,18 @@ class _Sides(NamedTuple):
 
 
 def _links_of(corpus: Corpus, sources: _Sides, targets: _Sides) -> _Links:
-    source = corpus.source_tokens[_ranges(sources.starts, sources.lengths)].astype(np.int64)
+    source = corpus.source_tokens[ranges(sources.starts, sources.lengths)].astype(np.int64)
     source[source == EOS_ID] = _NULL  # its place is free
-    target = corpus.target_tokens[_ranges(targets.starts, targets.lengths)].astype(np.int64)
+    target = corpus.target_tokens[ranges(targets.starts, targets.lengths)].astype(np.int64)
     pair_T = np.repeat(np.arange(len(targets.starts)), targets.lengths)
     choices_T = sources.lengths[pair_T]
     source_starts = np.cumsum(sources.lengths) - sources.lengths
     return _Links(
-        source_P=source[_ranges(source_starts[pair_T], choices_T)],
+        source_P=source[ranges(source_starts[pair_T], choices_T)],
         target_P=np.repeat(target, choices_T),
         first_T=np.cumsum(choices_T) - choices_T,
         choices_T=choices_T,
     )
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, ... (lengths[0] numbers), starts[1], ..."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def _bounded(counts: sparse.csr_array) -> sparse.csr_array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from transformer_jax.decoding.alignments import Alignment
 from transformer_jax.decoding.records import Record
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
+
+_BEFORE_FIELD = re.compile(r"\s*[{,]\s*(?=\")")
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,8 @@ class Output:
         hypotheses = [self._fields(t, alignment) for t, alignment in zip(translations, alignments, strict=True)]
         fields = hypotheses[0] | ({"hypotheses": hypotheses} if self.nbest > 1 else {})
         read = record.json or "{}"
-        values = json.loads(read)
-        if clashing := fields.keys() & values.keys():  # from an earlier translation
-            read = json.dumps({name: value for name, value in values.items() if name not in clashing})
+        if fields.keys() & json.loads(read).keys():  # from an earlier translation
+            read = without_fields(read, set(fields))
         # What was read is not written anew: no number, escape or order of fields changes on the way.
         rest, end = read.rstrip().removesuffix("}").rstrip(), json.dumps(fields, ensure_ascii=False)[1:]
         return f"{rest}{'' if rest == '{' else ', '}{end}"
@@ -88,6 +90,20 @@ class Output:
         elif self.alignments:
             fields["alignment"] = alignment.hard() if alignment else ""
         return fields
+
+
+def without_fields(text: str, names: set[str]) -> str:
+    """A JSON object without the fields of these names; of the others not a letter changes."""
+
+    read, kept = json.JSONDecoder().raw_decode, []
+    field = _BEFORE_FIELD.match(text)
+    while field:
+        name, end = read(text, field.end())
+        _, end = read(text, len(text) - len(text[end:].lstrip(" \t\r\n:")))
+        if name not in names:
+            kept.append(text[field.end() : end])
+        field = _BEFORE_FIELD.match(text, end)
+    return f"{{{', '.join(kept)}}}"
 
 
 def _number(x: float) -> float | None:

@@ -70,7 +70,6 @@ def search_queue(
     *,
     batch_size: int,
     max_length: int,
-    pad_id: int,
     reorder: Reorder,
     attention: Attention | None = None,
     source_length: int = 0,
@@ -167,5 +166,5 @@ def search_queue(
         slots_used=jnp.int32(0),
     )
     carry = jax.lax.while_loop(lambda carry: carry.block < num_blocks, one_block, carry)
-    found = results(collect(carry, jnp.arange(B)), pad_id)
+    found = results(collect(carry, jnp.arange(B)), method.pad_id)
     return QueueResult(found, carry.slots_computed, carry.slots_used), carry.cache

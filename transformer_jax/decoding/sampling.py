@@ -19,10 +19,13 @@ from transformer_jax.decoding.search import (
     extend,
     keep_best,
     length_divisor,
+    require_at_least,
     run,
     start_state,
 )
 from transformer_jax.errors import UserError
+
+_LOWEST = -1e6  # of a possible piece: its chance is 0 beside one at 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Sampling:
                 f"num_hypotheses is {self.num_hypotheses} and num_samples {self.num_samples}; "
                 "expected 1 <= num_hypotheses <= num_samples."
             )
-        if self.temperature <= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        require_at_least(0, length_penalty=self.length_penalty, length_offset=self.length_offset)
+        if not self.temperature > 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise UserError(
                 f"temperature is {self.temperature}, top_k {self.top_k}, top_p {self.top_p}; "
                 "expected a temperature above 0, top_k of at least 0 (off), top_p in (0, 1]."
@@ -126,7 +130,11 @@ class Sampling:
 
     def _draw(self, values_RV: Array, keys_R: Array) -> Array:
         """One piece a row: the largest of the logits plus Gumbel noise is a draw from their softmax."""
-        values_RK, pieces_RK = jnp.where(values_RV > IMPOSSIBLE / 2, values_RV / self.temperature, IMPOSSIBLE), None
+        # However cold, the likeliest piece stays at 0 and what is possible far above what is not.
+        temperature = max(self.temperature, float(jnp.finfo(jnp.float32).tiny))
+        warmed_RV = (values_RV - values_RV.max(axis=1, keepdims=True)) / temperature
+        warmed_RV = jnp.maximum(warmed_RV, _LOWEST)
+        values_RK, pieces_RK = jnp.where(values_RV > IMPOSSIBLE / 2, warmed_RV, IMPOSSIBLE), None
         if self.top_k:
             values_RK, pieces_RK = top_k(values_RK, min(self.top_k, values_RK.shape[1]))
         elif self.top_p < 1:
@@ -192,6 +200,4 @@ def sample(
         constraints=constraints or Constraints(),
     )
     limit_B = jnp.full(batch_size, max_length) if max_lengths_B is None else max_lengths_B
-    return run(
-        method, step_fn, cache, limit_B=limit_B, max_length=max_length, pad_id=pad_id, prefix_BP=prefix_BP, seed_B=seed_B
-    )
+    return run(method, step_fn, cache, limit_B=limit_B, max_length=max_length, prefix_BP=prefix_BP, seed_B=seed_B)

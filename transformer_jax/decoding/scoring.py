@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.search import length_divisor
-from transformer_jax.decoding.translator import Translation, warn_first
+from transformer_jax.decoding.search import length_divisor, padded_length
+from transformer_jax.decoding.translator import Translation, check_tokenizer, check_window, load_runs, warn_first
 from transformer_jax.errors import UserError
 from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer
@@ -51,8 +53,13 @@ class Scorer:
         *,
         devices: Sequence[jax.Device] = (),
     ):
-        """``config`` gives the batch size and the length penalty of the scores; ``devices`` share the rows of a batch."""
+        """``config`` gives the batch size and the length penalty of the scores; ``devices`` share the rows of a batch.
+
+        Raises:
+            UserError: a model with another vocabulary than the tokenizer's.
+        """
         models = [models] if isinstance(models, Transformer) else list(models)
+        check_tokenizer(tokenizer, models)
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
         self.num_compiled = self.num_failed = 0
@@ -62,12 +69,25 @@ class Scorer:
         split = [nnx.split(model, nnx.Param) for model in models]
         self._graphs = [graph for graph, _ in split]
         self.parameters = [nnx.to_pure_dict(state) for _, state in split]
-        self._shares, self._rows = max(1, len(devices)), None
-        if self._shares > 1:
-            everywhere, self._rows = row_shardings(devices)
-            self.parameters = jax.device_put(self.parameters, everywhere)
+        self._shares = max(1, len(devices))
+        everywhere, self._rows = row_shardings(devices)
+        self.parameters = jax.device_put(self.parameters, everywhere)
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
+
+    @classmethod
+    def from_workdir(
+        cls,
+        workdir: str | Path | Sequence[str | Path],
+        *,
+        checkpoint: Literal["last", "best"] | int = "last",
+        average: int | None = None,
+        devices: Sequence[jax.Device] = (),
+        **settings: Any,
+    ) -> Scorer:
+        """The scorer of a training run, or of several; everything is as in ``Translator.from_workdir``."""
+        config, models, tokenizer = load_runs(workdir, checkpoint=checkpoint, average=average)
+        return cls(models, tokenizer, dataclasses.replace(config.decoding, **settings), devices=devices)
 
     def score(
         self, pairs: Iterable[tuple[str, str]], *, numbers: Iterable[int] | None = None, window: int | None = None
@@ -77,8 +97,14 @@ class Scorer:
         Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS alone. A pair with a
         sentence of more than ``longest`` pieces gets no figures but NaN, with a warning. ``numbers`` are the lines' numbers in
         messages (default: from 1).
+
+        Raises:
+            UserError: a window below 1.
         """
-        pairs, numbers = iter(pairs), iter(count(1) if numbers is None else numbers)
+        check_window(window)
+        return self._score(iter(pairs), iter(count(1) if numbers is None else numbers), window)
+
+    def _score(self, pairs: Iterator[tuple[str, str]], numbers: Iterator[int], window: int | None) -> Iterator[Translation]:
         while block := list(islice(pairs, window or 100 * self.config.batch_size)):
             block_numbers = list(islice(numbers, len(block)))
             sources, targets = zip(*block, strict=True)
@@ -129,7 +155,7 @@ class Scorer:
         for number, pair in enumerate(pairs, 1):
             if not self.fits(pair):
                 raise UserError(f"Pair {number} is too long: {self._too_long(pair)}")
-        lengths = [self._padded(1 + max(map(len, pair))) for pair in pairs]
+        lengths = [min(padded_length(1 + max(map(len, pair)), 16), self.longest) for pair in pairs]
         running = []
         # The device gets the longest first, and all batches before the first result is waited for.
         for length, same in groupby(sorted(range(len(pairs)), key=lambda i: -lengths[i]), key=lambda i: lengths[i]):
@@ -178,13 +204,6 @@ class Scorer:
             pieces=tuple(self.tokenizer.target_pieces(pieces)),
             piece_log_probs=tuple(map(float, log_probs)),
         )
-
-    def _padded(self, length: int) -> int:
-        """The next of 16, 24, 32, 48, 64, 96, ..., ``longest``."""
-        width = 16
-        while width < length:
-            width = width * 4 // 3 if width % 3 == 0 else width * 3 // 2
-        return min(width, self.longest)
 
     def fits(self, pair: tuple[Pieces, Pieces]) -> bool:
         """Whether the source and the target, given without EOS, have at most ``longest`` pieces with it."""

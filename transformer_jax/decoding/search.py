@@ -72,6 +72,10 @@ class Method(Protocol):
     def bos_id(self) -> int:
         """What stands before every target."""
 
+    @property
+    def pad_id(self) -> int:
+        """What stands after the end of every target."""
+
     def start(self, limit_B: Array, *, max_length: int, source_length: int, prefix_BP: Array, seed_B: Array) -> SearchState:
         """Sentences of which nothing is written yet; ``limit_B`` 0: nothing to search."""
 
@@ -82,6 +86,18 @@ class Method(Protocol):
 def length_divisor(lengths: Array | int, length_penalty: float, length_offset: float = 5.0) -> Array:
     """((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14: c = 5; the paper's section 6.1 takes alpha = 0.6)."""
     return ((length_offset + jnp.asarray(lengths, jnp.float32)) / (length_offset + 1)) ** length_penalty
+
+
+def require_at_least(least: float, **settings: float) -> None:
+    """``UserError`` unless each of them is a number of at least ``least``."""
+    for name, value in settings.items():
+        if not value >= least:  # NaN is not
+            raise UserError(f"{name} is {value}; expected at least {least}.")
+
+
+def padded_length(length: int, smallest: int) -> int:
+    """The next of s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ... (s is even): what is padded to these has few shapes to compile."""
+    return next(width << i for i in range(64) for width in (smallest, smallest * 3 // 2) if width << i >= length)
 
 
 def gather_beams(tree: Any, parents_BW: Array) -> Any:
@@ -174,7 +190,8 @@ def take_step(
     method: Method, step_fn: StepFn, state: SearchState, cache: Cache, *, reorder: Reorder, attention: Attention | None
 ) -> tuple[SearchState, Cache]:
     """One position of every sentence."""
-    before_B11 = jnp.maximum(state.position_B - 1, 0)[:, None, None]
+    # A row whose sentence is done may run on beyond its end; it takes in some piece of the vocabulary all the same.
+    before_B11 = jnp.clip(state.position_B - 1, 0, state.tokens_BWL.shape[2] - 1)[:, None, None]
     last_BW = jnp.take_along_axis(state.tokens_BWL, before_B11, axis=2)[:, :, 0]
     logits_BWV, cache = step_fn(jnp.where(state.position_B[:, None] == 0, method.bos_id, last_BW), cache)
     state, parents_BW = method.advance(state, logits_BWV, None if attention is None else attention(cache))
@@ -188,7 +205,6 @@ def run(
     *,
     limit_B: Array,
     max_length: int,
-    pad_id: int,
     prefix_BP: Array | None = None,
     seed_B: Array | None = None,
     reorder: Reorder = gather_beams,
@@ -211,4 +227,4 @@ def run(
         lambda carry: take_step(method, step_fn, *carry, reorder=reorder, attention=attention),
         (state, cache),
     )
-    return results(state.finished, pad_id)
+    return results(state.finished, method.pad_id)

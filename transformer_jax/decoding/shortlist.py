@@ -1,16 +1,11 @@
-"""A softmax over the pieces that a sentence can need: those that go with its source pieces, and the most frequent ones.
+"""The target pieces that a sentence can need: those that go with its source pieces, and the most frequent ones.
 
-    python -m transformer_jax.decoding.shortlist --workdir W [--top 100] [--frequent 100]
-
-learns which pieces go together from the run's own training text and writes ``W/shortlist.npz``. The search then numbers a
-sentence's pieces by their places among what it may use; PAD, BOS, EOS and UNK keep their numbers.
+The search numbers a sentence's pieces by their places among what it may use; PAD, BOS, EOS and UNK keep their numbers.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -18,22 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 
-from transformer_jax.config_files import from_json
-from transformer_jax.data.files import is_url
-from transformer_jax.data.parts import prepare_corpus
-from transformer_jax.decoding.lexicon import Lexicon, learn, read_table, strongest
+from transformer_jax.data.windows import ranges
+from transformer_jax.decoding.lexicon import Lexicon, read_table, strongest
+from transformer_jax.decoding.search import padded_length
 from transformer_jax.errors import UserError
-from transformer_jax.program import run_program
-from transformer_jax.remote import local_workdir
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
-
-log = logging.getLogger("transformer_jax.decoding.shortlist")  # also as a program, where __name__ is another
 
 _SPECIAL = (PAD_ID, BOS_ID, EOS_ID, UNK_ID)
 _FORMAT = 1
 _SMALLEST = 64
+_ROWS = 64  # looked at together: what bounds memory
 _DAMAGE = (OSError, ValueError, KeyError, EOFError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
@@ -95,7 +85,7 @@ class Shortlist:
         if not path.is_file():
             raise UserError(
                 f"shortlist is {str(path)!r}, which does not exist; expected a file of python -m "
-                "transformer_jax.decoding.shortlist, or a table of lines `target source probability`."
+                "transformer_jax.decoding.learn_shortlist, or a table of lines `target source probability`."
             )
         with path.open("rb") as file:
             is_table = file.read(2) != b"PK" and path.suffix != ".npz"
@@ -146,18 +136,23 @@ class Shortlist:
         First ``shared_C``, then what goes with its own source pieces and its forced target pieces ``prefix_BP`` (negative:
         none), sorted, then -1. X - C is one of few sizes, so that few shapes are compiled.
         """
-        needed_BV = np.zeros((len(source_BS), len(self.by_frequency)), bool)
-        tokens, candidates = self._candidates(source_BS.ravel())
-        needed_BV[tokens // source_BS.shape[1], candidates] = True
-        if prefix_BP is not None:
-            rows, columns = np.nonzero(prefix_BP >= 0)
-            needed_BV[rows, prefix_BP[rows, columns]] = True
-        needed_BV[:, shared_C] = False
-        rows, pieces = np.nonzero(needed_BV)
-        counts_B = np.bincount(rows, minlength=len(source_BS))
-        pieces_BX = np.full((len(source_BS), len(shared_C) + _padded(counts_B.max())), -1, np.int32)
+        own = []
+        for start in range(0, len(source_BS), _ROWS):
+            source_RS = source_BS[start : start + _ROWS]
+            needed_RV = np.zeros((len(source_RS), len(self.by_frequency)), bool)
+            tokens, candidates = self._candidates(source_RS.ravel())
+            needed_RV[tokens // source_RS.shape[1], candidates] = True
+            if prefix_BP is not None:
+                prefix_RP = prefix_BP[start : start + _ROWS]
+                rows, columns = np.nonzero(prefix_RP >= 0)
+                needed_RV[rows, prefix_RP[rows, columns]] = True
+            needed_RV[:, shared_C] = False
+            own += [np.flatnonzero(needed_V) for needed_V in needed_RV]
+        width = len(shared_C) + padded_length(max(map(len, own)), _SMALLEST)
+        pieces_BX = np.full((len(source_BS), width), -1, np.int32)
         pieces_BX[:, : len(shared_C)] = shared_C
-        pieces_BX[rows, len(shared_C) + np.arange(len(rows)) - np.repeat(np.cumsum(counts_B) - counts_B, counts_B)] = pieces
+        for row_X, pieces in zip(pieces_BX, own, strict=True):
+            row_X[len(shared_C) : len(shared_C) + len(pieces)] = pieces
         return pieces_BX
 
     @property
@@ -169,9 +164,7 @@ class Shortlist:
         if len(source_P) and not 0 <= source_P.min() <= source_P.max() < len(self.offsets) - 1:
             raise UserError(f"Source pieces go from {source_P.min()} to {source_P.max()}; expected 0..{len(self.offsets) - 2}.")
         starts_P, lengths_P = self.offsets[source_P], np.diff(self.offsets)[source_P]
-        owner = np.repeat(np.arange(len(source_P)), lengths_P)
-        within = np.arange(len(owner)) - np.repeat(np.cumsum(lengths_P) - lengths_P, lengths_P)
-        return owner, self.candidates[starts_P[owner] + within]
+        return np.repeat(np.arange(len(source_P)), lengths_P), self.candidates[ranges(starts_P, lengths_P)]
 
 
 def _check_pieces(pieces_K: np.ndarray, vocab_size: int) -> None:
@@ -183,59 +176,3 @@ def _check_pieces(pieces_K: np.ndarray, vocab_size: int) -> None:
         raise UserError(f"The shortlist has pieces outside 0..{vocab_size - 1}; expected target pieces of the vocabulary.")
     if len(np.unique(pieces_K)) != len(pieces_K):
         raise UserError("The shortlist has a piece twice; expected distinct pieces.")
-
-
-def _padded(count: int) -> int:
-    """The next of 64, 96, 128, 192, 256, ..."""
-    return next(width << i for i in range(64) for width in (_SMALLEST, _SMALLEST * 3 // 2) if width << i >= count)
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Learn from a run's training text which target pieces a source piece may need (docs/decoding.md)."""
-
-    workdir: str
-    """Work directory of a training run."""
-    top: int = 100
-    """Likeliest target pieces of each source piece."""
-    frequent: int = 100
-    """Most frequent target pieces, which any sentence may need."""
-    pairs: int = 300_000
-    """Learn from so many sentence pairs, spread over the training text."""
-    output: str = ""
-    """File to write. Default: shortlist.npz in the work directory."""
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status, as ``run_program`` has it."""
-    return run_program(lambda: _learn(argv))
-
-
-def _learn(argv: list[str] | None) -> None:
-    a = tyro.cli(Arguments, prog="python -m transformer_jax.decoding.shortlist", args=argv)
-    if is_url(a.workdir) and not a.output:
-        raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
-    shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
-    output = Path(a.output or Path(a.workdir) / "shortlist.npz")
-    shortlist.save(output)
-    mean = len(shortlist.candidates) / (len(shortlist.offsets) - 1)
-    log.info("%s: %.0f target pieces a source piece on average.", output, mean)
-
-
-def learn_shortlist(workdir: str | Path, *, top: int = 100, frequent: int = 100, max_pairs: int = 300_000) -> Shortlist:
-    """A shortlist from the training text of a run; ``UserError`` if there is no run, or it has none."""
-    workdir = local_workdir(workdir)
-    if not (workdir / "config.json").is_file():
-        raise UserError(f"workdir is {str(workdir)!r}, which has no config.json; expected one written by train.py.")
-    config, tokenizer = from_json((workdir / "config.json").read_text()), Tokenizer.load(workdir)
-    if config.data.train.kind == "none":
-        raise UserError(f"The config of {str(workdir)!r} names no training text; expected data.train, or give a text table.")
-    if top < 1 or frequent < 0 or max_pairs < 1:  # before the work
-        raise UserError(f"top, frequent and pairs are {top}, {frequent} and {max_pairs}; expected at least 1, 0 and 1.")
-    corpus = prepare_corpus(workdir, config, tokenizer, "train")  # that of the training run, if it is still there
-    sizes = {"source_vocab_size": tokenizer.source_vocab_size, "target_vocab_size": tokenizer.target_vocab_size}
-    return Shortlist.from_lexicon(learn(corpus, **sizes, max_pairs=max_pairs), tokenizer, top=top, frequent=frequent)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,16 +6,17 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 
-from transformer_jax.config import DecodingConfig, ModelConfig
+from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
+from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.saved_model import load_model
@@ -23,7 +24,14 @@ from transformer_jax.tokenizer import UNK_ID, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_SENTENCE_END = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])\s*")
+# What closes a quotation or a bracket, and further end marks, belong to the sentence before.
+_SENTENCE_END = re.compile(
+    r"[.!?…](?:[\"'”’»)\]]|\s[”’»)\]])*\s++(?![.!?…”’»)\]])"  # here a space must follow
+    r"|[。！？｡][。！？｡….!?」』）】〉》”’\"')\]]*\s*"
+)
+_SPACE = re.compile(r"\s+")
+# The end of a text whose last letter is Chinese or Japanese (or that has nothing but their signs).
+_UNSPACED_END = re.compile(r"[\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-\U0003ffff]\W*$")
 _MOST_WARNINGS = 10
 
 
@@ -90,10 +98,9 @@ class Translator:
             ``config.shortlist``.
         """
         models = [model] if isinstance(model, Transformer) else list(model)
+        check_tokenizer(tokenizer, models)
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
-        for each in models:
-            self._check(each.config)
         suppress = tuple(tokenizer.require_target_ids(self.config.suppress, "decoding.suppress"))
         positions = [each.config.max_positions for each in models if each.config.positions == "learned"]
         self._longest_prefix = min([self.config.max_extra_length, *(count - 1 for count in positions)])
@@ -102,11 +109,7 @@ class Translator:
                 f"decoding.min_length is {self.config.min_length}; expected less than model.max_positions = {min(positions)}, "
                 "where this model's learned positions end."
             )
-        shortlist = None
-        if self.config.shortlist:
-            from transformer_jax.decoding.shortlist import Shortlist  # here, because it is a program as well
-
-            shortlist = Shortlist.load(self.config.shortlist, tokenizer)
+        shortlist = Shortlist.load(self.config.shortlist, tokenizer) if self.config.shortlist else None
         self.engine = Engine(models, self.config, suppress=suppress, shortlist=shortlist, devices=devices)
         self.num_failed = self.num_split = 0
 
@@ -128,29 +131,20 @@ class Translator:
         Raises:
           UserError: runs with different tokenizers.
         """
-        workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
-        loaded = [load_model(each, checkpoint=checkpoint, average=average) for each in workdirs]
-        config, model, tokenizer = loaded[0]
-        for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
-            if its_tokenizer.fingerprint != tokenizer.fingerprint:
-                raise UserError(
-                    f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected models that were trained with "
-                    "the same tokenizer (train.py --tokenizer.model)."
-                )
-        models = model if len(loaded) == 1 else [each for _, each, _ in loaded]
+        config, models, tokenizer = load_runs(workdir, checkpoint=checkpoint, average=average)
         return cls(models, tokenizer, dataclasses.replace(config.decoding, **settings), devices=devices)
 
     @property
     def parameters(self) -> Any:
         """The model's, as ``nnx.to_pure_dict`` gives them (of several models a tuple of those).
 
-        Assign newer ones (a training loop's) to translate with those; nothing is compiled again.
+        Assign newer ones (a training loop's), or ``nnx.State``, to translate with those; nothing is compiled again.
         """
         return self.engine.parameters if len(self.engine.parameters) > 1 else self.engine.parameters[0]
 
     @parameters.setter
     def parameters(self, parameters: Any) -> None:
-        self.engine.parameters = (parameters,) if isinstance(parameters, dict) else tuple(parameters)
+        self.engine.parameters = (parameters,) if isinstance(parameters, Mapping) else tuple(parameters)
 
     @property
     def models(self) -> list[Transformer]:
@@ -158,7 +152,7 @@ class Translator:
         return self.engine.models
 
     def translate(self, lines: Iterable[str | Request]) -> list[str]:
-        """The best translation of each line; for an empty line an empty one."""
+        """The best translation of each line; for an empty line an empty one. Raises as ``stream`` does."""
         return [translations[0].text for translations in self.stream(lines)]
 
     def stream(
@@ -171,11 +165,18 @@ class Translator:
         ``config.max_source_length`` pieces, the end symbol included, is translated in parts, with a warning.
 
         Raises:
-          UserError: a prefix with pieces that the vocabulary lacks, or longer than the translation may be (with its line).
+          UserError: at the call, ``lines`` that are a single one, or a number out of range; later, a prefix with pieces that
+            the vocabulary lacks, or longer than the translation may be (with its line).
         """
+        if isinstance(lines, str | Request):
+            raise UserError(f"lines is {lines!r}; expected several lines, such as a list of this one.")
+        check_window(window)
         if not 1 <= num_hypotheses <= self.config.beam_size:
             raise UserError(f"num_hypotheses is {num_hypotheses}; expected 1 to decoding.beam_size = {self.config.beam_size}.")
-        lines, first = iter(lines), 1
+        return self._stream(iter(lines), num_hypotheses, window)
+
+    def _stream(self, lines: Iterator[str | Request], num_hypotheses: int, window: int | None) -> Iterator[list[Translation]]:
+        first = 1
         while block := list(islice(lines, window or 100 * self.config.batch_size)):
             requests = [Request(line) if isinstance(line, str) else line for line in block]
             numbered = [r if r.number else dataclasses.replace(r, number=number) for number, r in enumerate(requests, first)]
@@ -244,20 +245,31 @@ class Translator:
             line, room = rest, room - len(tag)
         else:
             tag = []
-        units: list[list[int]] = []
-        sentences = _SENTENCE_END.split(line)
-        for sentence, pieces in zip(sentences, self.tokenizer.encode_source(sentences), strict=True):
-            if len(pieces) <= room:
-                units.append(pieces)
-                continue
-            for word in self.tokenizer.encode_source(sentence.split()):
-                units += [word[start : start + room] for start in range(0, len(word), room)]
-        parts: list[list[int]] = [[]]
-        for unit in units:
-            if len(parts[-1]) + len(unit) > room:
-                parts.append([])
-            parts[-1] += unit
-        return [tag + part for part in parts]
+        texts, pieces = [""], list[list[int]]([[]])
+        for text, its_pieces in self._units(line, room):
+            if len(pieces[-1]) + len(its_pieces) > room:
+                texts.append("")
+                pieces.append([])
+            texts[-1] += text
+            pieces[-1] += its_pieces
+        # As one text a part has its own pieces, as a rule no more: a sentence that no space precedes begins with one for it.
+        whole = self.tokenizer.encode_source([text.strip() for text in texts])
+        return [tag + (part if len(part) <= room else units) for part, units in zip(whole, pieces, strict=True)]
+
+    def _units(self, text: str, room: int) -> Iterator[tuple[str, list[int]]]:
+        """``text`` cut as seldom as possible, so that each piece of it, encoded by itself, has at most ``room`` pieces."""
+        [pieces] = self.tokenizer.encode_source([text.strip()])
+        if len(pieces) <= room or len(text) == 1:
+            yield text, pieces[:room]
+            return
+        for places in (_SENTENCE_END.finditer(text), _SPACE.finditer(text)):
+            ends = [place.end() for place in places if place.end() < len(text)]
+            if ends:
+                break
+        else:
+            ends = [len(text) // 2]
+        for start, end in pairwise([0, *ends, len(text)]):
+            yield from self._units(text[start:end], room)
 
     def _join(self, parts: list[list[Translation]]) -> list[Translation]:
         """The first-best of the parts as one line, then the second-best, as far as every part has one."""
@@ -267,7 +279,9 @@ class Translator:
         for hypotheses in zip(*parts, strict=False):
             length = sum(hypothesis.length for hypothesis in hypotheses)
             log_prob = sum(hypothesis.log_prob for hypothesis in hypotheses)
-            text = " ".join(hypothesis.text for hypothesis in hypotheses if hypothesis.text)
+            text = ""
+            for hypothesis in hypotheses:
+                text += (joint(text) if hypothesis.text else "") + hypothesis.text
             score = sum(hypothesis.score for hypothesis in hypotheses) / len(hypotheses)  # so the best stay first
             pieces = tuple(piece for hypothesis in hypotheses for piece in (*hypothesis.pieces, "</s>"))[:-1]
             piece_log_probs = tuple(x for hypothesis in hypotheses for x in hypothesis.piece_log_probs)
@@ -275,13 +289,43 @@ class Translator:
         unknown = math.nan if parts else 0.0  # nothing found; or nothing to translate
         return joined or [Translation("", unknown, unknown, 0)]
 
-    def _check(self, model: ModelConfig) -> None:
-        pieces = self.tokenizer.source_vocab_size, self.tokenizer.target_vocab_size
-        rows = model.source_vocab_size or model.vocab_size, model.vocab_size
+
+def load_runs(
+    workdir: str | Path | Sequence[str | Path], *, checkpoint: Literal["last", "best"] | int, average: int | None
+) -> tuple[Config, list[Transformer], Tokenizer]:
+    """Config and tokenizer of the first run, and the models of all. ``UserError`` for runs with different tokenizers."""
+    workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
+    loaded = [load_model(each, checkpoint=checkpoint, average=average) for each in workdirs]
+    config, _, tokenizer = loaded[0]
+    for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
+        if its_tokenizer.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected models that were trained with "
+                "the same tokenizer (train.py --tokenizer.model)."
+            )
+    return config, [model for _, model, _ in loaded], tokenizer
+
+
+def check_tokenizer(tokenizer: Tokenizer, models: Sequence[Transformer]) -> None:
+    """``UserError`` unless every model has as many source and target pieces as the tokenizer."""
+    pieces = tokenizer.source_vocab_size, tokenizer.target_vocab_size
+    for model in models:
+        rows = model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size
         if pieces != rows:
             raise UserError(
                 f"The tokenizer has {pieces} source and target pieces, the model {rows}; expected those of one training run."
             )
+
+
+def check_window(window: int | None) -> None:
+    """``UserError`` unless so many lines can be held at a time."""
+    if window is not None and window < 1:
+        raise UserError(f"window is {window}; expected 1 or more.")
+
+
+def joint(before: str) -> str:
+    """What stands between a part of a translation and the next one: a space, but not after Chinese or Japanese."""
+    return "" if not before or _UNSPACED_END.search(before) else " "
 
 
 def warn_first(count: int, message: str, *arguments: Any) -> None:

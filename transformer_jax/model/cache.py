@@ -130,6 +130,8 @@ def empty_cache(
 ) -> DecoderCache:
     """A cache with room for ``max_length`` steps, given each layer's projected memory: (keys, values), [B, S, H, K].
 
+    What later steps would append is dropped, and nothing says so.
+
     With ``source_room`` above S it has the shape, and gives the results to the last bit on a CPU, of one for sources that long.
     """
     batch = source_mask_BS.shape[0]

@@ -217,6 +217,8 @@ class Transformer(nnx.Module):
     ) -> DecoderCache:
         """An empty cache for at most ``max_length`` decoder steps; cross-attention is projected here, once a sentence.
 
+        Later steps are not remembered, and nothing says so: a search needs as much room as its own ``max_length``.
+
         ``source_room`` above S gives a cache of that source length. With ``keep_attention`` each step leaves its
         cross-attention weights in ``cache.attention_BWS``.
         """

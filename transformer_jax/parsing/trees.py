@@ -76,7 +76,7 @@ def read_parses(file: str | File) -> Iterator[Parse]:
     """The trees of a treebank file in Penn's format (``.gz`` too), as parsers are compared on them.
 
     Left out are traces, constituents that have nothing else, the root above S, and all of a label that follows its first part
-    (NP-SBJ-1 is NP).
+    (NP-SBJ-1 is NP). ``( )`` is the tree of an empty line.
 
     Raises:
         UserError: another format, with file and line; not UTF-8.
@@ -103,6 +103,10 @@ def read_parses(file: str | File) -> Iterator[Parse]:
                     raise _not_a_tree(file, line, f"a word {token!r} beside another word or a constituent")
             else:
                 path.pop()
+                if not path and node.label is None and len(constituents) == 1:  # how no words are written
+                    yield Parse((), (), ())
+                    constituents = []
+                    continue
                 if node.word is None and len(constituents) == node.number + 1:
                     raise _not_a_tree(file, line, f"({node.label or ''}) without a word or a constituent")
                 if node.word is not None and node.label != _EMPTY:
