@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import gzip
-import importlib.util
 import io
 import json
 import os
@@ -25,6 +24,8 @@ from flax import nnx
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from transformer_jax.config_files import from_json, to_json
+from transformer_jax.decoding import __main__ as program
+from transformer_jax.decoding.flags import Search
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
@@ -35,17 +36,6 @@ from transformer_jax.training.step import TrainState
 ROOT = Path(__file__).resolve().parents[1]
 LINES = ["one two three", "", "four five", "three one five two", "   ", "two two", "five"]
 TEXT = "".join(line + "\n" for line in LINES).encode()
-
-
-def _load_program():
-    spec = importlib.util.spec_from_file_location("decode_program", ROOT / "decode.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-program = _load_program()
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +382,7 @@ def test_a_window_of_one_answers_each_line_at_once(workdir):
 
 def test_every_setting_of_the_search_has_a_flag():
     names = {field.name for field in dataclasses.fields(DecodingConfig)}
-    assert {field.name for field in dataclasses.fields(program.Search)} == names
+    assert {field.name for field in dataclasses.fields(Search)} == names
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """What the documents name exists: files, config fields, links."""
 
 import dataclasses
-import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +14,7 @@ from flax import nnx
 from transformer_jax import Transformer
 from transformer_jax.config import Config
 from transformer_jax.config_files import config_in_flags, flatten, load_config_file
+from transformer_jax.training.__main__ import Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +43,7 @@ def test_named_files_and_fields_exist(path: Path) -> None:
 
 
 def test_flags_of_decode_exist() -> None:
-    programs = ROOT / "decode.py", ROOT / "transformer_jax" / "decoding" / "learn_shortlist.py"  # the page is about both
+    programs = (ROOT / "transformer_jax" / "decoding" / name for name in ("flags.py", "learn_shortlist.py"))
     fields = [name for file in programs for name in re.findall(r"^    (\w+): .* = ", file.read_text(), re.MULTILINE)]
     flags = {field.replace("_", "-") for field in fields} | {"help"}
     text = re.sub(r"srun .*? sh", "", (ROOT / "docs" / "decoding.md").read_text())
@@ -88,14 +87,9 @@ def _training_commands() -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("name", "flags"), _training_commands(), ids=str)
 def test_documented_training_commands_are_understood(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("train_program", ROOT / "train.py")
-    assert spec and spec.loader
-    program = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = program
-    spec.loader.exec_module(program)
     flags = [flag for flag in flags if flag != "FLAGS"]
     path, config = config_in_flags(flags)
-    arguments = tyro.cli(program.Arguments, args=flags, default=program.Arguments(tyro.MISSING, path, settings=config))
+    arguments = tyro.cli(Arguments, args=flags, default=Arguments(tyro.MISSING, path, settings=config))
     assert arguments.settings.data.train.is_given
     if "--distributed" in flags or "--num-processes" in flags or path.endswith("big.py"):  # 16 devices at the least
         assert name != "clusters.md" or arguments.settings.batch.row_multiple % 16 == 0

@@ -24,7 +24,11 @@ SAVED = 128 + signal.SIGTERM  # the status of train.py after SIGTERM
 
 def flags_of_train() -> set[str]:
     """The program's own fields, and those of the config."""
-    [arguments] = [node for node in ast.parse((ROOT / "train.py").read_text()).body if isinstance(node, ast.ClassDef)]
+    [arguments] = [
+        node
+        for node in ast.parse((ROOT / "transformer_jax" / "training" / "__main__.py").read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
     own = {node.target.id for node in arguments.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     return (own - {"settings", "processes"}) | set(flatten(Config())) | {field.name for field in dataclasses.fields(Processes)}
 

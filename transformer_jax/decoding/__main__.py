@@ -1,0 +1,52 @@
+"""The program decode.py: one line out for each line in, and nothing else on stdout."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C), 141 (nobody reads the output)."""
+    # Imports stand where they are needed: --help and wrong flags answer at once, and Ctrl-C is quiet from the start.
+    try:
+        import tyro
+
+        from transformer_jax.decoding.flags import Arguments
+        from transformer_jax.program import run_program
+
+        arguments = tyro.cli(Arguments, args=argv, config=(tyro.conf.OmitArgPrefixes,))
+    except KeyboardInterrupt:
+        return 130
+
+    def work() -> None:
+        from transformer_jax.decoding.job import run_job
+
+        run_job(arguments)
+
+    status = run_program(work)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # see _insist_on_ctrl_c
+    return status
+
+
+def run() -> None:
+    """``main`` as a process of its own."""
+    _insist_on_ctrl_c()
+    sys.exit(main())
+
+
+def _insist_on_ctrl_c() -> None:
+    """Python drops what callbacks of its garbage collector raise, and JAX has such a callback: then Ctrl-C comes once more."""
+
+    def interrupt(*_: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not where a shell has it ignored
+        for number in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, interrupt)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,259 @@
+"""What decode.py does, from files to files: check, translate or score, write, compare with references."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, tee
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from transformer_jax.config import Config
+from transformer_jax.config_files import from_json
+from transformer_jax.data.sources import read_lines
+from transformer_jax.decoding.alignments import aligned
+from transformer_jax.decoding.flags import Arguments
+from transformer_jax.decoding.output import Output
+from transformer_jax.decoding.parts import join_parts, parse_part, part_path
+from transformer_jax.decoding.records import Record, UntilFault, open_records, paired
+from transformer_jax.decoding.resuming import ResumableFile, Stream, fingerprint, is_complete
+from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.translator import Request, Translation, Translator
+from transformer_jax.errors import UserError
+from transformer_jax.evaluation import bleu, check_pairs, chrf
+from transformer_jax.remote import local_workdir
+from transformer_jax.sharding import devices_for_rows
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_REPORTS = 60
+
+
+def run_job(a: Arguments) -> None:
+    """Do what the flags ask for; ``UserError`` where they, the model or the input do not allow it."""
+
+    _check_flags(a)
+    if a.files.join:
+        logger.info("%d sentences joined.", join_parts(str(a.files.output)))
+        return
+    scoring = a.evaluation.score is not None
+    piece_scores = a.results.piece_scores or (scoring and a.files.format == "jsonl")
+    shape = Output(a.files.format, a.results.nbest, scoring, piece_scores, a.results.alignments)
+    part = parse_part(a.files.part) if a.files.part else (0, 1)
+    path = part_path(str(a.files.output), part) if a.files.part else a.files.output
+    # What lies at a URL is copied once.
+    a = dataclasses.replace(a, workdir=tuple(str(local_workdir(each)) for each in a.workdir))
+    config = _config(a.workdir)
+    read = open_records(
+        a.files.input or sys.stdin.buffer,
+        format=a.files.format,
+        text_field=a.files.text_field,
+        part=part,
+        targets=a.evaluation.score,
+        hold=a.evaluation.reference is not None,
+    )
+    references = None if a.evaluation.reference is None else list(read_lines(a.evaluation.reference))
+    tokenize = a.evaluation.bleu_tokenize or config.training.bleu_tokenize
+    if references is not None:  # before the work, not after it
+        check_pairs([record.text for record in read()], references)
+        bleu(references[:1], references[:1], tokenize=tokenize)
+    if a.files.resume and is_complete(str(path), read, nbest=shape.group_size):
+        logger.info("%s is complete; there is nothing to do.", path)
+        return
+
+    at_terminal = a.files.input is None and sys.stdin.isatty()
+    window = a.files.window or (1 if at_terminal else None)
+    search = {name: value for name, value in dataclasses.asdict(a.search).items() if value is not None}
+    if window == 1:
+        search.setdefault("batch_size", 1)
+    devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
+    choice: dict[str, Any] = {"checkpoint": a.checkpoint, "average": a.average, "devices": devices}
+    if scoring:  # which searches nothing: the run's shortlist need not be there
+        translator, scorer = None, Scorer.from_workdir(a.workdir, **choice, **search, shortlist="")
+    else:
+        translator = Translator.from_workdir(a.workdir, **choice, **search)
+        scorer = Scorer(translator.models, translator.tokenizer, translator.config, devices=devices)
+    _check_against_model(a, translator, scorer, read)
+
+    def stream(records: Iterable[Record]) -> Iterable[list[Translation]]:
+        if translator is None:
+            pairs, numbers = tee(records)
+            found = scorer.score(((r.text, r.target) for r in pairs), numbers=(r.number + 1 for r in numbers), window=window)
+            return ([scored] for scored in found)
+        return translator.stream((record.request() for record in records), num_hypotheses=a.results.nbest, window=window)
+
+    start, best = time.perf_counter(), []
+    done, said = 0, start
+    with _open(path, a, scorer, group_size=shape.group_size) as output:
+        if output.kept:
+            logger.info("%d sentences were there already.", output.kept)
+        records = UntilFault(_checked(islice(read(), output.kept, None), translator))
+        results = paired(records, stream)
+        aligner = scorer if a.results.alignments else None
+        for record, translations, alignments in aligned(results, aligner, layer=a.results.alignment_layer, window=window):
+            output.write(shape.lines(record, translations, alignments))
+            if references is not None:
+                best.append(translations[0].text)
+            done, now = done + 1, time.perf_counter()
+            if now - said > _SECONDS_BETWEEN_REPORTS:
+                said = now
+                logger.info("%d lines in %.0f s.", done, now - start)
+        if records.fault is not None:
+            raise records.fault  # what came before it is written
+    if translator is not None and translator.num_failed:
+        logger.warning("%d lines could not be translated; their output is empty.", translator.num_failed)
+    if scorer.num_failed:
+        logger.warning("%d lines were too long to be scored; their figure is nan.", scorer.num_failed)
+    if translator is not None and translator.num_split:
+        logger.warning("%d lines were translated in parts.", translator.num_split)
+    num_compiled = scorer.num_compiled + (translator.engine.num_compiled if translator is not None else 0)
+    logger.info("%.1f s; %d programs compiled.", time.perf_counter() - start, num_compiled)
+    if references is not None:
+        print(bleu(best, references, tokenize=tokenize), file=sys.stderr)
+        print(chrf(best, references), file=sys.stderr)
+        if translator is not None and translator.config.shortlist:
+            requests = [record.request() for record in read()]
+            _compare(translator, requests, references, tokenize, nbest=a.results.nbest, devices=devices)
+
+
+def _compare(
+    translator: Translator,
+    requests: list[Request],
+    references: list[str],
+    tokenize: str,
+    *,
+    nbest: int,
+    devices: Sequence[jax.Device],
+) -> None:
+    """Say what the shortlist costs in BLEU and what it saves. Its own shapes are compiled already."""
+
+    def best(of: Translator) -> list[str]:
+        return [translations[0].text for translations in of.stream(requests, num_hypotheses=nbest)]
+
+    everything = dataclasses.replace(translator.config, shortlist="")
+    whole = Translator(translator.models, translator.tokenizer, everything, devices=devices)
+    best(whole)  # compiles
+    lines, seconds = [], []
+    for each in (translator, whole):
+        start = time.perf_counter()
+        lines.append(best(each))
+        seconds.append(time.perf_counter() - start)
+    print(f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}", file=sys.stderr)
+    differ = sum(one != other for one, other in zip(*lines, strict=True))
+    print(
+        f"The shortlist changes {differ} of {len(requests)} lines ({differ / len(requests):.1%}) and takes {seconds[0]:.2f} s "
+        f"instead of {seconds[1]:.2f} s, compiling apart.",
+        file=sys.stderr,
+    )
+
+
+def _check_flags(a: Arguments) -> None:
+    """Refuse what cannot be meant, before anything is read."""
+
+    files, evaluation = a.files, a.evaluation
+    if not a.workdir and not files.join:
+        raise UserError("--workdir is missing; expected a work directory written by train.py.")
+    for name in ("resume", "part", "join"):
+        if getattr(files, name) and files.output is None:
+            raise UserError(f"--{name} is given without --output; expected the file that it is about.")
+    if files.window is not None and files.window < 1:
+        raise UserError(f"window is {files.window}; expected 1 or more.")
+    if evaluation.score is not None and (a.results.nbest > 1 or evaluation.reference):
+        raise UserError("--score has one given target a line; expected neither --nbest nor --reference with it.")
+    _check_for_purpose(a)
+    if evaluation.reference and (files.resume or files.part):
+        raise UserError("--reference needs the whole output of one run; score the finished file with sacrebleu instead.")
+    for name, path in (("input", files.input), ("reference", evaluation.reference), ("score", evaluation.score)):
+        if path is not None and not Path(path).is_file():
+            what = "is no regular file" if Path(path).exists() else "does not exist"
+            raise UserError(f"{name} is {path!r}, which {what}; expected a text file{' or stdin' * (name == 'input')}.")
+        if path is not None and files.output is not None and Path(path).resolve() == Path(files.output).resolve():
+            raise UserError(f"output and {name} are both {path!r}; expected another file for the output.")
+    if files.output is not None and (Path(files.output).is_dir() or not Path(files.output).absolute().parent.is_dir()):
+        raise UserError(f"output is {files.output!r}; expected the name of a file in a folder that exists.")
+    if files.output is not None and files.output.endswith(".gz"):  # which is read as what its name says
+        raise UserError(f"output is {files.output!r}, but what is written is not compressed; expected a name without .gz.")
+
+
+def _check_for_purpose(a: Arguments) -> None:
+    """Refuse flags that would change nothing."""
+
+    results, evaluation, files = a.results, a.evaluation, a.files
+    for name, is_given, other, is_there in (
+        ("--alignment-layer", results.alignment_layer != -1, "--alignments", results.alignments is not None),
+        ("--bleu-tokenize", evaluation.bleu_tokenize is not None, "--reference", evaluation.reference is not None),
+        ("--text-field", files.text_field != "text", "--format jsonl", files.format == "jsonl"),
+    ):
+        if is_given and not is_there:
+            raise UserError(f"{name} is given without {other}, which it is about; expected both or neither.")
+    of_scores = ("length_penalty", "length_offset", "batch_size")
+    for name, value in dataclasses.asdict(a.search).items():
+        if evaluation.score is not None and value is not None and name not in of_scores:
+            raise UserError(f"--{name.replace('_', '-')} is given with --score, which searches nothing; leave it out.")
+
+
+def _check_against_model(
+    a: Arguments, translator: Translator | None, scorer: Scorer, read: Callable[[], Iterable[Record]]
+) -> None:
+    """Refuse what this model cannot do, before the output file is touched."""
+
+    if a.results.nbest > scorer.config.beam_size:
+        expected = f"expected 1 to decoding.beam_size = {scorer.config.beam_size}"
+        raise UserError(f"num_hypotheses is {a.results.nbest}; {expected}.")
+    if scorer.config.method != "sample":
+        for name in ("temperature", "top_k", "top_p", "seed"):
+            if (value := getattr(a.search, name)) is not None:
+                raise UserError(f"{name} is {value} without sampling; expected --method sample with it.")
+    if a.results.alignments:
+        scorer.align_pieces([], layer=a.results.alignment_layer)  # is there such a layer?
+    if a.files.input is not None and a.files.format == "jsonl":
+        for _ in _checked(read(), translator):
+            pass
+
+
+def _checked(records: Iterable[Record], translator: Translator | None) -> Iterator[Record]:
+    """The records; ``UserError`` at one whose prefix cannot be forced."""
+    for record in records:
+        if record.prefix and translator is not None:
+            translator.prefix_pieces(record.request())
+        yield record
+
+
+def _config(workdirs: tuple[str, ...]) -> Config:
+    """The first run's; every run must be there."""
+
+    for workdir in workdirs:
+        if not (Path(workdir) / "config.json").is_file():
+            raise UserError(f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py.")
+    config = from_json((Path(workdirs[0]) / "config.json").read_text())
+    if config.training.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache))
+    return config
+
+
+def _open(path: str | Path | None, a: Arguments, scorer: Scorer, *, group_size: int) -> ResumableFile | Stream:
+
+    if path is None:
+        return Stream(sys.stdout.buffer)
+    if Path(path).exists() and not Path(path).is_file():
+        return Stream(open(path, "wb"))  # a device or a named pipe
+    settings: dict[str, Any] = {"task": "translate" if a.evaluation.score is None else "score"}
+    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist": scorer.config.shortlist}
+    settings |= dataclasses.asdict(scorer.config)
+    for name, file_name in contents.items():
+        if file_name:
+            with open(file_name, "rb") as file:
+                settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
+    settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(a.results)
+    settings |= {"model": fingerprint(scorer.parameters), "tokenizer": scorer.tokenizer.fingerprint}
+    # Of a pipe it could not be told whether it is the same again.
+    keep_progress = a.files.part is not None or (a.files.resume and a.files.input is not None)
+    return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)
