@@ -307,6 +307,13 @@ def test_several_models_translate_together(decode, workdir, expected):
     assert decode("--workdir", workdir, workdir)[1] == "".join(line + "\n" for line in expected)
 
 
+def test_one_sample_is_drawn_where_one_is_asked_for(decode):
+    """Not the best of as many as the run's beam is wide."""
+    flags = ("--method", "sample", "--seed", 5)
+    assert decode(*flags)[1] == decode(*flags, "--beam-size", 1)[1]
+    assert decode(*flags, "--nbest", 3)[1] == decode(*flags, "--nbest", 3, "--beam-size", 3)[1]
+
+
 def test_sampled_parts_joined_are_the_whole(decode, tmp_path):
     """The random numbers of a line depend on its number, not on the process that has it."""
     flags = ("--method", "sample", "--seed", 3, "--nbest", 2, "--input", tmp_path / "in")

@@ -61,7 +61,7 @@ class Search:
     """How translations are searched. Default of each: the run's own decoding setting."""
 
     beam_size: int | None = None
-    """Hypotheses kept for a sentence (1: greedy); sampling: samples drawn."""
+    """Hypotheses kept for a sentence (1: greedy); sampling: samples drawn, as many as --nbest where it is not given."""
     length_penalty: float | None = None
     """alpha in log P / ((c + length) / (c + 1))^alpha."""
     length_offset: float | None = None

@@ -19,7 +19,7 @@ from transformer_jax.config import Config
 from transformer_jax.config_files import from_json
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignments import aligned
-from transformer_jax.decoding.flags import Arguments
+from transformer_jax.decoding.flags import Arguments, Results
 from transformer_jax.decoding.output import Output
 from transformer_jax.decoding.parts import join_parts, parse_part, part_path
 from transformer_jax.decoding.records import Record, UntilFault, open_records, paired
@@ -38,19 +38,18 @@ _SECONDS_BETWEEN_REPORTS = 60
 
 def run_job(a: Arguments) -> None:
     """Do what the flags ask for; ``UserError`` where they, the model or the input do not allow it."""
-
     _check_flags(a)
     if a.files.join:
         logger.info("%d sentences joined.", join_parts(str(a.files.output)))
         return
-    scoring = a.evaluation.score is not None
-    piece_scores = a.results.piece_scores or (scoring and a.files.format == "jsonl")
-    shape = Output(a.files.format, a.results.nbest, scoring, piece_scores, a.results.alignments)
-    part = parse_part(a.files.part) if a.files.part else (0, 1)
-    path = part_path(str(a.files.output), part) if a.files.part else a.files.output
     # What lies at a URL is copied once.
     a = dataclasses.replace(a, workdir=tuple(str(local_workdir(each)) for each in a.workdir))
     config = _config(a.workdir)
+    part = parse_part(a.files.part) if a.files.part else (0, 1)
+    path = part_path(str(a.files.output), part) if a.files.part else a.files.output
+    scoring = a.evaluation.score is not None
+    piece_scores = a.results.piece_scores or (scoring and a.files.format == "jsonl")
+    shape = Output(a.files.format, a.results.nbest, scoring, piece_scores, a.results.alignments)
     read = open_records(
         a.files.input or sys.stdin.buffer,
         format=a.files.format,
@@ -68,59 +67,113 @@ def run_job(a: Arguments) -> None:
         logger.info("%s is complete; there is nothing to do.", path)
         return
 
-    at_terminal = a.files.input is None and sys.stdin.isatty()
-    window = a.files.window or (1 if at_terminal else None)
-    search = {name: value for name, value in dataclasses.asdict(a.search).items() if value is not None}
-    if window == 1:
-        search.setdefault("batch_size", 1)
-    devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
-    choice: dict[str, Any] = {"checkpoint": a.checkpoint, "average": a.average, "devices": devices}
-    if scoring:  # which searches nothing: the run's shortlist need not be there
-        translator, scorer = None, Scorer.from_workdir(a.workdir, **choice, **search, shortlist="")
-    else:
-        translator = Translator.from_workdir(a.workdir, **choice, **search)
-        scorer = Scorer(translator.models, translator.tokenizer, translator.config, devices=devices)
-    _check_against_model(a, translator, scorer, read)
-
-    def stream(records: Iterable[Record]) -> Iterable[list[Translation]]:
-        if translator is None:
-            pairs, numbers = tee(records)
-            found = scorer.score(((r.text, r.target) for r in pairs), numbers=(r.number + 1 for r in numbers), window=window)
-            return ([scored] for scored in found)
-        return translator.stream((record.request() for record in records), num_hypotheses=a.results.nbest, window=window)
-
-    start, best = time.perf_counter(), []
-    done, said = 0, start
-    with _open(path, a, scorer, group_size=shape.group_size) as output:
+    models = _Models.load(a, config)
+    _check_against_model(a, models, read)
+    start = time.perf_counter()
+    with _open(path, a, models, group_size=shape.group_size) as output:
         if output.kept:
             logger.info("%d sentences were there already.", output.kept)
-        records = UntilFault(_checked(islice(read(), output.kept, None), translator))
-        results = paired(records, stream)
-        aligner = scorer if a.results.alignments else None
-        for record, translations, alignments in aligned(results, aligner, layer=a.results.alignment_layer, window=window):
-            output.write(shape.lines(record, translations, alignments))
-            if references is not None:
-                best.append(translations[0].text)
-            done, now = done + 1, time.perf_counter()
-            if now - said > _SECONDS_BETWEEN_REPORTS:
-                said = now
-                logger.info("%d lines in %.0f s.", done, now - start)
-        if records.fault is not None:
-            raise records.fault  # what came before it is written
-    if translator is not None and translator.num_failed:
-        logger.warning("%d lines could not be translated; their output is empty.", translator.num_failed)
-    if scorer.num_failed:
-        logger.warning("%d lines were too long to be scored; their figure is nan.", scorer.num_failed)
-    if translator is not None and translator.num_split:
-        logger.warning("%d lines were translated in parts.", translator.num_split)
-    num_compiled = scorer.num_compiled + (translator.engine.num_compiled if translator is not None else 0)
-    logger.info("%.1f s; %d programs compiled.", time.perf_counter() - start, num_compiled)
+        written = _written(islice(read(), output.kept, None), output, shape, models)
+        best = [text for text in written if references is not None]
+    models.report()
+    logger.info("%.1f s; %d programs compiled.", time.perf_counter() - start, models.num_compiled)
     if references is not None:
         print(bleu(best, references, tokenize=tokenize), file=sys.stderr)
         print(chrf(best, references), file=sys.stderr)
-        if translator is not None and translator.config.shortlist:
+        if models.translator is not None and models.translator.config.shortlist:
             requests = [record.request() for record in read()]
-            _compare(translator, requests, references, tokenize, nbest=a.results.nbest, devices=devices)
+            _compare(models.translator, requests, references, tokenize, nbest=a.results.nbest, devices=models.devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Models:
+    """What translates, if given targets are not scored, and what scores and aligns, if anything is to be."""
+
+    translator: Translator | None
+    scorer: Scorer | None
+    devices: Sequence[jax.Device]
+    results: Results
+    window: int | None
+    """Records read before the first of them is answered; None: what suits the batch."""
+
+    @classmethod
+    def load(cls, a: Arguments, config: Config) -> _Models:
+        at_terminal = a.files.input is None and sys.stdin.isatty()
+        window = a.files.window or (1 if at_terminal else None)
+        search = {name: value for name, value in dataclasses.asdict(a.search).items() if value is not None}
+        if window == 1:
+            search.setdefault("batch_size", 1)
+        if search.get("method", config.decoding.method) == "sample":
+            search.setdefault("beam_size", a.results.nbest)
+        devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
+        which: dict[str, Any] = {"checkpoint": a.checkpoint, "average": a.average, "devices": devices}
+        translator = scorer = None
+        if a.evaluation.score is not None:  # nothing is searched: the run's shortlist need not be there
+            scorer = Scorer.from_workdir(a.workdir, **which, **search, shortlist="")
+        else:
+            translator = Translator.from_workdir(a.workdir, **which, **search)
+            if a.results.alignments:
+                scorer = Scorer(translator.models, translator.tokenizer, translator.config, devices=devices)
+        return cls(translator, scorer, devices, a.results, window)
+
+    @property
+    def loaded(self) -> Translator | Scorer:
+        """One of them, for what both know: config, parameters, tokenizer."""
+        found = self.translator or self.scorer
+        assert found is not None
+        return found
+
+    def answers(self, records: Iterable[Record]) -> Iterable[list[Translation]]:
+        """For each record its translations, best first; or its target, scored."""
+        if self.translator is not None:
+            requests = (record.request() for record in records)
+            return self.translator.stream(requests, num_hypotheses=self.results.nbest, window=self.window)
+        assert self.scorer is not None
+        pairs, numbers = tee(records)
+        found = self.scorer.score(
+            ((r.text, r.target) for r in pairs), numbers=(r.number + 1 for r in numbers), window=self.window
+        )
+        return ([scored] for scored in found)
+
+    def checked(self, records: Iterable[Record]) -> Iterator[Record]:
+        """The records; ``UserError`` at one whose prefix cannot be forced."""
+        for record in records:
+            if record.prefix and self.translator is not None:
+                self.translator.prefix_pieces(record.request())
+            yield record
+
+    @property
+    def num_compiled(self) -> int:
+        of_translator = 0 if self.translator is None else self.translator.engine.num_compiled
+        return of_translator + (0 if self.scorer is None else self.scorer.num_compiled)
+
+    def report(self) -> None:
+        """Log what did not go as it should."""
+        if self.translator is not None and self.translator.num_failed:
+            logger.warning("%d lines could not be translated; their output is empty.", self.translator.num_failed)
+        if self.scorer is not None and self.scorer.num_failed:
+            logger.warning("%d lines were too long to be scored; their figure is nan.", self.scorer.num_failed)
+        if self.translator is not None and self.translator.num_split:
+            logger.warning("%d lines were translated in parts.", self.translator.num_split)
+
+
+def _written(records: Iterable[Record], output: ResumableFile | Stream, shape: Output, models: _Models) -> Iterator[str]:
+    """Answers the records, writes the answers as they come, and gives the text of the best of each that is written."""
+    start = said = time.perf_counter()
+    sound = UntilFault(models.checked(records))
+    results = paired(sound, models.answers)
+    aligner = models.scorer if models.results.alignments else None
+    layer = models.results.alignment_layer
+    answers = aligned(results, aligner, layer=layer, window=models.window)
+    for done, (record, translations, alignments) in enumerate(answers, 1):
+        output.write(shape.lines(record, translations, alignments))
+        yield translations[0].text
+        now = time.perf_counter()
+        if now - said > _SECONDS_BETWEEN_REPORTS:
+            said = now
+            logger.info("%d lines in %.0f s.", done, now - start)
+    if sound.fault is not None:
+        raise sound.fault  # what came before it is written
 
 
 def _compare(
@@ -199,31 +252,20 @@ def _check_for_purpose(a: Arguments) -> None:
             raise UserError(f"--{name.replace('_', '-')} is given with --score, which searches nothing; leave it out.")
 
 
-def _check_against_model(
-    a: Arguments, translator: Translator | None, scorer: Scorer, read: Callable[[], Iterable[Record]]
-) -> None:
+def _check_against_model(a: Arguments, models: _Models, read: Callable[[], Iterable[Record]]) -> None:
     """Refuse what this model cannot do, before the output file is touched."""
-
-    if a.results.nbest > scorer.config.beam_size:
-        expected = f"expected 1 to decoding.beam_size = {scorer.config.beam_size}"
-        raise UserError(f"num_hypotheses is {a.results.nbest}; {expected}.")
-    if scorer.config.method != "sample":
+    config = models.loaded.config
+    if a.results.nbest > config.beam_size:
+        raise UserError(f"num_hypotheses is {a.results.nbest}; expected 1 to decoding.beam_size = {config.beam_size}.")
+    if config.method != "sample":
         for name in ("temperature", "top_k", "top_p", "seed"):
             if (value := getattr(a.search, name)) is not None:
                 raise UserError(f"{name} is {value} without sampling; expected --method sample with it.")
-    if a.results.alignments:
-        scorer.align_pieces([], layer=a.results.alignment_layer)  # is there such a layer?
+    if models.scorer is not None and a.results.alignments:
+        models.scorer.align_pieces([], layer=a.results.alignment_layer)  # is there such a layer?
     if a.files.input is not None and a.files.format == "jsonl":
-        for _ in _checked(read(), translator):
+        for _ in models.checked(read()):
             pass
-
-
-def _checked(records: Iterable[Record], translator: Translator | None) -> Iterator[Record]:
-    """The records; ``UserError`` at one whose prefix cannot be forced."""
-    for record in records:
-        if record.prefix and translator is not None:
-            translator.prefix_pieces(record.request())
-        yield record
 
 
 def _config(workdirs: tuple[str, ...]) -> Config:
@@ -238,22 +280,23 @@ def _config(workdirs: tuple[str, ...]) -> Config:
     return config
 
 
-def _open(path: str | Path | None, a: Arguments, scorer: Scorer, *, group_size: int) -> ResumableFile | Stream:
+def _open(path: str | Path | None, a: Arguments, models: _Models, *, group_size: int) -> ResumableFile | Stream:
 
     if path is None:
         return Stream(sys.stdout.buffer)
     if Path(path).exists() and not Path(path).is_file():
         return Stream(open(path, "wb"))  # a device or a named pipe
+    model = models.loaded
     settings: dict[str, Any] = {"task": "translate" if a.evaluation.score is None else "score"}
-    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist": scorer.config.shortlist}
-    settings |= dataclasses.asdict(scorer.config)
+    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist": model.config.shortlist}
+    settings |= dataclasses.asdict(model.config)
     for name, file_name in contents.items():
         if file_name:
             with open(file_name, "rb") as file:
                 settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
     settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
     settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(a.results)
-    settings |= {"model": fingerprint(scorer.parameters), "tokenizer": scorer.tokenizer.fingerprint}
+    settings |= {"model": fingerprint(model.parameters), "tokenizer": model.tokenizer.fingerprint}
     # Of a pipe it could not be told whether it is the same again.
     keep_progress = a.files.part is not None or (a.files.resume and a.files.input is not None)
     return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)
