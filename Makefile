@@ -14,11 +14,11 @@ demo: $(VENV)/.installed  ## train on number names for a few minutes, then trans
 
 test: lint types unit  ## what CI runs
 
-lint: $(VENV)/.installed-compare
+lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-types: $(VENV)/.installed-compare
+types: $(VENV)/.installed
 	$(VENV)/bin/mypy
 
 unit: $(VENV)/.installed-compare

@@ -153,6 +153,15 @@ def test_dropout_needs_a_key_and_is_repeatable() -> None:
     np.testing.assert_array_equal(dropped, run(model, source, target, dropout_key=jax.random.key(1)))
 
 
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "feed_forward_dropout"])
+def test_each_dropout_drops_by_itself(rate: str) -> None:
+    model, source, target = build(**{"dropout": 0.0, rate: 0.5}), tokens(1, 5), tokens(1, 6)
+    dropped = run(model, source, target, dropout_key=jax.random.key(1))
+    assert not np.allclose(dropped, run(model, source, target))
+    assert not np.allclose(dropped, run(model, source, target, dropout_key=jax.random.key(2)))
+    np.testing.assert_array_equal(run(build(dropout=0.0), source, target), run(model, source, target))
+
+
 def test_sinusoids() -> None:
     table = sinusoidal_positions(50, 8)
     np.testing.assert_allclose(table[7, 0], np.sin(7), rtol=1e-6)

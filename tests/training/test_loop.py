@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from runs import ONE, command, entries, final_state, no_evaluation, tiny, wait_for
 
-from transformer_jax.config import BatchConfig, Config, DataConfig, OptimizerConfig, PairsConfig, TokenizerConfig
+from transformer_jax.config import BatchConfig, Config, DataConfig, MeshConfig, OptimizerConfig, PairsConfig, TokenizerConfig
 from transformer_jax.config_files import from_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import complete_steps
 from transformer_jax.training.checkpoint import Checkpoints
+from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.workdir import claimed
 
@@ -81,6 +82,40 @@ def test_eight_devices_see_the_same_batches_and_losses(finished: Path, tmp_path:
     several, one = entries(tmp_path / "run"), entries(finished)[:12]
     np.testing.assert_allclose([e["loss"] for e in several], [e["loss"] for e in one], rtol=1e-5)
     assert [e["source_fill"] for e in several] == [e["source_fill"] for e in one]
+
+
+def test_parameters_split_over_devices_change_nothing(finished: Path, tmp_path: Path) -> None:
+    """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2: figures are those of one device."""
+    config = dataclasses.replace(whole(), mesh=MeshConfig(fsdp=2, tensor=2))
+    train(dataclasses.replace(config, training=dataclasses.replace(config.training, steps=20)), tmp_path / "run")
+    summary = train(config, tmp_path / "run")
+    for kind, name in (("train", "loss"), ("dev", "dev_loss"), ("dev", "dev_bleu")):
+        several, one = ([entry[name] for entry in entries(folder, kind)] for folder in (tmp_path / "run", finished))
+        at_20 = len(several) - len(one) if kind == "dev" else 0  # the first of the two runs evaluated its last step
+        np.testing.assert_allclose(several[:1] + several[1 + at_20 :], one, rtol=1e-4)
+    assert summary["test"]["bleu"] == json.loads((finished / "summary.json").read_text())["test"]["bleu"]
+
+
+def test_entries_of_several_steps_are_their_means(finished: Path, tmp_path: Path) -> None:
+    train(no_evaluation(whole(steps=12, log_every=4)), tmp_path / "run", devices=ONE)
+    single, several = entries(finished)[:12], entries(tmp_path / "run")
+    assert [entry["step"] for entry in several] == [4, 8, 12]
+    for group, entry in zip((single[:4], single[4:8], single[8:]), several, strict=True):
+        losses = [each["loss"] for each in group]
+        assert min(losses) < entry["loss"] < max(losses)  # weighted by tokens
+        np.testing.assert_allclose(entry["loss"], np.mean(losses), rtol=2e-2)
+
+
+def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
+    """Though later ones push the others out."""
+    config = tiny(steps=8, eval_every=2, checkpoint_every=2, keep_checkpoints=1, average=1, select_by="bleu")
+    bleus = iter([3.0, 9.0, 1.0, 5.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluator, "dev", lambda self, parameters, number: ({"dev_loss": 1.0, "dev_bleu": next(bleus)}, ""))
+        patch.setattr(Evaluator, "test", lambda self, workdir, checkpoint: ({}, ""))
+        summary = train(config, tmp_path / "run", devices=ONE)
+    assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]
 
 
 def test_sigterm_saves_and_tells_how_to_go_on(finished: Path, tmp_path: Path) -> None:

@@ -130,6 +130,36 @@ def test_a_bad_step_leaves_the_moving_average_alone() -> None:
     chex.assert_trees_all_equal(state.ema, before)
 
 
+def test_gradients_are_clipped_to_a_global_norm() -> None:
+    """Seen in Adam's first moment: its update alone does not tell how large a gradient was."""
+    parameters = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(5)}
+    gradient = {"a": jnp.full((2, 2), 3.0), "b": jnp.full(5, 4.0)}
+    norm = np.sqrt(4 * 9 + 5 * 16)
+    for clip_norm, scale in ((0.0, 1.0), (2.0, 2.0 / norm), (1e3, 1.0)):
+        optimizer = make_optimizer(OptimizerConfig(clip_norm=clip_norm, beta1=0.9), 16)
+        _, state = optimizer.update(gradient, optimizer.init(parameters), parameters)
+        [moment] = [part.mu for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")]
+        chex.assert_trees_all_close(moment, jax.tree.map(lambda g, s=scale: 0.1 * s * g, gradient), rtol=1e-5)
+
+
+def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
+    """Parameters and Adam's moments stay float32."""
+    low = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="bfloat16"))
+    (low_state, low_metrics), (_, metrics) = (
+        programs(each).train_step(programs(each).init(), batch()) for each in (low, CONFIG)
+    )
+    np.testing.assert_allclose(low_metrics.sums.loss, metrics.sums.loss, rtol=1e-2)
+    np.testing.assert_allclose(low_metrics.gradient_norm, metrics.gradient_norm, rtol=0.1)
+    floats = [leaf for leaf in jax.tree.leaves(low_state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert len(floats) > 60 and all(leaf.dtype == jnp.float32 for leaf in floats)
+
+
+def test_remat_gives_the_same_gradients() -> None:
+    remat = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, remat=True))
+    (state, _), (plain, _) = (programs(each).train_step(programs(each).init(), batch()) for each in (remat, CONFIG))
+    chex.assert_trees_all_close(state.optimizer, plain.optimizer, rtol=1e-4, atol=1e-6)
+
+
 def test_weight_decay_acts_on_matrices_only() -> None:
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, attention_bias=True, tie_embeddings="none"))
     ones = jax.tree.map(lambda p: np.ones(p.shape, np.float32), programs(config).abstract_state.parameters)
