@@ -1,5 +1,6 @@
 """Properties of the sources: every line arrives once and aligned; every fault names its file and line."""
 
+import dataclasses
 import gzip
 import importlib
 import io
@@ -65,6 +66,12 @@ def test_text_in_several_files_some_packed(tmp_path):
     assert read(config, tmp_path) == expected
     limited = PairsConfig(kind="text", source=config.source, target=config.target, limit=7)
     assert read(limited, tmp_path) == expected[:7]
+
+
+def test_a_file_that_is_named_twice_counts_twice(tmp_path):
+    config = text(tmp_path, b"a\nb\n", b"A\nB\n")
+    twice = dataclasses.replace(config, source=config.source * 2, target=config.target * 2)
+    assert read(twice, tmp_path) == [("a", "A"), ("b", "B")] * 2
 
 
 def test_reading_streams(tmp_path):
