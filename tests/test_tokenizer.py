@@ -231,3 +231,18 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
 def test_wrong_user_defined_symbols(symbols):
     with pytest.raises(UserError, match="user_defined_symbols is .* expected distinct words without white space"):
         TokenizerConfig(user_defined_symbols=symbols)
+
+
+@pytest.mark.parametrize(("algorithm", "joint"), KINDS)
+def test_a_vocabulary_grows_by_symbols(algorithm, joint):
+    """At its end: old text is cut as before, new symbols are whole, and those that are there are not put in again."""
+    old = train(algorithm, joint, user_defined_symbols=("<2de>",))
+    new = old.with_symbols(("<2fr>", "<2de>", "<BT>"))
+    assert (new.source_vocab_size, new.target_vocab_size) == (old.source_vocab_size + 2, old.target_vocab_size + 2)
+    assert new.encode_source(SOURCES) == old.encode_source(SOURCES) and new.encode_target(TARGETS) == old.encode_target(TARGETS)
+    [tagged], [plain] = new.encode_source(["<2fr> <BT> one hundred"]), old.encode_source(["one hundred"])
+    assert [id_ for id_ in tagged if id_ >= old.source_vocab_size] == [old.source_vocab_size, old.source_vocab_size + 1]
+    assert tagged[-len(plain) :] == plain
+    assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
+    with pytest.raises(UserError, match=r"which the vocabulary has as an ordinary piece; expected another name"):
+        old.with_symbols(old.source_pieces([9]))

@@ -155,7 +155,8 @@ class TokenizerConfig:
     """Unicode normalisation before segmentation; `_cf` also folds case; identity leaves text as it is."""
     user_defined_symbols: tuple[str, ...] = ()
     """Pieces that are never cut and need not occur in the training text: tags such as <2de>, placeholders. What a line begins
-    with of them is repeated before each of its parts when it is too long and translated in parts."""
+    with of them is repeated before each of its parts when it is too long and translated in parts. A vocabulary that is there
+    already (tokenizer.model, training.start_from) grows by those that it lacks."""
     max_training_sentences: int = 5_000_000
     """Sentences (evenly spread over the text) that SentencePiece learns from."""
     sampling: float = 0.0
@@ -183,12 +184,6 @@ class TokenizerConfig:
         distinct &= not {"<pad>", "<s>", "</s>", "<unk>"} & set(symbols)
         expected = "distinct words without white space, and none of <pad>, <s>, </s>, <unk>, which are there already"
         _require(distinct, "tokenizer.user_defined_symbols", symbols, expected)
-        _require(
-            not (symbols and self.model),
-            "tokenizer.user_defined_symbols",
-            symbols,
-            "none with tokenizer.model, which has its own",
-        )
 
 
 @dataclass(frozen=True)

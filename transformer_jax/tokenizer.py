@@ -55,7 +55,8 @@ class Tokenizer:
         Raises ``UserError`` where the text is empty or does not support ``config.vocab_size`` pieces.
         """
         if config.model:
-            return cls(_with_special_ids(_read_model(Path(config.model), "tokenizer.model")))
+            model = _with_special_ids(_read_model(Path(config.model), "tokenizer.model"))
+            return cls(model).with_symbols(config.user_defined_symbols)
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
@@ -73,6 +74,15 @@ class Tokenizer:
         if (directory / _SOURCE).exists() and (directory / _TARGET).exists():
             return cls(_read_model(directory / _SOURCE), _read_model(directory / _TARGET))
         raise UserError(f"No tokenizer in {str(directory)!r}; expected {_JOINT}, or {_SOURCE} and {_TARGET}.")
+
+    def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
+        """This tokenizer, with those of ``symbols`` that it lacks as further pieces at the end; all others keep their ids.
+
+        They are like ``TokenizerConfig.user_defined_symbols``: text is never cut through them.
+        """
+        grown = [None if model is None else _with_symbols(model, symbols) for model in (self.source_model, self.target_model)]
+        assert grown[0] is not None
+        return Tokenizer(grown[0], grown[1])
 
     def save(self, directory: str | Path) -> None:
         """Write the model files; each of them appears whole or not at all."""
@@ -279,6 +289,29 @@ def _with_special_ids(model: bytes) -> bytes:
     spec = result.trainer_spec
     spec.pad_id, spec.bos_id, spec.eos_id, spec.unk_id = PAD_ID, BOS_ID, EOS_ID, UNK_ID
     spec.unk_piece, spec.vocab_size = names[3], len(result.pieces)
+    return result.SerializeToString()
+
+
+def _with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
+    processor = _processor(model)
+    size, proto = _imported_size(processor) or processor.vocab_size(), model_proto(processor)
+    known = {piece.piece: piece for piece in proto.pieces[:size]}
+    missing = [symbol for symbol in symbols if symbol not in known]
+    plain = [symbol for symbol in symbols if symbol in known and known[symbol].type != known[symbol].USER_DEFINED]
+    if plain:
+        raise UserError(
+            f"tokenizer.user_defined_symbols has {plain[0]!r}, which the vocabulary has as an ordinary piece; expected another "
+            "name."
+        )
+    if not missing:
+        return model
+    new_piece = type(proto.pieces[0])
+    result = type(proto)()
+    result.CopyFrom(proto)
+    del result.pieces[size:]
+    result.pieces.extend(new_piece(piece=symbol, type=new_piece.USER_DEFINED) for symbol in missing)
+    result.pieces.extend(piece for piece in proto.pieces[size:] if piece.piece not in missing)
+    result.trainer_spec.vocab_size = size + len(missing)
     return result.SerializeToString()
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from runs import ONE, no_evaluation, tiny
 
-from transformer_jax.config import Config, ModelConfig, PairsConfig
+from transformer_jax.config import Config, ModelConfig, PairsConfig, TokenizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.saved_model import load_model
 from transformer_jax.tokenizer import Tokenizer
@@ -54,6 +54,24 @@ def test_the_first_step_has_the_other_runs_parameters_and_tokenizer(general: Pat
         chex.assert_trees_all_equal(state.ema, expected)
     assert int(state.step) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
     assert Tokenizer.load(tmp_path / "run").fingerprint == Tokenizer.load(general).fingerprint
+
+
+def test_the_vocabulary_grows_by_new_tags(general: Path, tmp_path: Path) -> None:
+    """Old pieces keep their parameters; a new one begins as the mean of all."""
+    config = _own_text(tmp_path, general)
+    (tmp_path / "source").write_text("<2en> eins zwei\n" * 60)
+    config = dataclasses.replace(config, tokenizer=TokenizerConfig(vocab_size=150, user_defined_symbols=("<2en>",)))
+    with claimed(tmp_path / "run", config):
+        run = Run(config, tmp_path / "run", ONE)
+        state, _ = run._start()
+        run.close()
+    old, new = _parameters(general)["target_embedding"]["matrix"], state.parameters["target_embedding"]["matrix"]
+    np.testing.assert_array_equal(new[:-1], old)
+    np.testing.assert_allclose(new[-1], old.mean(axis=0), rtol=1e-5)
+    assert train(config, tmp_path / "run", devices=ONE)["steps"] == 4
+    tokenizer = Tokenizer.load(tmp_path / "run")
+    assert tokenizer.source_pieces([len(old)]) == ["<2en>"] and len(old) in tokenizer.encode_source(["<2en> eins"])[0]
+    assert load_model(tmp_path / "run")[0].model.vocab_size == len(old) + 1
 
 
 def test_one_checkpoint_of_another_run(general: Path, tmp_path: Path) -> None:

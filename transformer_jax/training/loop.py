@@ -266,7 +266,7 @@ class Run:
         if self.config.training.start_from:
             folder = local_workdir(self.config.training.start_from)
             names = from_first(lambda: [str(path.relative_to(folder)) for path in start_checkpoints(self.config)])
-            parameters = jax.tree.map(np.asarray, load_parameters([folder / name for name in names]))
+            parameters = jax.tree.map(_grown, load_parameters([folder / name for name in names]), places)
             log.info("Beginning with the parameters of %s.", self.config.training.start_from)
             return place(parameters, jax.tree.map(lambda place: place.sharding, places))
         imported = self.checkpoints.imported_parameters(places)
@@ -472,3 +472,10 @@ class Run:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+
+def _grown(values: Any, place: jax.ShapeDtypeStruct) -> np.ndarray:
+    """A parameter, with rows for pieces that the vocabulary has got since: the mean of those that were there."""
+    values_VD = np.asarray(values)
+    new = np.broadcast_to(values_VD.mean(axis=0), (place.shape[0] - len(values_VD), *place.shape[1:]))
+    return np.concatenate([values_VD, new])

@@ -149,7 +149,7 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     # Before the first checkpoint the text may still be corrected.
     tokenizer = None
     if config.training.start_from:
-        tokenizer = Tokenizer.load(start_checkpoints(config)[0])
+        tokenizer = Tokenizer.load(start_checkpoints(config)[0]).with_symbols(config.tokenizer.user_defined_symbols)
     elif config.tokenizer.model:
         tokenizer = Tokenizer.train([], config.tokenizer)  # no text is needed
     if tokenizer is not None:
