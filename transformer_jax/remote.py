@@ -86,8 +86,9 @@ class RemoteWorkdir:
             return True
         for step in here:
             if step not in there or not self._same_manifest(step):
-                (checkpoints / f"{step:08d}" / _MANIFEST).unlink()  # from now on no checkpoint, however far deleting gets
-                shutil.rmtree(checkpoints / f"{step:08d}", ignore_errors=True)
+                gone = checkpoints / checkpoint_name(step)
+                (gone / _MANIFEST).unlink()  # from now on no checkpoint, however far deleting gets
+                shutil.rmtree(gone, ignore_errors=True)
         for step in set(there) - set(self._steps_here()):
             self._get_checkpoint(step)
         prefix = f"{self._root}/"
@@ -106,7 +107,7 @@ class RemoteWorkdir:
         for step in here:
             if step in there and self._same_manifest(step):
                 continue
-            folder = f"checkpoints/{step:08d}"
+            folder = f"checkpoints/{checkpoint_name(step)}"
             if self._store.exists(f"{self._root}/{folder}"):  # another one, or what a copy that was cut short left
                 self._store.rm(f"{self._root}/{folder}", recursive=True)
             names = [str(path.relative_to(self.folder)) for path in (self.folder / folder).rglob("*") if path.is_file()]
@@ -122,8 +123,8 @@ class RemoteWorkdir:
             if not (self.folder / path.rpartition("/")[2]).exists():
                 self._store.rm(path)
         for step in set(there) - set(here):
-            self._store.rm(f"{self._root}/checkpoints/{step:08d}/{_MANIFEST}")
-            self._store.rm(f"{self._root}/checkpoints/{step:08d}", recursive=True)
+            self._store.rm(f"{self._root}/checkpoints/{checkpoint_name(step)}/{_MANIFEST}")
+            self._store.rm(f"{self._root}/checkpoints/{checkpoint_name(step)}", recursive=True)
 
     def _small_files(self) -> list[str]:
         """What is here beside checkpoints and corpora, hidden files aside."""
@@ -138,12 +139,12 @@ class RemoteWorkdir:
         return steps_of(map(str, self.folder.glob(f"checkpoints/*/{_MANIFEST}")))
 
     def _same_manifest(self, step: int) -> bool:
-        name = f"checkpoints/{step:08d}/{_MANIFEST}"
+        name = f"checkpoints/{checkpoint_name(step)}/{_MANIFEST}"
         return self._store.cat_file(f"{self._root}/{name}") == (self.folder / name).read_bytes()
 
     def _get_checkpoint(self, step: int) -> None:
         prefix = f"{self._root}/"
-        names = [path.removeprefix(prefix) for path in self._store.find(f"{self._root}/checkpoints/{step:08d}")]
+        names = [path.removeprefix(prefix) for path in self._store.find(f"{self._root}/checkpoints/{checkpoint_name(step)}")]
         for name in sorted(names, key=lambda name: (name.endswith(f"/{_MANIFEST}"), name)):
             self._get(name)
 
@@ -157,6 +158,11 @@ class RemoteWorkdir:
 
     def _put(self, name: str) -> None:
         self._store.put_file(str(self.folder / name), f"{self._root}/{name}")
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a step's checkpoint, in ``checkpoints``."""
+    return f"{step:08d}"
 
 
 def steps_of(manifests: Iterable[str]) -> list[int]:

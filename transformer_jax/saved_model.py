@@ -28,7 +28,7 @@ from transformer_jax.config import Config
 from transformer_jax.config_files import from_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.remote import local_workdir, steps_of
+from transformer_jax.remote import checkpoint_name, local_workdir, steps_of
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def load_model(
     # How to decode may have changed since the checkpoint was saved.
     config = dataclasses.replace(_config_of(chosen[0]), decoding=_config_now(chosen[0], workdir).decoding)
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)[0]
-    return config, nnx.merge(graph, load_parameters(chosen)), Tokenizer.load(chosen[0])
+    return config, nnx.merge(graph, jax.tree.map(jnp.asarray, load_parameters(chosen))), Tokenizer.load(chosen[0])
 
 
 def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint: str | int = "last") -> list[Path]:
@@ -87,7 +87,7 @@ def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint:
 
 def load_parameters(paths: Sequence[Path]) -> Any:
     """The mean of the parameters (with ``optimizer.ema_decay``: of their moving averages) in these checkpoints' folders, a
-    nested dict."""
+    nested dict of NumPy arrays."""
     model = _config_of(paths[0]).model
     abstract = nnx.eval_shape(lambda: nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param))
     shapes = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(abstract))  # restored as NumPy arrays
@@ -115,11 +115,11 @@ def _config_now(checkpoint: Path, workdir: Path) -> Config:
 
 
 def mean_parameters(trees: Iterable[Any]) -> Any:
-    """Mean of trees of arrays, taken one at a time; leaves are on the default device."""
+    """Mean of trees of NumPy arrays, taken one at a time."""
     total, count = None, 0
     for tree in trees:
         total, count = (tree if total is None else jax.tree.map(np.add, total, tree)), count + 1
-    return jax.tree.map(lambda x: jnp.asarray(x / np.float32(count)), total)
+    return jax.tree.map(lambda x: x / np.float32(count), total)
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -183,7 +183,7 @@ def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
     if checkpoint == "last":
         step = steps[-1]
     elif checkpoint == "best":
-        newest = next(_whole([folder / f"{step:08d}" for step in reversed(steps)], skip_damaged=True), None)
+        newest = next(_whole([folder / checkpoint_name(step) for step in reversed(steps)], skip_damaged=True), None)
         # With none whole, loading the newest will tell what is wrong with it.
         step = steps[-1] if newest is None else json.loads((newest / "progress.json").read_text()).get("best_step")
         if step not in steps:
@@ -193,8 +193,8 @@ def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
         step = int(checkpoint) if str(checkpoint).isdigit() else None
     if step not in steps:
         raise UserError(f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}.")
-    before = [folder / f"{s:08d}" for s in reversed(steps) if s < step]
-    return [folder / f"{step:08d}", *filter(is_regular, before)]
+    before = [folder / checkpoint_name(s) for s in reversed(steps) if s < step]
+    return [folder / checkpoint_name(step), *filter(is_regular, before)]
 
 
 def _whole(paths: list[Path], *, skip_damaged: bool) -> Iterator[Path]:

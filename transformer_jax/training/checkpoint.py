@@ -18,6 +18,7 @@ from transformer_jax.config import Config
 from transformer_jax.config_files import from_json, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.processes import from_first, is_first
+from transformer_jax.remote import checkpoint_name
 from transformer_jax.saved_model import DamagedError, complete_steps, is_imported, is_regular, verify, write_manifest
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.step import Parameters, TrainState
@@ -50,7 +51,7 @@ class Checkpoints:
         """
         self.wait()
         step = int(state.step)
-        path = self.folder / f"{step:08d}{_SAVING}"
+        path = self.folder / (checkpoint_name(step) + _SAVING)
         self.last_saved = step
         parts = {"parameters": state.parameters, "rest": _rest(state)}
         if state.ema is not None:
@@ -73,7 +74,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint that training saved, oldest first."""
-        return [step for step in complete_steps(self.folder) if not is_imported(self.folder / f"{step:08d}")]
+        return [step for step in complete_steps(self.folder) if not is_imported(self.folder / checkpoint_name(step))]
 
     def restore_latest(self, abstract_state: TrainState) -> tuple[TrainState, Progress] | None:
         """The newest checkpoint that is whole, placed on devices as ``abstract_state`` says; None if training saved none.
@@ -83,7 +84,7 @@ class Checkpoints:
         step = from_first(self._newest_whole)
         if step is None:
             return None
-        path = self.folder / f"{step:08d}"
+        path = self.folder / checkpoint_name(step)
         progress = json.loads((path / "progress.json").read_text())
         progress.pop("regular", None)  # of the checkpoint, not of the loop
         self.last_saved, self._best_step = step, progress.get("best_step")
@@ -97,7 +98,7 @@ class Checkpoints:
 
     def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
         """The parameters that ``save_imported`` left to begin with, placed as ``abstract_parameters`` says, if it did."""
-        path = self.folder / f"{0:08d}"
+        path = self.folder / checkpoint_name(0)
         if not (path / "manifest.json").exists() or not is_imported(path):
             return None
         try:
@@ -127,14 +128,14 @@ class Checkpoints:
     def _newest_whole(self) -> int | None:
         steps = self.steps()
         for step in reversed(steps):
-            path = self.folder / f"{step:08d}"
+            path = self.folder / checkpoint_name(step)
             try:
                 verify(path)
             except DamagedError as error:
                 log.warning("Checkpoint %s is damaged (%s); trying the one before it.", path, error)
                 continue
             # Only now: with all of them renamed, the next start would find none and begin anew.
-            for damaged in (self.folder / f"{later:08d}" for later in steps if later > step):
+            for damaged in (self.folder / checkpoint_name(later) for later in steps if later > step):
                 aside = damaged.with_suffix(".damaged")
                 shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
                 damaged.rename(aside)
@@ -167,11 +168,11 @@ class Checkpoints:
         steps = self.steps()
         if best_step in steps:  # not if its own save failed: then the best before it stays
             self._best_step = best_step
-        regular = [step for step in steps if is_regular(self.folder / f"{step:08d}")]
+        regular = [step for step in steps if is_regular(self.folder / checkpoint_name(step))]
         kept = {*regular[-self._config.training.keep_checkpoints :], steps[-1], self._best_step}
         for step in steps:
             if step not in kept:
-                _delete(self.folder / f"{step:08d}")
+                _delete(self.folder / checkpoint_name(step))
 
     def _discard(self, path: Path, error: Exception) -> None:
         if is_first():
@@ -183,7 +184,7 @@ class Checkpoints:
 
 def save_imported(workdir: Path, config: Config, tokenizer: Tokenizer, parameters: Parameters) -> None:
     """Make a work directory whose training begins with ``parameters`` (nested dict of arrays) instead of random ones."""
-    path = workdir.absolute() / "checkpoints" / f"{0:08d}"
+    path = workdir.absolute() / "checkpoints" / checkpoint_name(0)
     path.mkdir(parents=True)
     (path / "progress.json").write_text(json.dumps({"imported": True}, indent=2))
     ocp.save_checkpointables(path / "state", {"parameters": jax.tree.map(jnp.asarray, parameters)})

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -85,7 +84,7 @@ class Evaluator:
         parameters = load_parameters([workdir / "checkpoints" / name for name in names])
         shardings = jax.tree.map(lambda s: s.sharding, self._programs.abstract_state.parameters)
         pairs = self.test_pairs
-        translations, score = self._translate(place(jax.tree.map(np.asarray, parameters), shardings), pairs)
+        translations, score = self._translate(place(parameters, shardings), pairs)
         chrf = evaluation.chrf(translations, [target for _, target in pairs])
         exact = sum(ours == target for ours, (_, target) in zip(translations, pairs, strict=True)) / len(pairs)
         values = {

@@ -474,8 +474,7 @@ class Run:
                 signal.signal(number, handler)
 
 
-def _grown(values: Any, place: jax.ShapeDtypeStruct) -> np.ndarray:
+def _grown(values_VD: np.ndarray, place: jax.ShapeDtypeStruct) -> np.ndarray:
     """A parameter, with rows for pieces that the vocabulary has got since: the mean of those that were there."""
-    values_VD = np.asarray(values)
     new = np.broadcast_to(values_VD.mean(axis=0), (place.shape[0] - len(values_VD), *place.shape[1:]))
     return np.concatenate([values_VD, new])
