@@ -70,7 +70,7 @@ class Corpus:
         return self.lengths(0, self.num_pairs)[1]
 
     def lengths(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Those of pairs start to stop alone: source and target, int32 [K, stop - start], EOS counted."""
+        """Source and target lengths of the pairs from start to stop, each int32 [K, stop - start], EOS counted."""
         sides = np.empty((2, self.num_samples, stop - start), np.int32)
         for side, offsets in zip(sides, (self.source_offsets, self.target_offsets)):
             for v in range(self.num_samples):

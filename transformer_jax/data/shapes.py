@@ -26,7 +26,7 @@ class LengthCounts(NamedTuple):
 
 
 def count_lengths(corpus: Corpus, start: int, stop: int) -> list[LengthCounts]:
-    """Those of pairs start to stop in each segmentation; reads their lengths once, a block at a time."""
+    """Histograms of the pairs from start to stop in each segmentation; reads their lengths once, a block at a time."""
     histograms = [np.zeros((1, 1), np.int64) for _ in range(corpus.num_samples)]
     for block in range(start, stop, _BLOCK):
         for v, (s_N, t_N) in enumerate(zip(*corpus.lengths(block, min(block + _BLOCK, stop)), strict=True)):

@@ -22,7 +22,7 @@ class History(NamedTuple):
 
 
 def history_of(state: SearchState, eos_id: int) -> History:
-    """That of every beam of every sentence: R = B * W."""
+    """What every beam of every sentence has written: R = B * W rows."""
     B, W, L = state.tokens_BWL.shape
     return History(
         state.tokens_BWL.reshape(B * W, L), jnp.repeat(state.position_B, W), jnp.repeat(forced_pieces(state, eos_id), W)
@@ -72,7 +72,7 @@ class Constraints:
         return (*never, eos_id) if self.min_length and eos_id not in never else never
 
     def allowed(self, ids_RC: Array, history: History, *, eos_id: int, pad_id: int) -> Array:
-        """May these pieces come next in their row, as far as not their history but their names and the position decide?"""
+        """Whether ``suppress``, PAD and ``min_length`` allow each of these pieces as the next one of its row."""
         ok_RC = (history.position_R[:, None] >= self.min_length) | (ids_RC != eos_id)
         for never in self.forbidden(eos_id=eos_id, pad_id=pad_id):
             if never != eos_id or eos_id in self.suppress:

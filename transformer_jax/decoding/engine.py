@@ -403,7 +403,7 @@ def _hypotheses(
 
 
 def _programs(longest: int, batch_size: int) -> tuple[Program, ...]:
-    """Lengths 16, 24, 32, 48, 64, 96, ... and the longest, by the power of 4 that, times 128, holds them."""
+    """A program for the lengths 16, 24, 32, ..., 128, one for those up to 512, one up to 2,048, ..., to the longest."""
     lengths = sorted({min(padded_length(length, 16), longest) for length in range(1, longest + 1)})
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
     return tuple(Program(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)

@@ -25,8 +25,8 @@ class Files:
     join: bool = False
     """Write --output from all its parts; nothing is translated."""
     window: int | None = None
-    """Lines read before the first of them is answered; 1: each at once, for a program that waits for it. Default: 1 at a
-    terminal, otherwise 100 batches."""
+    """Lines that are read, then translated, at a time; 1 for a program that waits for each answer. Default: 1 at a terminal,
+    otherwise 100 batches."""
 
 
 @dataclass(frozen=True)

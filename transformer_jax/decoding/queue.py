@@ -76,9 +76,9 @@ def search_queue(
 ) -> tuple[QueueResult, Cache]:
     """Search the first ``counts_M[m]`` sentences of every block m in ``batch_size`` rows; none gets what depends on another.
 
-    ``start_cache(inputs)`` makes a cache of a block, ``replace_rows(cache, rows_R, fresh)`` puts R fresh rows into one of B
-    rows (nowhere where ``rows_R`` is B), and so into ``cache``, whose rows hold nothing yet. It is given back for the next
-    queue, as large caches are best made once and donated. Every leaf of a cache has the rows as its first axis. A block is
+    ``start_cache(inputs)`` makes a cache of a block. ``replace_rows(cache, rows_R, fresh)`` puts its R rows into those of a
+    cache of B rows; an index of B is ignored. ``cache``, whose rows hold nothing yet, is filled that way and given back for
+    the next queue, as large caches are best made once and donated. Every leaf of a cache has the rows as its first axis. A block is
     best a good deal smaller than B, as it is encoded whole, however few sentences begin it. ``attention`` and
     ``source_length`` are those of ``beam_search``.
 

@@ -130,9 +130,9 @@ def empty_cache(
 ) -> DecoderCache:
     """A cache with room for ``max_length`` steps, given each layer's projected memory: (keys, values), [B, S, H, K].
 
-    What later steps would append is dropped, and nothing says so.
+    What later steps would append is dropped without an error.
 
-    With ``source_room`` above S it has the shape, and gives the results to the last bit on a CPU, of one for sources that long.
+    ``source_room`` above S pads the memory to that many source positions; results stay the same, on a CPU to the last bit.
     """
     batch = source_mask_BS.shape[0]
     padding = max(0, source_room - source_mask_BS.shape[1])

@@ -86,6 +86,7 @@ def _sums_and_gradients(
     *,
     gradients: bool,
 ) -> tuple[LossSums, _Gradients | None]:
+    assert not (r_drop and len(target_BT) % 2), "R-Drop wants each sentence pair twice, one after the other"
     on_device = partial(_on_device, label_smoothing=label_smoothing, max_logits=max_logits, r_drop=r_drop, gradients=gradients)
     if mesh is None:
         return on_device(hidden_BTD, matrix_VD, target_BT, bias_V)

@@ -142,7 +142,7 @@ def write_config(workdir: Path, config: Config) -> None:
 def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one trained on the text.
 
-    ``tokenizer.origin`` says what it is of.
+    ``tokenizer.origin`` has the fingerprint of the text, or of the tokenizer, that it comes from.
     """
     if has_tokenizer(workdir) and complete_steps(workdir / "checkpoints"):
         return Tokenizer.load(workdir)
