@@ -78,8 +78,8 @@ def search_queue(
 
     ``start_cache(inputs)`` makes a cache of a block. ``replace_rows(cache, rows_R, fresh)`` puts its R rows into those of a
     cache of B rows; an index of B is ignored. ``cache``, whose rows hold nothing yet, is filled that way and given back for
-    the next queue, as large caches are best made once and donated. Every leaf of a cache has the rows as its first axis. A block is
-    best a good deal smaller than B, as it is encoded whole, however few sentences begin it. ``attention`` and
+    the next queue, as large caches are best made once and donated. Every leaf of a cache has the rows as its first axis. A
+    block is best a good deal smaller than B, as it is encoded whole, however few sentences begin it. ``attention`` and
     ``source_length`` are those of ``beam_search``.
 
     Three loops, one in the other, so that none holds a branch through which caches would be copied: the outer one encodes a

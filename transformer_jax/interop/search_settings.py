@@ -17,8 +17,8 @@ def length_limits(config: Config) -> tuple[int, int]:
 def search_notes(config: Config, library: str, *, limit: str = "", long_lines: str = "cuts them off") -> list[str]:
     """Where the search of ``library`` cannot be that of ours, though it gets the same settings.
 
-    ``limit``: the limit of a translation's length there, in words, if it is not a number of pieces. ``long_lines``: what becomes
-    of too long a source there.
+    ``limit``: the limit of a translation's length there, in words, if it is not a number of pieces. ``long_lines``: what
+    becomes of too long a source there.
     """
     decoding = config.decoding
     longest_source, longest_target = length_limits(config)
