@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from typing import Any
+
+from transformer_jax.program import run_program
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C), 141 (nobody reads the output)."""
-    # Imports stand where they are needed: --help and wrong flags answer at once, and Ctrl-C is quiet from the start.
-    try:
-        import tyro
-
-        from transformer_jax.decoding.flags import Arguments
-        from transformer_jax.program import run_program
-
-        arguments = tyro.cli(Arguments, args=argv, config=(tyro.conf.OmitArgPrefixes,))
-    except KeyboardInterrupt:
-        return 130
-
-    def work() -> None:
-        from transformer_jax.decoding.job import run_job
-
-        run_job(arguments)
-
-    status = run_program(work)
+    status = run_program(lambda: _decode(argv))
     signal.setitimer(signal.ITIMER_REAL, 0)  # see _insist_on_ctrl_c
     return status
+
+
+def _decode(argv: list[str] | None) -> None:
+    # Imports stand where they are needed: --help and wrong flags answer at once, and Ctrl-C is quiet from the start.
+    import tyro
+
+    from transformer_jax.decoding.flags import Arguments
+
+    name = Path(sys.argv[0]).name
+    arguments = tyro.cli(Arguments, prog=name, args=argv, config=(tyro.conf.OmitArgPrefixes,))
+    from transformer_jax.decoding.job import run_job
+
+    run_job(arguments)
 
 
 def run() -> None:

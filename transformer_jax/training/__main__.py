@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -36,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(argv: list[str]) -> int:
     path, config = config_in_flags(argv)
-    arguments = tyro.cli(Arguments, args=argv, default=Arguments(tyro.MISSING, path, settings=config))
+    default = Arguments(tyro.MISSING, path, settings=config)
+    arguments = tyro.cli(Arguments, prog=Path(sys.argv[0]).name, args=argv, default=default)
     # After the flags, so that --help answers at once.
     from transformer_jax.processes import is_first, start
 
