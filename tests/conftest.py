@@ -5,14 +5,17 @@ import os
 import shutil
 import signal
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
-# Compiling is most of what the tests do. Less optimisation and XLA's older, plainer code generator take a third of the time and
-# change no arithmetic they rely on.
+# Compiling is most of what the tests do. Less optimisation and XLA's older, plainer code generator (which jaxlib 0.11 has no
+# more) take a third of the time and change no arithmetic they rely on.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 # What was compiled is kept for what is compiled again: the same step made anew, and the programs that tests start. Each worker
 # has a folder of its own, which goes with it: JAX writes without a lock, and with a size limit, which brings one, slowly.

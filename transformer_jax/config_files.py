@@ -82,10 +82,11 @@ def load_config_file(path: str | Path) -> Config:
     try:
         config = module.get_config()
     except TypeError as error:  # most often a misspelt field
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        said = str(error).partition(". Did you mean")[0]  # Python 3.13 has a hint of its own
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
         near = difflib.get_close_matches(unknown[1], _FIELDS, n=1) if unknown else []
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise UserError(f"Config file {str(path)!r}: {error}.{hint}") from error
+        raise UserError(f"Config file {str(path)!r}: {said}.{hint}") from error
     if not isinstance(config, Config):
         raise UserError(f"get_config() of {str(path)!r} returned {type(config).__name__}; expected a transformer_jax Config.")
     return config

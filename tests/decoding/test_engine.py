@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import jax
@@ -18,7 +19,8 @@ from transformer_jax.model.transformer import Transformer
 VOCAB = 40
 MODEL = ModelConfig(vocab_size=VOCAB, d_model=16, d_ff=32, num_heads=2, num_layers=1, tie_embeddings="none", dtype="float32")
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=16, batch_size=4)
-USERS_CODE_GENERATOR = {"xla_cpu_use_fusion_emitters": True}  # conftest.py takes it from the tests, as it compiles slowly
+# conftest.py takes it from the tests, as it compiles slowly
+USERS_CODE_GENERATOR = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}
 SENTENCES = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + i % 11).tolist(), seed=i) for i in range(30)]
 
 
