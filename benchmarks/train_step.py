@@ -23,7 +23,7 @@ from transformer_jax.config import Config
 from transformer_jax.config_files import load_config_file
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.loader import load
+from transformer_jax.data.loader import load_batches
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.metrics import environment, peak_memory_bytes
 from transformer_jax.training.step import make_programs
@@ -59,7 +59,7 @@ def _measure(config: Config, mesh: jax.sharding.Mesh, plan: BatchPlan, steps: in
     programs = make_programs(config, mesh)
     state = jax.block_until_ready(programs.init())
     compile_seconds = {}
-    with load(plan, sharding=batch_sharding(mesh), start=0, stop=steps) as batches:
+    with load_batches(plan, sharding=batch_sharding(mesh), start=0, stop=steps) as batches:
         for batch in batches:  # every shape that will occur, compiled and run once
             shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
             if shape not in compile_seconds:
@@ -68,7 +68,7 @@ def _measure(config: Config, mesh: jax.sharding.Mesh, plan: BatchPlan, steps: in
                 compile_seconds[shape] = time.perf_counter() - begin
                 state, _ = jax.block_until_ready(programs.train_step(state, batch))
     step_seconds, source_tokens, target_tokens, positions = [], 0.0, 0.0, 0
-    with load(plan, sharding=batch_sharding(mesh), start=0, stop=steps) as batches:
+    with load_batches(plan, sharding=batch_sharding(mesh), start=0, stop=steps) as batches:
         begin = last = time.perf_counter()
         pending = None
         for batch in batches:

@@ -1,5 +1,6 @@
 """The benchmarks run; what they measure is not for a test to say."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from flax import nnx
 
@@ -165,3 +167,8 @@ def test_model_flops_of_single_tokens_agree_with_a_count_by_hand() -> None:
     # One token: per layer 4 + 4 products D x D and 2 products D x F a side, attention over one position; the softmax.
     by_hand = 2 * ((4 + 4 + 4) * 16 * 16 + 4 * 16 * 32 + 3 * 2 * 16 + 16 * 50)
     assert model_flops(ones, ones, job) == 3 * 3 * by_hand
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_every_benchmark_is_importable(path: Path) -> None:
+    importlib.import_module(f"benchmarks.{path.stem}")

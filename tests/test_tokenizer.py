@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformer_jax.config import PairsConfig, TokenizerConfig
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
+from transformer_jax.interop.vocabulary import with_ids
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 
 PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=2000)))
@@ -246,3 +247,21 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
     assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
     with pytest.raises(UserError, match=r"which the vocabulary has as an ordinary piece; expected another name"):
         old.with_symbols(old.source_pieces([9]))
+
+
+def test_an_imported_vocabulary_grows_by_symbols():
+    """Tags of both kinds stand before each part of a long line; a tag that is there already is left as it is."""
+    plain = train("unigram", True)
+    pieces = [*plain.source_pieces(range(plain.source_vocab_size)), ">>deu<<"]
+    imported = Tokenizer(with_ids(plain.source_model, pieces, "source.spm"))
+    assert imported.imported
+    grown = imported.with_symbols(("<2fr>", ">>deu<<"))
+    deu, fr = len(pieces) - 1, len(pieces)
+    assert grown.imported and grown.source_vocab_size == len(pieces) + 1
+    assert (
+        grown.encode_source(["one hundred"]) == imported.encode_source(["one hundred"]) == plain.encode_source(["one hundred"])
+    )
+    for line, tags in ((">>deu<< one", [deu]), ("<2fr> one", [fr]), (">>deu<< <2fr> one", [deu, fr])):
+        tag, rest = grown.source_tag(line)
+        assert [id_ for id_ in tag if id_ >= deu] == tags and rest.strip() == "one"
+        assert [id_ for id_ in grown.encode_source([line])[0] if id_ >= deu] == tags

@@ -151,13 +151,12 @@ class Tokenizer:
     def source_tag(self, line: str) -> tuple[list[int], str]:
         """The pieces of what ``line`` begins with and all its parts need, and the rest of the line.
 
-        That is a tag like ``>>deu<<`` of an imported model, or any of ``tokenizer.user_defined_symbols``.
+        That is a tag like ``>>deu<<`` of an imported model, and any of ``tokenizer.user_defined_symbols``.
         """
-        if self.imported:
-            return _split_tag(self._source, line)
+        tag, rest = _split_tag(self._source, line) if self.imported else ([], line)
         symbols = _symbols(self._source)
-        found = symbols and symbols.match(line)
-        return (self.encode_source([found[0]])[0], line[found.end() :]) if found else ([], line)
+        found = symbols and symbols.match(rest)
+        return (tag + self.encode_source([found[0]])[0], rest[found.end() :]) if found else (tag, rest)
 
     def decode_source(self, ids: Iterable[int]) -> str:
         """Text of one sequence of source pieces; PAD, BOS and EOS are left out."""
@@ -297,7 +296,7 @@ def _with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
     size, proto = _imported_size(processor) or processor.vocab_size(), model_proto(processor)
     known = {piece.piece: piece for piece in proto.pieces[:size]}
     missing = [symbol for symbol in symbols if symbol not in known]
-    plain = [symbol for symbol in symbols if symbol in known and known[symbol].type != known[symbol].USER_DEFINED]
+    plain = [symbol for symbol in symbols if symbol in known and known[symbol].type == known[symbol].NORMAL]
     if plain:
         raise UserError(
             f"tokenizer.user_defined_symbols has {plain[0]!r}, which the vocabulary has as an ordinary piece; expected another "

@@ -198,6 +198,10 @@ def test_a_save_that_was_cut_off_before_it_had_its_name_counts(
     (folder / "00000002" / "manifest.json").unlink()
     assert int(Checkpoints(tmp_path, config, tokenizer).restore_latest(run.abstract_state)[0].step) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["00000001", "00000002"]
+    shutil.copytree(folder / "00000002", folder / "00000002.replaced")
+    (folder / "00000002").rename(folder / "00000002.saving")
+    assert Checkpoints(tmp_path, config, tokenizer).steps() == [1, 2]
+    assert sorted(path.name for path in folder.iterdir()) == ["00000001", "00000002"]
 
 
 def test_a_step_that_is_saved_again_is_there_until_the_new_one_is_whole(

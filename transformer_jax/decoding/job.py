@@ -103,7 +103,7 @@ class _Models:
         search = {name: value for name, value in dataclasses.asdict(a.search).items() if value is not None}
         if window == 1:
             search.setdefault("batch_size", 1)
-        if search.get("method", config.decoding.method) == "sample":
+        if a.search.method == "sample" and config.decoding.method == "beam":  # whose beam_size says nothing of samples
             search.setdefault("beam_size", a.results.nbest)
         devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
         which: dict[str, Any] = {"checkpoint": a.checkpoint, "average": a.average, "devices": devices}

@@ -68,9 +68,12 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the save under way, if any, is on disk."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if self._pending is not None:
+            try:
+                self._pending.result()
+            finally:
+                if self._pending.done():  # not if Ctrl-C cut the waiting short
+                    self._pending = None
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint that training saved, oldest first."""
@@ -114,7 +117,7 @@ class Checkpoints:
             if path.suffix == _SAVING and whole:  # stopped just before it had its name
                 _publish(path)
             elif path.suffix == _REPLACED or (not whole and (path.suffix == _SAVING or path.name.isdigit())):
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # it may have gone when another one was given its name
 
     def _begin(self, path: Path, progress: Progress) -> None:
         """All of a checkpoint but its arrays."""
