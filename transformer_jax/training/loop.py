@@ -204,7 +204,7 @@ class Run:
             if pending is not None:
                 self._look_at(*pending, meter, batches)
             self.watchdog.enter("last save", f"saving step {step}")
-            self.checkpoints.wait()  # here a second signal does not cut it short
+            self.checkpoints.wait()  # here, where a second SIGTERM does not cut it short
         return self._finish(step, state, progress)
 
     def close(self) -> None:
