@@ -281,14 +281,11 @@ def _with_special_ids(model: bytes) -> bytes:
     special = [pieces.pop(name, new_piece(piece=name)) for name in names]
     for piece, kind in zip(special, (*[new_piece.CONTROL] * 3, new_piece.UNKNOWN), strict=True):
         piece.type = kind
-    result = type(proto)()
-    result.CopyFrom(proto)
-    del result.pieces[:]
-    result.pieces.extend([*special, *pieces.values()])
-    spec = result.trainer_spec
+    del proto.pieces[:]
+    proto.pieces.extend([*special, *pieces.values()])
     spec.pad_id, spec.bos_id, spec.eos_id, spec.unk_id = PAD_ID, BOS_ID, EOS_ID, UNK_ID
-    spec.unk_piece, spec.vocab_size = names[3], len(result.pieces)
-    return result.SerializeToString()
+    spec.unk_piece, spec.vocab_size = names[3], len(proto.pieces)
+    return proto.SerializeToString()
 
 
 def _with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
@@ -305,13 +302,12 @@ def _with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
     if not missing:
         return model
     new_piece = type(proto.pieces[0])
-    result = type(proto)()
-    result.CopyFrom(proto)
-    del result.pieces[size:]
-    result.pieces.extend(new_piece(piece=symbol, type=new_piece.USER_DEFINED) for symbol in missing)
-    result.pieces.extend(piece for piece in proto.pieces[size:] if piece.piece not in missing)
-    result.trainer_spec.vocab_size = size + len(missing)
-    return result.SerializeToString()
+    beyond = [piece for piece in proto.pieces[size:] if piece.piece not in missing]  # of an imported model
+    del proto.pieces[size:]
+    proto.pieces.extend(new_piece(piece=symbol, type=new_piece.USER_DEFINED) for symbol in missing)
+    proto.pieces.extend(beyond)
+    proto.trainer_spec.vocab_size = size + len(missing)
+    return proto.SerializeToString()
 
 
 def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> deque[tuple[str, str]]:

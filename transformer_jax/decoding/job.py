@@ -209,7 +209,6 @@ def _compare(
 
 def _check_flags(a: Arguments) -> None:
     """Refuse what cannot be meant, before anything is read."""
-
     files, evaluation = a.files, a.evaluation
     if not a.workdir and not files.join:
         raise UserError("--workdir is missing; expected a work directory written by train.py.")
@@ -237,7 +236,6 @@ def _check_flags(a: Arguments) -> None:
 
 def _check_for_purpose(a: Arguments) -> None:
     """Refuse flags that would change nothing."""
-
     results, evaluation, files = a.results, a.evaluation, a.files
     for name, is_given, other, is_there in (
         ("--alignment-layer", results.alignment_layer != -1, "--alignments", results.alignments is not None),
@@ -270,7 +268,6 @@ def _check_against_model(a: Arguments, models: _Models, read: Callable[[], Itera
 
 def _config(workdirs: tuple[str, ...]) -> Config:
     """The first run's; every run must be there."""
-
     for workdir in workdirs:
         if not (Path(workdir) / "config.json").is_file():
             raise UserError(f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py.")
@@ -281,7 +278,6 @@ def _config(workdirs: tuple[str, ...]) -> Config:
 
 
 def _open(path: str | Path | None, a: Arguments, models: _Models, *, group_size: int) -> ResumableFile | Stream:
-
     if path is None:
         return Stream(sys.stdout.buffer)
     if Path(path).exists() and not Path(path).is_file():

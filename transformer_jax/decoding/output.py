@@ -94,7 +94,6 @@ class Output:
 
 def without_fields(text: str, names: set[str]) -> str:
     """A JSON object without the fields of these names; of the others not a letter changes."""
-
     read, kept = json.JSONDecoder().raw_decode, []
     field = _BEFORE_FIELD.match(text)
     while field:
