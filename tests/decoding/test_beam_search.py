@@ -238,6 +238,20 @@ def test_two_stage_top_k_equals_lax(width, k, values):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+@pytest.mark.parametrize("forbidden", [(0, 7), tuple(range(0, 40, 2))])
+@pytest.mark.parametrize("values", [5, 1_000_000])
+def test_top_k_passes_over_what_is_forbidden(backend, forbidden, values, monkeypatch):
+    """In whichever way: in few chunks, among the first few, or by a copy in which the forbidden are the lowest."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    x = np.random.default_rng(values).integers(values, size=(6, 3001)).astype(np.float32)
+    x[:3, list(forbidden)] = 2 * values
+    ours = top_k(jnp.asarray(x), 8, allowed=lambda ids: ~jnp.isin(ids, jnp.array(forbidden)), num_forbidden=len(forbidden))
+    x[:, list(forbidden)] = -1
+    for mine, theirs in zip(ours, jax.lax.top_k(x, 8), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_length_divisor_is_that_of_the_paper():
     np.testing.assert_allclose(length_divisor(jnp.array([1, 7, 25]), 0.6), [1.0, 2**0.6, 5**0.6], rtol=1e-6)
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import hlo
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.model.alignment import cross_attention_weights
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, with_cast_weights
 
 VOCAB = 40
 MODEL = ModelConfig(vocab_size=VOCAB, d_model=16, d_ff=32, num_heads=2, num_layers=1, tie_embeddings="none", dtype="float32")
@@ -62,6 +63,40 @@ def test_the_same_in_any_company():
     assert shuffled == [whole[i] for i in order]
     assert [engine.search([sentence], num_hypotheses=2)[0] for sentence in sentences[:12]] == whole[:12]
     assert engine.num_compiled == 2
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_what_accelerators_do_otherwise_finds_the_same(backend, monkeypatch):
+    """Other blocks of the caches, another top-k, caches that are not kept: run on a CPU."""
+    config = DecodingConfig(**{**vars(CONFIG), "batch_size": 8, "max_source_length": 144, "min_length": 2})
+    sentences = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist()) for i in range(20)]
+    expected = Engine([make_model(0)], config).search(sentences)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    engine = Engine([make_model(0)], config)
+    found = engine.search(sentences)
+    assert not engine._caches
+    assert pieces(found) == pieces(expected)
+    np.testing.assert_allclose(*([its[0].log_prob for its in each] for each in (found, expected)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_search_in_bfloat16_converts_its_weights_once(tied):
+    """Before its loops, embeddings excepted; the model stays what it was to the last bit."""
+    shape = {**vars(MODEL), "vocab_size": 56, "num_layers": 2, "dtype": "bfloat16", "tie_embeddings": "all" if tied else "none"}
+    model = Transformer(ModelConfig(**shape), rngs=nnx.Rngs(0))
+    engine = Engine([model], CONFIG)
+    program = engine.lowered(engine.programs[0]).as_text()
+    loops = program.index("stablehlo.while")
+    matrix = re.compile(r"stablehlo.convert %\S+ : \(tensor<((?:\d+x)+)f32>\) -> tensor<\1bf16>")
+    weights = {"56x16x", "16x2x8x", "2x8x16x", "16x32x", "32x16x", "32x"}  # softmax, attention's, feed-forward's, its bias
+    converted = [(found.group(1), found.start()) for found in matrix.finditer(program) if found.group(1) in weights]
+    assert {shape for shape, _ in converted} == weights
+    assert all(place < loops for _, place in converted)
+
+    cast = with_cast_weights(model)
+    assert cast.target_embedding.matrix.dtype == np.float32  # a lookup is not rounded before it is scaled
+    source, target = (np.random.default_rng(i).integers(4, 56, (3, 7)) for i in range(2))
+    np.testing.assert_array_equal(*(jax.jit(each)(source, target) for each in (model, cast)))
 
 
 def test_scores_are_those_of_the_models_forward_pass():
@@ -198,19 +233,12 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
     caches = batch * 2 * 2 * 8 * (length * beam + 24) * 2 * 4  # layers, heads, widths, positions, keys and values, bytes
     assert memory.alias_size_in_bytes >= caches  # they stay where they are given, and besides the logits
     assert memory.temp_size_in_bytes < caches + batch * beam * vocab * 4  # nothing as large is held
-    bodies = {text.split()[0]: text for text in re.split(r"\n(?=%|ENTRY)", program) if not text.startswith("ENTRY")}
-    calls = {name: {called for called in re.findall(r"%[\w.\-]+", text) if called in bodies} for name, text in bodies.items()}
-    steps = {name for name, text in bodies.items() if re.search(rf"f32\[{batch * beam},{vocab}\]", text) and "dot" in text}
-    assert steps  # the computations that the inner loop consists of, and those that they call
-    while called := set().union(*(calls[name] for name in steps)) - steps:
-        steps |= called
-
-    blocks = {f"f32[{batch},2,{slots * beam},8]" for slots in (16, 16, length - 32)}  # of self-attention
-    blocks.add(f"f32[{batch},2,24,8]")  # of the memory
-    assert all(any(shape in bodies[name] for name in steps) for shape in blocks)
-    moves = re.compile(r"= (\S+?)\{\S* (copy|gather|transpose|concatenate|pad|select)\(")
-    moved = [(op, shape) for name in steps for shape, op in moves.findall(bodies[name]) if shape in blocks]
-    assert not moved
+    bodies, steps = hlo.computations(program), hlo.innermost_loop(program, hypotheses=batch * beam, vocab_size=vocab)
+    assert steps
+    blocks = {(batch, 2, slots * beam, 8) for slots in (16, 16, length - 32)}  # of self-attention
+    blocks.add((batch, 2, 24, 8))  # of the memory
+    assert all(any(f"f32[{','.join(map(str, shape))}]" in bodies[name] for name in steps) for shape in blocks)
+    assert not hlo.moved(program, steps, blocks)
 
     # Logits are written once, by the product that makes them; the search reads them and writes narrower things.
     wide = re.compile(rf"^  (?:ROOT )?%(\S+) = f32\[(?:{batch * beam},{vocab}|{batch},{beam},{vocab})\]\S* ([\w-]+)\(", re.M)

@@ -24,7 +24,7 @@ from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import NOT_FORCED, padded_length
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.sharding import row_shardings
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
@@ -211,11 +211,21 @@ class Engine:
                 found[index] = _hypotheses(*(x[place] for x in fetched.found))
         return found
 
-    def lowered(self, program: Program, *, num_hypotheses: int = 1) -> jax.stages.Lowered:
-        """One of ``programs``, not yet compiled: to look at, or to compile ahead."""
+    def lowered(
+        self, program: Program, *, num_hypotheses: int = 1, sharding: jax.sharding.Sharding | None = None
+    ) -> jax.stages.Lowered:
+        """One of ``programs``, not yet compiled: to look at, or to compile ahead; for ``sharding``'s devices, if given."""
         queue, counts, _ = self._queue(program, {0: Sentence([EOS_ID])})
-        caches = self._cache_shapes(program)
-        return self._search.lower(self.parameters, queue, counts, caches, program=program, num_hypotheses=num_hypotheses)
+        given = self.parameters, queue, counts, self.cache_shapes(program)
+        if sharding is not None:
+            given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given)
+        return self._search.lower(*given, program=program, num_hypotheses=num_hypotheses)
+
+    def cache_shapes(self, program: Program) -> ensemble.Caches:
+        """Of the caches of one of ``programs``: all rows of all devices."""
+        source_BS = jax.ShapeDtypeStruct((program.rows * self._shares, program.lengths[0]), jnp.int32)
+        max_length = self._longest(program.lengths[-1])
+        return jax.eval_shape(lambda source_BS: self._start_caches(program, self.models, source_BS, max_length), source_BS)
 
     def _encoded_length(self, sentence: Sentence) -> int:
         lengths = (length for program in self.programs for length in program.lengths)
@@ -271,14 +281,8 @@ class Engine:
             keep_attention=self.config.coverage_penalty > 0,
         )
 
-    def _cache_shapes(self, program: Program) -> ensemble.Caches:
-        """Of all rows of all devices."""
-        source_BS = jax.ShapeDtypeStruct((program.rows * self._shares, program.lengths[0]), jnp.int32)
-        max_length = self._longest(program.lengths[-1])
-        return jax.eval_shape(lambda source_BS: self._start_caches(program, self.models, source_BS, max_length), source_BS)
-
     def _new_caches(self, program: Program) -> ensemble.Caches:
-        shapes = self._cache_shapes(program)
+        shapes = self.cache_shapes(program)
         return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=self._rows)()
 
     def _search_queue(
@@ -318,7 +322,7 @@ class Engine:
         *,
         num_hypotheses: int,
     ) -> tuple[QueueResult, ensemble.Caches]:
-        models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters, strict=True)]
+        models = [with_cast_weights(nnx.merge(graph, each)) for graph, each in zip(self._graphs, parameters, strict=True)]
         source_room = program.lengths[-1]
         shortlisted = [] if self._shared_C is None else [ShortlistedModel(model, self._shared_C) for model in models]
 

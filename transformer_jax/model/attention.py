@@ -41,14 +41,15 @@ def attention_mask(query_segments_BT: jax.Array, key_segments_BS: jax.Array, *, 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Set a share ``rate`` of the elements to zero and scale the rest so that the mean stays; ``key=None`` does nothing.
 
-    16 random bits decide over an element, half of what a float32 Bernoulli draw costs. The rate is exact to 2^-16.
+    16 random bits decide over an element, half of what a float32 Bernoulli draw costs. The rate is exact to 2^-16. The halves
+    of the words go to the halves of the last axis: on a TPU neighbours would cost a sixth of a training step.
     """
     if key is None or rate == 0.0:
         return x
     threshold = round(rate * 65536)
     *leading, last = x.shape
     words = jax.random.bits(key, (*leading, -(-last // 2)), jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(*leading, -1)[..., :last]
+    bits = jnp.concatenate([words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)], axis=-1)[..., :last]
     return jnp.where(bits >= threshold, x * jnp.asarray(65536 / (65536 - threshold), x.dtype), jnp.zeros((), x.dtype))
 
 

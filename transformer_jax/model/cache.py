@@ -14,10 +14,12 @@ from transformer_jax.model.attention import MASKED
 
 _NOT_WRITTEN = -1
 
-# On a CPU reading the cache is what attention costs; there it comes in blocks, and those that no sentence has anything in are
-# passed over. As even those cost some operations, blocks have this size up to position 64 only; from there on each is as long
-# as all before it together. Elsewhere a branch costs more than reading.
-_CPU_BLOCK, _CPU_MEMORY_BLOCK, _CPU_EQUAL_BLOCKS = 16, 32, 64
+# Reading the cache is most of what a step's attention costs: it comes in blocks, and those that no sentence has anything in are
+# passed over. As even those cost some operations, the blocks of this size (self-attention's, cross-attention's) end at position
+# 64; from there on each is as long as all before it together. On a GPU every block would be a branch and kernels of its own for
+# each layer, which is worth it for large batches only: there all is one block.
+_BLOCKS = {"cpu": (16, 32), "tpu": (64, 64)}
+_EQUAL_BLOCKS = 64
 
 # Keys or values of consecutive positions: each [B, H, S, K] with S of the block; of self-attention [B, H, T*W, K].
 Blocks = tuple[jax.Array, ...]
@@ -136,15 +138,17 @@ def empty_cache(
     """
     batch = source_mask_BS.shape[0]
     padding = max(0, source_room - source_mask_BS.shape[1])
+    whole = max_length, source_mask_BS.shape[1] + padding
+    history_block, memory_block = _BLOCKS.get(jax.default_backend(), whole)
     source_mask_BS = jnp.pad(source_mask_BS, ((0, 0), (0, padding)))
 
     def memory(projected_BSHK: jax.Array) -> Blocks:
         x_BHSK = jnp.pad(projected_BSHK.swapaxes(1, 2), ((0, 0), (0, 0), (0, padding), (0, 0)))
-        return tuple(x_BHSK[:, :, start:stop] for start, stop in _ranges(x_BHSK.shape[2], _CPU_MEMORY_BLOCK))
+        return tuple(x_BHSK[:, :, start:stop] for start, stop in _ranges(x_BHSK.shape[2], memory_block))
 
     def history(projected_BSHK: jax.Array) -> Blocks:
         _, _, heads, width = projected_BSHK.shape
-        lengths = [stop - start for start, stop in _ranges(max_length, _CPU_BLOCK)]
+        lengths = [stop - start for start, stop in _ranges(max_length, history_block)]
         return tuple(jnp.zeros((batch, heads, length * beam_size, width), projected_BSHK.dtype) for length in lengths)
 
     return DecoderCache(
@@ -159,12 +163,11 @@ def empty_cache(
     )
 
 
-def _ranges(length: int, cpu_block: int) -> list[tuple[int, int]]:
+def _ranges(length: int, block: int) -> list[tuple[int, int]]:
     """Where blocks begin and end."""
-    block = cpu_block if jax.default_backend() == "cpu" else length
     ranges, start = [], 0
     while start < length:
-        stop = min(length, start + (block if start < _CPU_EQUAL_BLOCKS else start))
+        stop = min(length, start + (block if start < _EQUAL_BLOCKS else start))
         ranges.append((start, stop))
         start = stop
     return ranges
@@ -206,9 +209,9 @@ def attend_to_blocks(
         own_k_BHWK, own_v_BHWK = (x.swapaxes(1, 2).astype(jnp.float32) for x in own_BWHK)
         own_BH1W = (q_BHWK.astype(jnp.float32) * own_k_BHWK).sum(axis=-1)[:, :, None]
         terms.append((own_BH1W, jnp.ones_like(own_BH1W), own_v_BHWK))
-    for block in zip(keys, values, _split(mask_BHLW, keys), strict=True):
-        always = len(keys) == 1 or not terms  # one term at least, so that nothing is divided by 0
-        terms.append(attend(*block) if always else jax.lax.cond(block[2].any(), attend, pass_over, *block))
+    for number, block in enumerate(zip(keys, values, _split(mask_BHLW, keys), strict=True)):
+        # Something is in the first block as a rule; and one term there must be, so that nothing is divided by 0.
+        terms.append(attend(*block) if number == 0 else jax.lax.cond(block[2].any(), attend, pass_over, *block))
     largest, weights, values_of_terms = zip(*terms, strict=True)
     largest_NBH1W = jnp.stack(largest)
     factors_NBH1W = jnp.exp(largest_NBH1W - largest_NBH1W.max(axis=0, keepdims=True))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.attention import attention_mask, dropout
+from transformer_jax.model.attention import Projection, attention_mask, dropout
 from transformer_jax.model.cache import DecoderCache, attend_to_blocks, empty_cache, mean_weights
 from transformer_jax.model.layers import (
     DecoderLayer,
@@ -272,6 +272,21 @@ class Transformer(nnx.Module):
         if self.decoder.final_norm is not None:
             x_BWD = self.decoder.final_norm(x_BWD)
         return x_BWD, cache.append(keys, values, attention_BWS)
+
+
+def with_cast_weights(model: Transformer) -> Transformer:
+    """The same model for a loop of steps: matrices stand in the type that they are multiplied in (``compute_dtype``).
+
+    Outputs are the same to the last bit. On a GPU, XLA would convert every matrix anew in each step.
+    """
+    model = nnx.clone(model)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Projection):
+            for parameter in (module.kernel, module.bias):
+                if parameter is not None:
+                    parameter.set_value(parameter[...].astype(module.dtype))
+    model.softmax_matrix = nnx.data(nnx.Param(model.output_matrix_VD.astype(compute_dtype(model.config))))
+    return model
 
 
 def _segments(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array:

@@ -1,0 +1,196 @@
+"""Compile a recipe's training step and search for a GPU or TPU that this machine does not have.
+
+    python -m benchmarks.compile_for --device v5e:2x4 --config configs/wmt14_base.py     # pip install '.[tpu]'
+    python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py         # pip install '.[cuda]'
+
+``--device`` is a TPU topology (v5e:2x2, v6e:4x4, v5p:2x2x1, ...), h100, h200 or a100 (with :N for N of them in one machine),
+or cpu, for this machine's own. Any field of the config may be given as a flag, as with train.py. Prints one JSON object:
+
+- ``memory_mb``, of one device: what a program is given (``arguments``), what it makes in between (``temporary``), and what of
+  its results needs no room of its own (``in_place``). The first and second together are what has to fit.
+- ``flops``, of one device, as XLA counts them; a loop counts once. None where XLA does not say.
+- ``collectives``: how many, and how many MB of each type, one device hands over in a step.
+- ``copied_caches``: how often a whole block of keys or values is copied or gathered in a step of the search, which should not
+  be, and in the loops around the steps, where sentences are encoded and put into rows.
+- ``kernels_a_step``, of a GPU: what that loop launches. ``host_loops``: loops whose next turn the host decides on; all three of
+  a search, unless XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE puts them into one CUDA graph.
+
+Compilation takes one core here: a minute or three for a TPU. For a GPU nothing is tuned, since that means running kernels, and
+matrix products go to cuBLAS; on the machine itself XLA chooses among more. Nothing here is a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from benchmarks import hlo
+from transformer_jax.config import Config
+from transformer_jax.config_files import config_in_flags
+from transformer_jax.data.batching import Batch
+from transformer_jax.decoding.engine import Engine
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.program import run_program
+from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
+from transformer_jax.training.step import make_programs
+
+_GPUS = {  # compute capability, multiprocessors, shared bytes of each and of a block, GB/s, GB, GHz, L2 bytes, name
+    "a100": ((8, 0), 108, 167_936, 166_912, 2039, 80, 1.41, 41_943_040, "NVIDIA A100-SXM4-80GB"),
+    "h100": ((9, 0), 132, 233_472, 232_448, 3352, 80, 1.98, 52_428_800, "NVIDIA H100 80GB HBM3"),
+    "h200": ((9, 0), 132, 233_472, 232_448, 4800, 141, 1.98, 52_428_800, "NVIDIA H200"),
+}
+_CUDA = (12, 9)  # the oldest that JAX's GPU plugins support as a driver; CUDA graphs hold loops from 12.3 on
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compile the training step and the search for a device that need not be here."""
+
+    device: str
+    """TPU topology such as v5e:2x4, or h100, h200, a100 (h100:8 for eight of them), or cpu."""
+    config: str = ""
+    """Config file, as in configs/; without one: the paper's base model."""
+    length: int = 32
+    """Pieces of a sentence on either side, in the training batch; the rows follow from batch.tokens."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def main() -> int:
+    """Compile both programs and print what they need."""
+    return run_program(_main)
+
+
+def _main() -> int:
+    path, config = config_in_flags(sys.argv[1:])
+    arguments = tyro.cli(Arguments, default=Arguments(tyro.MISSING, path, settings=config))
+    config = arguments.settings
+    if not config.model.vocab_size:  # where a tokenizer would say
+        model = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
+        config = dataclasses.replace(config, model=model)
+    with tempfile.TemporaryDirectory() as folder:
+        platform, devices = _devices(arguments.device, Path(folder))
+        # The code asks what it runs on where CPUs, GPUs and TPUs want different things.
+        with mock.patch.object(jax, "default_backend", return_value=platform):
+            report = {
+                "device": devices[0].device_kind,
+                "devices": len(devices),
+                "train_step": _train_step(config, devices, arguments.length),
+                "search": _search(config, platform, devices[0], Path(folder)),
+            }
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
+    """The platform, and devices that programs can be compiled for but not run on."""
+    kind, _, count = name.partition(":")
+    if kind in _GPUS:
+        flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+        dumps = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*search_queue.*"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} {dumps}"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # nobody to ask
+    jax.config.update("jax_platforms", "cpu")
+    if kind == "cpu":
+        return "cpu", jax.devices()
+    try:
+        if kind in _GPUS:
+            shape = f"1x1x{count or 1}"  # partitions, machines, GPUs of each
+            topology = topologies.get_topology_desc(platform="cuda", target_config=_target(kind), topology=shape)
+            return "gpu", list(topology.devices)
+        return "tpu", list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"--device {name}: {str(error).splitlines()[0]} Expected one of {', '.join(_GPUS)}, cpu, or a TPU topology like "
+            "v5e:2x4, with JAX's package for it installed: pip install '.[cuda]' or '.[tpu]'."
+        ) from error
+
+
+def _target(name: str) -> str:
+    """A GPU as XLA's GpuTargetConfigProto, in text."""
+    (major, minor), cores, shared, shared_block, bandwidth, memory, clock, l2_cache, description = _GPUS[name]
+    driver, toolkit = f'"{_CUDA[0]}.{_CUDA[1]}.0"', f"{{ major: {_CUDA[0]} minor: {_CUDA[1]} }}"
+    return f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          fpus_per_core: {128 if major > 8 else 64} core_count: {cores} clock_rate_ghz: {clock} l2_cache_size: {l2_cache}
+          shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared_block}
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          memory_bandwidth: {bandwidth}000000000 device_memory_size: {memory}000000000
+          driver_version: {driver} kernel_mode_driver_version: {driver}
+          runtime_version: {driver} compile_time_toolkit_version: {driver}
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} runtime_version {toolkit}
+        device_description_str: "{description}"
+    """
+
+
+def _train_step(config: Config, devices: list[Any], length: int) -> dict[str, Any]:
+    mesh = make_mesh(config.mesh, devices)
+    multiple = config.batch.row_multiple
+    check_rows(mesh, multiple, config.optimizer.accumulate_steps)
+    rows = max(multiple, config.batch.tokens // length // multiple * multiple)
+    side = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=batch_sharding(mesh))
+    programs = make_programs(config, mesh)
+    lowered = programs.train_step.lower(programs.abstract_state, Batch(side, side))  # type: ignore[attr-defined]
+    compiled, figures = _compile(lowered)
+    return {
+        "rows": rows,
+        "length": length,
+        "mesh": dict(mesh.shape),
+        **figures,
+        "collectives": hlo.collectives(compiled.as_text()),
+    }
+
+
+def _search(config: Config, platform: str, device: Any, folder: Path) -> dict[str, Any]:
+    """On one device: searches on several are as many of these."""
+    engine = Engine([Transformer(config.model, rngs=nnx.Rngs(0))], config.decoding)
+    program = engine.programs[0]
+    compiled, figures = _compile(engine.lowered(program, sharding=SingleDeviceSharding(device)))
+    text, hypotheses = compiled.as_text(), program.rows * config.decoding.beam_size
+    step = hlo.innermost_loop(text, hypotheses=hypotheses, vocab_size=config.model.vocab_size)
+    blocks = {x.shape for x in jax.tree.leaves(engine.cache_shapes(program)) if len(x.shape) == 4}
+    loops = {name for name in hlo.computations(text) if "fused" not in name}  # what is fused is written nowhere
+    copied = {"a_step": len(hlo.moved(text, loops & step, blocks)), "a_hand_over": len(hlo.moved(text, loops - step, blocks))}
+    figures |= {"rows": program.rows, "longest_source": program.lengths[-1], "copied_caches": copied}
+    if platform == "gpu":
+        figures |= hlo.launches(next(folder.glob("*search_queue*thunk_sequence_after_thunk_passes.txt")).read_text())
+    return figures
+
+
+def _compile(lowered: Any) -> tuple[Any, dict[str, Any]]:
+    begin = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - begin
+    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    return compiled, {
+        "compile_seconds": round(seconds, 1),
+        "memory_mb": {
+            "arguments": round(memory.argument_size_in_bytes / 1e6, 2),
+            "temporary": round(memory.temp_size_in_bytes / 1e6, 2),
+            "in_place": round(memory.alias_size_in_bytes / 1e6, 2),
+        },
+        "flops": costs.get("flops"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Compiling ahead for other devices: the report, and what is read from a compiled program's text."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import compile_for, hlo
+
+
+def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
+    flags = {"vocab-size": 64, "d-model": 16, "d-ff": 32, "num-heads": 2, "num-layers": 1}
+    model = [part for name, value in flags.items() for part in (f"--model.{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["compile_for", "--device", "cpu", "--batch.tokens", "2560", "--length", "80", *model])
+    assert compile_for.main() == 0
+    report = json.loads(capsys.readouterr().out)
+    step, search = report["train_step"], report["search"]
+    assert (report["devices"], step["rows"], step["length"], step["mesh"]["data"]) == (8, 32, 80, 8)
+    parameters = 64 * 16 + (4 + 8) * 16 * 16 + 2 * (2 * 16 * 32 + 32 + 16) + 5 * 2 * 16
+    assert 0 <= step["memory_mb"]["arguments"] - 3 * 4 * parameters / 1e6 < 0.01  # with two moments of Adam's
+    # Every gradient is summed over the devices; that of the matrix for softmax and both embeddings comes in three parts.
+    assert 0 <= step["collectives"]["all-reduce f32"]["mb"] - 4 * (parameters + 2 * 64 * 16) / 1e6 < 0.002
+    assert search["copied_caches"].keys() == {"a_step", "a_hand_over"}  # the tests' own XLA flags bring copies
+    assert search["rows"] == 32
+
+
+@pytest.mark.parametrize("device", ["h3000", "v9:2x2"])
+def test_a_device_that_is_none(device, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compile_for", "--device", device])
+    assert compile_for.main() == 2
+    assert f"--device {device}" in capsys.readouterr().err
+
+
+THUNKS = """\
+000: kCommandBuffer [source       | next=022 (1)]
+    001: kCustomKernel [source | sink] before grid: [1, 1, 1]
+022: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+    023: kCustomKernel [source | sink] more
+  body:
+    000: kCommandBuffer [source       | next=953 (1) ]
+        024: kCustomKernel [source | sink] encode
+    953: kWhile         [prev=000 (1) | next=1252 (1)]
+condition:
+        954: kCustomKernel [source | sink] go_on
+      body:
+        000: kCommandBuffer [source | sink]
+            955: kCublasLtMatmul [source | sink] kCublasLtMatmul
+            956: kCopy [source | sink] kCopy
+        957: kCustomKernel [source | sink] after
+    958: kCustomKernel [source | sink] collect
+"""
+
+
+def test_launches_of_the_innermost_loop():
+    assert hlo.launches(THUNKS) == {"kernels_a_step": 4, "host_loops": 2}  # its condition's, too
+    one_graph = "000: kCommandBuffer [source | sink]\n" + "".join(f"    {line}\n" for line in THUNKS.splitlines()[2:])
+    assert hlo.launches(one_graph)["host_loops"] == 0
+
+
+def test_collectives_count_what_devices_hand_over():
+    program = """
+ENTRY %main () -> f32[] {
+  %a = (f32[200,300]{1,0}, bf16[8000]{0}) all-reduce(%x, %y), to_apply=%sum
+  %b = f32[5000]{0} all-reduce-start(%z), to_apply=%sum
+  %c = f32[1000]{0} all-gather(%z), dimensions={0}
+}
+"""
+    assert hlo.collectives(program) == {
+        "all-gather f32": {"count": 1, "mb": 0.004},
+        "all-reduce bf16": {"count": 1, "mb": 0.016},
+        "all-reduce f32": {"count": 2, "mb": 0.26},
+    }
