@@ -1,7 +1,9 @@
 """Devices as a mesh, and where parameters and batches live on it.
 
 Three axes: ``data`` splits the batch; ``fsdp`` splits the batch and also every large parameter with its optimizer state;
-``tensor`` splits heads and d_ff. The arithmetic is the same for any sizes; XLA adds the communication.
+``tensor`` splits heads and d_ff. The arithmetic is the same for any sizes; XLA adds the communication. For a step's duration
+parameters are whole along ``fsdp`` (``gathered``): told only where they are kept, XLA would split what layers compute as well,
+and hand that around.
 """
 
 from __future__ import annotations
@@ -98,6 +100,17 @@ def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """A NamedSharding for each leaf of a pytree of parameters, or of optimizer state that repeats their paths."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf.shape, mesh), state)
+
+
+def gathered(parameters: Any, mesh: Mesh) -> Any:
+    """The parameters under ``jit``, whole along ``fsdp``, as each device computes with them on its rows of a batch."""
+
+    def sharding(path: tuple[Any, ...], leaf: jax.Array) -> NamedSharding:
+        return NamedSharding(
+            mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in _sharding(path, leaf.shape, mesh).spec))
+        )
+
+    return jax.lax.with_sharding_constraint(parameters, jax.tree_util.tree_map_with_path(sharding, parameters))
 
 
 def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import hlo
 from transformer_jax.config import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
@@ -61,6 +62,22 @@ def test_losses_are_those_of_one_device(mesh: tuple[int, int, int], on_one_devic
     np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
     kernel = state.parameters["encoder"]["layers"][0]["feed_forward"]["inner"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // (mesh[1] * mesh[2])
+
+
+@pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)], ids=str)
+def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
+    """What crosses them is parameters and gradients; of a batch it is what the embeddings' gradient needs, not every layer."""
+    model = dataclasses.replace(CONFIG.model, vocab_size=256, d_model=64, d_ff=256, num_layers=2)
+    config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(*mesh))
+    run = programs(config, 8)
+
+    def crossing_mb(rows: int) -> float:
+        side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
+        program = run.train_step.lower(run.abstract_state, Batch(side, side)).compile()  # type: ignore[attr-defined]
+        return sum(figures["mb"] for figures in hlo.collectives(program.as_text()).values())
+
+    layer_mb = (512 - 64) / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
+    assert crossing_mb(512) - crossing_mb(64) < layer_mb
 
 
 def test_fsdp_leaves_each_device_its_share() -> None:
