@@ -55,7 +55,7 @@ _GPUS = {  # compute capability, multiprocessors, shared bytes of each and of a 
     "h100": ((9, 0), 132, 233_472, 232_448, 3352, 80, 1.98, 52_428_800, "NVIDIA H100 80GB HBM3"),
     "h200": ((9, 0), 132, 233_472, 232_448, 4800, 141, 1.98, 52_428_800, "NVIDIA H200"),
 }
-_CUDA = (12, 9)  # the oldest that JAX's GPU plugins support as a driver; CUDA graphs hold loops from 12.3 on
+_CUDA = (12, 9)  # assumed of driver and toolkit; CUDA graphs hold matrix products and loops from 12.3 on
 
 
 @dataclass(frozen=True)
