@@ -4,7 +4,8 @@
     python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py         # pip install '.[cuda]'
 
 ``--device`` is a TPU topology (v5e:2x2, v6e:4x4, v5p:2x2x1, ...), h100, h200 or a100 (with :N for N of them in one machine),
-or cpu, for this machine's own. Any field of the config may be given as a flag, as with train.py. Prints one JSON object:
+or cpu, for this machine's own. Any field of the config may be given as a flag, as with train.py; the vocabulary is taken to be
+as large as ``tokenizer.vocab_size`` asks. Prints one JSON object:
 
 - ``memory_mb``, of one device: what a program is given (``arguments``), what it makes in between (``temporary``), and what of
   its results needs no room of its own (``in_place``). The first and second together are what has to fit.
@@ -79,10 +80,9 @@ def main() -> int:
 def _main() -> int:
     path, config = config_in_flags(sys.argv[1:])
     arguments = tyro.cli(Arguments, default=Arguments(tyro.MISSING, path, settings=config))
-    config = arguments.settings
-    if not config.model.vocab_size:  # where a tokenizer would say
-        model = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
-        config = dataclasses.replace(config, model=model)
+    config, size = arguments.settings, arguments.settings.tokenizer.vocab_size  # the tokenizer says how many, as in training
+    sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
     with tempfile.TemporaryDirectory() as folder:
         platform, devices = _devices(arguments.device, Path(folder))
         # The code asks what it runs on where CPUs, GPUs and TPUs want different things.

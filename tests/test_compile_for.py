@@ -11,9 +11,13 @@ from benchmarks import compile_for, hlo
 
 
 def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
-    flags = {"vocab-size": 64, "d-model": 16, "d-ff": 32, "num-heads": 2, "num-layers": 1}
+    flags = {"d-model": 16, "d-ff": 32, "num-heads": 2, "num-layers": 1}
     model = [part for name, value in flags.items() for part in (f"--model.{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["compile_for", "--device", "cpu", "--batch.tokens", "2560", "--length", "80", *model])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["compile_for", "--device", "cpu", "--batch.tokens", "2560", "--length", "80", *model, "--tokenizer.vocab-size", "64"],
+    )
     assert compile_for.main() == 0
     report = json.loads(capsys.readouterr().out)
     step, search = report["train_step"], report["search"]

@@ -102,15 +102,16 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf.shape, mesh), state)
 
 
-def gathered(parameters: Any, mesh: Mesh) -> Any:
-    """The parameters under ``jit``, whole along ``fsdp``, as each device computes with them on its rows of a batch."""
+def gathered(parameters: Any, shardings: Any) -> Any:
+    """Parameters under ``jit``, whole along ``fsdp``, as each device computes with them on its rows of a batch.
 
-    def sharding(path: tuple[Any, ...], leaf: jax.Array) -> NamedSharding:
-        return NamedSharding(
-            mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in _sharding(path, leaf.shape, mesh).spec))
-        )
+    ``shardings`` says how they are kept, as ``state_shardings`` gives it.
+    """
 
-    return jax.lax.with_sharding_constraint(parameters, jax.tree_util.tree_map_with_path(sharding, parameters))
+    def whole(kept: NamedSharding) -> NamedSharding:
+        return NamedSharding(kept.mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec)))
+
+    return jax.lax.with_sharding_constraint(parameters, jax.tree.map(whole, shardings))
 
 
 def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

@@ -125,9 +125,9 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        grads, sums = accumulated_gradients(gathered(state.parameters, mesh), batch, dropout_key)
+        grads, sums = accumulated_gradients(gathered(state.parameters, shardings.parameters), batch, dropout_key)
         # Whole, then in parts: told only the latter, XLA hands rows of the batch around to compute parts of the embeddings'.
-        grads = jax.lax.with_sharding_constraint(gathered(grads, mesh), shardings.parameters)
+        grads = jax.lax.with_sharding_constraint(gathered(grads, shardings.parameters), shardings.parameters)
         # Sums over the global batch, divided by its number of real target tokens.
         grads = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), grads)
         norm = optax.tree.norm(grads)
@@ -165,7 +165,7 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
         return state, metrics
 
     def eval_step(parameters: Parameters, batch: Batch) -> LossSums:
-        return loss_sums(gathered(parameters, mesh), batch, None)
+        return loss_sums(gathered(parameters, shardings.parameters), batch, None)
 
     shapes = jax.eval_shape(init)
     shardings = state_shardings(shapes, mesh)
