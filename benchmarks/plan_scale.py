@@ -28,6 +28,7 @@ from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus, open_corpus
 from transformer_jax.data.parts import join
 from transformer_jax.data.shapes import count_lengths
+from transformer_jax.data.stripes import windows_of
 
 _BLOCK = 2**20
 _COLUMNS = {
@@ -118,7 +119,7 @@ def measure(folder: Path, config: BatchConfig, batches: int) -> dict[str, Any]:
 
     pairs = corpus().num_pairs
     memory = Memory()
-    lengths_seconds = timed(lambda: count_lengths(corpus(), 0, pairs))[1]
+    lengths_seconds = timed(lambda: [count_lengths(window) for window in windows_of(corpus(), config.window)])[1]
     seconds = timed(plan)[1]
     made, again_seconds = timed(plan)
     gc.collect()

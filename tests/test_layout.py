@@ -26,6 +26,7 @@ ORDER = [
     "data.corpus",
     "data.parts",
     "data.packing",
+    "data.stripes",
     "data.shapes",
     "data.windows",
     "data.batching",

@@ -285,8 +285,8 @@ class BatchConfig:
     row_multiple: int = 8
     """Rows of every batch are a multiple of this, which must be one of mesh.data x mesh.fsdp x optimizer.accumulate_steps."""
     window: int = 2**24
-    """Larger corpora are cut into windows of at most so many pairs in a row, used one after another in random order: it
-    bounds the plan's memory, at some 30 bytes a pair (packed: 65). Pairs are mixed within a window only."""
+    """Larger corpora are cut into windows of at most so many pairs, each with its share of every file, used one after another
+    in random order: it bounds the plan's memory, at some 30 bytes a pair (packed: 65). Only a window's pairs share batches."""
 
     def __post_init__(self) -> None:
         check_types(self, "batch.")

@@ -1,10 +1,10 @@
 """The batch plan: which pairs stand in step N, as a pure function of (corpus, config, seed, step).
 
 Rows stand in buckets, one for each shape of batch. In the bucketed layout a row is one pair and its bucket the cheapest
-shape that holds it; in the packed layout a row is several pairs and there is one bucket. The N pairs are cut into the
-fewest windows of at most ``batch.window``: window w of M is pairs floor(w N / M) to floor((w + 1) N / M), and shapes are those
-of the whole corpus. Bucket b of window w, with n_wb rows, is an endless stream: one fresh permutation of its rows after
-another, one an epoch. Its batch k is rows [k B_b, (k+1) B_b) of the stream, so every batch is full and no pair is ever lost.
+shape that holds it; in the packed layout a row is several pairs and there is one bucket. The pairs are cut into windows of
+at most ``batch.window``, each with stripes from the whole corpus (``stripes.py``), and shapes are those of the whole corpus.
+Bucket b of window w, with n_wb rows, is an endless stream: one fresh permutation of its rows after another, one an epoch.
+Its batch k is rows [k B_b, (k+1) B_b) of the stream, so every batch is full and no pair is ever lost.
 Epoch e takes the windows in an order shuffled anew, and of each the batches k of each bucket with
 floor(e n_wb / B_b) <= k < floor((e+1) n_wb / B_b), in an order shuffled across buckets. Steps before an epoch, and before a
 window in it, are thus sums over the n_wb, and resuming needs the step alone. A bucket with fewer rows than a batch comes
@@ -26,7 +26,6 @@ import json
 import os
 import uuid
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,12 +43,13 @@ from transformer_jax.data.shapes import (
     require_room,
     total_lengths,
 )
+from transformer_jax.data.stripes import windows_of
 from transformer_jax.data.windows import ORDER_OF_BATCHES, ORDER_OF_WINDOWS, Window, cumulative, permutation, ranges, window_key
 from transformer_jax.errors import UserError
 
 Array = Any  # a NumPy array as the plan makes it, a jax.Array as the loader hands it on
 
-_FORMAT = 1  # of stored counts: raise it when the same corpus and config would give others
+_FORMAT = 2  # of stored counts: raise it when the same corpus and config would give others
 
 
 class Batch(NamedTuple):
@@ -88,10 +88,9 @@ class BatchPlan:
             raise UserError("The corpus has no pairs; expected at least one. Check its files and the filters in data.")
         self.packed = config.layout == "packed"
         self._corpus, self._config, self._seed = corpus, config, seed
-        M = -(-corpus.num_pairs // config.window)
-        self._bounds = [w * corpus.num_pairs // M for w in range(M + 1)]
+        self._stripes_M = windows_of(corpus, config.window)
         self._window = functools.lru_cache(maxsize=1)(self._make_window)
-        self._widths, rows_MKb, pieces = self._stored_counts() if M > 1 else self._count()
+        self._widths, rows_MKb, pieces = self._stored_counts() if len(self._stripes_M) > 1 else self._count()
         self.shapes: tuple[tuple[int, int, int], ...] = tuple((batch_rows(S, T, config), S, T) for S, T in self._widths)
         """(B, S, T) of every batch there is, smallest S + T first; each is compiled once."""
         self._B = np.array([B for B, _, _ in self.shapes])
@@ -171,12 +170,11 @@ class BatchPlan:
     # What stands in the windows.
 
     def _make_window(self, number: int) -> Window:
-        start, stop = self._bounds[number : number + 2]
-        return Window(self._corpus, start, stop, self._widths, packed=self.packed, seed=self._seed, number=number)
+        return Window(self._stripes_M[number], self._widths, packed=self.packed, seed=self._seed)
 
     def _count(self) -> _Counts:
         config = self._config
-        lengths_MK = [count_lengths(self._corpus, start, stop) for start, stop in pairwise(self._bounds)]
+        lengths_MK = [count_lengths(stripes) for stripes in self._stripes_M]
         histogram = histogram_of([lengths for lengths_K in lengths_MK for lengths in lengths_K])
         S, T = packed_shape(histogram, config) if self.packed else (size - 1 for size in histogram.shape)
         require_room(S, T, config)

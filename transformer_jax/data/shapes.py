@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from transformer_jax.config import BatchConfig
-from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.stripes import Stripes
 from transformer_jax.errors import UserError
 
 _BLOCK = 2**20  # pairs whose lengths are in memory at a time
@@ -25,11 +25,11 @@ class LengthCounts(NamedTuple):
         return np.bincount(table[self.source, self.target], self.pairs, buckets).astype(np.int64)
 
 
-def count_lengths(corpus: Corpus, start: int, stop: int) -> list[LengthCounts]:
-    """Histograms of the pairs from start to stop in each segmentation; reads their lengths once, a block at a time."""
-    histograms = [np.zeros((1, 1), np.int64) for _ in range(corpus.num_samples)]
-    for block in range(start, stop, _BLOCK):
-        for v, (s_N, t_N) in enumerate(zip(*corpus.lengths(block, min(block + _BLOCK, stop)), strict=True)):
+def count_lengths(window: Stripes) -> list[LengthCounts]:
+    """Histograms of a window's pairs in each segmentation; reads their lengths once, a block at a time."""
+    histograms = [np.zeros((1, 1), np.int64) for _ in range(window.corpus.num_samples)]
+    for block in range(0, window.num_pairs, _BLOCK):
+        for v, (s_N, t_N) in enumerate(zip(*window.lengths(block, min(block + _BLOCK, window.num_pairs)), strict=True)):
             old = histograms[v]
             rows, columns = max(len(old), int(s_N.max()) + 1), max(len(old[0]), int(t_N.max()) + 1)
             cell_N = s_N.astype(np.int64) * columns + t_N

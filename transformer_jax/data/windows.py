@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
 from transformer_jax.data.shapes import bucket_table
+from transformer_jax.data.stripes import Stripes
 
 # What a random permutation is for; part of its seed.
 ORDER_OF_BATCHES, ORDER_OF_ROWS, ORDER_OF_PACKING, ORDER_OF_WINDOWS = range(4)
@@ -24,26 +24,24 @@ class _Rows(NamedTuple):
 
 
 class Window:
-    """Pairs ``start`` to ``stop`` of a corpus as rows of the given widths; ``number`` goes into the seeds.
+    """Some pairs of a corpus as rows of the given widths; the window's number goes into the seeds.
 
     A bucket's stream is all of its rows in the order of epoch 0, then in that of epoch 1, and so on.
     Memory: 4 bytes for each pair and segmentation, and up to 16 for each pair; several times that while it is made.
     """
 
-    def __init__(
-        self, corpus: Corpus, start: int, stop: int, widths: list[tuple[int, int]], *, packed: bool, seed: int, number: int
-    ) -> None:
-        self._first, self._num_pairs = start, corpus.num_pairs
-        lengths = zip(*corpus.lengths(start, stop), strict=True)
+    def __init__(self, stripes: Stripes, widths: list[tuple[int, int]], *, packed: bool, seed: int) -> None:
+        self._stripes, N = stripes, stripes.num_pairs
+        lengths = zip(*stripes.lengths(0, N), strict=True)
 
         def permuted(n: int, *purpose: int) -> np.ndarray:
-            return permutation(n, seed, *purpose, *window_key(number))
+            return permutation(n, seed, *purpose, *window_key(stripes.first))
 
         if packed:
-            orders = (permuted(stop - start, ORDER_OF_PACKING, v) for v in range(corpus.num_samples))
+            orders = (permuted(N, ORDER_OF_PACKING, v) for v in range(stripes.corpus.num_samples))
             self._rows = [_packed(s_N, t_N, *widths[0], order) for (s_N, t_N), order in zip(lengths, orders, strict=True)]
         else:
-            table, row_starts = bucket_table(widths), np.arange(stop - start + 1, dtype=np.int32)
+            table, row_starts = bucket_table(widths), np.arange(N + 1, dtype=np.int32)
             self._rows = [_bucketed(table[s_N, t_N], len(widths), row_starts) for s_N, t_N in lengths]
         self.counts_Kb = np.stack([np.diff(rows.bucket_starts) for rows in self._rows])
         """Rows in each bucket."""
@@ -72,7 +70,7 @@ class Window:
             row = self._order_of_rows(epoch, bucket)[rest[here] - before[v]]
             pairs_per_row[here] = count = rows.row_starts[row + 1] - rows.row_starts[row]
             pairs = rows.pairs_N[ranges(rows.row_starts[row], count)]
-            sequences.append(v * self._num_pairs + self._first + pairs.astype(np.int64))
+            sequences.append(v * self._stripes.corpus.num_pairs + self._stripes.pairs(pairs))
         return np.concatenate(sequences), pairs_per_row
 
 
