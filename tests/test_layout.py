@@ -37,6 +37,7 @@ ORDER = [
     "model.cache",
     "model.transformer",
     "model.alignment",
+    "checkpoint_files",
     "remote",
     "saved_model",
     "decoding.search",

@@ -13,6 +13,7 @@ import jax
 import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
+from transformer_jax.checkpoint_files import write_manifest
 from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import digest, files_of, one_file_each
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_lines, read_pairs
@@ -44,10 +45,7 @@ def saved(tmp_path):
     """A folder that looks like a work directory, with two checkpoints."""
     remote = RemoteWorkdir(URL)
     for step in (2, 4):
-        state = remote.folder / f"checkpoints/{step:08d}/state"
-        state.mkdir(parents=True)
-        (state / "array").write_text(f"array {step}")
-        (state.parent / "manifest.json").write_text(f'{{"state/array": {step}}}')
+        checkpoint(remote, step, f"array {step}")
     (remote.folder / "config.json").write_text("{}")
     (remote.folder / "corpus").mkdir()
     (remote.folder / "corpus" / "tokens").write_text("large")
@@ -64,7 +62,7 @@ def checkpoint(remote, step, text):
     shutil.rmtree(state.parent, ignore_errors=True)
     state.mkdir(parents=True)
     (state / "array").write_text(text)
-    (state.parent / "manifest.json").write_text(json.dumps({"state/array": text}))
+    write_manifest(state.parent)
 
 
 def test_a_run_goes_on_on_another_machine(tmp_path, monkeypatch):
@@ -130,6 +128,41 @@ def test_a_folder_that_is_ahead_goes_on_and_one_behind_catches_up(saved, tmp_pat
     assert saved.pull() and files(saved.folder) == files(other.folder) | {"corpus/tokens": b"large"}
 
 
+def test_another_run_at_the_url_is_not_overwritten(saved, store):
+    """Emptied and begun anew from another machine, it is not so far yet as the folder that is left here."""
+    store.rm("/bucket/run/checkpoints", recursive=True)
+    other = RemoteWorkdir(URL, purpose="of another machine")
+    other.folder.mkdir(parents=True)
+    (other.folder / "config.json").write_text("{}")
+    checkpoint(other, 2, "another array 2")
+    other.push()
+    before = files(saved.folder), dict(store.store)
+    with pytest.raises(UserError, match=r"have no checkpoint in common: the folder's last is of step 4, the URL's of step 2\."):
+        saved.pull()
+    assert (files(saved.folder), dict(store.store)) == before
+
+
+@pytest.mark.parametrize("damage", ["", "arra"])
+def test_a_damaged_copy_is_fetched_again(saved, store, damage):
+    array = "checkpoints/00000004/state/array"
+    for remote in (saved, RemoteWorkdir(URL, purpose="read")):
+        local_workdir(URL)
+        (remote.folder / array).write_text(damage)
+        assert remote.pull() and (remote.folder / array).read_text() == "array 4"
+
+
+def test_what_the_run_deletes_meanwhile_is_no_checkpoint_of_the_copy(saved, store, monkeypatch):
+    get = store.get_file
+
+    def gone(path, target):
+        if "00000002" in path:
+            raise FileNotFoundError(path)
+        get(path, target)
+
+    monkeypatch.setattr(store, "get_file", gone)
+    assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]
+
+
 def test_an_emptied_url_begins_anew(saved, store):
     store.rm("/bucket/run", recursive=True)
     assert not saved.pull()
@@ -138,8 +171,7 @@ def test_an_emptied_url_begins_anew(saved, store):
         local_workdir(URL)
 
 
-def test_text_behind_urls(tmp_path, store):
-
+def test_text_behind_urls(tmp_path, store, monkeypatch):
     for name, text in {"a.en": "one\n", "b.en": "two\n", "a.de": "eins\n", "b.de": "zwei\n"}.items():
         store.pipe_file(f"/bucket/text/{name}.gz", gzip.compress(text.encode()))
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
@@ -160,6 +192,9 @@ def test_text_behind_urls(tmp_path, store):
         check_files(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
     with pytest.raises(UserError, match="File 'memory://bucket/text/c.en' does not exist"):
         check_files(PairsConfig("text", ("c.en",), ("c.de",)), "memory://bucket/text")
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="a.en.gz' cannot be read: no password"):
+        patched.setattr(store, "info", lambda path: (_ for _ in ()).throw(PermissionError("no password")))
+        check_files(PairsConfig("tsv", ("memory://bucket/text/a.en.gz",)))
     with pytest.raises(UserError, match="'nowhere://x' cannot be opened: Protocol not known: nowhere"):
         check_files(PairsConfig("tsv", ("nowhere://x",)))
 

@@ -396,12 +396,6 @@ class TrainingConfig:
             self.average,
             f"at most training.keep_checkpoints = {self.keep_checkpoints}",
         )
-        _require(
-            self.select_by == "loss" or self.bleu_every > 0,
-            "training.select_by",
-            self.select_by,
-            "'loss' when training.bleu_every is 0",
-        )
 
 
 @dataclass(frozen=True)

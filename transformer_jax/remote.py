@@ -12,16 +12,15 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from transformer_jax.checkpoint_files import MANIFEST, DamagedError, checkpoint_name, complete_steps, steps_of, verify
 from transformer_jax.data.files import is_url, store_of
 from transformer_jax.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"
 _STAY_HERE = ("checkpoints", "corpus")  # the first has rules of its own
 
 
@@ -68,7 +67,8 @@ class RemoteWorkdir:
     def pull(self, *, may_be_ahead: bool = True) -> bool:
         """Make the folder what the URL holds, corpora aside; False if that is nothing.
 
-        A folder that ``may_be_ahead``, because its last checkpoint could not be copied, then stays as it is.
+        A folder that ``may_be_ahead``, because its last checkpoint could not be copied, then stays as it is. ``UserError`` if
+        it holds another run, which nothing may overwrite, nor be overwritten by.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._store.invalidate_cache()  # others may have written since fsspec looked
@@ -82,15 +82,24 @@ class RemoteWorkdir:
         checkpoints = self.folder / "checkpoints"
         there, here = self._steps_there(), self._steps_here()
         if may_be_ahead and here and here[-1] > max(there, default=-1):
+            if there and not any(step in there and self._same_manifest(step) for step in here):
+                raise UserError(
+                    f"{self.folder} and {self.url} have no checkpoint in common: the folder's last is of step {here[-1]}, the "
+                    f"URL's of step {there[-1]}. Delete the folder to go on from what the URL holds, or the URL's checkpoints "
+                    "to go on from the folder."
+                )
             log.warning("%s is ahead of %s, at step %d: going on from there.", self.folder, self.url, here[-1])
             return True
         for step in here:
-            if step not in there or not self._same_manifest(step):
+            if step not in there or not self._same_manifest(step) or not self._is_whole(step):
                 gone = checkpoints / checkpoint_name(step)
-                (gone / _MANIFEST).unlink()  # from now on no checkpoint, however far deleting gets
+                (gone / MANIFEST).unlink()  # from now on no checkpoint, however far deleting gets
                 shutil.rmtree(gone, ignore_errors=True)
         for step in set(there) - set(self._steps_here()):
-            self._get_checkpoint(step)
+            try:
+                self._get_checkpoint(step)
+            except FileNotFoundError:  # the run has deleted it meanwhile
+                shutil.rmtree(checkpoints / checkpoint_name(step), ignore_errors=True)
         prefix = f"{self._root}/"
         names = [path.removeprefix(prefix) for path in self._store.find(self._root)]
         for name in set(self._small_files()).difference(names):
@@ -111,7 +120,7 @@ class RemoteWorkdir:
             if self._store.exists(f"{self._root}/{folder}"):  # another one, or what a copy that was cut short left
                 self._store.rm(f"{self._root}/{folder}", recursive=True)
             names = [str(path.relative_to(self.folder)) for path in (self.folder / folder).rglob("*") if path.is_file()]
-            for name in sorted(names, key=lambda name: (Path(name).name == _MANIFEST, name)):
+            for name in sorted(names, key=lambda name: (Path(name).name == MANIFEST, name)):
                 self._put(name)
         for name in self._small_files():
             stat = (self.folder / name).stat()
@@ -123,7 +132,7 @@ class RemoteWorkdir:
             if not (self.folder / path.rpartition("/")[2]).exists():
                 self._store.rm(path)
         for step in set(there) - set(here):
-            self._store.rm(f"{self._root}/checkpoints/{checkpoint_name(step)}/{_MANIFEST}")
+            self._store.rm(f"{self._root}/checkpoints/{checkpoint_name(step)}/{MANIFEST}")
             self._store.rm(f"{self._root}/checkpoints/{checkpoint_name(step)}", recursive=True)
 
     def _small_files(self) -> list[str]:
@@ -133,19 +142,26 @@ class RemoteWorkdir:
         return [name for name in names if name.split("/")[0] not in _STAY_HERE]
 
     def _steps_there(self) -> list[int]:
-        return steps_of(self._store.glob(f"{self._root}/checkpoints/*/{_MANIFEST}"))
+        return steps_of(self._store.glob(f"{self._root}/checkpoints/*/{MANIFEST}"))
 
     def _steps_here(self) -> list[int]:
-        return steps_of(map(str, self.folder.glob(f"checkpoints/*/{_MANIFEST}")))
+        return complete_steps(self.folder / "checkpoints")
 
     def _same_manifest(self, step: int) -> bool:
-        name = f"checkpoints/{checkpoint_name(step)}/{_MANIFEST}"
+        name = f"checkpoints/{checkpoint_name(step)}/{MANIFEST}"
         return self._store.cat_file(f"{self._root}/{name}") == (self.folder / name).read_bytes()
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            verify(self.folder / "checkpoints" / checkpoint_name(step))
+        except DamagedError:
+            return False
+        return True
 
     def _get_checkpoint(self, step: int) -> None:
         prefix = f"{self._root}/"
         names = [path.removeprefix(prefix) for path in self._store.find(f"{self._root}/checkpoints/{checkpoint_name(step)}")]
-        for name in sorted(names, key=lambda name: (name.endswith(f"/{_MANIFEST}"), name)):
+        for name in sorted(names, key=lambda name: (name.endswith(f"/{MANIFEST}"), name)):
             self._get(name)
 
     def _get(self, name: str) -> None:
@@ -158,14 +174,3 @@ class RemoteWorkdir:
 
     def _put(self, name: str) -> None:
         self._store.put_file(str(self.folder / name), f"{self._root}/{name}")
-
-
-def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint, in ``checkpoints``."""
-    return f"{step:08d}"
-
-
-def steps_of(manifests: Iterable[str]) -> list[int]:
-    """The steps of complete checkpoints, oldest first, by the names of their manifests."""
-    names = (path.rsplit("/", 2)[-2] for path in manifests)
-    return sorted(int(name) for name in names if name.isdigit())

@@ -1,18 +1,9 @@
-"""A trained model read from disk: which checkpoints there are, whether they are whole, their parameters and mean.
-
-A checkpoint is a folder that is usable alone (``training/checkpoint.py`` writes it):
-
-    config.json  tokenizer.model  progress.json
-    state/         Orbax: parameters, ema (if configured), rest (optimizer state and counters)
-    manifest.json  size and CRC-32 of every file; written last, so a folder without it is not a checkpoint
-"""
+"""A trained model read from disk: the choice among its checkpoints, their parameters and their mean."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -24,30 +15,35 @@ import numpy as np
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
+from transformer_jax.checkpoint_files import (
+    MANIFEST,
+    DamagedError,
+    checkpoint_name,
+    complete_steps,
+    is_regular,
+    progress_of,
+    verify,
+)
 from transformer_jax.config import Config
 from transformer_jax.config_files import from_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.remote import checkpoint_name, local_workdir, steps_of
+from transformer_jax.remote import local_workdir
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
-class DamagedError(UserError):
-    """A checkpoint whose files are not those that were saved."""
-
-
 def load_model(
-    workdir: str | Path, *, average: int | None = None, checkpoint: str | int = "last"
+    workdir: str | Path, *, average: int | None = None, checkpoint: str | int | None = None
 ) -> tuple[Config, Transformer, Tokenizer]:
     """A trained model from a work directory, or from one checkpoint's folder; from a URL by way of a copy.
 
     Args:
       average: mean of the parameters of this many checkpoints, the chosen one and the regular ones before it (section 6.1).
-        None: with ``last`` as many of the run's ``training.average`` as there are, otherwise the chosen one alone.
-      checkpoint: ``last`` (damaged ones are passed over with a warning), ``best`` (on dev), or a step. Of one checkpoint's
-        folder: ``last``, or its own step.
+        None: with ``best`` or a step the chosen one alone, otherwise as many of the run's ``training.average`` as there are.
+      checkpoint: ``last`` (damaged ones are passed over with a warning), ``best`` (on dev), or a step. None: the last; where
+        ``training.patience`` ended the run, the best. Of one checkpoint's folder: None, ``last``, or its own step.
 
     Raises UserError if there is no such checkpoint, if it is damaged, or if there are fewer than ``average``.
     """
@@ -59,12 +55,12 @@ def load_model(
     return config, nnx.merge(graph, jax.tree.map(jnp.asarray, load_parameters(chosen))), Tokenizer.load(chosen[0])
 
 
-def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint: str | int = "last") -> list[Path]:
+def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint: str | int | None = None) -> list[Path]:
     """The folders of the checkpoints whose mean ``load_model`` takes, newest first; they are whole. Raises as it does."""
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
-    if (workdir / "manifest.json").exists():
-        if checkpoint != "last" and str(checkpoint).zfill(8) != workdir.name:
+    if (workdir / MANIFEST).exists():
+        if checkpoint not in (None, "last") and str(checkpoint).zfill(8) != workdir.name:
             raise UserError(
                 f"checkpoint is {checkpoint!r}, but {str(workdir)!r} is the folder of one checkpoint; expected last, or the "
                 "run's own folder."
@@ -72,11 +68,12 @@ def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint:
         paths = [workdir]
     else:
         paths = _candidates(workdir, checkpoint)
-    whole = _whole(paths, skip_damaged=checkpoint == "last" and len(paths) > 1)
+    of_the_run = checkpoint in (None, "last")
+    whole = _whole(paths, skip_damaged=of_the_run and len(paths) > 1)
     newest = next(whole, None)
     if newest is None:
         raise UserError(f"All {len(paths)} checkpoints in {paths[0].parent} are damaged; expected at least one that is whole.")
-    wanted = average or (_config_now(newest, workdir).training.average if checkpoint == "last" else 1)
+    wanted = average or (_config_now(newest, workdir).training.average if of_the_run else 1)
     chosen = [newest, *islice(whole, wanted - 1)]
     if average is not None and len(chosen) < average:
         raise UserError(
@@ -122,54 +119,12 @@ def mean_parameters(trees: Iterable[Any]) -> Any:
     return jax.tree.map(lambda x: x / np.float32(count), total)
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a ``checkpoints`` folder, oldest first."""
-    return steps_of(map(str, folder.glob("*/manifest.json")))
+def patience_is_over(progress: dict[str, Any], config: Config) -> bool:
+    """Whether dev has not got better for as long as ``training.patience`` says, at a checkpoint with this progress."""
+    return 0 < config.training.patience <= progress.get("since_best", 0)
 
 
-def is_imported(path: Path) -> bool:
-    """Whether a complete checkpoint holds parameters from elsewhere, which training can begin with, and nothing else."""
-    return bool(_progress(path).get("imported"))
-
-
-def is_regular(path: Path) -> bool:
-    """Whether a complete checkpoint was due: not one of an interruption, or of a best value on dev between two due ones.
-
-    Regular ones are kept and averaged, so that these do not change what a run gives.
-    """
-    progress = _progress(path)
-    return bool(progress.get("regular", True)) and not progress.get("imported")
-
-
-def _progress(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / "progress.json").read_text())
-    except (OSError, ValueError):  # damaged, which ``verify`` tells
-        return {}
-
-
-def write_manifest(path: Path) -> None:
-    """Declare the checkpoint in ``path`` complete."""
-    entries = {str(p.relative_to(path)): [p.stat().st_size, _checksum(p)] for p in sorted(path.rglob("*")) if p.is_file()}
-    temporary = path / "manifest.tmp"
-    temporary.write_text(json.dumps(entries, indent=1))
-    temporary.rename(path / "manifest.json")
-
-
-def verify(path: Path) -> None:
-    """``DamagedError`` unless every file of the checkpoint is as it was saved."""
-    try:
-        for name, (size, checksum) in json.loads((path / "manifest.json").read_text()).items():
-            file = path / name
-            if not file.is_file():
-                raise DamagedError(f"{name} is missing")
-            if file.stat().st_size != size or _checksum(file) != checksum:
-                raise DamagedError(f"{name} does not have the content that was saved")
-    except (OSError, ValueError) as error:
-        raise DamagedError(str(error)) from None
-
-
-def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
+def _candidates(workdir: Path, checkpoint: str | int | None) -> list[Path]:
     """The chosen checkpoint and those before it, newest first."""
     folder = workdir / "checkpoints"
     steps = complete_steps(folder) if folder.is_dir() else []
@@ -179,17 +134,17 @@ def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
             "or one of the folders in its checkpoints/."
         )
     listed = ", ".join(map(str, steps))
-    step: int | None
-    if checkpoint == "last":
-        step = steps[-1]
-    elif checkpoint == "best":
+    step: int | None = steps[-1]
+    if checkpoint in (None, "best"):
         newest = next(_whole([folder / checkpoint_name(step) for step in reversed(steps)], skip_damaged=True), None)
-        # With none whole, loading the newest will tell what is wrong with it.
-        step = steps[-1] if newest is None else json.loads((newest / "progress.json").read_text()).get("best_step")
-        if step not in steps:
-            why = "nothing was evaluated on dev" if step is None else f"that of step {step} could not be saved"
-            raise UserError(f"There is no best checkpoint: {why}. Expected last, or one of {listed}.")
-    else:
+        if newest is not None:  # otherwise loading the last will tell what is wrong with it
+            best = progress_of(newest).get("best_step")
+            if checkpoint == "best" and best not in steps:
+                why = "nothing was evaluated on dev" if best is None else f"that of step {best} could not be saved"
+                raise UserError(f"There is no best checkpoint: {why}. Expected last, or one of {listed}.")
+            if checkpoint == "best" or (best in steps and patience_is_over(progress_of(newest), _config_of(newest))):
+                step = best
+    elif checkpoint != "last":
         step = int(checkpoint) if str(checkpoint).isdigit() else None
     if step not in steps:
         raise UserError(f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}.")
@@ -208,11 +163,3 @@ def _whole(paths: list[Path], *, skip_damaged: bool) -> Iterator[Path]:
             log.warning("Checkpoint %s is damaged (%s); going on with the one before it.", path, error)
         else:
             yield path
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    return checksum

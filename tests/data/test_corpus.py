@@ -165,7 +165,7 @@ def test_a_pair_too_long_in_one_segmentation_is_left_out_of_all(tmp_path):
 def test_nothing_left(tmp_path):
     config, data = from_text(tmp_path, [("", "a"), ("b", "")])
     with pytest.raises(
-        UserError, match=r"No sentence pair is left of 2 read: 2 empty, 0 longer than .*; expected at least one"
+        UserError, match=r"No sentence pair is left of 2 read in .*: 2 empty, 0 longer than .*; expected at least one"
     ):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     config, data = from_text(tmp_path, [])

@@ -19,6 +19,7 @@ from transformer_jax.config import (
     DecodingConfig,
     ModelConfig,
     OptimizerConfig,
+    PairsConfig,
     TokenizerConfig,
     TrainingConfig,
 )
@@ -121,6 +122,34 @@ def test_averaging_and_choice(tmp_path: Path, run: Programs, config: Config, tok
         load_model(tmp_path, average=3)
     with pytest.raises(UserError, match="checkpoint is 11; expected last, best, or one of the steps 10, 20"):
         load_model(tmp_path, checkpoint=11)
+
+
+def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
+    training = dataclasses.replace(config.training, patience=3, average=2, keep_checkpoints=2)
+    data = dataclasses.replace(config.data, dev=PairsConfig("numbers", split="dev"))
+    config = dataclasses.replace(config, training=training, data=data)
+    start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+
+    def save(step: int, **progress: object) -> None:
+        checkpoints.save(_state(run, step), progress)
+        checkpoints.wait()
+
+    def shift(**options: object) -> float:
+        return round(float(np.mean(load_model(tmp_path, **options)[1].target_embedding.matrix[...] - start)), 3)
+
+    for step in (10, 20, 30, 40):
+        save(step, best_step=min(step, 30), since_best=max(0, step // 10 - 3))
+    assert shift() == 35  # it may still get better
+    save(50, best_step=30, since_best=2)
+    assert checkpoints.steps() == [20, 30, 40, 50]
+    save(60, best_step=30, since_best=3)
+    assert checkpoints.steps() == [20, 30, 50, 60]
+    assert (shift(), shift(average=1), shift(checkpoint="best"), shift(checkpoint="last")) == (25, 30, 30, 55)
+    save(70, best_step=70, since_best=0)  # it went on, with more patience
+    assert shift() == 65
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])

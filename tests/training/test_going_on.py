@@ -1,7 +1,9 @@
 """A run that goes on: after an interruption, with other settings, with corrected text, after an evaluation that failed."""
 
 import dataclasses
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 from flax import nnx
 from runs import ONE, entries, no_evaluation, tiny
 
+from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, OptimizerConfig, PairsConfig
 from transformer_jax.errors import UserError
-from transformer_jax.saved_model import complete_steps, load_model
+from transformer_jax.saved_model import load_model
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import Run, TrainingError, train
@@ -60,6 +63,29 @@ def test_an_evaluation_that_a_signal_puts_off_is_made_up_for(tmp_path: Path, mon
     with monkeypatch.context() as patch:
         interrupted_at((3,), patch)
         train(config, tmp_path / "run", devices=ONE)
+    assert entries(tmp_path / "run", "dev") == [] and complete_steps(tmp_path / "run" / "checkpoints") == [3]
+    resumed = train(config, tmp_path / "run", devices=ONE)
+    losses = [[(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")] for run in ("whole", "run")]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    assert (whole["best_step"], whole["best_dev_loss"]) == (resumed["best_step"], resumed["best_dev_loss"])
+
+
+def test_a_signal_cuts_an_evaluation_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is left; resuming makes up for it."""
+    config = changed(tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig())
+    whole = train(config, tmp_path / "whole", devices=ONE)
+    dev, seconds = Evaluator.dev, []
+
+    def interrupted(self: Evaluator, *arguments: Any, **options: Any) -> Any:
+        result = dev(self, *arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        seconds.append(time.sleep(60))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "dev", interrupted)
+        summary = train(config, tmp_path / "run", devices=ONE)
+    assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 3) and not seconds and "best_step" not in summary
     assert entries(tmp_path / "run", "dev") == [] and complete_steps(tmp_path / "run" / "checkpoints") == [3]
     resumed = train(config, tmp_path / "run", devices=ONE)
     losses = [[(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")] for run in ("whole", "run")]

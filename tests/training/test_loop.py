@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from runs import ONE, command, entries, final_state, no_evaluation, tiny, wait_for
 
+from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import BatchConfig, Config, DataConfig, MeshConfig, OptimizerConfig, PairsConfig, TokenizerConfig
 from transformer_jax.config_files import from_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.saved_model import complete_steps
 from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
@@ -232,7 +232,7 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
     config = dataclasses.replace(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30))
     summary = train(config, tmp_path / "run", devices=ONE)
     assert summary["steps"] == 6
-    assert (summary["test"]["checkpoint"], summary["test"]["averaged_checkpoints"]) == ("best", 1)
+    assert (summary["test"]["checkpoint"], summary["test"]["averaged_checkpoints"]) == (2, 1)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2, 6]
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6  # nothing is left to do
 

@@ -15,9 +15,9 @@ import pytest
 from runs import command, entries, final_state, no_evaluation, tiny, wait_for
 
 from transformer_jax import processes
+from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
-from transformer_jax.saved_model import complete_steps
 
 WHOLE = tiny(steps=12, eval_every=12, checkpoint_every=3)
 STEPS = no_evaluation(WHOLE)

@@ -147,13 +147,14 @@ def locate(job: TokeniseJob, pairs: PairsConfig, directory: Path) -> tuple[Path,
     return directory / fingerprint[:20], fingerprint
 
 
-def require_pairs(statistics: dict[str, int]) -> None:
+def require_pairs(statistics: dict[str, int], pairs: PairsConfig) -> None:
     """``UserError`` if no pair was kept."""
     if not statistics["kept"]:
+        where = ", ".join(map(repr, pairs.source[:3])) + ", ..." * (len(pairs.source) > 3) or f"data of kind {pairs.kind!r}"
         raise UserError(
-            "No sentence pair is left of {read:,} read: {empty:,} empty, {too_long:,} longer than data.max_source_length or "
-            "data.max_target_length, {ratio:,} beyond data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least "
-            "one: check the files, or relax these settings.".format(**statistics)
+            "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} longer than "
+            "data.max_source_length or data.max_target_length, {ratio:,} beyond data.max_length_ratio, {invalid_utf8:,} not "
+            "UTF-8; expected at least one: check the text, or relax these settings.".format(**statistics, where=where)
         )
 
 
@@ -173,7 +174,7 @@ def _write(folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob,
                     _append(folder / f"{side}_lengths.{v}", lengths)
     counts["read"] += counts["invalid_utf8"]
     if not may_be_empty:
-        require_pairs(counts)
+        require_pairs(counts, pairs)
     for side in _SIDES:
         for v in range(job.num_samples):  # there may have been no chunk
             (folder / f"{side}_tokens.{v}").touch()

@@ -45,9 +45,14 @@ class Url:
         return self.name
 
     def is_file(self) -> bool:
-        """Whether it is there."""
+        """Whether it is there; ``UserError`` where the store does not tell, for want of a password say."""
         store, path = store_of(self.name)
-        return store.isfile(path)
+        try:  # not isfile(), which is False for any error
+            return bool(store.info(path)["type"] == "file")
+        except FileNotFoundError:
+            return False
+        except Exception as error:
+            raise UserError(f"{self.name!r} cannot be read: {error or type(error).__name__}.") from error
 
     def open(self, mode: str = "rb") -> Any:
         """A stream of its bytes."""

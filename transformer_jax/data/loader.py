@@ -18,7 +18,7 @@ _THREADS = 1  # builds a thousand batches a second; more would contend for the i
 
 
 class Loader(Iterator[Batch]):
-    """The batches of steps start, start + 1, ..., stop - 1 (without end if stop is None), in order; see ``load``.
+    """The batches of steps start, start + 1, ..., stop - 1 (without end if stop is None), in order; see ``load_batches``.
 
     ``waited`` is the seconds the caller has spent waiting for batches so far; set it to 0 to measure a stretch. An error in
     a batch is raised where that batch is asked for. ``close``, leaving a ``with`` block, or the last batch ends the threads.

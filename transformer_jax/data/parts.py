@@ -35,7 +35,7 @@ def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: st
     pairs: PairsConfig = getattr(config.data, name)
     if name == "train" and config.data.parts > 1:
         corpus = _open_parts(workdir, config, tokenizer)
-        require_pairs(corpus.statistics)
+        require_pairs(corpus.statistics, pairs)
     else:
         corpus = build(_job(config, tokenizer, name), pairs, _directory(workdir, config))
     _log_statistics(name, corpus)

@@ -141,7 +141,7 @@ def tokenised(files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob) -> G
     if workers == 1 or not more:
         yield from map(job.tokenise, everything)
         return
-    with _workers(job, workers) as ask, ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers) as pool, _workers(job, workers) as ask:
         pending: deque[Future[TokenisedChunk]] = deque()
         try:
             for chunk in everything:
@@ -181,6 +181,7 @@ def _workers(job: TokeniseJob, count: int) -> Iterator[Callable[[tuple[Number, P
             raise answer
         return answer
 
+    processes: list[Popen[bytes]] = []
     with ExitStack() as stack:
         for _ in range(count):
             process = Popen(
@@ -191,6 +192,8 @@ def _workers(job: TokeniseJob, count: int) -> Iterator[Callable[[tuple[Number, P
                 start_new_session=True,  # Ctrl-C is for the parent alone
             )
             stack.callback(_end, process)
+            processes.append(process)
+        for process in processes:  # only now, as the job is more than a pipe holds: they start side by side
             with suppress(BrokenPipeError):  # it died at once, as its first chunk will find
                 _send(process.stdin, job)
             idle.put(process)

@@ -103,10 +103,12 @@ class Arguments:
 
     workdir: tuple[str, ...] = ()
     """Work directory of a training run; several: their models translate together (mean of their probabilities)."""
-    checkpoint: Literal["last", "best"] | int = "last"
-    """The newest checkpoint, the best on dev, or that of a step."""
+    checkpoint: Literal["last", "best"] | int | None = None
+    """The newest checkpoint, the best on dev, or that of a step. Default: the newest; the best if training.patience ended the
+    run."""
     average: int | None = None
-    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's training.average, 1 unless last."""
+    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's training.average; with --checkpoint best
+    or a step, 1."""
     files: Files = field(default_factory=Files)
     results: Results = field(default_factory=Results)
     evaluation: Evaluation = field(default_factory=Evaluation)

@@ -80,7 +80,7 @@ class Scorer:
         cls,
         workdir: str | Path | Sequence[str | Path],
         *,
-        checkpoint: Literal["last", "best"] | int = "last",
+        checkpoint: Literal["last", "best"] | int | None = None,
         average: int | None = None,
         devices: Sequence[jax.Device] = (),
         **settings: Any,

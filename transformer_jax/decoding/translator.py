@@ -118,7 +118,7 @@ class Translator:
         cls,
         workdir: str | Path | Sequence[str | Path],
         *,
-        checkpoint: Literal["last", "best"] | int = "last",
+        checkpoint: Literal["last", "best"] | int | None = None,
         average: int | None = None,
         devices: Sequence[jax.Device] = (),
         **settings: Any,
@@ -291,7 +291,7 @@ class Translator:
 
 
 def load_runs(
-    workdir: str | Path | Sequence[str | Path], *, checkpoint: Literal["last", "best"] | int, average: int | None
+    workdir: str | Path | Sequence[str | Path], *, checkpoint: Literal["last", "best"] | int | None, average: int | None
 ) -> tuple[Config, list[Transformer], Tokenizer]:
     """Config and tokenizer of the first run, and the models of all. ``UserError`` for runs with different tokenizers."""
     workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)

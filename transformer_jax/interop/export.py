@@ -22,10 +22,12 @@ class Arguments:
     """CTranslate2's folder, Marian's model.npz, or a Hugging Face MarianMT folder with safetensors."""
     output: str
     """Folder to write; it must not exist, or be empty."""
-    checkpoint: Literal["last", "best"] | int = "last"
-    """The newest checkpoint, the best on dev, or that of a step."""
+    checkpoint: Literal["last", "best"] | int | None = None
+    """The newest checkpoint, the best on dev, or that of a step. Default: the newest; the best if training.patience ended the
+    run."""
     average: int | None = None
-    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's training.average, 1 unless last."""
+    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's training.average; with --checkpoint best
+    or a step, 1."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background by Orbax, kept as configured, restored exactly; ``saved_model.py`` has the format."""
+"""Checkpoints: saved in the background by Orbax, kept as configured, restored exactly; format: ``checkpoint_files.py``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+from transformer_jax.checkpoint_files import (
+    MANIFEST,
+    DamagedError,
+    checkpoint_name,
+    complete_steps,
+    is_imported,
+    is_regular,
+    verify,
+    write_manifest,
+)
 from transformer_jax.config import Config
 from transformer_jax.config_files import from_json, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.processes import from_first, is_first
-from transformer_jax.remote import checkpoint_name
-from transformer_jax.saved_model import DamagedError, complete_steps, is_imported, is_regular, verify, write_manifest
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.step import Parameters, TrainState
 
@@ -47,7 +55,8 @@ class Checkpoints:
     def save(self, state: TrainState, progress: Progress, *, regular: bool = True) -> None:
         """Start saving; returns once the state is copied. A failure is logged and leaves older checkpoints as they are.
 
-        One that is not ``regular`` stays until the next is saved, or as long as it is the best on dev.
+        One that is not ``regular`` stays until the next is saved, or as long as it is the best on dev. With
+        ``training.patience`` those that are averaged with the best stay with it.
         """
         self.wait()
         step = int(state.step)
@@ -56,9 +65,9 @@ class Checkpoints:
         parts = {"parameters": state.parameters, "rest": _rest(state)}
         if state.ema is not None:
             parts["ema"] = state.ema
-        # The next step overwrites the donated state while Orbax writes: it gets a copy.
-        parts = jax.tree.map(jnp.copy, parts)
         try:
+            # The next step overwrites the donated state while Orbax writes: it gets a copy.
+            parts = jax.tree.map(jnp.copy, parts)
             from_first(lambda: self._begin(path, progress | {"regular": regular}))
             response = ocp.save_checkpointables_async(path / "state", parts)
         except Exception as error:
@@ -102,7 +111,7 @@ class Checkpoints:
     def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
         """The parameters that ``save_imported`` left to begin with, placed as ``abstract_parameters`` says, if it did."""
         path = self.folder / checkpoint_name(0)
-        if not (path / "manifest.json").exists() or not is_imported(path):
+        if not (path / MANIFEST).exists() or not is_imported(path):
             return None
         try:
             from_first(lambda: verify(path))
@@ -113,7 +122,7 @@ class Checkpoints:
     def _clean(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in list(self.folder.iterdir()):
-            whole = (path / "manifest.json").exists()
+            whole = (path / MANIFEST).exists()
             if path.suffix == _SAVING and whole:  # stopped just before it had its name
                 _publish(path)
             elif path.suffix == _REPLACED or (not whole and (path.suffix == _SAVING or path.name.isdigit())):
@@ -168,11 +177,14 @@ class Checkpoints:
 
     def _tidy(self, best_step: int | None) -> None:
         """Delete what is not to be kept."""
-        steps = self.steps()
+        steps, training = self.steps(), self._config.training
         if best_step in steps:  # not if its own save failed: then the best before it stays
             self._best_step = best_step
         regular = [step for step in steps if is_regular(self.folder / checkpoint_name(step))]
-        kept = {*regular[-self._config.training.keep_checkpoints :], steps[-1], self._best_step}
+        kept = {*regular[-training.keep_checkpoints :], steps[-1], self._best_step}
+        if training.patience and self._best_step is not None:  # the run may end with the mean up to the best
+            before = [step for step in regular if step < self._best_step]
+            kept |= set(before[max(0, len(before) - training.average + 1) :])
         for step in steps:
             if step not in kept:
                 _delete(self.folder / checkpoint_name(step))
@@ -209,7 +221,7 @@ def _publish(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    (path / "manifest.json").unlink(missing_ok=True)  # from now on no checkpoint, however far deleting gets
+    (path / MANIFEST).unlink(missing_ok=True)  # from now on no checkpoint, however far deleting gets
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -78,9 +78,9 @@ class Evaluator:
             text += f"\n  translation {translations[chosen]}"
         return values, text
 
-    def test(self, workdir: Path, *, checkpoint: str = "last") -> tuple[dict[str, Any], str]:
+    def test(self, workdir: Path) -> tuple[dict[str, Any], str]:
         """BLEU and chrF on the test pairs of the parameters that ``load_model`` takes, and a text to show."""
-        names = from_first(lambda: [path.name for path in choose_checkpoints(workdir, checkpoint=checkpoint)])
+        names = from_first(lambda: [path.name for path in choose_checkpoints(workdir)])
         parameters = load_parameters([workdir / "checkpoints" / name for name in names])
         shardings = jax.tree.map(lambda s: s.sharding, self._programs.abstract_state.parameters)
         pairs = self.test_pairs
@@ -89,7 +89,7 @@ class Evaluator:
         exact = sum(ours == target for ours, (_, target) in zip(translations, pairs, strict=True)) / len(pairs)
         values = {
             "sentences": len(pairs),
-            "checkpoint": checkpoint,
+            "checkpoint": int(names[0]),
             "averaged_checkpoints": len(names),
             "bleu": score.value,
             "bleu_signature": score.signature,
@@ -97,8 +97,8 @@ class Evaluator:
             "chrf_signature": chrf.signature,
             "exact_match": exact,
         }
-        which = f"mean of the last {len(names)} checkpoints" if checkpoint == "last" else f"{checkpoint} checkpoint on dev"
-        return values, f"test, {which}: {score}\n{chrf}\nexact match {exact:.2%}"
+        which = f"mean of {len(names)} checkpoints, the last of step" if len(names) > 1 else "checkpoint of step"
+        return values, f"test, {which} {int(names[0])}: {score}\n{chrf}\nexact match {exact:.2%}"
 
     def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
         total: Any = None

@@ -40,7 +40,7 @@ from transformer_jax.processes import (
     wait_for_others,
 )
 from transformer_jax.remote import RemoteWorkdir, local_workdir
-from transformer_jax.saved_model import load_parameters
+from transformer_jax.saved_model import load_parameters, patience_is_over
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.checkpoint import Checkpoints
@@ -63,6 +63,10 @@ log = logging.getLogger(__name__)
 
 class TrainingError(RuntimeError):
     """Training cannot go on (loss not finite several steps in a row, other processes gone). The last checkpoint is older."""
+
+
+class _StoppedEvaluation(BaseException):
+    """A signal came while dev was looked at, which who sent it may not wait for."""
 
 
 def train(
@@ -147,6 +151,7 @@ class Run:
         self._remote = remote
         self.checkpoints = Checkpoints(workdir, config, self.tokenizer, when_saved=self._copy_to_store)
         self.stop_signal: int | None = None
+        self._evaluating = False
         self._shapes_seen: set[tuple[int, ...]] = set()
         self.reporter: Reporter | None = None
         self.watchdog = Watchdog(who=f"Process {rank()} of {size()}")
@@ -167,7 +172,7 @@ class Run:
         if evaluation_due:
             self._evaluate_or_save(start, state, progress, meter)
             self.checkpoints.save(state, progress, regular=self._is_due(start))
-        step, pending, stopped_early = start, None, self._patience_is_over(progress)
+        step, pending, stopped_early = start, None, patience_is_over(progress, self.config)
         loader = load_batches(self.plan, sharding=batch_sharding(self.mesh), start=start, stop=training.steps)
         with self._signals(), loader as batches:
             self.watchdog.enter("waiting for data")
@@ -191,7 +196,8 @@ class Run:
                     progress["evaluation_due"] = True
                 elif evaluate_now and self.dev_corpus is not None:
                     is_best = self._evaluate_or_save(step, state, progress, meter)
-                    stopped_early = self._patience_is_over(progress)
+                    stopped_early = patience_is_over(progress, self.config)
+                    stop_now = size() == 1 and self.stop_signal is not None
                 if save_now or is_best or stop_now or stopped_early:
                     self.watchdog.enter("saving", f"saving step {step}")
                     meter.book()
@@ -347,18 +353,30 @@ class Run:
         return step % self.config.training.checkpoint_every == 0 or step == self.config.training.steps
 
     def _evaluate_or_save(self, step: int, state: TrainState, progress: dict[str, Any], meter: Meter) -> bool:
-        """As ``_evaluate``; if that fails, for want of memory say, what was trained is saved, and resuming evaluates it."""
+        """As ``_evaluate``; if that fails, for want of memory say, what was trained is saved, and resuming evaluates it.
+
+        So it does where a signal cuts it short; then ``progress`` says so, and saving is the caller's.
+        """
         before = dict(progress)
         kind = "evaluation with BLEU" if self.evaluator.translates(progress["evaluations"] + 1) else "evaluation"
         self.watchdog.enter(kind, f"{kind} after step {step}")
         try:
             with meter.paused():
-                return self._evaluate(step, state, progress)
-        except Exception:
-            if size() == 1:  # with others they would have to save, too
-                meter.book()
-                now = {"train_seconds": progress["train_seconds"], "evaluation_due": True}
-                self.checkpoints.save(state, before | now, regular=self._is_due(step))
+                self._evaluating = size() == 1  # several stop together, at a step
+                try:
+                    return self._evaluate(step, state, progress)
+                finally:
+                    self._evaluating = False
+        except (Exception, _StoppedEvaluation) as error:
+            if size() > 1:  # the others would have to save, too
+                raise
+            meter.book()
+            seconds = progress["train_seconds"]
+            progress.clear()
+            progress.update(before, train_seconds=seconds, evaluation_due=True)
+            if isinstance(error, _StoppedEvaluation):
+                return False
+            self.checkpoints.save(state, progress, regular=self._is_due(step))
             raise
 
     def _evaluate(self, step: int, state: TrainState, progress: dict[str, Any]) -> bool:
@@ -382,14 +400,10 @@ class Run:
         progress["since_best"] = 0 if better[selected] else progress["since_best"] + 1
         return better[selected]
 
-    def _patience_is_over(self, progress: dict[str, Any]) -> bool:
-        patience = self.config.training.patience
-        return bool(patience) and progress["since_best"] >= patience
-
     def _finish(self, step: int, state: TrainState, progress: dict[str, Any]) -> dict[str, Any]:
         assert self.reporter is not None
         if self._saved_step() != step:
-            self.checkpoints.save(state, progress, regular=self._is_due(step) or self._patience_is_over(progress))
+            self.checkpoints.save(state, progress, regular=self._is_due(step) or patience_is_over(progress, self.config))
             if self._saved_step() != step:
                 raise UserError(
                     f"The last checkpoint (step {step}) could not be saved in {self.checkpoints.folder}; "
@@ -413,9 +427,7 @@ class Run:
         self._write_summary(summary)
         if finished and self.evaluator.test_pairs:
             self.watchdog.enter("test")
-            # After an early stop the last checkpoints are past the best.
-            best = self._patience_is_over(progress) and progress.get("best_step") in self.checkpoints.steps()
-            summary["test"], text = self.evaluator.test(self.workdir, checkpoint="best" if best else "last")
+            summary["test"], text = self.evaluator.test(self.workdir)
             self.reporter.say(text)
             self._write_summary(summary)
         self._copy_to_store(must=True)
@@ -460,7 +472,9 @@ class Run:
                 signal.raise_signal(signal.SIGTERM)
                 return
             self.stop_signal = number
-            print("stopping after this step; saving ...", file=sys.stderr)
+            print(f"stopping{'' if self._evaluating else ' after this step'}; saving ...", file=sys.stderr)
+            if self._evaluating:
+                raise _StoppedEvaluation
 
         if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread only
             yield

@@ -98,15 +98,34 @@ class Meter:
         self._since_booked = now
 
 
-def _summary_writer() -> Any:
-    """tensorboardX's. Where PyTorch is installed it would load that too: two seconds and much memory, for nothing here."""
-    hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
-    try:
-        from tensorboardX import SummaryWriter
-    finally:
-        if hidden:
-            del sys.modules["torch"]
-    return SummaryWriter
+class _Board:
+    """TensorBoard's file. Of tensorboardX it takes what writes at once: the thread of its ``SummaryWriter`` ends with the first
+    error of the disk, and who writes to it waits for ever from then on."""
+
+    def __init__(self, folder: Path, purge_step: int):
+        """What was written from ``purge_step`` on shall not be shown any more."""
+        # Where PyTorch is installed tensorboardX would load that too: two seconds and much memory, for nothing here.
+        hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+        finally:
+            if hidden:
+                del sys.modules["torch"]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._new_event, self._writer = Event, EventsWriter(str(folder / "events"))
+        log = SessionLog(status=SessionLog.START)
+        self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=log))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        event = self._new_event(wall_time=time.time(), step=step)
+        for tag, value in scalars.items():
+            event.summary.value.add(tag=tag, simple_value=value)
+        self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class Reporter:
@@ -123,7 +142,7 @@ class Reporter:
             _truncate(path, start_step, evaluation_due)
         self._file = path.open("a", encoding="utf-8")
         self._failed = False
-        self._board = _summary_writer()(str(workdir / "tensorboard"), purge_step=start_step + 1, write_to_disk=first)
+        self._board = _Board(workdir / "tensorboard", purge_step=start_step + 1) if first else None
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not first)
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -149,9 +168,10 @@ class Reporter:
         with self._reporting_errors():
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
-            for name, value in told.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+        if self._board is not None:
+            numbers = {f"{kind}/{name}": value for name, value in told.items() if isinstance(value, int | float)}
+            with self._reporting_errors():
+                self._board.write(step, numbers)
 
     def training(self, step: int, values: dict[str, Any]) -> None:
         """A log entry of the training loop."""
@@ -177,8 +197,9 @@ class Reporter:
         self._progress.stop()
         self._logger.removeHandler(self._handler)
         self._logger.propagate = True
-        with self._reporting_errors():
-            self._board.close()
+        if self._board is not None:
+            with self._reporting_errors():
+                self._board.close()
         with self._reporting_errors():
             self._file.close()
 

@@ -11,13 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, PairsConfig
 from transformer_jax.config_files import differences_on_resume, fields_that_differ, from_json, to_json
 from transformer_jax.data.parts import digests_folder
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.remote import RemoteWorkdir, local_workdir
-from transformer_jax.saved_model import choose_checkpoints, complete_steps
+from transformer_jax.saved_model import choose_checkpoints
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
