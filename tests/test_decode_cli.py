@@ -349,10 +349,12 @@ def test_killed_and_resumed(decode, workdir, tmp_path):
     status, out, _ = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
     assert (status, out) == (0, "")
     assert path.read_bytes().decode() == decode(*flags, stdin=b"".join(lines))[1]
-    # Of a pipe nobody knows whether it is the same again: what is complete is known by its length alone.
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
-    assert status == 0 and "is complete; there is nothing to do" in err
+    assert status == 0 and "240 sentences were there already" in err
+    status, _, err = decode(*flags, "--beam-size", 1, "--output", path, "--resume", stdin=b"".join(lines))
+    assert status == 2 and "beam_size: 2 then, 1 now" in err
+    status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines[:-1]))
+    assert status == 2 and "240 sentences already, the input only 239; expected the same input" in err
 
 
 def test_what_is_complete_is_not_taken_for_the_output_of_other_settings(decode, expected, tmp_path):
@@ -369,10 +371,10 @@ def test_what_is_complete_is_not_taken_for_the_output_of_other_settings(decode, 
     source.write_bytes(TEXT.replace(b"five", b"two"))
     status, _, err = decode(*files)
     assert status == 2 and "input: " in err and path.read_text() == whole
-    # A run without --resume leaves no progress file: its output is known by its length alone.
+    # A run without --resume leaves no progress file: nothing tells how its output came about.
     assert decode("--input", source, "--output", path)[0] == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
-    assert "is complete; there is nothing to do" in decode(*files)[2]
+    assert "or a run without --resume was completed" in decode(*files)[2]
 
 
 def test_a_window_of_one_answers_each_line_at_once(workdir):

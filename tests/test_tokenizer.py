@@ -245,8 +245,25 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
     assert [id_ for id_ in tagged if id_ >= old.source_vocab_size] == [old.source_vocab_size, old.source_vocab_size + 1]
     assert tagged[-len(plain) :] == plain
     assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
-    with pytest.raises(UserError, match=r"which the vocabulary has as an ordinary piece; expected another name"):
+    with pytest.raises(UserError, match=r"which the vocabulary has as an ordinary or a special piece; expected another name"):
         old.with_symbols(old.source_pieces([9]))
+    with pytest.raises(UserError, match=r"which the vocabulary has as an ordinary or a special piece"):
+        old.with_symbols(old.source_pieces([EOS_ID]))
+
+
+def test_control_symbols_of_a_model_from_elsewhere_become_symbols_of_the_text(tmp_path):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SOURCES), model_writer=model, vocab_size=60, control_symbols=["<2de>"], minloglevel=2
+    )
+    (tmp_path / "m.model").write_bytes(model.getvalue())
+    plain, tagged = (
+        Tokenizer.train([], TokenizerConfig(model=str(tmp_path / "m.model"), user_defined_symbols=symbols))
+        for symbols in ((), ("<2de>",))
+    )
+    assert tagged.source_vocab_size == plain.source_vocab_size
+    assert tagged.source_pieces(tagged.encode_source(["<2de> one hundred"])[0])[:2] == ["\u2581", "<2de>"]
+    assert tagged.encode_source(["one hundred"]) == plain.encode_source(["one hundred"])
 
 
 def test_an_imported_vocabulary_grows_by_symbols():
@@ -255,6 +272,10 @@ def test_an_imported_vocabulary_grows_by_symbols():
     pieces = [*plain.source_pieces(range(plain.source_vocab_size)), ">>deu<<"]
     imported = Tokenizer(with_ids(plain.source_model, pieces, "source.spm"))
     assert imported.imported
+    with_sign = Tokenizer(with_ids(plain.source_model, [*pieces, "Ω"], "source.spm"))
+    for sampling in (0.0, 0.1):
+        assert len(pieces) in with_sign.encode_source(["one Ω two"], sampling=sampling)[0]
+        assert with_sign.source_tag(">>fra<< one") == ([UNK_ID], " one")
     grown = imported.with_symbols(("<2fr>", ">>deu<<"))
     deu, fr = len(pieces) - 1, len(pieces)
     assert grown.imported and grown.source_vocab_size == len(pieces) + 1

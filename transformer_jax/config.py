@@ -160,16 +160,21 @@ class TokenizerConfig:
     max_training_sentences: int = 5_000_000
     """Sentences (evenly spread over the text) that SentencePiece learns from."""
     sampling: float = 0.0
-    """Subword regularisation: the merge dropout of BPE (0.1 is usual), or the smoothing alpha of unigram; 0: off."""
+    """Subword regularisation: the merge dropout of BPE (0.1 is usual; more is more random), or the smoothing alpha of unigram
+    (0.2 to 0.5 are usual; less is more random); 0: off."""
     sampled_epochs: int = 8
     """With sampling: how many different segmentations of the training text are stored; epoch e reads number e modulo this."""
     model: str = ""
-    """An existing SentencePiece model to use instead of training one (joint only)."""
+    """An existing SentencePiece model to use instead of training one (joint only). It decides its own size, algorithm and
+    normalisation: besides it only user_defined_symbols, sampling and sampled_epochs count."""
 
     def __post_init__(self) -> None:
         check_types(self, "tokenizer.")
         _require(self.vocab_size > 4, "tokenizer.vocab_size", self.vocab_size, "more than the four special pieces")
-        _require(0 < self.character_coverage <= 1, "tokenizer.character_coverage", self.character_coverage, "a share in (0, 1]")
+        coverage = self.character_coverage
+        _require(
+            0.98 <= coverage <= 1, "tokenizer.character_coverage", coverage, "a share from 0.98 to 1, as SentencePiece has it"
+        )
         _require(0 <= self.sampling < 1, "tokenizer.sampling", self.sampling, "a value in [0, 1)")
         _require(self.sampled_epochs > 0, "tokenizer.sampled_epochs", self.sampled_epochs, "a positive number")
         _require(

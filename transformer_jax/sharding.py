@@ -9,6 +9,7 @@ and hand that around.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
+
+log = logging.getLogger(__name__)
 
 BATCH_AXES = ("data", "fsdp")
 _ROWS_OF_A_CORE = 16
@@ -78,7 +81,12 @@ def devices_for_rows(rows: int) -> tuple[jax.Device, ...]:
     devices = jax.devices()
     if devices[0].platform == "cpu":
         devices = devices[:most]
-    return tuple(devices[: max(count for count in range(1, len(devices) + 1) if rows % count == 0)])
+    used = max(count for count in range(1, len(devices) + 1) if rows % count == 0)
+    if used < len(devices) and devices[0].platform != "cpu":
+        better = -(-rows // len(devices)) * len(devices)
+        message = "Only %d of %d devices are used, as %d rows divide evenly over no more; --batch-size %d uses all."
+        log.warning(message, used, len(devices), rows, better)
+    return tuple(devices[:used])
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -60,11 +60,14 @@ class SubwordSampler:
         self._ids: dict[str, int] = {}
         self._scores: dict[str, float] = {}
         self._bytes: dict[int, int] = {}
+        self._unused: dict[str, int] = {}  # in an imported model: of the vocabulary, but text is not cut into them
         for i, piece in enumerate(model.pieces):
             if piece.type == piece.NORMAL:
                 self._ids[piece.piece], self._scores[piece.piece] = i, piece.score
             elif piece.type == piece.BYTE:
                 self._bytes[int(piece.piece[1:-1], 16)] = i
+            elif piece.type == piece.UNUSED:
+                self._unused[piece.piece] = i
         self._longest = max(map(len, self._ids))
         self._unknown_id = processor.unk_id()
         self._unknown_score = min(self._scores.values()) - 10  # as in SentencePiece
@@ -171,6 +174,8 @@ class SubwordSampler:
                 ids.append(self._ids[part])
             elif self._bytes:
                 ids += (self._bytes[byte] for byte in part.encode())
+            elif part in self._unused:
+                ids.append(self._unused[part])
             elif not ids or ids[-1] != self._unknown_id:  # unknown characters in a row are one unknown piece
                 ids.append(self._unknown_id)
         return tuple(ids)

@@ -156,6 +156,7 @@ class Tokenizer:
         tag, rest = _split_tag(self._source, line) if self.imported else ([], line)
         symbols = _symbols(self._source)
         found = symbols and symbols.match(rest)
+        tag = _known(self._source, tag)
         return (tag + self.encode_source([found[0]])[0], rest[found.end() :]) if found else (tag, rest)
 
     def decode_source(self, ids: Iterable[int]) -> str:
@@ -291,17 +292,22 @@ def _with_special_ids(model: bytes) -> bytes:
 def _with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
     processor = _processor(model)
     size, proto = _imported_size(processor) or processor.vocab_size(), model_proto(processor)
+    new_piece = type(proto.pieces[0])
     known = {piece.piece: piece for piece in proto.pieces[:size]}
     missing = [symbol for symbol in symbols if symbol not in known]
-    plain = [symbol for symbol in symbols if symbol in known and known[symbol].type == known[symbol].NORMAL]
-    if plain:
-        raise UserError(
-            f"tokenizer.user_defined_symbols has {plain[0]!r}, which the vocabulary has as an ordinary piece; expected another "
-            "name."
-        )
-    if not missing:
+    there = [known[symbol] for symbol in symbols if symbol in known]
+    special = {piece.piece for piece in proto.pieces[: UNK_ID + 1]}
+    for piece in there:
+        if piece.piece in special or piece.type not in (new_piece.USER_DEFINED, new_piece.UNUSED, new_piece.CONTROL):
+            raise UserError(
+                f"tokenizer.user_defined_symbols has {piece.piece!r}, which the vocabulary has as an ordinary or a special "
+                "piece; expected another name."
+            )
+    never_in_text = [piece for piece in there if piece.type == new_piece.CONTROL]  # another program put them between pieces
+    if not missing and not never_in_text:
         return model
-    new_piece = type(proto.pieces[0])
+    for piece in never_in_text:
+        piece.type = new_piece.USER_DEFINED
     beyond = [piece for piece in proto.pieces[size:] if piece.piece not in missing]  # of an imported model
     del proto.pieces[size:]
     proto.pieces.extend(new_piece(piece=symbol, type=new_piece.USER_DEFINED) for symbol in missing)

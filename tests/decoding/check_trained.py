@@ -92,7 +92,8 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
         ours, theirs = [(*h.pieces, EOS) for h in its], [h.pieces for h in expected]
         same += ours == theirs
         best_same += ours[0] == theirs[0]
-        worst = max(worst, *(abs(a.log_prob - b.log_prob) for a, b in zip(its, expected) if (*a.pieces, EOS) == b.pieces))
+        off = [abs(a.log_prob - b.log_prob) for a, b in zip(its, expected) if (*a.pieces, EOS) == b.pieces]
+        worst = max([worst, *off])
         if ours != theirs:
             print(f"  line {number}: " + ", ".join(f"{a.score:.6f} / {b.score:.6f}" for a, b in zip(its, expected)))
         if number % 50 and number < len(sentences):

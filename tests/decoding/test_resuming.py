@@ -15,7 +15,7 @@ from transformer_jax.decoding import resuming
 from transformer_jax.decoding.output import Output
 from transformer_jax.decoding.parts import join_parts, parse_part, part_path
 from transformer_jax.decoding.records import open_records, paired
-from transformer_jax.decoding.resuming import ResumableFile, fingerprint, is_complete, progress_path, sentence_groups
+from transformer_jax.decoding.resuming import ResumableFile, fingerprint, progress_path, sentence_groups
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 
@@ -36,12 +36,12 @@ def translate(records, nbest=1):
             yield [Translation(text, -1.0 - k, -2.0, 3) for k, text in enumerate(texts)]
 
 
-def run(source, path, *, nbest=1, format="text", stop=None, part=None, resume=False, **settings):
+def run(source, path, *, nbest=1, format="text", stop=None, part=None, resume=False, keep=None, **settings):
     """What decode.py does, with the translator above; ``stop``: killed after so many more sentences."""
     output = Output(format, nbest=nbest)
     read = open_records(source, format=format, part=part or (0, 1))
     settings = SETTINGS | {"nbest": nbest, "format": format} | settings
-    kept, keep_progress = 0, part is not None
+    kept, keep_progress = 0, part is not None if keep is None else keep
     with (
         contextlib.suppress(Killed),
         ResumableFile(path, settings, nbest=output.group_size, resume=resume, keep_progress=keep_progress) as file,
@@ -148,14 +148,33 @@ def test_with_nothing_there_it_begins(tmp_path):
     assert path.read_text().count("\n") == 25
 
 
-def test_a_finished_file_is_known_by_its_length(tmp_path):
+def test_a_finished_file_is_known_by_its_progress(tmp_path):
     source, path = tmp_path / "input", tmp_path / "out"
     source.write_text("\n".join(LINES) + "\n")
-    assert not is_complete(path, open_records(source))
+    run(source, path, nbest=2, keep=True)
+    before = path.read_bytes()
+    assert run(source, path, nbest=2, keep=True, resume=True) >= 24  # the last may have been meant to have more lines
+    assert path.read_bytes() == before
+    with pytest.raises(UserError, match="beam_size: 4 then, 5 now"):
+        run(source, path, nbest=2, keep=True, resume=True, beam_size=5)
     run(source, path, nbest=2)
-    assert is_complete(path, open_records(source), nbest=2)
-    source.write_text("\n".join(LINES[:-1]) + "\n")
-    assert not is_complete(path, open_records(source), nbest=2)
+    with pytest.raises(UserError, match="or a run without --resume was completed"):
+        run(source, path, nbest=2, resume=True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_do_not_write_one_file(tmp_path, resume):
+    path = tmp_path / "out"
+    with ResumableFile(path, SETTINGS) as file:
+        file.write(["one"])
+        with pytest.raises(UserError, match="out is being written by another process"):
+            ResumableFile(path, SETTINGS, resume=resume)
+        file.write(["two"])
+        assert progress_path(path).exists()
+    assert path.read_text() == "one\ntwo\n"
+    with ResumableFile(path, SETTINGS) as file:  # the lock ended with the first
+        assert file.kept == 0 and path.read_text() == ""
 
 
 def test_an_error_keeps_what_is_written(tmp_path, caplog):

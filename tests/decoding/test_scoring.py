@@ -231,6 +231,22 @@ def test_translations_are_aligned_in_order(scorer):
                     assert i < len(record.text.split()) and j < len(t.text.split())
 
 
+@pytest.mark.parametrize("window", [1, 6, 9, None])
+def test_a_window_is_answered_before_more_is_read(scorer, window):
+    """As one who waits for the answers to so many lines before the next ones are written."""
+    read = 0
+
+    def results():
+        nonlocal read
+        for i in range(20):
+            read += 1
+            yield Record(i, ""), [Translation("", 0, 0, 0)]
+
+    size = window or CONFIG.batch_size
+    for done, _ in enumerate(aligned(results(), scorer, window=window), 1):
+        assert read <= -(-done // size) * size
+
+
 def test_hard_alignments_join_words():
     weights_TS = np.array([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.6, 0.1], [0.2, 0.5, 0.2, 0.1], [0, 0, 0, 1]])
     source, target = ("▁gr", "een", "▁room"), ("▁grün", "e", "▁Wand")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -39,16 +39,17 @@ def aligned(
 ) -> Iterator[tuple[Record, list[Translation], list[Alignment | None] | None]]:
     """Each result with its translations' alignments; without a scorer, with None.
 
-    Works on ``scorer.config.batch_size`` results at a time, at most ``window``. An empty translation has no alignment, nor has
-    one that is, or whose source is, too long for the scorer.
+    Works on ``scorer.config.batch_size`` results at a time, and on what is left of each ``window``. An empty translation has no
+    alignment, nor has one that is, or whose source is, too long for the scorer.
     """
     results = iter(results)
     if scorer is None:
         yield from ((record, translations, None) for record, translations in results)
         return
     tokenizer = scorer.tokenizer
-    size = min(scorer.config.batch_size, window or scorer.config.batch_size)
-    while batch := list(islice(results, size)):
+    batches, rest = divmod(window or scorer.config.batch_size, scorer.config.batch_size)
+    sizes = cycle([scorer.config.batch_size] * batches + [rest] * (rest > 0))
+    while batch := list(islice(results, next(sizes))):
         sources = tokenizer.encode_source([record.text for record, _ in batch])
         pairs = [
             (source, tokenizer.target_ids(translation.pieces))

@@ -23,7 +23,7 @@ from transformer_jax.decoding.flags import Arguments, Results
 from transformer_jax.decoding.output import Output
 from transformer_jax.decoding.parts import join_parts, parse_part, part_path
 from transformer_jax.decoding.records import Record, UntilFault, open_records, paired
-from transformer_jax.decoding.resuming import ResumableFile, Stream, fingerprint, is_complete
+from transformer_jax.decoding.resuming import ResumableFile, Stream, fingerprint
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Request, Translation, Translator
 from transformer_jax.errors import UserError
@@ -63,17 +63,18 @@ def run_job(a: Arguments) -> None:
     if references is not None:  # before the work, not after it
         check_pairs([record.text for record in read()], references)
         bleu(references[:1], references[:1], tokenize=tokenize)
-    if a.files.resume and is_complete(str(path), read, nbest=shape.group_size):
-        logger.info("%s is complete; there is nothing to do.", path)
-        return
-
     models = _Models.load(a, config)
     _check_against_model(a, models, read)
     start = time.perf_counter()
     with _open(path, a, models, group_size=shape.group_size) as output:
         if output.kept:
             logger.info("%d sentences were there already.", output.kept)
-        written = _written(islice(read(), output.kept, None), output, shape, models)
+        records = iter(read())
+        if (passed := sum(1 for _ in islice(records, output.kept))) < output.kept:
+            raise UserError(
+                f"{path} has {output.kept} sentences already, the input only {passed}; expected the same input again."
+            )
+        written = _written(records, output, shape, models)
         best = [text for text in written if references is not None]
     models.report()
     logger.info("%.1f s; %d programs compiled.", time.perf_counter() - start, models.num_compiled)
@@ -293,6 +294,5 @@ def _open(path: str | Path | None, a: Arguments, models: _Models, *, group_size:
     settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
     settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(a.results)
     settings |= {"model": fingerprint(model.parameters), "tokenizer": model.tokenizer.fingerprint}
-    # Of a pipe it could not be told whether it is the same again.
-    keep_progress = a.files.part is not None or (a.files.resume and a.files.input is not None)
+    keep_progress = a.files.part is not None or a.files.resume
     return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)

@@ -52,8 +52,10 @@ def _learn(argv: list[str] | None) -> None:
     a = tyro.cli(Arguments, prog="python -m transformer_jax.decoding.learn_shortlist", args=argv)
     if is_url(a.workdir) and not a.output:
         raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
-    shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
     output = Path(a.output or Path(a.workdir) / "shortlist.npz")
+    if a.output and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise UserError(f"output is {a.output!r}; expected the name of a file in a folder that exists.")
+    shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
     shortlist.save(output)
     mean = len(shortlist.candidates) / (len(shortlist.offsets) - 1)
     log.info("%s: %.0f target pieces a source piece on average.", output, mean)

@@ -5,18 +5,19 @@ How far the run came is not in it, for F itself says so: its complete sentences.
 
     starting   F is not ours yet (it may be an older one, still to be emptied): begin anew
     writing    keep F's complete sentences and go on
-    complete   kept of parts of an output (``parts.py``), as proof that nothing is missing, and of what ``--resume`` wrote of a
-               file, so that it is not taken for the output of other settings
+    complete   kept of parts of an output (``parts.py``), as proof that nothing is missing, and of what ``--resume`` wrote, so
+               that it is not taken for the output of other settings
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
 
@@ -53,18 +54,24 @@ class ResumableFile:
         ``keep_progress`` leaves the progress file, marked complete, at the end.
 
         Raises:
-            UserError: other settings than the interrupted run's, or a file with lines that no run is known to have left.
+            UserError: other settings than the interrupted run's, a file with lines that no run is known to have left, or one
+                that another process is writing.
         """
         self.path, self._keep = Path(path), keep_progress
         self._progress = progress_path(path)
         self._settings = json.loads(json.dumps(settings))
-        self.kept = self._resume(nbest) if resume else 0
-        if not self.kept:
-            write_progress(self._progress, "starting", self._settings)
-            with open(self.path, "wb") as file:
-                os.fsync(file.fileno())
-        write_progress(self._progress, "writing", self._settings)
         self._file: BinaryIO = open(self.path, "ab")  # noqa: SIM115 - closed by __exit__
+        try:
+            self._lock()
+            self.kept = self._resume(nbest) if resume else 0
+            if not self.kept:
+                write_progress(self._progress, "starting", self._settings)
+                self._file.truncate(0)
+                os.fsync(self._file.fileno())
+            write_progress(self._progress, "writing", self._settings)
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, lines: Sequence[str]) -> None:
         """Append one sentence's lines; they are out of this process when this returns."""
@@ -86,6 +93,17 @@ class ResumableFile:
         else:
             self._progress.unlink()
 
+    def _lock(self) -> None:
+        """Until the file is closed, or this process ends."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.path} is being written by another process; wait for it, or choose another output."
+            ) from None
+        except OSError:  # a file system without locks
+            logger.debug("%s cannot be locked.", self.path)
+
     def _resume(self, nbest: int) -> int:
         progress = read_progress(self.path)
         has_lines = self.path.is_file() and self.path.stat().st_size > 0
@@ -93,7 +111,7 @@ class ResumableFile:
             if has_lines:
                 raise UserError(
                     f"{self.path} has lines, but {self._progress.name} is not beside it: another program wrote it, or a run "
-                    "with fewer lines was completed. Remove it, or drop --resume to write it anew."
+                    "without --resume was completed. Remove it, or drop --resume to write it anew."
                 )
             return 0
         if progress["state"] == "starting" or not has_lines:
@@ -128,16 +146,6 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         """Leave the stream open."""
-
-
-def is_complete(path: str | Path, read: Callable[[], Iterable[object]], *, nbest: int = 1) -> bool:
-    """Whether ``path`` has as many sentences as ``read()`` has inputs and no progress file: its run came to its end."""
-    path = Path(path)
-    if not path.is_file() or read_progress(path) is not None:
-        return False
-    with open(path, "rb") as file:
-        count = sum(1 for _ in sentence_groups(file, numbered=nbest > 1))
-    return 0 < count == sum(1 for _ in islice(read(), count + 1))
 
 
 def progress_path(path: str | Path) -> Path:

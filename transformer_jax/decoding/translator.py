@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # What closes a quotation or a bracket, and further end marks, belong to the sentence before.
 _SENTENCE_END = re.compile(
-    r"[.!?…](?:[\"'”’»)\]]|\s[”’»)\]])*\s++(?![.!?…”’»)\]])"  # here a space must follow
+    r"[.!?…؟۔।॥።](?:[\"'”’»)\]]|\s[”’»)\]])*\s++(?![.!?…؟۔।॥።”’»)\]])"  # here a space must follow
     r"|[。！？｡][。！？｡….!?」』）】〉》”’\"')\]]*\s*"
 )
 _SPACE = re.compile(r"\s+")

@@ -11,7 +11,7 @@ import numpy as np
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.interop.search_settings import length_limits, search_notes
-from transformer_jax.interop.vocabulary import write_sentencepiece
+from transformer_jax.interop.vocabulary import TAG, write_sentencepiece
 from transformer_jax.interop.weights import Attention, Layer, Linear, Norm, plain_weights, position_tables
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
@@ -85,6 +85,11 @@ def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer,
     }
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     notes = ["translate_batch takes its settings as keywords: those of this run are in generation_config.json."]
+    if tokenizer.imported and (tags := [piece for piece in source_pieces if TAG.fullmatch(piece)]):
+        notes.append(
+            f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its pieces, "
+            f"[{tags[0]!r}, *sp.encode(line, out_type=str)]."
+        )
     return notes + search_notes(config, "CTranslate2")
 
 

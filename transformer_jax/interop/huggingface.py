@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.interop.huggingface_weights import tensors_of
 from transformer_jax.interop.search_settings import length_limits, search_notes
-from transformer_jax.interop.vocabulary import write_sentencepiece
+from transformer_jax.interop.vocabulary import TAG, write_sentencepiece
 from transformer_jax.interop.weights import (
     check_epsilon,
     plain_weights,
@@ -26,7 +25,6 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
-_TAG = re.compile(r">>.*<<")
 _POSITIONS = 1024  # the table's length for sinusoids, which have no end here
 
 
@@ -127,7 +125,7 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> list
     if settings["separate_vocabs"]:
         _write_json(folder / "target_vocab.json", {piece: i for i, piece in enumerate(target_pieces)})
     _write_json(folder / "tokenizer_config.json", settings)
-    tags = [(i, piece) for i, piece in enumerate(source_pieces) if _TAG.fullmatch(piece)]
+    tags = [(i, piece) for i, piece in enumerate(source_pieces) if TAG.fullmatch(piece)]
     cut_here = [piece for i, piece in tags if tokenizer.encode_source([piece]) != [[i]]]
     if not cut_here:
         return []

@@ -33,6 +33,11 @@ def search_notes(config: Config, library: str, *, limit: str = "", long_lines: s
             f"{library} divides log P by length^{alpha}, decoding here by (({c:g} + length) / {c + 1:g})^{alpha}: hypotheses "
             "of different lengths may rank otherwise. decoding.length_offset 0 is what it does."
         )
+    if decoding.length_penalty and decoding.beam_size > 1:
+        notes.append(
+            f"{library} may end a search while a longer translation could still score better; decoding here goes on until "
+            "none can."
+        )
     if decoding.method == "sample":
         notes.append(f"decoding.method is 'sample', which is left out: {library} is set up for beam search.")
     if decoding.repetition_penalty != 1:

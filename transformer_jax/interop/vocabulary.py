@@ -3,6 +3,7 @@ takes, and SentencePiece models whose own ids are those of the vocabulary)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import IMPORTED, Tokenizer
+
+TAG = re.compile(r">>.*<<")  # at the start of a line in multilingual models: the language to translate into
 
 _PROTO: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
 _KINDS = _PROTO.ModelProto.SentencePiece
