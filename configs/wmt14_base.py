@@ -1,8 +1,9 @@
 """WMT 2014 English-German, the paper's base model (sections 5 and 6.1). Not yet run at full length.
 
-Reads wmt14_translate/de-en through TensorFlow Datasets, prepared in data/tfds or the folder that --data.root names. With
-plain text instead: --data.train.kind text --data.train.source train.en --data.train.target train.de, and likewise
-data.dev (newstest2013) and data.test (newstest2014); --data.root is then the folder of these files.
+Reads wmt14_translate/de-en through TensorFlow Datasets, prepared in data/tfds or the folder that --data.root names (what is
+not there TFDS tries to download and prepare; that was not tried). With plain text instead: --data.train.kind text
+--data.train.source train.en --data.train.target train.de, and likewise data.dev (newstest2013) and data.test (newstest2014);
+--data.root is then the folder of these files.
 """
 
 from transformer_jax.config import (

@@ -348,7 +348,8 @@ class TrainingConfig:
     steps: int = 100_000
     """Optimizer steps."""
     start_from: str = ""
-    """Begin with the model and the tokenizer of this work directory (or one checkpoint's folder), for fine-tuning; '': anew."""
+    """Begin with the tokenizer and the model (the mean of checkpoints that decode.py takes) of this work directory, or of one
+    checkpoint's folder, for fine-tuning; '': anew."""
     label_smoothing: float = 0.1
     """epsilon_ls of section 5.4."""
     r_drop: float = 0.0

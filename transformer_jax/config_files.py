@@ -51,6 +51,7 @@ _CHANGEABLE = (
     "training.label_smoothing",
     "training.r_drop",
     "training.steps",
+    "training.start_from",  # was read before the first step
     "model.dropout",
     "model.attention_dropout",
     "model.feed_forward_dropout",

@@ -188,6 +188,10 @@ def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines)
         train(dataclasses.replace(config, model=ModelConfig()), run)
     assert (run / "tokenizer.source.model").exists()
     assert train(config, run, devices=jax.devices()[:1])["steps"] == 3
+    start_from = dataclasses.replace(config.training, steps=1, start_from=str(workdir))
+    assert (
+        train(dataclasses.replace(config, training=start_from), tmp_path / "another", devices=jax.devices()[:1])["steps"] == 1
+    )
     with claimed(run, config):  # as the same command run again does
         pass
     before = nnx.to_pure_dict(nnx.state(load_model(workdir)[1], nnx.Param))
