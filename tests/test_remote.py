@@ -270,7 +270,7 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(saved, store, monkeypa
         raise TimeoutError("no answer")
 
     monkeypatch.setattr(store, "info", silent)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(UserError, match=r"'memory:///?bucket/run/config.json' cannot be read: no answer"):
         saved.pull()
     assert saved._steps_here() == [2, 4]
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from transformer_jax.checkpoint_files import MANIFEST, DamagedError, checkpoint_name, complete_steps, steps_of, verify
-from transformer_jax.data.files import is_url, store_of
+from transformer_jax.data.files import is_stored, is_url, store_of
 from transformer_jax.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -72,9 +72,7 @@ class RemoteWorkdir:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._store.invalidate_cache()  # others may have written since fsspec looked
-        try:
-            self._store.info(f"{self._root}/config.json")  # not exists(), which with some stores is False for any error
-        except FileNotFoundError:
+        if not is_stored(self._store, f"{self._root}/config.json"):
             for entry in self.folder.iterdir():
                 if entry.name != "corpus" and not entry.name.startswith("."):
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -35,6 +35,16 @@ def store_of(url: str) -> tuple[Any, str]:
         raise UserError(f"{url!r} cannot be opened: {error}. Expected a path, or a URL that fsspec knows.") from None
 
 
+def is_stored(store: Any, path: str) -> bool:
+    """Whether a store has this file; ``UserError`` where it does not tell, for want of a password or a network say."""
+    try:  # not isfile() or exists(), which with some stores are False for any error
+        return bool(store.info(path)["type"] == "file")
+    except FileNotFoundError:
+        return False
+    except Exception as error:
+        raise UserError(f"{store.unstrip_protocol(path)!r} cannot be read: {str(error) or type(error).__name__}") from error
+
+
 @dataclass(frozen=True)
 class Url:
     """What pathlib's Path is to a file on disk, to one that fsspec reads: s3://, gs://, az://, https:// and others."""
@@ -45,14 +55,8 @@ class Url:
         return self.name
 
     def is_file(self) -> bool:
-        """Whether it is there; ``UserError`` where the store does not tell, for want of a password say."""
-        store, path = store_of(self.name)
-        try:  # not isfile(), which is False for any error
-            return bool(store.info(path)["type"] == "file")
-        except FileNotFoundError:
-            return False
-        except Exception as error:
-            raise UserError(f"{self.name!r} cannot be read: {error or type(error).__name__}.") from error
+        """Whether it is there; ``UserError`` where the store does not tell."""
+        return is_stored(*store_of(self.name))
 
     def open(self, mode: str = "rb") -> Any:
         """A stream of its bytes."""
