@@ -180,8 +180,27 @@ def test_an_existing_model_is_used(tmp_path):
     ours.save(tmp_path)
     config = TokenizerConfig(model=str(tmp_path / "tokenizer.model"))
     assert Tokenizer.train(iter([]), config).fingerprint == ours.fingerprint
+    two = train(joint=False)
+    two.save(tmp_path)
+    files = {"model": str(tmp_path / "tokenizer.source.model"), "target_model": str(tmp_path / "tokenizer.target.model")}
+    assert Tokenizer.train([], TokenizerConfig(joint=False, **files)).fingerprint == two.fingerprint
     with pytest.raises(UserError, match=r"tokenizer\.model = 'absent' does not exist"):
         Tokenizer.train(PAIRS, TokenizerConfig(model="absent"))
+    with pytest.raises(UserError, match=r"tokenizer\.target_model = 'absent' does not exist"):
+        Tokenizer.train(PAIRS, TokenizerConfig(joint=False, **files | {"target_model": "absent"}))
+
+
+@pytest.mark.parametrize(
+    ("joint", "files", "expected"),
+    [
+        (True, {"model": "a", "target_model": "b"}, "is 'b'; expected '' unless tokenizer.joint is False"),
+        (False, {"model": "a"}, "is ''; expected a SentencePiece model, as in tokenizer.model"),
+        (False, {"target_model": "b"}, "is 'b'; expected no SentencePiece model, as in tokenizer.model"),
+    ],
+)
+def test_models_are_given_for_both_sides_or_neither(joint, files, expected):
+    with pytest.raises(UserError, match=f"tokenizer.target_model {expected}"):
+        TokenizerConfig(joint=joint, **files)
 
 
 @pytest.mark.parametrize("algorithm", ["bpe", "unigram"])

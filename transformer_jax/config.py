@@ -165,8 +165,10 @@ class TokenizerConfig:
     sampled_epochs: int = 8
     """With sampling: how many different segmentations of the training text are stored; epoch e reads number e modulo this."""
     model: str = ""
-    """An existing SentencePiece model to use instead of training one (joint only). It decides its own size, algorithm and
-    normalisation: besides it only user_defined_symbols, sampling and sampled_epochs count."""
+    """An existing SentencePiece model to use instead of training one; not joint: for the source. It decides its own size,
+    algorithm and normalisation: besides it only user_defined_symbols, sampling and sampled_epochs count."""
+    target_model: str = ""
+    """Not joint: the existing SentencePiece model for the target, beside tokenizer.model."""
 
     def __post_init__(self) -> None:
         check_types(self, "tokenizer.")
@@ -183,7 +185,11 @@ class TokenizerConfig:
             self.max_training_sentences,
             "a positive number",
         )
-        _require(self.joint or not self.model, "tokenizer.model", self.model, "'' when tokenizer.joint is False")
+        if self.joint:
+            _require(not self.target_model, "tokenizer.target_model", self.target_model, "'' unless tokenizer.joint is False")
+        else:
+            expected = f"{'a' if self.model else 'no'} SentencePiece model, as in tokenizer.model"
+            _require(bool(self.target_model) == bool(self.model), "tokenizer.target_model", self.target_model, expected)
         symbols = self.user_defined_symbols
         distinct = len(set(symbols)) == len(symbols) and all(symbol and not set(symbol) & set(" \t\n") for symbol in symbols)
         distinct &= not {"<pad>", "<s>", "</s>", "<unk>"} & set(symbols)

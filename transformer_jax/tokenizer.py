@@ -49,14 +49,16 @@ class Tokenizer:
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
-        """Learn the vocabulary from sentence pairs, or load ``config.model``, whose special pieces get the ids of this file.
+        """Learn the vocabulary from sentence pairs, or load ``config.model`` (and ``target_model``), whose special pieces get
+        the ids of this file.
 
         Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (on each side, when separate).
         Raises ``UserError`` where the text is empty or does not support ``config.vocab_size`` pieces.
         """
         if config.model:
-            model = _with_special_ids(_read_model(Path(config.model), "tokenizer.model"))
-            return cls(model).with_symbols(config.user_defined_symbols)
+            given = {"tokenizer.model": config.model, "tokenizer.target_model": config.target_model}
+            models = [_with_special_ids(_read_model(Path(file), field)) for field, file in given.items() if file]
+            return cls(*models).with_symbols(config.user_defined_symbols)
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:

@@ -24,6 +24,7 @@ from transformer_jax.config_files import load_config_file
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.interop import new_folder
+from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_safetensors
 from transformer_jax.interop.import_huggingface import main
 from transformer_jax.interop.marian import export_marian
@@ -167,6 +168,16 @@ def test_translations_agree(workdir, theirs, lines) -> None:
     assert (ours.config.beam_size, ours.config.min_length, ours.config.suppress) == (3, 5, ("<s>", "<unk>"))
     assert [text.strip() for text in ours.translate(texts)] == expected
     assert len(set(expected)) > 3 and generated.shape[1] < 25
+
+
+def test_ctranslate2_gets_tags_as_pieces(workdir, tmp_path) -> None:
+    """As the note says: source.spm, which turns text into pieces for it, cuts them apart."""
+    config, model, tokenizer = load_model(workdir)
+    notes = export_ctranslate2(config, model, tokenizer, tmp_path)
+    assert "source.spm cuts tags such as >>deu<< apart: put the tag of a line before its pieces" in notes[1]
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.spm")).encode("two", out_type=str)
+    assert [">>deu<<", *pieces] == tokenizer.source_pieces(tokenizer.encode_source([">>deu<< two"])[0])
+    assert ">>deu<<" in json.loads((tmp_path / "shared_vocabulary.json").read_text())
 
 
 def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines) -> None:

@@ -112,7 +112,7 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
     bleus = iter([3.0, 9.0, 1.0, 5.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluator, "dev", lambda self, parameters, number: ({"dev_loss": 1.0, "dev_bleu": next(bleus)}, ""))
-        patch.setattr(Evaluator, "test", lambda self, workdir, checkpoint: ({}, ""))
+        patch.setattr(Evaluator, "test", lambda self, workdir: ({}, ""))
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]

@@ -301,7 +301,7 @@ def load_runs(
         if its_tokenizer.fingerprint != tokenizer.fingerprint:
             raise UserError(
                 f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected models that were trained with "
-                "the same tokenizer (train.py --tokenizer.model)."
+                "the same tokenizer (train.py --tokenizer.model, --tokenizer.target-model)."
             )
     return config, [model for _, model, _ in loaded], tokenizer
 

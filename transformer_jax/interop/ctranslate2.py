@@ -85,7 +85,7 @@ def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer,
     }
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     notes = ["translate_batch takes its settings as keywords: those of this run are in generation_config.json."]
-    if tokenizer.imported and (tags := [piece for piece in source_pieces if TAG.fullmatch(piece)]):
+    if (tags := [piece for piece in source_pieces if TAG.fullmatch(piece)]) and tokenizer.imported:
         notes.append(
             f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its pieces, "
             f"[{tags[0]!r}, *sp.encode(line, out_type=str)]."

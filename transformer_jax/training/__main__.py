@@ -25,7 +25,7 @@ class Arguments:
     config: str = ""
     """Config file, as in configs/, or a work directory's config.json; without one: the paper's base model."""
     allow_changes: bool = False
-    """Resume although batch, optimizer, dropout, label smoothing, R-Drop, dtype, remat start_from or (where the learning
+    """Resume although batch, optimizer, dropout, label smoothing, R-Drop, dtype, remat, start_from or (where the learning
     rate decays to its end) steps are not what the run had so far."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
