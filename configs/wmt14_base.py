@@ -47,5 +47,5 @@ def get_config() -> Config:
             keep_checkpoints=5,
             average=5,
         ),
-        decoding=DecodingConfig(beam_size=4, length_penalty=0.6, max_extra_length=50),
+        decoding=DecodingConfig(beam_size=4, length_penalty=0.6, max_extra_length=50, batch_size=128),
     )
