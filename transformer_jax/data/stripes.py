@@ -34,7 +34,8 @@ class Stripes:
         """As those of the corpus, of pairs start to stop of this window: source and target, each int32 [K, stop - start]."""
         sides = np.empty((2, self.corpus.num_samples, stop - start), np.int32)
         for here, there, count in self._runs(start, stop):
-            sides[..., here - start : here - start + count] = self.corpus.lengths(there, there + count)
+            for side, lengths in zip(sides, self.corpus.lengths(there, there + count)):
+                side[:, here - start : here - start + count] = lengths
         return sides[0], sides[1]
 
     def pairs(self, index_N: np.ndarray) -> np.ndarray:
