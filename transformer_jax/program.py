@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from transformer_jax.errors import UserError
 
@@ -30,3 +31,10 @@ def run_program(work: Callable[[], int | None]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def check_output(name: str) -> None:
+    """``UserError`` unless a file of this name, which ``--output`` gives, can be made."""
+    path = Path(name).absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"output is {name!r}; expected the name of a file in a folder that exists.")

@@ -67,10 +67,14 @@ def choose_checkpoints(workdir: Path, *, average: int | None = None, checkpoint:
             )
         paths = [workdir]
     else:
-        paths = _candidates(workdir, checkpoint)
+        paths = _candidates(workdir, "last" if checkpoint is None else checkpoint)
     of_the_run = checkpoint in (None, "last")
     whole = _whole(paths, skip_damaged=of_the_run and len(paths) > 1)
     newest = next(whole, None)
+    if checkpoint is None and newest not in (None, workdir) and (best := _best_of_ended_run(newest)) is not None:
+        paths = _candidates(workdir, best)
+        whole = _whole(paths, skip_damaged=len(paths) > 1)
+        newest = next(whole, None)
     if newest is None:
         raise UserError(f"All {len(paths)} checkpoints in {paths[0].parent} are damaged; expected at least one that is whole.")
     wanted = average or (_config_now(newest, workdir).training.average if of_the_run else 1)
@@ -124,7 +128,14 @@ def patience_is_over(progress: dict[str, Any], config: Config) -> bool:
     return 0 < config.training.patience <= progress.get("since_best", 0)
 
 
-def _candidates(workdir: Path, checkpoint: str | int | None) -> list[Path]:
+def _best_of_ended_run(newest: Path) -> int | None:
+    """The step of the best checkpoint on dev, if patience ended the run at this one and the best is there."""
+    progress = progress_of(newest)
+    best = progress.get("best_step") if patience_is_over(progress, _config_of(newest)) else None
+    return best if best in complete_steps(newest.parent) else None
+
+
+def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
     """The chosen checkpoint and those before it, newest first."""
     folder = workdir / "checkpoints"
     steps = complete_steps(folder) if folder.is_dir() else []
@@ -134,17 +145,17 @@ def _candidates(workdir: Path, checkpoint: str | int | None) -> list[Path]:
             "or one of the folders in its checkpoints/."
         )
     listed = ", ".join(map(str, steps))
-    step: int | None = steps[-1]
-    if checkpoint in (None, "best"):
+    step: int | None
+    if checkpoint == "last":
+        step = steps[-1]
+    elif checkpoint == "best":
         newest = next(_whole([folder / checkpoint_name(step) for step in reversed(steps)], skip_damaged=True), None)
-        if newest is not None:  # otherwise loading the last will tell what is wrong with it
-            best = progress_of(newest).get("best_step")
-            if checkpoint == "best" and best not in steps:
-                why = "nothing was evaluated on dev" if best is None else f"that of step {best} could not be saved"
-                raise UserError(f"There is no best checkpoint: {why}. Expected last, or one of {listed}.")
-            if checkpoint == "best" or (best in steps and patience_is_over(progress_of(newest), _config_of(newest))):
-                step = best
-    elif checkpoint != "last":
+        # With none whole, loading the newest will tell what is wrong with it.
+        step = steps[-1] if newest is None else progress_of(newest).get("best_step")
+        if step not in steps:
+            why = "nothing was evaluated on dev" if step is None else f"that of step {step} could not be saved"
+            raise UserError(f"There is no best checkpoint: {why}. Expected last, or one of {listed}.")
+    else:
         step = int(checkpoint) if str(checkpoint).isdigit() else None
     if step not in steps:
         raise UserError(f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}.")

@@ -338,6 +338,8 @@ def test_the_program_learns_from_the_runs_own_text(text, tokenizer, tmp_path, ca
         assert made.candidates[made.offsets[word]] == translated  # the likeliest stands first
     assert main(["--workdir", str(tmp_path / "nowhere")]) == 2 and "no config.json" in capsys.readouterr().err
     assert main(["--workdir", str(tmp_path), "--top", "0"]) == 2 and "are 0, 100 and 300000" in capsys.readouterr().err
+    assert main(["--workdir", str(tmp_path), "--output", str(tmp_path / "no" / "x.npz")]) == 2
+    assert "expected the name of a file in a folder that exists" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(to_json(Config()))
     assert main(["--workdir", str(tmp_path)]) == 2 and "names no training text" in capsys.readouterr().err
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from transformer_jax import saved_model
 from transformer_jax.config import (
     Config,
     DataConfig,
@@ -150,6 +151,16 @@ def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
     assert (shift(), shift(average=1), shift(checkpoint="best"), shift(checkpoint="last")) == (25, 30, 30, 55)
     save(70, best_step=70, since_best=0)  # it went on, with more patience
     assert shift() == 65
+
+
+def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(Checkpoints(tmp_path, config, tokenizer), run, 10, 20)
+    verified, verify = [], saved_model.verify
+    monkeypatch.setattr(saved_model, "verify", lambda path: (verified.append(int(path.name)), verify(path)))
+    load_model(tmp_path)
+    assert verified == [20, 10]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])

@@ -28,6 +28,7 @@ from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Request, Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu, check_pairs, chrf
+from transformer_jax.program import check_output
 from transformer_jax.remote import local_workdir
 from transformer_jax.sharding import devices_for_rows
 
@@ -229,8 +230,8 @@ def _check_flags(a: Arguments) -> None:
             raise UserError(f"{name} is {path!r}, which {what}; expected a text file{' or stdin' * (name == 'input')}.")
         if path is not None and files.output is not None and Path(path).resolve() == Path(files.output).resolve():
             raise UserError(f"output and {name} are both {path!r}; expected another file for the output.")
-    if files.output is not None and (Path(files.output).is_dir() or not Path(files.output).absolute().parent.is_dir()):
-        raise UserError(f"output is {files.output!r}; expected the name of a file in a folder that exists.")
+    if files.output is not None:
+        check_output(files.output)
     if files.output is not None and files.output.endswith(".gz"):  # which is read as what its name says
         raise UserError(f"output is {files.output!r}, but what is written is not compressed; expected a name without .gz.")
 

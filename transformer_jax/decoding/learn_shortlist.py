@@ -20,7 +20,7 @@ from transformer_jax.data.parts import prepare_corpus
 from transformer_jax.decoding.lexicon import learn
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
-from transformer_jax.program import run_program
+from transformer_jax.program import check_output, run_program
 from transformer_jax.remote import local_workdir
 from transformer_jax.tokenizer import Tokenizer
 
@@ -53,8 +53,8 @@ def _learn(argv: list[str] | None) -> None:
     if is_url(a.workdir) and not a.output:
         raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
     output = Path(a.output or Path(a.workdir) / "shortlist.npz")
-    if a.output and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise UserError(f"output is {a.output!r}; expected the name of a file in a folder that exists.")
+    if a.output:
+        check_output(a.output)
     shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
     shortlist.save(output)
     mean = len(shortlist.candidates) / (len(shortlist.offsets) - 1)
