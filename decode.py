@@ -1,4 +1,6 @@
-"""Translate with a trained model: the flags are in transformer_jax/decoding/flags.py, what they do in job.py beside it."""
+"""Translate with a trained model: the flags are in transformer_jax/decoding/flags.py, what they do
+in job.py beside it.
+"""
 
 from transformer_jax.decoding.__main__ import run
 

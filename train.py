@@ -1,4 +1,6 @@
-"""Train a Transformer: flags and what they do are in transformer_jax/training/__main__.py, the loop in loop.py beside it."""
+"""Train a Transformer: flags and what they do are in transformer_jax/training/__main__.py, the loop
+in loop.py beside it.
+"""
 
 import sys
 

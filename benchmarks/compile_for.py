@@ -1,23 +1,29 @@
 """Compile a recipe's training step and search for a GPU or TPU that this machine does not have.
 
-    python -m benchmarks.compile_for --device v5e:2x4 --config configs/wmt14_base.py     # pip install '.[tpu]'
-    python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py         # pip install '.[cuda]'
+    python -m benchmarks.compile_for --device v5e:2x4 --config configs/wmt14_base.py     # pip
+    install '.[tpu]' python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py
+    # pip install '.[cuda]'
 
-``--device`` is a TPU topology (v5e:2x2, v6e:4x4, v5p:2x2x1, ...), h100, h200 or a100 (with :N for N of them in one machine),
-or cpu, for this machine's own. Any field of the config may be given as a flag, as with train.py; the vocabulary is taken to be
-as large as ``tokenizer.vocab_size`` asks. Prints one JSON object:
+``--device`` is a TPU topology (v5e:2x2, v6e:4x4, v5p:2x2x1, ...), h100, h200 or a100 (with :N for N
+of them in one machine), or cpu, for this machine's own. Any field of the config may be given as a
+flag, as with train.py; the vocabulary is taken to be as large as ``tokenizer.vocab_size`` asks.
+Prints one JSON object:
 
-- ``memory_mb``, of one device: what a program is given (``arguments``), what it makes in between (``temporary``), and what of
-  its results needs no room of its own (``in_place``). The first and second together are what has to fit.
+- ``memory_mb``, of one device: what a program is given (``arguments``), what it makes in between
+  (``temporary``), and what of its results needs no room of its own (``in_place``). The first and
+  second together are what has to fit.
 - ``flops``, of one device, as XLA counts them; a loop counts once. None where XLA does not say.
 - ``collectives``: how many, and how many MB of each type, one device hands over in a step.
-- ``copied_caches``: how often a whole block of keys or values is copied or gathered in a step of the search, which should not
-  be, and in the loops around the steps, where sentences are encoded and put into rows.
-- ``kernels_a_step``, of a GPU: what that loop launches. ``host_loops``: loops whose next turn the host decides on; all three of
-  a search, unless XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE puts them into one CUDA graph.
+- ``copied_caches``: how often a whole block of keys or values is copied or gathered in a step of
+  the search, which should not be, and in the loops around the steps, where sentences are encoded
+  and put into rows.
+- ``kernels_a_step``, of a GPU: what that loop launches. ``host_loops``: loops whose next turn the
+  host decides on; all three of a search, unless XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE
+  puts them into one CUDA graph.
 
-Compilation takes one core here: a minute or three for a TPU. For a GPU nothing is tuned, since that means running kernels, and
-matrix products go to cuBLAS; on the machine itself XLA chooses among more. Nothing here is a time.
+Compilation takes one core here: a minute or three for a TPU. For a GPU nothing is tuned, since that
+means running kernels, and matrix products go to cuBLAS; on the machine itself XLA chooses among
+more. Nothing here is a time.
 """
 
 from __future__ import annotations
@@ -41,22 +47,25 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import hlo
+from transformer_jax.cli import run_program
 from transformer_jax.config import Config
-from transformer_jax.config_files import config_in_flags
+from transformer_jax.config_io import config_in_flags
 from transformer_jax.data.batching import Batch
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.program import run_program
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.step import make_programs
 
-_GPUS = {  # compute capability, multiprocessors, shared bytes of each and of a block, GB/s, GB, GHz, L2 bytes, name
+# compute capability, multiprocessors, shared bytes of each and of a block, GB/s, GB, GHz, L2 bytes,
+# name
+_GPUS = {
     "a100": ((8, 0), 108, 167_936, 166_912, 2039, 80, 1.41, 41_943_040, "NVIDIA A100-SXM4-80GB"),
     "h100": ((9, 0), 132, 233_472, 232_448, 3352, 80, 1.98, 52_428_800, "NVIDIA H100 80GB HBM3"),
     "h200": ((9, 0), 132, 233_472, 232_448, 4800, 141, 1.98, 52_428_800, "NVIDIA H200"),
 }
-_CUDA = (12, 9)  # assumed of driver and toolkit; CUDA graphs hold matrix products and loops from 12.3 on
+# assumed of driver and toolkit; CUDA graphs hold matrix products and loops from 12.3 on
+_CUDA = (12, 9)
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,9 @@ class Arguments:
     config: str = ""
     """Config file, as in configs/; without one: the paper's base model."""
     length: int = 32
-    """Pieces of a sentence on either side, in the training batch; the rows follow from batch.tokens."""
+    """Tokens of a sentence on either side, in the training batch; the rows follow from
+    batch.tokens.
+    """
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -80,7 +91,8 @@ def main() -> int:
 def _main() -> int:
     path, config = config_in_flags(sys.argv[1:])
     arguments = tyro.cli(Arguments, default=Arguments(tyro.MISSING, path, settings=config))
-    config, size = arguments.settings, arguments.settings.tokenizer.vocab_size  # the tokenizer says how many, as in training
+    # the tokenizer says how many, as in training
+    config, size = arguments.settings, arguments.settings.tokenizer.vocab_size
     sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +123,9 @@ def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
     try:
         if kind in _GPUS:
             shape = f"1x1x{count or 1}"  # partitions, machines, GPUs of each
-            topology = topologies.get_topology_desc(platform="cuda", target_config=_target(kind), topology=shape)
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=_target(kind), topology=shape
+            )
             return "gpu", list(topology.devices)
         return "tpu", list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -123,7 +137,9 @@ def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
 
 def _target(name: str) -> str:
     """A GPU as XLA's GpuTargetConfigProto, in text."""
-    (major, minor), cores, shared, shared_block, bandwidth, memory, clock, l2_cache, description = _GPUS[name]
+    (major, minor), cores, shared, shared_block, bandwidth, memory, clock, l2_cache, description = (
+        _GPUS[name]
+    )
     driver, toolkit = f'"{_CUDA[0]}.{_CUDA[1]}.0"', f"{{ major: {_CUDA[0]} minor: {_CUDA[1]} }}"
     return f"""
         gpu_device_info {{
@@ -168,11 +184,21 @@ def _search(config: Config, platform: str, device: Any, folder: Path) -> dict[st
     text, hypotheses = compiled.as_text(), program.rows * config.decoding.beam_size
     step = hlo.innermost_loop(text, hypotheses=hypotheses, vocab_size=config.model.vocab_size)
     blocks = {x.shape for x in jax.tree.leaves(engine.cache_shapes(program)) if len(x.shape) == 4}
-    loops = {name for name in hlo.computations(text) if "fused" not in name}  # what is fused is written nowhere
-    copied = {"a_step": len(hlo.moved(text, loops & step, blocks)), "a_hand_over": len(hlo.moved(text, loops - step, blocks))}
-    figures |= {"rows": program.rows, "longest_source": program.lengths[-1], "copied_caches": copied}
+    # what is fused is written nowhere
+    loops = {name for name in hlo.computations(text) if "fused" not in name}
+    copied = {
+        "a_step": len(hlo.moved(text, loops & step, blocks)),
+        "a_hand_over": len(hlo.moved(text, loops - step, blocks)),
+    }
+    figures |= {
+        "rows": program.rows,
+        "longest_source": program.lengths[-1],
+        "copied_caches": copied,
+    }
     if platform == "gpu":
-        figures |= hlo.launches(next(folder.glob("*search_queue*thunk_sequence_after_thunk_passes.txt")).read_text())
+        figures |= hlo.launches(
+            next(folder.glob("*search_queue*thunk_sequence_after_thunk_passes.txt")).read_text()
+        )
     return figures
 
 

@@ -1,9 +1,12 @@
-"""Tokenise and open a large generated corpus: pairs a second, peak memory of any process, time to open.
+"""Tokenise and open a large generated corpus: pairs a second, peak memory of any process, time to
+open.
 
-    python -m benchmarks.corpus_build [--pairs 2000000] [--workers 0] [--vocab-size 1000] [--sampling 0.1 --samples 2]
+    python -m benchmarks.corpus_build [--pairs 2000000] [--workers 0] [--vocab-size 1000]
+    [--sampling 0.1 --samples 2]
 
-The text is sentences of one to six number names (English and German), about 17 words on the English side. Writing it and
-training the tokenizer are not timed. Exits with status 1 if any process ever held more than 1.5 GB.
+The text is sentences of one to six number names (English and German), about 17 words on the English
+side. Writing it and training the tokenizer are not timed. Exits with status 1 if any process ever
+held more than 1.5 GB.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ def write_text(folder: Path, pairs: int) -> None:
     """Two parallel files in ``folder``."""
     names = list(read_pairs(PairsConfig(kind="numbers", limit=200_000)))
     generator = random.Random(0)
-    with open(folder / _TEXT.source[0], "w") as source, open(folder / _TEXT.target[0], "w") as target:
+    with (
+        open(folder / _TEXT.source[0], "w") as source,
+        open(folder / _TEXT.target[0], "w") as target,
+    ):
         for _ in range(pairs):
             sentence = generator.choices(names, k=generator.randint(1, 6))
             source.write("; ".join(name for name, _ in sentence) + "\n")
@@ -43,13 +49,17 @@ def write_text(folder: Path, pairs: int) -> None:
 
 
 def build(folder: Path, workers: int, sampling: float, samples: int) -> None:
-    """Build, then open; prints figures as JSON. Runs in a process of its own, so that its peak is the build's."""
+    """Build, then open; prints figures as JSON. Runs in a process of its own, so that its peak is
+    the build's.
+    """
     tokenizer = Tokenizer.load(folder)
     data = DataConfig(root=str(folder), workers=workers)
     seconds = []
     for _ in ("build", "open"):
         start = time.perf_counter()
-        corpus = build_corpus(_TEXT, tokenizer, data, folder / "corpus", sampling=sampling, num_samples=samples)
+        corpus = build_corpus(
+            _TEXT, tokenizer, data, folder / "corpus", sampling=sampling, num_samples=samples
+        )
         seconds.append(time.perf_counter() - start)
     tokens = len(corpus.source_tokens) + len(corpus.target_tokens)
     parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -63,7 +73,9 @@ def build(folder: Path, workers: int, sampling: float, samples: int) -> None:
                 "build_seconds": round(seconds[0], 2),
                 "pairs_per_second": round(corpus.num_pairs * corpus.num_samples / seconds[0]),
                 "open_seconds": round(seconds[1], 2),
-                "read_all_tokens_checksum": int(np.add.reduce(corpus.source_tokens, dtype=np.int64)),
+                "read_all_tokens_checksum": int(
+                    np.add.reduce(corpus.source_tokens, dtype=np.int64)
+                ),
                 "parent_peak_gb": round(parent * 1024 / 1e9, 3),
                 "worker_peak_gb": round(workers_peak * 1024 / 1e9, 3),
             }
@@ -73,7 +85,9 @@ def build(folder: Path, workers: int, sampling: float, samples: int) -> None:
 
 def main() -> None:
     """Prepare the text, build in a fresh process, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=2_000_000)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=1000)

@@ -1,4 +1,6 @@
-"""One engine of ``decode_speed.py`` in a process of its own (see in_turn.py); not for use by hand."""
+"""One engine of ``decode_speed.py`` in a process of its own (see in_turn.py); not for use by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NAMES = ("ours", "ctranslate2", "ctranslate2_int8", "huggingface")
 
 
 class Job(dict[str, Any]):
-    """What all engines are given: ``source`` piece ids without EOS, longest first; ``forced`` output lengths, or None."""
+    """What all engines are given: ``source`` token ids without EOS, longest first; ``forced``
+    output lengths, or None.
+    """
 
     @classmethod
     def read(cls, folder: Path) -> Job:
@@ -25,11 +29,16 @@ class Job(dict[str, Any]):
 
     def batches(self) -> list[slice]:
         """Neighbours of like length; in the forced setting each batch has one output length."""
-        return [slice(i, i + self["batch_size"]) for i in range(0, len(self["source"]), self["batch_size"])]
+        return [
+            slice(i, i + self["batch_size"])
+            for i in range(0, len(self["source"]), self["batch_size"])
+        ]
 
 
 class CTranslate2:
-    """``ctranslate2.Translator``: one call, which sorts and cuts by itself; forced lengths need a call a batch."""
+    """``ctranslate2.Translator``: one call, which sorts and cuts by itself; forced lengths need a
+    call a batch.
+    """
 
     def __init__(self, job: Job, *, int8: bool):
         import ctranslate2
@@ -37,7 +46,9 @@ class CTranslate2:
         on_gpu = job["device"] == "gpu"
         if on_gpu and not ctranslate2.get_cuda_device_count():
             raise Skipped("this build of ctranslate2 sees no GPU")
-        precision = ("int8_bfloat16" if int8 else "bfloat16") if on_gpu else ("int8" if int8 else "float32")
+        precision = (
+            ("int8_bfloat16" if int8 else "bfloat16") if on_gpu else ("int8" if int8 else "float32")
+        )
         self.about = {"precision": precision}
         self._translator = ctranslate2.Translator(
             str(job["folder"] / "ctranslate2"),
@@ -46,16 +57,16 @@ class CTranslate2:
             inter_threads=1,
             intra_threads=job["threads"],
         )
-        pieces = json.loads((job["folder"] / "pieces.json").read_text())
-        self._source = [[pieces["source"][i] for i in ids] for ids in job["source"]]
-        self._ids = {piece: i for i, piece in enumerate(pieces["target"])}
+        tokens = json.loads((job["folder"] / "tokens.json").read_text())
+        self._source = [[tokens["source"][i] for i in ids] for ids in job["source"]]
+        self._ids = {token: i for i, token in enumerate(tokens["target"])}
         # PAD and EOS are their own special tokens there; our search never writes PAD.
         self._settings = {
             "beam_size": job["beam_size"],
             "length_penalty": job["length_penalty"],
             "max_batch_size": job["batch_size"],
             "max_input_length": 0,
-            "suppress_sequences": [[pieces["target"][PAD_ID]]],
+            "suppress_sequences": [[tokens["target"][PAD_ID]]],
         }
         self._job = job
 
@@ -71,7 +82,7 @@ class CTranslate2:
         else:
             longest = 1 + len(self._source[0]) + self._job["max_extra_length"]
             results = translate(self._source, **self._settings, max_decoding_length=longest)
-        return [[self._ids[piece] for piece in result.hypotheses[0]] for result in results]
+        return [[self._ids[token] for token in result.hypotheses[0]] for result in results]
 
     def extras(self) -> dict[str, Any]:
         return {}
@@ -93,8 +104,11 @@ class HuggingFace:
         self._torch, self._device = torch, "cuda" if on_gpu else "cpu"
         precision = "bfloat16" if on_gpu else "float32"
         self.about = {"precision": precision}
-        model = transformers.MarianMTModel.from_pretrained(job["folder"] / "huggingface", dtype=getattr(torch, precision))
-        model.generation_config.forced_eos_token_id = None  # as in CTranslate2, an output may be cut at the longest length
+        model = transformers.MarianMTModel.from_pretrained(
+            job["folder"] / "huggingface", dtype=getattr(torch, precision)
+        )
+        # as in CTranslate2, an output may be cut at the longest length
+        model.generation_config.forced_eos_token_id = None
         self._model, self._job = model.eval().to(self._device), job
 
     def __call__(self) -> list[list[int]]:
@@ -120,7 +134,13 @@ class HuggingFace:
                     **limits,
                 )
             for row in found[:, 1:].tolist():
-                results.append([piece for piece in row[: row.index(EOS_ID) if EOS_ID in row else None] if piece != PAD_ID])
+                results.append(
+                    [
+                        token
+                        for token in row[: row.index(EOS_ID) if EOS_ID in row else None]
+                        if token != PAD_ID
+                    ]
+                )
         return results
 
     def extras(self) -> dict[str, Any]:
@@ -136,14 +156,22 @@ def start(name: str, job: Job) -> Runner:
 
         return Ours(job)
     try:
-        importlib.import_module(name.removesuffix("_int8") if "ctranslate2" in name else "transformers")
-        return CTranslate2(job, int8=name.endswith("int8")) if "ctranslate2" in name else HuggingFace(job)
+        importlib.import_module(
+            name.removesuffix("_int8") if "ctranslate2" in name else "transformers"
+        )
+        return (
+            CTranslate2(job, int8=name.endswith("int8"))
+            if "ctranslate2" in name
+            else HuggingFace(job)
+        )
     except ImportError as error:
         raise Skipped(f"not installed: {error}") from None
 
 
 def main() -> None:
-    """``python -m benchmarks.decode_engines NAME FOLDER``; ``prepare`` writes what the engines need."""
+    """``python -m benchmarks.decode_engines NAME FOLDER``; ``prepare`` writes what the engines
+    need.
+    """
     name, job = sys.argv[1], Job.read(Path(sys.argv[2]))
     if name == "prepare":
         from benchmarks.decode_ours import prepare

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.decode_engines import Job
+from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.errors import UserError
@@ -17,10 +18,9 @@ from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_safetensors
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.saved_model import load_model
 from transformer_jax.sharding import devices_for_rows
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.training.metrics import environment
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.training.reporting import environment
 
 _SHAPES = {  # models with random weights
     "base": ModelConfig(vocab_size=32_000),
@@ -28,30 +28,32 @@ _SHAPES = {  # models with random weights
 }
 
 
-class NumberedPieces:
+class NumberedTokens:
     """Stands in for the tokenizer of a model of random weights: what exports ask of one."""
 
     source_model, target_model, joint = b"", None, True
 
     def __init__(self, vocab_size: int):
-        """Pieces are p4, p5, ... after the four that every vocabulary has."""
+        """Tokens are p4, p5, ... after the four that every vocabulary has."""
         self.source_vocab_size = self.target_vocab_size = vocab_size
         special = {PAD_ID: "<pad>", BOS_ID: "<s>", EOS_ID: "</s>", UNK_ID: "<unk>"}
-        self._pieces = [special.get(i, f"p{i}") for i in range(vocab_size)]
+        self._tokens = [special.get(i, f"p{i}") for i in range(vocab_size)]
 
-    def source_pieces(self, ids: Any) -> list[str]:
+    def source_tokens(self, ids: Any) -> list[str]:
         """Their names."""
-        return [self._pieces[i] for i in ids]
+        return [self._tokens[i] for i in ids]
 
-    target_pieces = source_pieces
+    target_tokens = source_tokens
 
-    def require_target_ids(self, pieces: Any, _: str) -> list[int]:
-        """Numbers of named pieces."""
-        return [self._pieces.index(piece) for piece in pieces]
+    def require_target_ids(self, tokens: Any, _: str) -> list[int]:
+        """Numbers of named tokens."""
+        return [self._tokens.index(token) for token in tokens]
 
 
 def load(job: Job) -> tuple[Config, Any, Any]:
-    """Config, model and tokenizer: a trained one, or one whose random weights are the same in every process."""
+    """Config, model and tokenizer: a trained one, or one whose random weights are the same in every
+    process.
+    """
     decoding = DecodingConfig(
         beam_size=job["beam_size"],
         length_penalty=job["length_penalty"],
@@ -67,7 +69,7 @@ def load(job: Job) -> tuple[Config, Any, Any]:
     return (
         Config(model=shape, decoding=decoding),
         Transformer(shape, rngs=nnx.Rngs(0)),
-        NumberedPieces(shape.vocab_size),
+        NumberedTokens(shape.vocab_size),
     )
 
 
@@ -83,16 +85,18 @@ def prepare(job: Job) -> dict[str, Any]:
             skipped[name] = str(error)
     if "ctranslate2" in skipped:
         skipped["ctranslate2_int8"] = skipped["ctranslate2"]
-    pieces = {
-        "source": tokenizer.source_pieces(range(tokenizer.source_vocab_size)),
-        "target": tokenizer.target_pieces(range(tokenizer.target_vocab_size)),
+    tokens = {
+        "source": tokenizer.source_tokens(range(tokenizer.source_vocab_size)),
+        "target": tokenizer.target_tokens(range(tokenizer.target_vocab_size)),
     }
-    (job["folder"] / "pieces.json").write_text(json.dumps(pieces))
+    (job["folder"] / "tokens.json").write_text(json.dumps(tokens))
     return {"device": jax.default_backend(), "environment": environment(), "skipped": skipped}
 
 
 class ForcedEngine(Engine):
-    """Takes a sentence's ``seed``, of which beam search makes no use, for the length of its output."""
+    """Takes a sentence's ``seed``, of which beam search makes no use, for the length of its
+    output.
+    """
 
     def _queue(self, *arguments: Any) -> Any:
         queue, *others = super()._queue(*arguments)
@@ -109,7 +113,9 @@ class Ours:
         config, model, _ = load(job)
         self.about = {"precision": str(jnp.dtype(compute_dtype(config.model)))}
         if job["forced"]:  # EOS is allowed where the length ends, and there nothing else is
-            self._engine: Engine = ForcedEngine([model], config.decoding, suppress=(EOS_ID,), devices=devices)
+            self._engine: Engine = ForcedEngine(
+                [model], config.decoding, suppress=(EOS_ID,), devices=devices
+            )
             self._sentences = [Sentence(x, seed=n) for x, n in zip(job["source"], job["forced"])]
             self._own = [Sentence(x, seed=n) for x, n in zip(job["source"], job["own_lengths"])]
         else:
@@ -128,7 +134,7 @@ class Ours:
         engine.slots_computed = engine.slots_used = 0
         found = engine.search(sentences)
         self._wasted = 1 - engine.slots_used / engine.slots_computed
-        return [best.pieces for best, *_ in found]
+        return [best.tokens for best, *_ in found]
 
     def extras(self) -> dict[str, Any]:
         found = {

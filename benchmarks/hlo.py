@@ -1,4 +1,6 @@
-"""What a compiled program does, read from its text: where a search's innermost loop copies, what devices hand each other."""
+"""What a compiled program does, read from its text: where a search's innermost loop copies, what
+devices hand each other.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +9,63 @@ from collections import defaultdict
 from collections.abc import Collection
 from math import prod
 
-_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "u16": 2, "s8": 1, "u8": 1, "pred": 1}
+_BYTES = {
+    "f32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "s64": 8,
+    "u64": 8,
+    "u16": 2,
+    "s8": 1,
+    "u8": 1,
+    "pred": 1,
+}
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
 def computations(program: str) -> dict[str, str]:
     """The text of each computation but the entry, by its name (``%...``)."""
-    return {text.split()[0]: text for text in re.split(r"\n(?=%|ENTRY)", program) if text.startswith("%")}
+    return {
+        text.split()[0]: text
+        for text in re.split(r"\n(?=%|ENTRY)", program)
+        if text.startswith("%")
+    }
 
 
 def innermost_loop(program: str, *, hypotheses: int, vocab_size: int) -> set[str]:
-    """Names of the computations that make a search's logits, float32 [hypotheses, V], and of all that they call."""
+    """Names of the computations that make a search's logits, float32 [hypotheses, V], and of all
+    that they call.
+    """
     texts = computations(program)
-    calls = {name: {called for called in re.findall(r"%[\w.\-]+", text) if called in texts} for name, text in texts.items()}
+    calls = {
+        name: {called for called in re.findall(r"%[\w.\-]+", text) if called in texts}
+        for name, text in texts.items()
+    }
     logits = re.compile(rf"f32\[(?:{hypotheses}|\d+,\d+),{vocab_size}\]")
-    makes_logits = [name for name, text in texts.items() if logits.search(text) and re.search("dot|convolution|matmul", text)]
-    steps = {name for name in makes_logits if " while(" not in texts[name]}  # not the loops around it
+    makes_logits = [
+        name
+        for name, text in texts.items()
+        if logits.search(text) and re.search("dot|convolution|matmul", text)
+    ]
+    # not the loops around it
+    steps = {name for name in makes_logits if " while(" not in texts[name]}
     while called := set().union(*(calls[name] for name in steps)) - steps:
         steps |= called
     return steps
 
 
-def moved(program: str, names: Collection[str], shapes: Collection[tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Operations of these computations that write an array of one of these shapes anew, though they compute nothing."""
+def moved(
+    program: str, names: Collection[str], shapes: Collection[tuple[int, ...]]
+) -> list[tuple[str, str]]:
+    """Operations of these computations that write an array of one of these shapes anew, though they
+    compute nothing.
+    """
     texts = computations(program)
-    moves = re.compile(r"= [a-z]+\d*\[([\d,]+)\]\S* (copy|gather|transpose|concatenate|pad|select)\(")
+    moves = re.compile(
+        r"= [a-z]+\d*\[([\d,]+)\]\S* (copy|gather|transpose|concatenate|pad|select)\("
+    )
     found = [(op, shape) for name in names for shape, op in moves.findall(texts[name])]
     return [(op, shape) for op, shape in found if tuple(map(int, shape.split(","))) in shapes]
 
@@ -43,19 +77,27 @@ def collectives(program: str) -> dict[str, dict[str, float]]:
     for result, kind in re.findall(pattern, program):
         sizes: dict[str, int] = defaultdict(int)
         for dtype, shape in _SHAPE.findall(result):
-            sizes[dtype] += _BYTES.get(dtype, 0) * prod(int(length) for length in shape.split(",") if length)
+            sizes[dtype] += _BYTES.get(dtype, 0) * prod(
+                int(length) for length in shape.split(",") if length
+            )
         for dtype, size in sizes.items():
             found[f"{kind} {dtype}"].append(size)
-    return {name: {"count": len(sizes), "mb": round(sum(sizes) / 1e6, 3)} for name, sizes in sorted(found.items())}
+    return {
+        name: {"count": len(sizes), "mb": round(sum(sizes) / 1e6, 3)}
+        for name, sizes in sorted(found.items())
+    }
 
 
 def launches(thunks: str) -> dict[str, int]:
     """From XLA's dump of what it launches on a GPU (``thunk_sequence_after_thunk_passes``).
 
-    ``kernels_a_step``: those of the innermost loop. ``host_loops``: the loops that are no part of a CUDA graph.
+    ``kernels_a_step``: those of the innermost loop. ``host_loops``: the loops that are no part of a
+    CUDA graph.
     """
     lines = [(len(indent), kind) for indent, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.M)]
-    innermost = max((i for i, (_, kind) in enumerate(lines) if kind == "kWhile"), key=lambda i: lines[i][0])
+    innermost = max(
+        (i for i, (_, kind) in enumerate(lines) if kind == "kWhile"), key=lambda i: lines[i][0]
+    )
     kernels, host_loops, graph = 0, 0, None
     for i, (indent, kind) in enumerate(lines):
         if graph is not None and indent <= graph:
@@ -63,6 +105,8 @@ def launches(thunks: str) -> dict[str, int]:
         if kind == "kCommandBuffer" and graph is None:
             graph = indent
         host_loops += kind == "kWhile" and graph is None
-        inside = i > innermost and all(later > lines[innermost][0] for later, _ in lines[innermost + 1 : i + 1])
+        inside = i > innermost and all(
+            later > lines[innermost][0] for later, _ in lines[innermost + 1 : i + 1]
+        )
         kernels += inside and kind != "kCommandBuffer"
     return {"kernels_a_step": kernels, "host_loops": host_loops}

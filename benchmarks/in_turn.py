@@ -1,8 +1,9 @@
-"""Engines that are compared: each in a process of its own, only one of them at work, A B C A B C ..., quiet rounds only.
+"""Engines that are compared: each in a process of its own, only one of them at work, A B C A B C
+..., quiet rounds only.
 
-Engines in one process get in each other's way (their thread pools spin while they wait), and the peak memory of each could not
-be told. So each has a process that reads commands from its input and answers, a line of JSON each; all but one wait for their
-next command.
+Engines in one process get in each other's way (their thread pools spin while they wait), and the
+peak memory of each could not be told. So each has a process that reads commands from its input and
+answers, a line of JSON each; all but one wait for their next command.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ class Engine:
         root = Path(__file__).resolve().parents[1]
         self.name = name
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, cwd=root, env=os.environ | memory | threads_everywhere
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            cwd=root,
+            env=os.environ | memory | threads_everywhere,
         )
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self.process.pid, sorted(os.sched_getaffinity(0))[:threads])
@@ -48,7 +54,9 @@ class Engine:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"error: {self.name} ended without an answer (status {self.process.wait()}); see above.")
+            raise SystemExit(
+                f"error: {self.name} ended without an answer (status {self.process.wait()}); see above."
+            )
         return json.loads(line)
 
     def ask(self, command: str) -> dict[str, Any]:
@@ -87,7 +95,9 @@ class Rounds(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Engines that are ready, what each said of itself, and why others are left out; all by name."""
+    """Engines that are ready, what each said of itself, and why others are left out; all by
+    name.
+    """
 
     engines: dict[str, Engine]
     said: dict[str, Any]
@@ -120,7 +130,8 @@ def prepare(module: str, folder: Path, threads: int) -> dict[str, Any]:
 
 
 def take_turns(engines: dict[str, Engine], *, repeats: int, patience: float) -> Rounds:
-    """A round to warm up, then rounds until enough were quiet or there were too many; if none was quiet, all count.
+    """A round to warm up, then rounds until enough were quiet or there were too many; if none was
+    quiet, all count.
 
     ``patience``: most seconds to wait, before a turn, while other programs use the machine.
     """
@@ -148,7 +159,9 @@ def wait_for_others(patience: float) -> None:
 
 
 def ours_over(speeds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """For each other engine: ours / its speed, as the ratio of medians and as the median over rounds of the ratio."""
+    """For each other engine: ours / its speed, as the ratio of medians and as the median over
+    rounds of the ratio.
+    """
     return {
         name: {
             "of_medians": round(median(speeds["ours"]) / median(theirs), 3),
@@ -189,7 +202,10 @@ def serve(load: Callable[[], Runner]) -> None:
     except Skipped as reason:
         print(json.dumps({"skipped": str(reason)}), file=answers)
         return
-    print(json.dumps({**runner.about, "load_seconds": round(time.perf_counter() - begin, 2)}), file=answers)
+    print(
+        json.dumps({**runner.about, "load_seconds": round(time.perf_counter() - begin, 2)}),
+        file=answers,
+    )
     for command in sys.stdin:
         if command.strip() == "extras":
             answer = {"peak_memory_gb": peak_memory_gb(), **runner.extras()}
@@ -197,7 +213,11 @@ def serve(load: Callable[[], Runner]) -> None:
             begin, cpu = time.perf_counter(), time.process_time()
             outputs = runner()
             seconds = time.perf_counter() - begin
-            answer = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "outputs": outputs}
+            answer = {
+                "seconds": seconds,
+                "cpu_seconds": time.process_time() - cpu,
+                "outputs": outputs,
+            }
         print(json.dumps(answer), file=answers)
 
 
@@ -210,7 +230,11 @@ def _answers() -> TextIO:
 
 def peak_memory_gb() -> float:
     """Of this process alone: getrusage would count what its parent held when it was started."""
-    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
+    for line in (
+        Path("/proc/self/status").read_text().splitlines()
+        if Path("/proc/self/status").exists()
+        else ()
+    ):
         if line.startswith("VmHWM"):
             return round(int(line.split()[1]) * 1024 / 1e9, 3)
     unit = 1 if sys.platform == "darwin" else 1024

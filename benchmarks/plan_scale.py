@@ -1,10 +1,12 @@
 """What a batch plan costs as the corpus grows: time to open and plan, time for a batch, memory.
 
-    python -m benchmarks.plan_scale --pairs 100000 1000000 10000000 [--layout packed] [--window 1048576] [--parts 16]
+    python -m benchmarks.plan_scale --pairs 100000 1000000 10000000 [--layout packed] [--window
+    1048576] [--parts 16]
 
-The corpora have lengths like WMT14's (log-normal, up to 256 pieces) on disk; their tokens are a file of zeros that takes no
-room. Each is measured in a process of its own. Memory is what the process allocates itself, beyond what it had after its
-imports; pages of the memory-mapped files, which the system takes back when it needs them, come apart.
+The corpora have lengths like WMT14's (log-normal, up to 256 tokens) on disk; their tokens are a
+file of zeros that takes no room. Each is measured in a process of its own. Memory is what the
+process allocates itself, beyond what it had after its imports; pages of the memory-mapped files,
+which the system takes back when it needs them, come apart.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ import numpy as np
 
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import BatchPlan
+from transformer_jax.data.bucketing import count_lengths
 from transformer_jax.data.corpus import Corpus, open_corpus
-from transformer_jax.data.parts import join
-from transformer_jax.data.shapes import count_lengths
+from transformer_jax.data.shards import join
 from transformer_jax.data.stripes import windows_of
 
 _BLOCK = 2**20
@@ -50,7 +52,10 @@ def write_corpus(folder: Path, pairs: int, *, seed: int) -> None:
     folder.mkdir()
     random = np.random.default_rng(seed)
     totals = [0, 0]
-    with open(folder / "source_offsets", "wb") as source_file, open(folder / "target_offsets", "wb") as target_file:
+    with (
+        open(folder / "source_offsets", "wb") as source_file,
+        open(folder / "target_offsets", "wb") as target_file,
+    ):
         files = source_file, target_file
         for file in files:
             file.write(np.zeros(1, np.int64).data)
@@ -65,23 +70,45 @@ def write_corpus(folder: Path, pairs: int, *, seed: int) -> None:
         with open(folder / f"{side}_tokens", "wb") as tokens:
             tokens.truncate(2 * total)
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    settings = {"fingerprint": folder.name, "num_pairs": pairs, "num_samples": 1, "dtypes": ["uint16", "uint16"]}
-    statistics = {"read": pairs, "kept": pairs, "empty": 0, "too_long": 0, "ratio": 0, "invalid_utf8": 0}
-    (folder / "manifest.json").write_text(json.dumps(settings | {"sizes": sizes, "statistics": statistics}))
+    settings = {
+        "fingerprint": folder.name,
+        "num_pairs": pairs,
+        "num_samples": 1,
+        "dtypes": ["uint16", "uint16"],
+    }
+    statistics = {
+        "read": pairs,
+        "kept": pairs,
+        "empty": 0,
+        "too_long": 0,
+        "ratio": 0,
+        "invalid_utf8": 0,
+    }
+    (folder / "manifest.json").write_text(
+        json.dumps(settings | {"sizes": sizes, "statistics": statistics})
+    )
 
 
 class Memory:
     """This process' memory in MB from here on, looked at every few milliseconds."""
 
     def __init__(self) -> None:
-        self._base, self._base_mapped, self._ended = self._now("RssAnon"), self._now("RssFile"), threading.Event()
+        self._base, self._base_mapped, self._ended = (
+            self._now("RssAnon"),
+            self._now("RssFile"),
+            threading.Event(),
+        )
         self.peak = 0.0
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     @staticmethod
     def _now(field: str) -> float:
-        [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
+        [line] = [
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(field + ":")
+        ]
         return int(line.split()[1]) * 1024 / 1e6
 
     def _watch(self) -> None:
@@ -119,7 +146,9 @@ def measure(folder: Path, config: BatchConfig, batches: int) -> dict[str, Any]:
 
     pairs = corpus().num_pairs
     memory = Memory()
-    lengths_seconds = timed(lambda: [count_lengths(window) for window in windows_of(corpus(), config.window)])[1]
+    lengths_seconds = timed(
+        lambda: [count_lengths(window) for window in windows_of(corpus(), config.window)]
+    )[1]
     seconds = timed(plan)[1]
     made, again_seconds = timed(plan)
     gc.collect()
@@ -149,11 +178,15 @@ def measure(folder: Path, config: BatchConfig, batches: int) -> dict[str, Any]:
 
 def main() -> None:
     """Write each corpus, measure it in a fresh process, report JSON and a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--layout", choices=["bucketed", "packed"], default="bucketed")
     parser.add_argument("--window", type=int, default=BatchConfig().window)
-    parser.add_argument("--parts", type=int, default=1, help="corpora of equal size that are opened as one")
+    parser.add_argument(
+        "--parts", type=int, default=1, help="corpora of equal size that are opened as one"
+    )
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--output", type=Path, help="JSON as well")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # the inner process
@@ -169,7 +202,11 @@ def main() -> None:
                 size = (k + 1) * pairs // arguments.parts - k * pairs // arguments.parts
                 write_corpus(Path(name) / f"{k:05}", size, seed=k)
             inner = [sys.executable, "-m", "benchmarks.plan_scale", *sys.argv[1:], "--folder", name]
-            results.append(json.loads(subprocess.run(inner, stdout=subprocess.PIPE, text=True, check=True).stdout))
+            results.append(
+                json.loads(
+                    subprocess.run(inner, stdout=subprocess.PIPE, text=True, check=True).stdout
+                )
+            )
     settings = {"layout": arguments.layout, "window": arguments.window, "parts": arguments.parts}
     report = json.dumps(settings | {"results": results}, indent=2)
     print(report)

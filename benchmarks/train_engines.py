@@ -1,4 +1,6 @@
-"""One engine of ``train_speed.py`` in a process of its own (see in_turn.py); not for use by hand."""
+"""One engine of ``train_speed.py`` in a process of its own (see in_turn.py); not for use by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ import numpy as np
 
 from benchmarks.in_turn import Runner, Skipped, answer_once, serve
 
-PAD_ID, BOS_ID, EOS_ID = 0, 1, 2  # of transformer_jax.tokenizer, which would bring JAX into every process
+# of transformer_jax.tokenizer, which would bring JAX into every process
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 NAMES = ("ours", "torch_eager", "torch_compile")
 PRODUCTS = 20  # matrix products timed together, in which starting them counts little
 
@@ -57,8 +60,16 @@ class Turns:
 
     first_step_seconds: float | None = None
 
-    def __init__(self, job: Job, step: Callable[[Any], Any], batches: list[Any], read: Callable[[list[Any]], list[float]]):
-        """``step`` takes a batch and returns a loss that ``read``, which waits for the device, makes a number of."""
+    def __init__(
+        self,
+        job: Job,
+        step: Callable[[Any], Any],
+        batches: list[Any],
+        read: Callable[[list[Any]], list[float]],
+    ):
+        """``step`` takes a batch and returns a loss that ``read``, which waits for the device,
+        makes a number of.
+        """
         self._job, self._step, self._batches, self._read = job, step, batches, read
 
     def __call__(self) -> list[float]:
@@ -68,11 +79,15 @@ class Turns:
             begin = time.perf_counter()
             first = self._read([self._step(self._batches[0])])
             self.first_step_seconds = time.perf_counter() - begin
-        return first + self._read([self._step(self._batches[i % len(self._batches)]) for i in range(self._job.steps)])
+        return first + self._read(
+            [self._step(self._batches[i % len(self._batches)]) for i in range(self._job.steps)]
+        )
 
 
 def best_rate(product: Callable[[], None], size: int) -> float:
-    """FLOP/s of ``product``, which computes and waits for ``PRODUCTS`` products of square matrices, at its best of five."""
+    """FLOP/s of ``product``, which computes and waits for ``PRODUCTS`` products of square matrices,
+    at its best of five.
+    """
     seconds = []
     for _ in range(6):  # the first is not counted
         begin = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Our side of ``train_speed.py``: the training step as the loop runs it, on batches that are already on the device."""
+"""Our side of ``train_speed.py``: the training step as the loop runs it, on batches that are
+already on the device.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from benchmarks.train_engines import PRODUCTS, Job, Turns, best_rate
 from transformer_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from transformer_jax.data.batching import Batch
 from transformer_jax.sharding import batch_sharding, make_mesh
-from transformer_jax.training.metrics import environment
+from transformer_jax.training.reporting import environment
 from transformer_jax.training.step import make_programs
 
 
@@ -25,10 +27,15 @@ class Ours(Turns):
 
     def __init__(self, job: Job, batches: list[tuple[np.ndarray, np.ndarray]]):
         """Initialise the state and move the batches to the device."""
-        shape = {name: getattr(job, name) for name in ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers")}
+        shape = {
+            name: getattr(job, name)
+            for name in ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers")
+        }
         dtype = cast(Literal["float32", "bfloat16"], job.dtype)
         config = Config(
-            model=ModelConfig(**shape, dropout=job.dropout, norm_epsilon=job.norm_epsilon, dtype=dtype),
+            model=ModelConfig(
+                **shape, dropout=job.dropout, norm_epsilon=job.norm_epsilon, dtype=dtype
+            ),
             optimizer=OptimizerConfig(warmup_steps=job.warmup_steps),
             training=TrainingConfig(label_smoothing=job.label_smoothing),
         )
@@ -38,7 +45,10 @@ class Ours(Turns):
         self._train_step = programs.train_step
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self._state.parameters))
         self.about = {"precision": job.dtype, "version": jax.__version__, "parameters": parameters}
-        placed = [jax.device_put(Batch(source, target), batch_sharding(mesh)) for source, target in batches]
+        placed = [
+            jax.device_put(Batch(source, target), batch_sharding(mesh))
+            for source, target in batches
+        ]
         super().__init__(job, self._train, jax.block_until_ready(placed), _read)
 
     def _train(self, batch: Batch) -> Any:
@@ -46,7 +56,9 @@ class Ours(Turns):
         return metrics.sums
 
     def extras(self) -> dict[str, Any]:
-        """Also what only JAX can tell: the device's memory, and what a plain matrix product reaches."""
+        """Also what only JAX can tell: the device's memory, and what a plain matrix product
+        reaches.
+        """
         statistics = jax.devices()[0].memory_stats() or {}
         found: dict[str, Any] = {"first_step_seconds": self.first_step_seconds}
         if "peak_bytes_in_use" in statistics:
@@ -55,7 +67,9 @@ class Ours(Turns):
 
     def _product_flops(self) -> float:
         size = self._job.product_size
-        matrix = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(self._job.dtype)
+        matrix = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(
+            self._job.dtype
+        )
 
         @jax.jit
         def product(x: jax.Array) -> jax.Array:

@@ -1,32 +1,42 @@
-"""Training speed: our step against PyTorch's ``torch.nn.Transformer``, on the same model shape and batches, in turn.
+"""Training speed: our step against PyTorch's ``torch.nn.Transformer``, on the same model shape and
+batches, in turn.
 
-    python -m benchmarks.train_speed                 # on a CPU: base, 32 pairs of 32 + 32 tokens, float32
-    python -m benchmarks.train_speed                 # on a GPU: base, 25,000 + 25,000 tokens a step, bfloat16
+    python -m benchmarks.train_speed                 # on a CPU: base, 32 pairs of 32 + 32 tokens,
+    float32 python -m benchmarks.train_speed                 # on a GPU: base, 25,000 + 25,000
+    tokens a step, bfloat16
 
-Engines: ``ours`` (``make_programs(...).train_step``), ``torch_eager``, and ``torch_compile``, where the model and its loss are
-compiled. Each is a process of its own and only one of them works at a time (in_turn.py): A B C A B C ... after a round that is
-not timed. A turn is ``--steps`` whole steps (forward, backward, Adam) on batches that are on the device already; loading data
-is left out. Batches are random pieces, all of one shape; ``--lengths mixed`` gives them the lengths of real text, log-normal as
-in train_step.py and cut to ``--length``, with padding behind. Tokens are the real ones of the target, end symbols included.
+Engines: ``ours`` (``make_programs(...).train_step``), ``torch_eager``, and ``torch_compile``, where
+the model and its loss are compiled. Each is a process of its own and only one of them works at a
+time (in_turn.py): A B C A B C ... after a round that is not timed. A turn is ``--steps`` whole
+steps (forward, backward, Adam) on batches that are on the device already; loading data is left out.
+Batches are random tokens, all of one shape; ``--lengths mixed`` gives them the lengths of real
+text, log-normal as in train_step.py and cut to ``--length``, with padding behind. Tokens are the
+real ones of the target, end symbols included.
 
-Alike on both sides: encoder and decoder of the paper, post-norm, ReLU, one matrix for embeddings and softmax, sinusoids, causal
-and padding masks, dropout 0.1 on embeddings and sub-layer outputs, label smoothing 0.1, Adam(0.9, 0.98, 1e-9) under the paper's
-schedule. Parameters, norms and loss are float32, matrix products ``--dtype`` (PyTorch: autocast; on a GPU attention is whatever
+Alike on both sides: encoder and decoder of the paper, post-norm, ReLU, one matrix for embeddings
+and softmax, sinusoids, causal and padding masks, dropout 0.1 on embeddings and sub-layer outputs,
+label smoothing 0.1, Adam(0.9, 0.98, 1e-9) under the paper's schedule. Parameters, norms and loss
+are float32, matrix products ``--dtype`` (PyTorch: autocast; on a GPU attention is whatever
 ``scaled_dot_product_attention`` chooses). Different:
 
-- PyTorch's attention has biases, ours has none: the counts of parameters agree but for these, which is checked.
-- ``nn.Transformer`` also has dropout on attention weights and inside the feed-forward layer, and a norm after each stack. They
-  are taken out of it, which makes it faster: attention without dropout runs as one fused operation.
+- PyTorch's attention has biases, ours has none: the counts of parameters agree but for these, which
+is checked.
+- ``nn.Transformer`` also has dropout on attention weights and inside the feed-forward layer, and a
+  norm after each stack. They are taken out of it, which makes it faster: attention without dropout
+  runs as one fused operation.
 - PyTorch holds the logits of the whole batch, ours those of a few positions at a time.
 - Ours also computes the gradient's norm, and leaves everything as it was where that is not finite.
-- Initial weights, and which elements are dropped. The first step's losses are near ln V for all, which is checked.
+- Initial weights, and which elements are dropped. The first step's losses are near ln V for all,
+which is checked.
 - float32 on a GPU: XLA takes TF32 for matrix products, PyTorch by default does not.
 
-Model FLOPs are those of the matrix products that real tokens need, three times forward (causal attention counted as if full);
-their share of the best rate that the same process reaches on one large square matrix product is ``mfu``.
+Model FLOPs are those of the matrix products that real tokens need, three times forward (causal
+attention counted as if full); their share of the best rate that the same process reaches on one
+large square matrix product is ``mfu``.
 
-``load_of_others`` is how many CPU cores other programs used during an engine's turns. Rounds in which it was above 0.2 for any
-engine do not count, and others are run in their place, up to twice as many as asked for; if none was quiet, all count.
+``load_of_others`` is how many CPU cores other programs used during an engine's turns. Rounds in
+which it was above 0.2 for any engine do not count, and others are run in their place, up to twice
+as many as asked for; if none was quiet, all count.
 """
 
 from __future__ import annotations
@@ -53,7 +63,8 @@ _SHAPES = {
 }
 _NUM_BATCHES = 4
 _TOKENS_ON_GPU = 25_000  # a step and side, as in the paper
-_DENSE_PEAKS = {"H200": 989e12}  # bfloat16 FLOP/s without sparsity, as the vendor says, by a part of the device's name
+# bfloat16 FLOP/s without sparsity, as the vendor says, by a part of the device's name
+_DENSE_PEAKS = {"H200": 989e12}
 
 
 def main() -> None:
@@ -68,9 +79,14 @@ def main() -> None:
         np.savez(folder / "batches.npz", source=source, target=target)
         with in_turn.running(_MODULE, arguments.engines, folder, arguments.threads) as started:
             _check_parameters(started.said)
-            rounds = in_turn.take_turns(started.engines, repeats=arguments.repeats, patience=arguments.patience)
-            in_turn.wait_for_others(arguments.patience)  # the best rate of matrix products is measured now
-            result = _result(started, rounds, job, source, target, machine["environment"]["devices"][0])
+            rounds = in_turn.take_turns(
+                started.engines, repeats=arguments.repeats, patience=arguments.patience
+            )
+            # the best rate of matrix products is measured now
+            in_turn.wait_for_others(arguments.patience)
+            result = _result(
+                started, rounds, job, source, target, machine["environment"]["devices"][0]
+            )
     report = {
         "model": arguments.model,
         "dtype": job.dtype,
@@ -82,14 +98,16 @@ def main() -> None:
         "repeats": arguments.repeats,
         "threads": arguments.threads,
         **result,
-        "skipped": started.skipped | {name: "not asked for" for name in NAMES if name not in arguments.engines},
+        "skipped": started.skipped
+        | {name: "not asked for" for name in NAMES if name not in arguments.engines},
         "device": machine["device"],
         "environment": machine["environment"],
     }
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     _print_table(report)
-    for name, figures in result["engines"].items():  # scores begin about as N(0, 1), which adds about 0.5
+    # scores begin about as N(0, 1), which adds about 0.5
+    for name, figures in result["engines"].items():
         difference = figures["first_loss"] - math.log(job.vocab_size)
         assert abs(difference) < 1.5, f"{name} began with a loss of ln V + {difference:.2f}"
 
@@ -113,11 +131,20 @@ def _job(arguments: argparse.Namespace, device: str) -> tuple[Job, int]:
     product_size = 128 if arguments.model == "tiny" else 8192 if on_gpu else 1024
     shape = _SHAPES[arguments.model]
     steps = arguments.steps or (40 if on_gpu else 4)
-    return Job(**shape, device=device, dtype=dtype, steps=steps, threads=arguments.threads, product_size=product_size), pairs
+    return Job(
+        **shape,
+        device=device,
+        dtype=dtype,
+        steps=steps,
+        threads=arguments.threads,
+        product_size=product_size,
+    ), pairs
 
 
-def _batches(arguments: argparse.Namespace, pairs: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source and target, int32 [batches, pairs, length]: random pieces, EOS, padding."""
+def _batches(
+    arguments: argparse.Namespace, pairs: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Source and target, int32 [batches, pairs, length]: random tokens, EOS, padding."""
     rng = np.random.default_rng(0)
     shape, longest = (_NUM_BATCHES, pairs), arguments.length
     if arguments.lengths == "mixed":
@@ -129,25 +156,51 @@ def _batches(arguments: argparse.Namespace, pairs: int, vocab_size: int) -> tupl
     for lengths in (source, target):
         tokens = rng.integers(4, vocab_size, (*shape, longest), dtype=np.int32)
         last = lengths[..., None] - 1
-        sides.append(np.where(np.arange(longest) < last, tokens, EOS_ID * (np.arange(longest) == last)).astype(np.int32))
+        sides.append(
+            np.where(
+                np.arange(longest) < last, tokens, EOS_ID * (np.arange(longest) == last)
+            ).astype(np.int32)
+        )
     return sides[0], sides[1]
 
 
 def _check_parameters(said: dict[str, Any]) -> None:
     """All have as many, but for PyTorch's attention biases."""
-    counts = {name: x["parameters"] - x.get("attention_biases", 0) for name, x in said.items() if "parameters" in x}
-    assert len(set(counts.values())) <= 1, f"models differ in parameters other than attention biases: {counts}"
+    counts = {
+        name: x["parameters"] - x.get("attention_biases", 0)
+        for name, x in said.items()
+        if "parameters" in x
+    }
+    assert len(set(counts.values())) <= 1, (
+        f"models differ in parameters other than attention biases: {counts}"
+    )
 
 
 def _result(
-    started: in_turn.Started, rounds: in_turn.Rounds, job: Job, source: np.ndarray, target: np.ndarray, device_kind: str
+    started: in_turn.Started,
+    rounds: in_turn.Rounds,
+    job: Job,
+    source: np.ndarray,
+    target: np.ndarray,
+    device_kind: str,
 ) -> dict[str, Any]:
     """Figures from what the engines answered."""
     batches = np.arange(job.steps) % len(target)  # of one turn
     tokens = int((target[batches] != 0).sum())
-    flops = model_flops((source[batches] != 0).sum(-1), (target[batches] != 0).sum(-1), job) / job.steps
-    dense_peak = next((peak for part, peak in _DENSE_PEAKS.items() if part in device_kind and job.dtype == "bfloat16"), None)
-    speeds = {name: [tokens / seconds for seconds in rounds.seconds(name)] for name in started.engines}
+    flops = (
+        model_flops((source[batches] != 0).sum(-1), (target[batches] != 0).sum(-1), job) / job.steps
+    )
+    dense_peak = next(
+        (
+            peak
+            for part, peak in _DENSE_PEAKS.items()
+            if part in device_kind and job.dtype == "bfloat16"
+        ),
+        None,
+    )
+    speeds = {
+        name: [tokens / seconds for seconds in rounds.seconds(name)] for name in started.engines
+    }
     found = {}
     for name, engine in started.engines.items():
         step_seconds = median(rounds.seconds(name)) / job.steps
@@ -162,7 +215,11 @@ def _result(
             "last_loss": round(rounds.timed[-1][name]["outputs"][-1], 4),
             "model_flops_per_second": flops / step_seconds,
             "mfu": round(flops / step_seconds / extras["product_flops"], 4),
-            **({"mfu_of_dense_peak": round(flops / step_seconds / dense_peak, 4)} if dense_peak else {}),
+            **(
+                {"mfu_of_dense_peak": round(flops / step_seconds / dense_peak, 4)}
+                if dense_peak
+                else {}
+            ),
             "load_of_others": rounds.load_of_others(name),
             **extras,
         }
@@ -200,15 +257,36 @@ def _print_table(report: dict[str, Any]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=list(_SHAPES), default="base")
-    parser.add_argument("--pairs", type=int, help="sentence pairs a step; default: 32, on a GPU about 25,000 tokens a side")
-    parser.add_argument("--length", type=int, default=32, help="source and target tokens of a pair, padding included")
-    parser.add_argument("--lengths", choices=["fixed", "mixed"], default="fixed", help="mixed: as in real text, with padding")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        help="sentence pairs a step; default: 32, on a GPU about 25,000 tokens a side",
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=32,
+        help="source and target tokens of a pair, padding included",
+    )
+    parser.add_argument(
+        "--lengths",
+        choices=["fixed", "mixed"],
+        default="fixed",
+        help="mixed: as in real text, with padding",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
     parser.add_argument("--steps", type=int, help="steps a turn; default: 4, on a GPU 40")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    parser.add_argument("--patience", type=float, default=20.0, help="most seconds to wait, before a turn, for a quiet machine")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=20.0,
+        help="most seconds to wait, before a turn, for a quiet machine",
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU cores for each engine")
     parser.add_argument("--engines", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--output", type=Path, help="JSON file")

@@ -1,9 +1,12 @@
-"""Speed of the training step at a recipe's shape: tokens/s, compile time, share of the time spent waiting for data.
+"""Speed of the training step at a recipe's shape: tokens/s, compile time, share of the time spent
+waiting for data.
 
-    python -m benchmarks.train_step --config configs/wmt14_base.py [--tokens 25000] [--buckets 24] [--steps 20]
+    python -m benchmarks.train_step --config configs/wmt14_base.py [--tokens 25000] [--buckets 24]
+    [--steps 20]
 
-Pairs of random pieces stand in for text, with log-normal lengths like WMT14's (mean about 28 pieces a side), stored on
-disk and read by memory map through the same plan and loader as in training. Prints one JSON object.
+Pairs of random tokens stand in for text, with log-normal lengths like WMT14's (mean about 28 tokens
+a side), stored on disk and read by memory map through the same plan and loader as in training.
+Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -20,24 +23,31 @@ import jax
 import numpy as np
 
 from transformer_jax.config import Config
-from transformer_jax.config_files import load_config_file
+from transformer_jax.config_io import load_config_file
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
-from transformer_jax.training.metrics import environment, peak_memory_bytes
+from transformer_jax.training.reporting import environment, peak_memory_bytes
 from transformer_jax.training.step import make_programs
 
 
 def main() -> None:
     """Build a corpus, compile each shape, then time steps as the loop runs them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default="configs/wmt14_base.py")
     parser.add_argument("--tokens", type=int, help="batch.tokens; default: the recipe's")
     parser.add_argument("--buckets", type=int, help="batch.buckets; default: the recipe's")
     parser.add_argument("--pairs", type=int, default=200_000, help="pairs in the corpus")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps, after every shape among them was compiled")
-    parser.add_argument("--longest", type=int, default=256, help="longest sentence in pieces")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="timed steps, after every shape among them was compiled",
+    )
+    parser.add_argument("--longest", type=int, default=256, help="longest sentence in tokens")
     arguments = parser.parse_args()
     config = load_config_file(arguments.config)
     batch = dataclasses.replace(
@@ -47,15 +57,23 @@ def main() -> None:
     )
     config = dataclasses.replace(config, batch=batch)
     vocab_size = config.tokenizer.vocab_size
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
+    )
     mesh = make_mesh(config.mesh)
     check_rows(mesh, config.batch.row_multiple)
     with tempfile.TemporaryDirectory() as folder:
-        plan = BatchPlan(_corpus(arguments.pairs, arguments.longest, vocab_size, Path(folder)), config.batch, seed=0)
+        plan = BatchPlan(
+            _corpus(arguments.pairs, arguments.longest, vocab_size, Path(folder)),
+            config.batch,
+            seed=0,
+        )
         print(json.dumps(_measure(config, mesh, plan, arguments.steps), indent=2))
 
 
-def _measure(config: Config, mesh: jax.sharding.Mesh, plan: BatchPlan, steps: int) -> dict[str, object]:
+def _measure(
+    config: Config, mesh: jax.sharding.Mesh, plan: BatchPlan, steps: int
+) -> dict[str, object]:
     programs = make_programs(config, mesh)
     state = jax.block_until_ready(programs.init())
     compile_seconds = {}
@@ -87,7 +105,10 @@ def _measure(config: Config, mesh: jax.sharding.Mesh, plan: BatchPlan, steps: in
         waited = batches.waited
     return {
         "shapes": [list(shape) for shape in compile_seconds],
-        "compile_seconds": {"total": sum(compile_seconds.values()), "longest": max(compile_seconds.values())},
+        "compile_seconds": {
+            "total": sum(compile_seconds.values()),
+            "longest": max(compile_seconds.values()),
+        },
         "steps": steps,
         "step_seconds_median": statistics.median(step_seconds),
         "tokens_per_second": (source_tokens + target_tokens) / seconds,
@@ -106,7 +127,12 @@ def _corpus(pairs: int, longest: int, vocab_size: int, folder: Path) -> Corpus:
     arrays = []
     for name, lengths in (("source", source), ("target", target)):
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        tokens = np.memmap(folder / name, np.uint16 if vocab_size <= 2**16 else np.int32, "w+", shape=(int(offsets[-1]),))
+        tokens = np.memmap(
+            folder / name,
+            np.uint16 if vocab_size <= 2**16 else np.int32,
+            "w+",
+            shape=(int(offsets[-1]),),
+        )
         tokens[:] = rng.integers(4, vocab_size, len(tokens))
         tokens[offsets[1:] - 1] = 2  # EOS
         tokens.flush()

@@ -1,4 +1,6 @@
-"""PyTorch's side of ``train_speed.py``: ``torch.nn.Transformer``, as it is or compiled, with PyTorch's own loss and Adam."""
+"""PyTorch's side of ``train_speed.py``: ``torch.nn.Transformer``, as it is or compiled, with
+PyTorch's own loss and Adam.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from benchmarks.train_engines import BOS_ID, PAD_ID, PRODUCTS, Job, Turns, best_
 
 
 class Model(nn.Module):
-    """Embedding, sinusoids, ``nn.Transformer`` and softmax, with one matrix for both ends (section 3.4), and the loss.
+    """Embedding, sinusoids, ``nn.Transformer`` and softmax, with one matrix for both ends (section
+    3.4), and the loss.
 
-    ``nn.Transformer`` has a norm after each stack and dropout in places where the paper has none; both are taken out.
+    ``nn.Transformer`` has a norm after each stack and dropout in places where the paper has none;
+    both are taken out.
     """
 
     positions: torch.Tensor
@@ -46,8 +50,14 @@ class Model(nn.Module):
                 module.dropout = 0.0  # on attention weights
         self.dropout = nn.Dropout(job.dropout)
         self.loss = nn.CrossEntropyLoss(label_smoothing=job.label_smoothing, ignore_index=PAD_ID)
-        angles = torch.arange(longest)[:, None] * 10000.0 ** -(torch.arange(0, job.d_model, 2) / job.d_model)[None]
-        self.register_buffer("positions", torch.stack([angles.sin(), angles.cos()], dim=2).reshape(longest, job.d_model))
+        angles = (
+            torch.arange(longest)[:, None]
+            * 10000.0 ** -(torch.arange(0, job.d_model, 2) / job.d_model)[None]
+        )
+        self.register_buffer(
+            "positions",
+            torch.stack([angles.sin(), angles.cos()], dim=2).reshape(longest, job.d_model),
+        )
         self.register_buffer("future", torch.ones(longest, longest).triu(1).bool())
 
     def forward(self, source_BS: torch.Tensor, target_BT: torch.Tensor) -> torch.Tensor:
@@ -73,33 +83,53 @@ class Model(nn.Module):
 
 
 class Torch(Turns):
-    """The usual loop: forward under autocast where it is bfloat16, loss, backward, fused Adam, learning-rate schedule."""
+    """The usual loop: forward under autocast where it is bfloat16, loss, backward, fused Adam,
+    learning-rate schedule.
+    """
 
     def __init__(self, job: Job, batches: list[tuple[np.ndarray, np.ndarray]], *, compiled: bool):
         """Build the model and move the batches to the device."""
         if job.device == "gpu" and not torch.cuda.is_available():
             raise Skipped("this build of torch sees no GPU")
-        if compiled and job.device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        if (
+            compiled
+            and job.device == "cpu"
+            and not (shutil.which("g++") or shutil.which("clang++"))
+        ):
             raise Skipped("torch.compile needs a C++ compiler on a CPU")
         torch.set_num_threads(job.threads)
         torch.manual_seed(0)
         self._device = torch.device("cuda" if job.device == "gpu" else "cpu")
         self._dtype = getattr(torch, job.dtype)
-        self._model = Model(job, max(array.shape[1] for pair in batches for array in pair)).to(self._device).train()
-        attention = [module for module in self._model.modules() if isinstance(module, nn.MultiheadAttention)]
+        self._model = (
+            Model(job, max(array.shape[1] for pair in batches for array in pair))
+            .to(self._device)
+            .train()
+        )
+        attention = [
+            module for module in self._model.modules() if isinstance(module, nn.MultiheadAttention)
+        ]
         self.about = {
             "precision": job.dtype,
             "version": torch.__version__,
             "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
-            "attention_biases": sum(x.in_proj_bias.numel() + x.out_proj.bias.numel() for x in attention),
+            "attention_biases": sum(
+                x.in_proj_bias.numel() + x.out_proj.bias.numel() for x in attention
+            ),
         }
         self._forward = torch.compile(self._model) if compiled else self._model
-        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+        self._optimizer = torch.optim.Adam(
+            self._model.parameters(), lr=1.0, betas=(0.9, 0.98), eps=1e-9, fused=True
+        )
         peak, warmup = (job.d_model * job.warmup_steps) ** -0.5, job.warmup_steps
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda done: peak * min(math.sqrt(warmup / (done + 1)), (done + 1) / warmup)
+            self._optimizer,
+            lambda done: peak * min(math.sqrt(warmup / (done + 1)), (done + 1) / warmup),
         )
-        placed = [tuple(torch.tensor(array, dtype=torch.int64, device=self._device) for array in pair) for pair in batches]
+        placed = [
+            tuple(torch.tensor(array, dtype=torch.int64, device=self._device) for array in pair)
+            for pair in batches
+        ]
         super().__init__(job, self._train, placed, _read)
 
     def _train(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -112,7 +142,9 @@ class Torch(Turns):
         return loss.detach()
 
     def extras(self) -> dict[str, Any]:
-        """Also what only PyTorch can tell: the device's memory, and what a plain matrix product reaches."""
+        """Also what only PyTorch can tell: the device's memory, and what a plain matrix product
+        reaches.
+        """
         found: dict[str, Any] = {"first_step_seconds": self.first_step_seconds}
         if self._device.type == "cuda":
             found["peak_device_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)

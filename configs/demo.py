@@ -1,4 +1,6 @@
-"""English number names to German ones, learned from generated pairs in a few minutes on two CPU cores."""
+"""English number names to German ones, learned from generated pairs in a few minutes on two CPU
+cores.
+"""
 
 from transformer_jax.config import (
     BatchConfig,

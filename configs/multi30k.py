@@ -1,8 +1,9 @@
-"""Multi30k English-German image captions: the published tiny recipe (4+4 layers, d_model 128, joint BPE 10k).
+"""Multi30k English-German image captions: the published tiny recipe (4+4 layers, d_model 128, joint
+BPE 10k).
 
-The lowercased, tokenised files of Multi30k's task 1 (https://github.com/multi30k/dataset, data/task1/tok: train, val and
-test_2016_flickr, .en and .de, gzipped or not) go into data/multi30k, or name their folder with --data.root. BLEU is
-computed on the tokens as they are.
+The lowercased, tokenised files of Multi30k's task 1 (https://github.com/multi30k/dataset,
+data/task1/tok: train, val and test_2016_flickr, .en and .de, gzipped or not) go into data/multi30k,
+or name their folder with --data.root. BLEU is computed on the tokens as they are.
 """
 
 from transformer_jax.config import (
@@ -23,7 +24,9 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """8,000 updates of 2 x 4,096 target tokens; the mean of the last 10 epochs' checkpoints; beam 5."""
+    """8,000 updates of 2 x 4,096 target tokens; the mean of the last 10 epochs' checkpoints; beam
+    5.
+    """
     return Config(
         model=ModelConfig(d_model=128, d_ff=256, num_heads=4, num_layers=4, dropout=0.3),
         tokenizer=TokenizerConfig(vocab_size=10_000, normalization="identity"),
@@ -47,5 +50,7 @@ def get_config() -> Config:
             select_by="bleu",
         ),
         # The length penalty is what suits dev; with the paper's 0.6 its translations are too short.
-        decoding=DecodingConfig(beam_size=5, length_penalty=1.3, max_source_length=64, batch_size=64),
+        decoding=DecodingConfig(
+            beam_size=5, length_penalty=1.3, max_source_length=64, batch_size=64
+        ),
     )

@@ -1,9 +1,10 @@
 """WMT 2014 English-German, the paper's base model (sections 5 and 6.1). Not yet run at full length.
 
-Reads wmt14_translate/de-en through TensorFlow Datasets, prepared in data/tfds or the folder that --data.root names (what is
-not there TFDS tries to download and prepare; that was not tried). With plain text instead: --data.train.kind text
---data.train.source train.en --data.train.target train.de, and likewise data.dev (newstest2013) and data.test (newstest2014);
---data.root is then the folder of these files.
+Reads wmt14_translate/de-en through TensorFlow Datasets, prepared in data/tfds or the folder that
+--data.root names (what is not there TFDS tries to download and prepare; that was not tried). With
+plain text instead: --data.train.kind text --data.train.source train.en --data.train.target
+train.de, and likewise data.dev (newstest2013) and data.test (newstest2014); --data.root is then the
+folder of these files.
 """
 
 from transformer_jax.config import (
@@ -20,13 +21,17 @@ from transformer_jax.config import (
 
 
 def _pairs(split: str) -> PairsConfig:
-    return PairsConfig("tfds", ("wmt14_translate/de-en",), source_field="en", target_field="de", split=split)
+    return PairsConfig(
+        "tfds", ("wmt14_translate/de-en",), source_field="en", target_field="de", split=split
+    )
 
 
 def get_config() -> Config:
-    """100,000 steps of 25,000 + 25,000 tokens; the mean of the last 5 checkpoints; beam 4, length penalty 0.6.
+    """100,000 steps of 25,000 + 25,000 tokens; the mean of the last 5 checkpoints; beam 4, length
+    penalty 0.6.
 
-    The paper writes a checkpoint every 10 minutes, at about 0.4 seconds a step (section 5.2): every 1,500 steps.
+    The paper writes a checkpoint every 10 minutes, at about 0.4 seconds a step (section 5.2): every
+    1,500 steps.
     """
     return Config(
         model=ModelConfig(d_model=512, d_ff=2048, num_heads=8, num_layers=6, dropout=0.1),
@@ -47,5 +52,7 @@ def get_config() -> Config:
             keep_checkpoints=5,
             average=5,
         ),
-        decoding=DecodingConfig(beam_size=4, length_penalty=0.6, max_extra_length=50, batch_size=128),
+        decoding=DecodingConfig(
+            beam_size=4, length_penalty=0.6, max_extra_length=50, batch_size=128
+        ),
     )

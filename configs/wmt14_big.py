@@ -1,4 +1,5 @@
-"""WMT 2014 English-German, the paper's big model (Table 3 and section 6.1). Not yet run at full length.
+"""WMT 2014 English-German, the paper's big model (Table 3 and section 6.1). Not yet run at full
+length.
 
 Data as in configs/wmt14_base.py.
 """
@@ -7,18 +8,27 @@ import dataclasses
 from pathlib import Path
 
 from transformer_jax.config import Config
-from transformer_jax.config_files import load_config_file
+from transformer_jax.config_io import load_config_file
 
 
 def get_config() -> Config:
-    """As the base model, but wider, with dropout 0.3, for 300,000 steps; the mean of the last 20 checkpoints.
+    """As the base model, but wider, with dropout 0.3, for 300,000 steps; the mean of the last 20
+    checkpoints.
 
-    Every 10 minutes, at about 1.0 second a step (section 5.2), is every 600 steps. The 20 checkpoints take 50 GB.
+    Every 10 minutes, at about 1.0 second a step (section 5.2), is every 600 steps. The 20
+    checkpoints take 50 GB.
     """
     base = load_config_file(Path(__file__).with_name("wmt14_base.py"))
     replace = dataclasses.replace
     return replace(
         base,
         model=replace(base.model, d_model=1024, d_ff=4096, num_heads=16, dropout=0.3),
-        training=replace(base.training, steps=300_000, eval_every=3000, checkpoint_every=600, keep_checkpoints=20, average=20),
+        training=replace(
+            base.training,
+            steps=300_000,
+            eval_every=3000,
+            checkpoint_every=600,
+            keep_checkpoints=20,
+            average=20,
+        ),
     )

@@ -1,12 +1,14 @@
-r"""English constituency parsing on the Wall Street Journal part of the Penn Treebank (section 6.3). Not yet run at full length.
+r"""English constituency parsing on the Wall Street Journal part of the Penn Treebank (section 6.3).
+Not yet run at full length.
 
 From the treebank (LDC99T42; sections 2 to 21 to train, 22 dev) the text is made by
 
-    python -m transformer_jax.parsing prepare --output data/wsj/train --trees 'wsj/0[2-9]/*.mrg' 'wsj/1?/*.mrg' \
-        'wsj/2[01]/*.mrg'
+    python -m transformer_jax.parsing prepare --output data/wsj/train --trees 'wsj/0[2-9]/*.mrg'
+        'wsj/1?/*.mrg' \ 'wsj/2[01]/*.mrg'
     python -m transformer_jax.parsing prepare --output data/wsj/dev --trees 'wsj/22/*.mrg'
 
-docs/parsing.md goes on from there to F1. More trees, from another parser, are further files of --data.train.source and .target.
+docs/parsing.md goes on from there to F1. More trees, from another parser, are further files of
+--data.train.source and .target.
 """
 
 from transformer_jax.config import (
@@ -27,16 +29,23 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """4+4 layers of width 1,024, 16,000 pieces; beam 21, length penalty 0.3, up to 300 pieces more than the words have.
+    """4+4 layers of width 1,024, 16,000 tokens; beam 21, length penalty 0.3, up to 300 tokens more
+    than the words have.
 
-    The paper gives no number of steps and says only that dropout, on attention weights too, was chosen on section 22; 0.2
-    is tensor2tensor's.
+    The paper gives no number of steps and says only that dropout, on attention weights too, was
+    chosen on section 22; 0.2 is tensor2tensor's.
     """
     return Config(
-        model=ModelConfig(d_model=1024, d_ff=2048, num_heads=8, num_layers=4, dropout=0.2, attention_dropout=0.2),
+        model=ModelConfig(
+            d_model=1024, d_ff=2048, num_heads=8, num_layers=4, dropout=0.2, attention_dropout=0.2
+        ),
         tokenizer=TokenizerConfig(vocab_size=16_000, normalization="identity"),
         data=DataConfig(
-            root="data/wsj", train=_pairs("train"), dev=_pairs("dev"), max_source_length=256, max_target_length=512
+            root="data/wsj",
+            train=_pairs("train"),
+            dev=_pairs("dev"),
+            max_source_length=256,
+            max_target_length=512,
         ),
         batch=BatchConfig(tokens=25_000, buckets=24),
         optimizer=OptimizerConfig(warmup_steps=4000),
@@ -47,5 +56,7 @@ def get_config() -> Config:
             bleu_every=0,  # F1 is what counts
             patience=10,
         ),
-        decoding=DecodingConfig(beam_size=21, length_penalty=0.3, max_extra_length=300, batch_size=16),
+        decoding=DecodingConfig(
+            beam_size=21, length_penalty=0.3, max_extra_length=300, batch_size=16
+        ),
     )

@@ -38,7 +38,18 @@ def benchmark(name: str, *flags: str) -> str:
 def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
     lengths, report = tmp_path / "lengths.tsv", tmp_path / "report.json"
     lengths.write_text("6\t5\n7\t6\n8\t9\n5\t5\n6\t7\n")  # one source shape: one compilation
-    command = ["--model", "tiny", "--lengths", str(lengths), "--batch-sizes", "2", "--repeats", "1", "--output", str(report)]
+    command = [
+        "--model",
+        "tiny",
+        "--lengths",
+        str(lengths),
+        "--batch-sizes",
+        "2",
+        "--repeats",
+        "1",
+        "--output",
+        str(report),
+    ]
     command += ["--patience", "0", "--max-extra-length", "8"]
     printed = benchmark("decode_speed", *command)
     found = json.loads(report.read_text())
@@ -48,19 +59,48 @@ def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
     for name, figures in result["engines"].items():
         assert figures["tokens_per_second"] > 0 and figures["peak_memory_gb"] > 0
         assert figures["precision"] == ("int8" if name.endswith("int8") else "float32")
-        assert figures["output_tokens"] == 8 + 8 + 6 + 6 + 5  # batches of two get their mean length, halves to even
+        # batches of two get their mean length, halves to even
+        assert figures["output_tokens"] == 8 + 8 + 6 + 6 + 5
         assert name in printed
-    assert result["engines"]["ours"]["compile_seconds"] > 0 and result["engines"]["ours"]["shapes_compiled"] == 1
+    assert (
+        result["engines"]["ours"]["compile_seconds"] > 0
+        and result["engines"]["ours"]["shapes_compiled"] == 1
+    )
     assert 0 <= result["engines"]["ours"]["wasted_slots"] < 1
     assert set(result["ours_over"]) == set(result["same_lines"]) == names - {"ours"}
     assert all(ratio["median_of_pairs"] > 0 for ratio in result["ours_over"].values())
-    assert found["sentences"] == 5 and all(0 <= count <= 5 for count in result["same_lines"].values())
+    assert found["sentences"] == 5 and all(
+        0 <= count <= 5 for count in result["same_lines"].values()
+    )
 
 
 def test_speed_as_it_grows_is_drawn(tmp_path: Path) -> None:
     train, plan, picture = (tmp_path / name for name in ("train.json", "plan.json", "scaling.png"))
-    small = ["--devices", "1", "2", "--d-model", "16", "--length", "32", "--base", "16", "--layers", "1"]
-    printed = benchmark("train_scale", *small, "--tokens", "256", "--steps", "1", "--rounds", "1", "--output", str(train))
+    small = [
+        "--devices",
+        "1",
+        "2",
+        "--d-model",
+        "16",
+        "--length",
+        "32",
+        "--base",
+        "16",
+        "--layers",
+        "1",
+    ]
+    printed = benchmark(
+        "train_scale",
+        *small,
+        "--tokens",
+        "256",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--output",
+        str(train),
+    )
     varied = json.loads(train.read_text())["varied"]
     assert {name: [row[name] for row in rows] for name, rows in varied.items()} == {
         "devices": [1, 2],
@@ -97,30 +137,65 @@ def test_decoding_speed_of_contradictory_inputs_is_refused() -> None:
 
 def test_training_speed_in_one_report(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    command = ["--model", "tiny", "--pairs", "4", "--length", "6", "--lengths", "mixed", "--steps", "2", "--repeats", "1"]
+    command = [
+        "--model",
+        "tiny",
+        "--pairs",
+        "4",
+        "--length",
+        "6",
+        "--lengths",
+        "mixed",
+        "--steps",
+        "2",
+        "--repeats",
+        "1",
+    ]
     command += ["--patience", "0", "--engines", "ours", "torch_eager", "--output", str(report)]
     printed = benchmark("train_speed", *command)
     found = json.loads(report.read_text())
-    assert set(found["engines"]) == {"ours", "torch_eager"} and set(found["skipped"]) == {"torch_compile"}
+    assert set(found["engines"]) == {"ours", "torch_eager"} and set(found["skipped"]) == {
+        "torch_compile"
+    }
     assert 4 <= found["real_target_tokens_a_step"] <= 24 and 0 < found["real_token_share"] <= 1
     for name, figures in found["engines"].items():
-        assert figures["target_tokens_per_second"] > 0 and figures["mfu"] >= 0 and figures["peak_memory_gb"] > 0
+        assert (
+            figures["target_tokens_per_second"] > 0
+            and figures["mfu"] >= 0
+            and figures["peak_memory_gb"] > 0
+        )
         assert figures["precision"] == "float32" and 3 < figures["first_loss"] < 6
         assert name in printed
     biases = found["engines"]["torch_eager"]["attention_biases"]
-    assert biases and found["engines"]["torch_eager"]["parameters"] == found["engines"]["ours"]["parameters"] + biases
+    assert (
+        biases
+        and found["engines"]["torch_eager"]["parameters"]
+        == found["engines"]["ours"]["parameters"] + biases
+    )
     assert found["ours_over"]["torch_eager"]["of_medians"] > 0
 
 
 def test_both_models_of_the_training_benchmark_compute_the_same_loss() -> None:
-    shape: dict[str, Any] = {"vocab_size": 20, "d_model": 16, "d_ff": 24, "num_heads": 2, "num_layers": 2}
-    job = Job(**shape, device="cpu", dtype="float32", steps=1, threads=1, product_size=8, dropout=0.0)
+    shape: dict[str, Any] = {
+        "vocab_size": 20,
+        "d_model": 16,
+        "d_ff": 24,
+        "num_heads": 2,
+        "num_layers": 2,
+    }
+    job = Job(
+        **shape, device="cpu", dtype="float32", steps=1, threads=1, product_size=8, dropout=0.0
+    )
     config = ModelConfig(**shape, norm_epsilon=job.norm_epsilon, dtype="float32")
     ours, theirs = Transformer(config, rngs=nnx.Rngs(0)), Model(job, 7)
     _copy(nnx.to_pure_dict(nnx.state(ours, nnx.Param)), theirs)
     source = np.array([[4, 5, 6, 7, 2], [8, 2, 0, 0, 0], [9, 9, 2, 0, 0]], np.int32)
-    target = np.array([[7, 6, 2, 0, 0, 0, 0], [5, 8, 9, 10, 11, 12, 2], [4, 4, 4, 2, 0, 0, 0]], np.int32)
-    sums = smoothed_cross_entropy(ours.hidden(source, target), ours.output_matrix_VD, target, job.label_smoothing)
+    target = np.array(
+        [[7, 6, 2, 0, 0, 0, 0], [5, 8, 9, 10, 11, 12, 2], [4, 4, 4, 2, 0, 0, 0]], np.int32
+    )
+    sums = smoothed_cross_entropy(
+        ours.hidden(source, target), ours.output_matrix_VD, target, job.label_smoothing
+    )
     loss = theirs(torch.tensor(source).long(), torch.tensor(target).long()).item()
     np.testing.assert_allclose(loss, float(sums.loss / sums.tokens), rtol=1e-5)
 
@@ -138,14 +213,21 @@ def _copy(parameters: Any, model: Model) -> None:
 
     def attention(to: Any, from_: Any) -> None:
         width = to.embed_dim
-        kernels = [np.asarray(from_[name]["kernel"]).reshape(width, -1).T for name in ("query", "key", "value")]
+        kernels = [
+            np.asarray(from_[name]["kernel"]).reshape(width, -1).T
+            for name in ("query", "key", "value")
+        ]
         to.in_proj_weight.copy_(torch.tensor(np.concatenate(kernels)))
-        to.out_proj.weight.copy_(torch.tensor(np.asarray(from_["output"]["kernel"]).reshape(-1, width).T))
+        to.out_proj.weight.copy_(
+            torch.tensor(np.asarray(from_["output"]["kernel"]).reshape(-1, width).T)
+        )
         to.in_proj_bias.zero_()
         to.out_proj.bias.zero_()
 
     with torch.no_grad():
-        model.embedding.weight.copy_(torch.tensor(np.asarray(parameters["target_embedding"]["matrix"])))
+        model.embedding.weight.copy_(
+            torch.tensor(np.asarray(parameters["target_embedding"]["matrix"]))
+        )
         for stack, sublayers in (
             ("encoder", ("self_attention", "feed_forward")),
             ("decoder", ("self_attention", "cross_attention", "feed_forward")),
@@ -162,13 +244,27 @@ def _copy(parameters: Any, model: Model) -> None:
 
 
 def test_model_flops_of_single_tokens_agree_with_a_count_by_hand() -> None:
-    job = Job("cpu", 50, d_model=16, d_ff=32, num_heads=2, num_layers=1, dtype="float32", steps=1, threads=1, product_size=8)
+    job = Job(
+        "cpu",
+        50,
+        d_model=16,
+        d_ff=32,
+        num_heads=2,
+        num_layers=1,
+        dtype="float32",
+        steps=1,
+        threads=1,
+        product_size=8,
+    )
     ones = np.full(3, 1)
-    # One token: per layer 4 + 4 products D x D and 2 products D x F a side, attention over one position; the softmax.
+    # One token: per layer 4 + 4 products D x D and 2 products D x F a side, attention over one
+    # position; the softmax.
     by_hand = 2 * ((4 + 4 + 4) * 16 * 16 + 4 * 16 * 32 + 3 * 2 * 16 + 16 * 50)
     assert model_flops(ones, ones, job) == 3 * 3 * by_hand
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem
+)
 def test_every_benchmark_is_importable(path: Path) -> None:
     importlib.import_module(f"benchmarks.{path.stem}")

@@ -1,4 +1,6 @@
-"""Compiling ahead for other devices: the report, and what is read from a compiled program's text."""
+"""Compiling ahead for other devices: the report, and what is read from a compiled program's
+text.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,35 @@ def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
     monkeypatch.setattr(
         sys,
         "argv",
-        ["compile_for", "--device", "cpu", "--batch.tokens", "2560", "--length", "80", *model, "--tokenizer.vocab-size", "64"],
+        [
+            "compile_for",
+            "--device",
+            "cpu",
+            "--batch.tokens",
+            "2560",
+            "--length",
+            "80",
+            *model,
+            "--tokenizer.vocab-size",
+            "64",
+        ],
     )
     assert compile_for.main() == 0
     report = json.loads(capsys.readouterr().out)
     step, search = report["train_step"], report["search"]
     assert (report["devices"], step["rows"], step["length"], step["mesh"]["data"]) == (8, 32, 80, 8)
     parameters = 64 * 16 + (4 + 8) * 16 * 16 + 2 * (2 * 16 * 32 + 32 + 16) + 5 * 2 * 16
-    assert 0 <= step["memory_mb"]["arguments"] - 3 * 4 * parameters / 1e6 < 0.01  # with two moments of Adam's
-    # Every gradient is summed over the devices; that of the matrix for softmax and both embeddings comes in three parts.
-    assert 0 <= step["collectives"]["all-reduce f32"]["mb"] - 4 * (parameters + 2 * 64 * 16) / 1e6 < 0.002
-    assert search["copied_caches"].keys() == {"a_step", "a_hand_over"}  # the tests' own XLA flags bring copies
+    # with two moments of Adam's
+    assert 0 <= step["memory_mb"]["arguments"] - 3 * 4 * parameters / 1e6 < 0.01
+    # Every gradient is summed over the devices; that of the matrix for softmax and both embeddings
+    # comes in three parts.
+    assert (
+        0
+        <= step["collectives"]["all-reduce f32"]["mb"] - 4 * (parameters + 2 * 64 * 16) / 1e6
+        < 0.002
+    )
+    # the tests' own XLA flags bring copies
+    assert search["copied_caches"].keys() == {"a_step", "a_hand_over"}
     assert search["rows"] == 32
 
 
@@ -60,7 +80,9 @@ condition:
 
 def test_launches_of_the_innermost_loop():
     assert hlo.launches(THUNKS) == {"kernels_a_step": 4, "host_loops": 2}  # its condition's, too
-    one_graph = "000: kCommandBuffer [source | sink]\n" + "".join(f"    {line}\n" for line in THUNKS.splitlines()[2:])
+    one_graph = "000: kCommandBuffer [source | sink]\n" + "".join(
+        f"    {line}\n" for line in THUNKS.splitlines()[2:]
+    )
     assert hlo.launches(one_graph)["host_loops"] == 0
 
 

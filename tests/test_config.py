@@ -1,4 +1,6 @@
-"""Configs: round trip, validation messages, config files, what may change on resume, the recipes."""
+"""Configs: round trip, validation messages, config files, what may change on resume, the
+recipes.
+"""
 
 import dataclasses
 import re
@@ -17,7 +19,13 @@ from transformer_jax.config import (
     PairsConfig,
     TrainingConfig,
 )
-from transformer_jax.config_files import differences_on_resume, flatten, from_json, load_config_file, to_json
+from transformer_jax.config_io import (
+    differences_on_resume,
+    flatten,
+    from_json,
+    load_config_file,
+    to_json,
+)
 from transformer_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,9 +37,22 @@ def test_defaults_are_the_papers_base_model() -> None:
     model, optimizer = config.model, config.optimizer
     assert (model.num_layers, model.d_model, model.d_ff, model.num_heads) == (6, 512, 2048, 8)
     assert (model.head_width_k, model.head_width_v, model.dropout) == (64, 64, 0.1)
-    assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.warmup_steps) == (0.9, 0.98, 1e-9, 4000)
-    assert (config.training.label_smoothing, config.batch.tokens, config.training.steps) == (0.1, 25_000, 100_000)
-    assert (config.decoding.beam_size, config.decoding.length_penalty, config.decoding.max_extra_length) == (4, 0.6, 50)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.warmup_steps) == (
+        0.9,
+        0.98,
+        1e-9,
+        4000,
+    )
+    assert (config.training.label_smoothing, config.batch.tokens, config.training.steps) == (
+        0.1,
+        25_000,
+        100_000,
+    )
+    assert (
+        config.decoding.beam_size,
+        config.decoding.length_penalty,
+        config.decoding.max_extra_length,
+    ) == (4, 0.6, 50)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -44,37 +65,71 @@ def test_every_field_has_a_meaning_for_help() -> None:
     source = (ROOT / "transformer_jax" / "config.py").read_text()
     for name in flatten(Config()):
         field = name.rsplit(".", 1)[-1]
-        assert re.search(rf'^    {field}: .*\n    """', source, re.MULTILINE), f"{name} has no docstring"
+        assert re.search(rf'^    {field}: .*\n    """', source, re.MULTILINE), (
+            f"{name} has no docstring"
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ModelConfig(d_model=33, num_heads=3), "model.d_model is 33; expected an even number"),
+        (
+            lambda: ModelConfig(d_model=33, num_heads=3),
+            "model.d_model is 33; expected an even number",
+        ),
         (lambda: ModelConfig(d_model=34, num_heads=4), "a multiple of model.num_heads = 4"),
-        (lambda: ModelConfig(dropout=1.0), r"model.dropout is 1.0; expected a probability in \[0, 1\)"),
+        (
+            lambda: ModelConfig(dropout=1.0),
+            r"model.dropout is 1.0; expected a probability in \[0, 1\)",
+        ),
         (lambda: ModelConfig(vocab_size=9, source_vocab_size=8), "'target' or 'none'"),
-        (lambda: PairsConfig("text", ("a", "b"), ("c",)), "target is .'c',.; expected 2 files, as many as source"),
+        (
+            lambda: PairsConfig("text", ("a", "b"), ("c",)),
+            "target is .'c',.; expected 2 files, as many as source",
+        ),
         (lambda: PairsConfig("tfds"), "at least one entry for kind 'tfds'"),
-        (lambda: Config(batch=BatchConfig(tokens=2000)), "batch.tokens is 2000; expected at least 2048"),
+        (
+            lambda: Config(batch=BatchConfig(tokens=2000)),
+            "batch.tokens is 2000; expected at least 2048",
+        ),
         (lambda: Config(batch=BatchConfig(layout="packed", tokens=100)), "batch.tokens is 100"),
         (lambda: Config(seed=2**32), "seed is 4294967296; expected a number from 0 to"),
-        (lambda: OptimizerConfig(epsilon=0.0), "optimizer.epsilon is 0.0; expected a positive number"),
-        (lambda: Config(training=TrainingConfig(patience=3)), "training.patience is 3; expected 0 without data.dev"),
-        (lambda: TrainingConfig(select_by="bleu", bleu_every=0), "training.bleu_every is 0; expected a positive number"),
-        (lambda: DecodingConfig(length_penalty=float("inf")), "length_penalty is inf; expected a finite number"),
-        (lambda: DecodingConfig(method="sample", coverage_penalty=0.2), "coverage_penalty is 0.2; expected 0 with"),
+        (
+            lambda: OptimizerConfig(epsilon=0.0),
+            "optimizer.epsilon is 0.0; expected a positive number",
+        ),
+        (
+            lambda: Config(training=TrainingConfig(patience=3)),
+            "training.patience is 3; expected 0 without data.dev",
+        ),
+        (
+            lambda: TrainingConfig(select_by="bleu", bleu_every=0),
+            "training.bleu_every is 0; expected a positive number",
+        ),
+        (
+            lambda: DecodingConfig(length_penalty=float("inf")),
+            "length_penalty is inf; expected a finite number",
+        ),
+        (
+            lambda: DecodingConfig(method="sample", coverage_penalty=0.2),
+            "coverage_penalty is 0.2; expected 0 with",
+        ),
         (lambda: DecodingConfig(seed=-1), "decoding.seed is -1; expected a number from 0 to"),
         (lambda: DataConfig(max_length_ratio=0.5), "data.max_length_ratio is 0.5"),
         (
-            lambda: Config(optimizer=OptimizerConfig(decay="cosine"), training=TrainingConfig(steps=4000)),
+            lambda: Config(
+                optimizer=OptimizerConfig(decay="cosine"), training=TrainingConfig(steps=4000)
+            ),
             "training.steps is 4000; expected more than optimizer.warmup_steps = 4000, as optimizer.decay is 'cosine'",
         ),
         (
             lambda: Config(model=ModelConfig(dropout=0.0), training=TrainingConfig(r_drop=5.0)),
             "training.r_drop is 5.0; expected 0 as long as model.dropout is 0",
         ),
-        (lambda: TrainingConfig(average=9, keep_checkpoints=5), "at most training.keep_checkpoints = 5"),
+        (
+            lambda: TrainingConfig(average=9, keep_checkpoints=5),
+            "at most training.keep_checkpoints = 5",
+        ),
     ],
 )
 def test_bad_values_are_named_with_what_was_expected(make: object, message: str) -> None:
@@ -85,7 +140,10 @@ def test_bad_values_are_named_with_what_was_expected(make: object, message: str)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"model": {"d_modle": 5}}', r"Unknown config field model.d_modle; did you mean model.d_model\?"),
+        (
+            '{"model": {"d_modle": 5}}',
+            r"Unknown config field model.d_modle; did you mean model.d_model\?",
+        ),
         ('{"xyz": 5}', "Unknown config field xyz; known fields: model, "),
         ('{"model": {"d_model": "512"}}', "model.d_model is '512'; expected int"),
         ('{"model": {"norm": "mid"}}', "model.norm is 'mid'; expected one of 'post', 'pre'"),
@@ -131,7 +189,10 @@ def test_missing_config_file_is_named(tmp_path: Path) -> None:
 def test_only_fields_that_matter_stop_a_resume() -> None:
     old = Config()
     new = dataclasses.replace(
-        old, seed=1, training=dataclasses.replace(old.training, steps=5), data=dataclasses.replace(old.data, workers=3)
+        old,
+        seed=1,
+        training=dataclasses.replace(old.training, steps=5),
+        data=dataclasses.replace(old.data, workers=3),
     )
     assert differences_on_resume(old, new) == [("seed", 0, 1)]
 
@@ -139,7 +200,9 @@ def test_only_fields_that_matter_stop_a_resume() -> None:
 def test_requirements_file_starts_with_the_packages_own() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / "requirements.txt").read_text().split("\n\n")[0].splitlines()
-    assert [line.split("#")[0].strip() for line in lines if not line.startswith("#")] == project["dependencies"]
+    assert [line.split("#")[0].strip() for line in lines if not line.startswith("#")] == project[
+        "dependencies"
+    ]
 
 
 def test_all_packages_are_installed() -> None:
@@ -154,7 +217,10 @@ def test_all_packages_are_installed() -> None:
         (lambda: ModelConfig(norm="rms"), "model.norm is 'rms'; expected one of 'post', 'pre'"),
         (lambda: ModelConfig(d_model="512"), "model.d_model is '512'; expected int"),
         (lambda: TrainingConfig(steps=1e5), "training.steps is 100000.0; expected int"),
-        (lambda: PairsConfig("text", "train.en", "train.de"), "source is 'train.en'; expected a tuple of str"),
+        (
+            lambda: PairsConfig("text", "train.en", "train.de"),
+            "source is 'train.en'; expected a tuple of str",
+        ),
         (lambda: Config(seed=None), "seed is None; expected int"),
         (lambda: Config(model=DataConfig()), "expected ModelConfig"),
     ],

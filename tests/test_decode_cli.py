@@ -22,15 +22,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
-from transformer_jax.config_files import from_json, to_json
+from transformer_jax.config import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+from transformer_jax.config_io import from_json, to_json
 from transformer_jax.decoding import __main__ as program
 from transformer_jax.decoding.flags import Search
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import EOS_ID, Tokenizer
-from transformer_jax.training.checkpoint import Checkpoints
+from transformer_jax.special_ids import EOS_ID
+from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,25 +50,42 @@ TEXT = "".join(line + "\n" for line in LINES).encode()
 def workdir(tmp_path_factory):
     """A work directory as training leaves it, with three checkpoints of random parameters."""
     folder = tmp_path_factory.mktemp("run")
-    tokenizer = Tokenizer.train([(line, line.upper()) for line in LINES], TokenizerConfig(vocab_size=30, algorithm="unigram"))
+    tokenizer = Tokenizer.train(
+        [(line, line.upper()) for line in LINES],
+        TokenizerConfig(vocab_size=30, algorithm="unigram"),
+    )
     config = Config(
         model=ModelConfig(
-            vocab_size=30, d_model=16, d_ff=16, num_heads=2, num_layers=1, dtype="float32", tie_embeddings="none"
+            vocab_size=30,
+            d_model=16,
+            d_ff=16,
+            num_heads=2,
+            num_layers=1,
+            dtype="float32",
+            tie_embeddings="none",
         ),
         data=DataConfig(max_source_length=16, max_target_length=16),
         training=TrainingConfig(compilation_cache="", average=2),
-        decoding=DecodingConfig(beam_size=2, max_extra_length=4, max_source_length=16, batch_size=4),
+        decoding=DecodingConfig(
+            beam_size=2, max_extra_length=4, max_source_length=16, batch_size=4
+        ),
     )
     (folder / "config.json").write_text(to_json(config))
     tokenizer.save(folder)
     checkpoints = Checkpoints(folder, config, tokenizer)
     for step in (10, 20, 30):
         model = Transformer(config.model, rngs=nnx.Rngs(step))
-        model.softmax_matrix[...] = 4 * model.softmax_matrix[...].at[EOS_ID].set(0)  # no end before something is said
+        # no end before something is said
+        model.softmax_matrix[...] = 4 * model.softmax_matrix[...].at[EOS_ID].set(0)
         parameters = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
         zero = jnp.int32(0)
         state = TrainState(
-            step=jnp.int32(step), parameters=parameters, optimizer={"count": zero}, ema=None, bad_steps=zero, bad_in_a_row=zero
+            step=jnp.int32(step),
+            parameters=parameters,
+            optimizer={"count": zero},
+            ema=None,
+            bad_steps=zero,
+            bad_in_a_row=zero,
         )
         checkpoints.save(state, {"best_step": 20})
     checkpoints.wait()
@@ -115,8 +140,23 @@ def test_no_line_in_no_line_out(decode):
 
 
 def test_flags_reach_the_search(decode, workdir):
-    translator = Translator.from_workdir(workdir, checkpoint=20, average=2, beam_size=3, length_penalty=1.0, batch_size=2)
-    _, out, _ = decode(*("--checkpoint", 20, "--average", 2, "--beam-size", 3, "--length-penalty", 1.0, "--batch-size", 2))
+    translator = Translator.from_workdir(
+        workdir, checkpoint=20, average=2, beam_size=3, length_penalty=1.0, batch_size=2
+    )
+    _, out, _ = decode(
+        *(
+            "--checkpoint",
+            20,
+            "--average",
+            2,
+            "--beam-size",
+            3,
+            "--length-penalty",
+            1.0,
+            "--batch-size",
+            2,
+        )
+    )
     assert out.split("\n")[:-1] == translator.translate(LINES)
 
 
@@ -181,7 +221,8 @@ def _start(workdir, *flags):
 
 
 def test_a_closed_pipe_and_ctrl_c_end_it_quietly(workdir):
-    closed, interrupted = (_start(workdir, "--batch-size", "1") for _ in range(2))  # 100 lines are read at a time
+    # 100 lines are read at a time
+    closed, interrupted = (_start(workdir, "--batch-size", "1") for _ in range(2))
     for process in (closed, interrupted):
         process.stdin.write(b"one two\n" * 100)
         process.stdin.flush()
@@ -214,7 +255,9 @@ def test_a_ctrl_c_that_python_drops_comes_again():
             signal.signal(number, handler)
 
 
-OBJECTS = "".join(f'{{"id": {i}, "text": "{line}", "x": [1.50]}}\n' for i, line in enumerate(LINES)).encode()
+OBJECTS = "".join(
+    f'{{"id": {i}, "text": "{line}", "x": [1.50]}}\n' for i, line in enumerate(LINES)
+).encode()
 
 
 def test_what_comes_before_a_faulty_line_is_not_lost(decode, expected):
@@ -227,28 +270,37 @@ def test_what_comes_before_a_faulty_line_is_not_lost(decode, expected):
 
 def test_a_faulty_file_is_found_before_the_work(decode, tmp_path):
     source = tmp_path / "in.jsonl"
-    for line, message in [("{", "in.jsonl, line 8 is not JSON"), ('{"text": "one", "prefix": "€"}', "Line 8: prefix '€' has")]:
+    for line, message in [
+        ("{", "in.jsonl, line 8 is not JSON"),
+        ('{"text": "one", "prefix": "€"}', "Line 8: prefix '€' has"),
+    ]:
         source.write_bytes(OBJECTS + line.encode() + b"\n")
-        status, out, err = decode("--input", source, "--format", "jsonl", "--output", tmp_path / "out")
+        status, out, err = decode(
+            "--input", source, "--format", "jsonl", "--output", tmp_path / "out"
+        )
         assert (status, out) == (2, "") and message in err
         assert not (tmp_path / "out").exists()
 
 
 def test_jsonl(decode, expected):
-    status, out, _ = decode("--format", "jsonl", "--nbest", 2, "--piece-scores", stdin=OBJECTS)
+    status, out, _ = decode("--format", "jsonl", "--nbest", 2, "--token-scores", stdin=OBJECTS)
     values = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and out.count('"x": [1.50], ') == len(LINES)
     assert [v["translation"] for v in values] == expected
     assert [(v["id"], v["text"]) for v in values] == list(enumerate(LINES))
     for v in values:
-        assert len(v["pieces"]) == len(v["piece_scores"])
-        assert sum(v["piece_scores"]) == pytest.approx(v["log_prob"], abs=1e-3)
-        assert [h["score"] for h in v["hypotheses"]] == sorted((h["score"] for h in v["hypotheses"]), reverse=True)
+        assert len(v["tokens"]) == len(v["token_scores"])
+        assert sum(v["token_scores"]) == pytest.approx(v["log_prob"], abs=1e-3)
+        assert [h["score"] for h in v["hypotheses"]] == sorted(
+            (h["score"] for h in v["hypotheses"]), reverse=True
+        )
         assert v["hypotheses"][0]["translation"] == v["translation"]
 
 
 def test_a_prefix_is_the_beginning(decode):
-    _, out, _ = decode("--format", "jsonl", "--text-field", "en", stdin=b'{"en": "one two", "prefix": "FIVE"}\n')
+    _, out, _ = decode(
+        "--format", "jsonl", "--text-field", "en", stdin=b'{"en": "one two", "prefix": "FIVE"}\n'
+    )
     assert json.loads(out)["translation"].startswith("FIVE")
 
 
@@ -271,12 +323,14 @@ def test_score(decode, tmp_path):
     targets.write_text("".join(json.loads(line)["translation"] + "\n" for line in out.splitlines()))
     status, plain, _ = decode("--score", targets)
     assert status == 0 and all(re.fullmatch(r"-\d+\.\d{4}", line) for line in plain.splitlines())
-    status, scored, _ = decode("--score", targets, "--format", "jsonl", "--alignments", "soft", stdin=OBJECTS)
+    status, scored, _ = decode(
+        "--score", targets, "--format", "jsonl", "--alignments", "soft", stdin=OBJECTS
+    )
     for line, number in zip(map(json.loads, scored.splitlines()), plain.splitlines(), strict=True):
         assert line["log_prob"] == pytest.approx(float(number), abs=1e-4)
-        assert len(line["piece_scores"]) == len(line["pieces"])
+        assert len(line["token_scores"]) == len(line["tokens"])
         for row in line["alignment"]:
-            assert len(row) == len(line["source_pieces"]) and sum(row) == pytest.approx(1, abs=1e-3)
+            assert len(row) == len(line["source_tokens"]) and sum(row) == pytest.approx(1, abs=1e-3)
 
 
 def test_scoring_needs_no_shortlist(decode, workdir, tmp_path):
@@ -321,7 +375,9 @@ def test_sampled_parts_joined_are_the_whole(decode, tmp_path):
     whole = decode(*flags)[1]
     for i in range(3):
         assert decode(*flags, "--output", tmp_path / "out", "--part", f"{i}/3")[0] == 0
-    assert (tmp_path / "out.part-2-of-3").read_text() == "".join(x for x in whole.splitlines(True) if x[:2] in ("2 ", "5 "))
+    assert (tmp_path / "out.part-2-of-3").read_text() == "".join(
+        x for x in whole.splitlines(True) if x[:2] in ("2 ", "5 ")
+    )
     status, out, err = decode("--join", "--output", tmp_path / "out")
     assert (status, out) == (0, "") and "7 sentences joined" in err
     assert (tmp_path / "out").read_text() == whole
@@ -344,17 +400,23 @@ def test_killed_and_resumed(decode, workdir, tmp_path):
     os.truncate(path, path.stat().st_size - 5)
 
     torn = path.read_bytes()
-    status, _, err = decode(*flags, "--length-penalty", 0.1, "--output", path, "--resume", stdin=b"".join(lines))
+    status, _, err = decode(
+        *flags, "--length-penalty", 0.1, "--output", path, "--resume", stdin=b"".join(lines)
+    )
     assert status == 2 and "length_penalty: 0.6 then, 0.1 now" in err and path.read_bytes() == torn
     status, out, _ = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
     assert (status, out) == (0, "")
     assert path.read_bytes().decode() == decode(*flags, stdin=b"".join(lines))[1]
     status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
     assert status == 0 and "240 sentences were there already" in err
-    status, _, err = decode(*flags, "--beam-size", 1, "--output", path, "--resume", stdin=b"".join(lines))
+    status, _, err = decode(
+        *flags, "--beam-size", 1, "--output", path, "--resume", stdin=b"".join(lines)
+    )
     assert status == 2 and "beam_size: 2 then, 1 now" in err
     status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines[:-1]))
-    assert status == 2 and "240 sentences already, the input only 239; expected the same input" in err
+    assert (
+        status == 2 and "240 sentences already, the input only 239; expected the same input" in err
+    )
 
 
 def test_what_is_complete_is_not_taken_for_the_output_of_other_settings(decode, expected, tmp_path):
@@ -365,7 +427,11 @@ def test_what_is_complete_is_not_taken_for_the_output_of_other_settings(decode, 
     whole = path.read_text()
     assert whole.splitlines() == expected and path.with_name("out.progress.json").exists()
     status, _, err = decode(*files)
-    assert status == 0 and f"{len(LINES)} sentences were there already" in err and path.read_text() == whole
+    assert (
+        status == 0
+        and f"{len(LINES)} sentences were there already" in err
+        and path.read_text() == whole
+    )
     status, _, err = decode(*files, "--length-penalty", 0.1)
     assert status == 2 and "length_penalty: 0.6 then, 0.1 now" in err and path.read_text() == whole
     source.write_bytes(TEXT.replace(b"five", b"two"))
@@ -403,13 +469,19 @@ def test_every_setting_of_the_search_has_a_flag():
         (("--join",), "--join is given without --output"),
         (("--score", "no/such"), "score is 'no/such', which does not exist"),
         (("--score", __file__, "--nbest", 2), "expected neither --nbest nor --reference"),
-        (("--reference", __file__, "--part", "0/2", "--output", "x"), "--reference needs the whole output"),
-        (("--piece-scores",), "--piece-scores does not go with --format text"),
+        (
+            ("--reference", __file__, "--part", "0/2", "--output", "x"),
+            "--reference needs the whole output",
+        ),
+        (("--token-scores",), "--token-scores does not go with --format text"),
         (("--nbest", 0), "nbest is 0"),
         (("--format", "jsonl", "--text-field", "score"), "text_field is 'score'"),
         (("--temperature", 0.5), "temperature is 0.5 without sampling; expected --method sample"),
         (("--input", os.devnull), "which is no regular file; expected a text file or stdin"),
-        (("--reference", __file__, "--input", __file__, "--bleu-tokenize", "x"), "BLEU tokenisation 'x' cannot be used"),
+        (
+            ("--reference", __file__, "--input", __file__, "--bleu-tokenize", "x"),
+            "BLEU tokenisation 'x' cannot be used",
+        ),
         (("--output", "."), "output is '.'; expected the name of a file"),
         (("--output", "x.gz"), "what is written is not compressed; expected a name without .gz"),
         (("--window", 0), "window is 0; expected 1 or more"),
@@ -432,11 +504,13 @@ def test_without_a_work_directory(capsys):
 
 @pytest.fixture(scope="module")
 def shortlist(workdir):
-    """Four pieces, whatever the source: the search goes another way."""
+    """Four tokens, whatever the source: the search goes another way."""
     tokenizer = Tokenizer.load(workdir)
     sources, targets = tokenizer.source_vocab_size, tokenizer.target_vocab_size
     nothing = np.zeros(sources + 1, np.int64)
-    made = Shortlist(tokenizer.fingerprint, nothing, np.zeros(0, np.int32), np.arange(targets, dtype=np.int32), 4)
+    made = Shortlist(
+        tokenizer.fingerprint, nothing, np.zeros(0, np.int32), np.arange(targets, dtype=np.int32), 4
+    )
     made.save(workdir / "shortlist.npz")
     return workdir / "shortlist.npz"
 
@@ -444,14 +518,18 @@ def shortlist(workdir):
 def test_a_shortlist_says_what_it_costs(decode, expected, shortlist, tmp_path):
     reference = tmp_path / "reference"
     reference.write_text("".join(line + "\n" for line in expected))
-    status, out, err = decode("--shortlist", shortlist, "--reference", reference, "--bleu-tokenize", "char")
+    status, out, err = decode(
+        "--shortlist", shortlist, "--reference", reference, "--bleu-tokenize", "char"
+    )
     assert status == 0
     differ = sum(one != other for one, other in zip(out.split("\n"), expected, strict=False))
     assert differ == 5  # all but the empty ones
     [with_it] = re.findall(r"^BLEU\|[^=]*= (\S+)", err, re.MULTILINE)
     [without] = re.findall(r"^without the shortlist: BLEU\|[^=]*= (\S+)", err, re.MULTILINE)
     assert float(with_it) < 90 and without == "100.00"
-    assert re.search(r"changes 5 of 7 lines \(71\.4%\) and takes \d+\.\d\d s instead of \d+\.\d\d s", err)
+    assert re.search(
+        r"changes 5 of 7 lines \(71\.4%\) and takes \d+\.\d\d s instead of \d+\.\d\d s", err
+    )
 
 
 def test_wrong_shortlists_are_refused_before_the_work(decode, shortlist, tmp_path):
@@ -461,7 +539,9 @@ def test_wrong_shortlists_are_refused_before_the_work(decode, shortlist, tmp_pat
     messages = {"by_frequency": "misses EOS", "fingerprint": "made with another tokenizer"}
     for name, message in messages.items():
         np.savez(tmp_path / f"{name}.npz", **saved | {name: changes[name]})
-        status, out, err = decode("--shortlist", tmp_path / f"{name}.npz", "--output", tmp_path / "out")
+        status, out, err = decode(
+            "--shortlist", tmp_path / f"{name}.npz", "--output", tmp_path / "out"
+        )
         assert (status, out) == (2, "") and message in err and not (tmp_path / "out").exists()
     status, _, err = decode("--shortlist", tmp_path / "none.npz")
     assert status == 2 and "none.npz', which does not exist" in err

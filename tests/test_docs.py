@@ -13,7 +13,7 @@ from flax import nnx
 
 from transformer_jax import Transformer
 from transformer_jax.config import Config
-from transformer_jax.config_files import config_in_flags, flatten, load_config_file
+from transformer_jax.config_io import config_in_flags, flatten, load_config_file
 from transformer_jax.training.__main__ import Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +28,9 @@ TABLE_3 = re.findall(
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        assert target.startswith("http") or (path.parent / target).exists(), f"{path.name} links to {target}"
+        assert target.startswith("http") or (path.parent / target).exists(), (
+            f"{path.name} links to {target}"
+        )
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
@@ -43,12 +45,23 @@ def test_named_files_and_fields_exist(path: Path) -> None:
 
 
 def test_flags_of_decode_exist() -> None:
-    programs = (ROOT / "transformer_jax" / "decoding" / name for name in ("flags.py", "learn_shortlist.py"))
-    fields = [name for file in programs for name in re.findall(r"^    (\w+): .* = ", file.read_text(), re.MULTILINE)]
+    programs = (
+        ROOT / "transformer_jax" / "decoding" / name for name in ("flags.py", "learn_shortlist.py")
+    )
+    fields = [
+        name
+        for file in programs
+        for name in re.findall(r"^    (\w+): .* = ", file.read_text(), re.MULTILINE)
+    ]
     flags = {field.replace("_", "-") for field in fields} | {"help"}
     text = re.sub(r"srun .*? sh", "", (ROOT / "docs" / "decoding.md").read_text())
-    commands = "\n".join(line for line in text.replace("\\\n", "").split("\n") if "decode.py" in line or "`--" in line)
-    named = set(re.findall(r"--([a-z-]+)(?![a-z.-])", commands))  # with a dot it is a setting of training
+    commands = "\n".join(
+        line
+        for line in text.replace("\\\n", "").split("\n")
+        if "decode.py" in line or "`--" in line
+    )
+    # with a dot it is a setting of training
+    named = set(re.findall(r"--([a-z-]+)(?![a-z.-])", commands))
     assert len(named) > 20 and not named - flags, f"docs/decoding.md names {named - flags}"
 
 
@@ -57,25 +70,33 @@ def test_table_3_has_all_rows_of_the_paper() -> None:
     assert len({flags for _, flags, _, _ in TABLE_3}) == 20
 
 
-@pytest.mark.parametrize(("flags", "paper", "ours"), [row[1:] for row in TABLE_3], ids=[row[0] for row in TABLE_3])
+@pytest.mark.parametrize(
+    ("flags", "paper", "ours"), [row[1:] for row in TABLE_3], ids=[row[0] for row in TABLE_3]
+)
 def test_flags_of_table_3_give_its_models(flags: str, paper: str, ours: str) -> None:
     base = load_config_file(ROOT / "configs" / "wmt14_base.py")
     config = tyro.cli(Config, args=flags.split(), default=base)
     assert (config == base) == (flags == "")
     sized = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
     model = nnx.eval_shape(lambda: Transformer(sized, rngs=nnx.Rngs(0)))
-    millions = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) / 1e6
+    millions = (
+        sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) / 1e6
+    )
     assert round(float(millions), 1) == float(ours)
     wide = flags == "--model.d-model 1024"  # where the paper's larger vocabulary weighs most
     assert abs(millions - int(paper)) <= (4.5 if wide else 3.0)
 
 
 def _training_commands() -> list[tuple[str, list[str]]]:
-    """The flags of every documented ``train.py`` with a config that is there; variables, pipes and comments left out."""
+    """The flags of every documented ``train.py`` with a config that is there; variables, pipes and
+    comments left out.
+    """
     commands = []
     for path in DOCUMENTS:
         for line in path.read_text().replace("\\\n", " ").splitlines():
-            found = re.search(r'^    .*?(?:train\.py|slurm\.sh|RUN="python train.py) (.*?)(?:  #|["<>|]|$)', line)
+            found = re.search(
+                r'^    .*?(?:train\.py|slurm\.sh|RUN="python train.py) (.*?)(?:  #|["<>|]|$)', line
+            )
             if found and "..." not in found[1]:
                 flags = shlex.split(found[1])
                 names = [flags[i + 1] for i, flag in enumerate(flags) if flag == "--config"]
@@ -85,13 +106,18 @@ def _training_commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("name", "flags"), _training_commands(), ids=str)
-def test_documented_training_commands_are_understood(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_training_commands_are_understood(
+    name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     flags = [flag for flag in flags if flag != "FLAGS"]
     path, config = config_in_flags(flags)
-    arguments = tyro.cli(Arguments, args=flags, default=Arguments(tyro.MISSING, path, settings=config))
+    arguments = tyro.cli(
+        Arguments, args=flags, default=Arguments(tyro.MISSING, path, settings=config)
+    )
     assert arguments.settings.data.train.is_given
-    if "--distributed" in flags or "--num-processes" in flags or path.endswith("big.py"):  # 16 devices at the least
+    # 16 devices at the least
+    if "--distributed" in flags or "--num-processes" in flags or path.endswith("big.py"):
         assert name != "clusters.md" or arguments.settings.batch.row_multiple % 16 == 0
 
 

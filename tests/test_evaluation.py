@@ -21,8 +21,14 @@ def test_identical_texts_score_100():
 def test_bleu_is_sacrebleu(tokenize):
     score = bleu(HYPOTHESES, REFERENCES, tokenize=tokenize)
     assert score.value == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], tokenize=tokenize).score
-    assert f"tok:{tokenize}" in score.signature and "case:mixed" in score.signature and sacrebleu.__version__ in score.signature
-    assert str(score).startswith(f"BLEU|{score.signature} = {score.value:.2f} ") and "hyp_len" in str(score)
+    assert (
+        f"tok:{tokenize}" in score.signature
+        and "case:mixed" in score.signature
+        and sacrebleu.__version__ in score.signature
+    )
+    assert str(score).startswith(
+        f"BLEU|{score.signature} = {score.value:.2f} "
+    ) and "hyp_len" in str(score)
 
 
 def test_chrf_is_sacrebleu():

@@ -1,4 +1,6 @@
-"""Imports point up the list of modules only, as docs/design.md promises; the package's names are there, when asked for."""
+"""Imports point up the list of modules only, as docs/design.md promises; the package's names are
+there, when asked for.
+"""
 
 import ast
 import subprocess
@@ -12,22 +14,24 @@ import transformer_jax
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
-    "program",
+    "special_ids",
+    "cli",
+    "storage",
     "config",
-    "config_files",
-    "subwords",
+    "config_io",
+    "subword_sampling",
     "tokenizer",
     "sharding",
-    "processes",
+    "distributed",
     "data.files",
     "data.sources",
-    "data.tokenising",
+    "data.tokenize",
     "data.joined",
     "data.corpus",
-    "data.parts",
+    "data.shards",
     "data.packing",
     "data.stripes",
-    "data.shapes",
+    "data.bucketing",
     "data.windows",
     "data.batching",
     "data.evaluation_batches",
@@ -38,14 +42,14 @@ ORDER = [
     "model.transformer",
     "model.alignment",
     "checkpoint_files",
-    "remote",
-    "saved_model",
+    "remote_workdir",
+    "checkpoint",
     "decoding.search",
     "decoding.constraints",
     "decoding.beam_search",
     "decoding.sampling",
-    "decoding.queue",
-    "decoding.reduced_softmax",
+    "decoding.continuous_batching",
+    "decoding.shortlisted_model",
     "decoding.ensemble",
     "decoding.lexicon",
     "decoding.shortlist",
@@ -54,7 +58,7 @@ ORDER = [
     "decoding.translator",
     "decoding.scoring",
     "decoding.records",
-    "decoding.alignments",
+    "decoding.alignment",
     "decoding.output",
     "decoding.resuming",
     "decoding.parts",
@@ -65,9 +69,9 @@ ORDER = [
     "training.loss",
     "training.optimizer",
     "training.step",
-    "training.checkpoint",
-    "training.metrics",
-    "training.workdir",
+    "training.saver",
+    "training.reporting",
+    "training.prepare",
     "data.prepare",
     "training.watchdog",
     "training.evaluator",
@@ -100,9 +104,15 @@ def test_every_module_is_listed_and_imports_only_earlier_ones() -> None:
     assert sorted(files) == sorted(ORDER)
     for name, path in files.items():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_jax"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "transformer_jax"
+            ):
                 imported = (node.module or "").removeprefix("transformer_jax").lstrip(".")
-                targets = [imported] if imported in files else [f"{imported}.{alias.name}".lstrip(".") for alias in node.names]
+                targets = (
+                    [imported]
+                    if imported in files
+                    else [f"{imported}.{alias.name}".lstrip(".") for alias in node.names]
+                )
                 for target in targets:
                     assert ORDER.index(target) < ORDER.index(name), f"{name} imports {target}"
 
@@ -111,7 +121,10 @@ def test_every_module_is_listed_and_imports_only_earlier_ones() -> None:
 def test_help_needs_no_jax(program: str) -> None:
     code = f"import runpy, sys; sys.argv = [{program!r}, '--help']\ntry: runpy.run_path({program!r}, run_name='__main__')\n"
     code += "except SystemExit: sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+        == 0
+    )
 
 
 def test_the_package_offers_what_its_stub_lists() -> None:

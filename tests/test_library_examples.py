@@ -1,4 +1,6 @@
-"""The Python blocks of README.md and the guides in docs/: each runs by itself and prints what its comments say."""
+"""The Python blocks of README.md and the guides in docs/: each runs by itself and prints what its
+comments say.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,22 @@ class Block(NamedTuple):
     code: str
 
     def run(self) -> None:
-        """Run the block as a program and compare its output, where a comment beside a ``print`` tells it."""
+        """Run the block as a program and compare its output, where a comment beside a ``print``
+        tells it.
+        """
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             # Newlines before the code make tracebacks point into the document.
-            exec(compile("\n" * self.line + self.code, str(self.file), "exec"), {"__name__": "__main__"})
+            exec(
+                compile("\n" * self.line + self.code, str(self.file), "exec"),
+                {"__name__": "__main__"},
+            )
         printed = output.getvalue().splitlines()
         prints = re.findall(r"^print\(.*?\)(?:  # (.*))?$", self.code, re.MULTILINE)
         if any(prints):
-            assert len(printed) == len(prints), "in a block with expected output every print stands alone and prints a line"
+            assert len(printed) == len(prints), (
+                "in a block with expected output every print stands alone and prints a line"
+            )
         for line, expected in zip(printed, prints):
             # A colon begins an explanation.
             assert not expected or line == expected.split(": ")[0]
@@ -43,27 +52,37 @@ def blocks(name: str) -> list[Block]:
     return [Block(ROOT / name, text[: match.start()].count("\n") + 1, match[1]) for match in found]
 
 
-BLOCKS = [block for name in ("README.md", "docs/library.md", "docs/decoding.md", "docs/parsing.md") for block in blocks(name)]
+BLOCKS = [
+    block
+    for name in ("README.md", "docs/library.md", "docs/decoding.md", "docs/parsing.md")
+    for block in blocks(name)
+]
 TRAINS = [block for block in BLOCKS if "train(config, " in block.code]
 OTHERS = [block for block in BLOCKS if block not in TRAINS]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the blocks run: the guide's training block has left its work directory under every name that others read."""
+    """Where the blocks run: the guide's training block has left its work directory under every name
+    that others read.
+    """
     folder = tmp_path_factory.mktemp("examples")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))  # for the compilation cache that training turns on
-        jax.config.update("jax_disable_most_optimizations", True)  # the time goes into compiling, not into running
+        # the time goes into compiling, not into running
+        jax.config.update("jax_disable_most_optimizations", True)
         try:
             for block in TRAINS:
                 block.run()
-            for name in {name for block in OTHERS for name in re.findall(r'"runs/(\w+)"', block.code)}:
+            for name in {
+                name for block in OTHERS for name in re.findall(r'"runs/(\w+)"', block.code)
+            }:
                 (folder / "runs" / name).symlink_to("toy")
             yield folder
         finally:
             jax.config.update("jax_disable_most_optimizations", False)
-            jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])  # as conftest.py has it
+            # as conftest.py has it
+            jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
             compilation_cache.reset_cache()
 
 

@@ -1,4 +1,6 @@
-"""A work directory and its text behind URLs, in fsspec's store in memory: trained, resumed elsewhere, read."""
+"""A work directory and its text behind URLs, in fsspec's store in memory: trained, resumed
+elsewhere, read.
+"""
 
 import dataclasses
 import gzip
@@ -13,13 +15,13 @@ import jax
 import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
+from transformer_jax.checkpoint import load_model
 from transformer_jax.checkpoint_files import write_manifest
 from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import digest, files_of, one_file_each
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_lines, read_pairs
 from transformer_jax.errors import UserError
-from transformer_jax.remote import RemoteWorkdir, local_workdir, require_folder
-from transformer_jax.saved_model import load_model
+from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir, require_folder
 from transformer_jax.training.loop import train
 
 URL = "memory://bucket/run"
@@ -54,7 +56,11 @@ def saved(tmp_path):
 
 
 def files(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def checkpoint(remote, step, text):
@@ -89,7 +95,9 @@ def test_the_store_has_what_the_folder_has(saved, store):
     checkpoint(saved, 6, "array 6")
     (saved.folder / "metrics.jsonl").write_text("{}\n")
     saved.push()
-    assert files(local_workdir(URL)) == {name: data for name, data in files(saved.folder).items() if name != "corpus/tokens"}
+    assert files(local_workdir(URL)) == {
+        name: data for name, data in files(saved.folder).items() if name != "corpus/tokens"
+    }
 
 
 def test_the_manifest_comes_last_and_what_a_cut_left_goes(saved, store, monkeypatch):
@@ -107,10 +115,15 @@ def test_the_manifest_comes_last_and_what_a_cut_left_goes(saved, store, monkeypa
     monkeypatch.undo()
     assert not (local_workdir(URL) / "checkpoints/00000006").exists()
     saved.push()
-    assert sorted(files(local_workdir(URL) / "checkpoints/00000006")) == ["manifest.json", "state/array"]
+    assert sorted(files(local_workdir(URL) / "checkpoints/00000006")) == [
+        "manifest.json",
+        "state/array",
+    ]
 
 
-def test_a_folder_that_is_ahead_goes_on_and_one_behind_catches_up(saved, tmp_path, monkeypatch, caplog):
+def test_a_folder_that_is_ahead_goes_on_and_one_behind_catches_up(
+    saved, tmp_path, monkeypatch, caplog
+):
     checkpoint(saved, 6, "array 6")
     (saved.folder / "metrics.jsonl").write_text("of six steps")
     before = files(saved.folder)
@@ -129,7 +142,9 @@ def test_a_folder_that_is_ahead_goes_on_and_one_behind_catches_up(saved, tmp_pat
 
 
 def test_another_run_at_the_url_is_not_overwritten(saved, store):
-    """Emptied and begun anew from another machine, it is not so far yet as the folder that is left here."""
+    """Emptied and begun anew from another machine, it is not so far yet as the folder that is left
+    here.
+    """
     store.rm("/bucket/run/checkpoints", recursive=True)
     other = RemoteWorkdir(URL, purpose="of another machine")
     other.folder.mkdir(parents=True)
@@ -137,7 +152,10 @@ def test_another_run_at_the_url_is_not_overwritten(saved, store):
     checkpoint(other, 2, "another array 2")
     other.push()
     before = files(saved.folder), dict(store.store)
-    with pytest.raises(UserError, match=r"have no checkpoint in common: the folder's last is of step 4, the URL's of step 2\."):
+    with pytest.raises(
+        UserError,
+        match=r"have no checkpoint in common: the folder's last is of step 4, the URL's of step 2\.",
+    ):
         saved.pull()
     assert (files(saved.folder), dict(store.store)) == before
 
@@ -172,15 +190,24 @@ def test_an_emptied_url_begins_anew(saved, store):
 
 
 def test_text_behind_urls(tmp_path, store, monkeypatch):
-    for name, text in {"a.en": "one\n", "b.en": "two\n", "a.de": "eins\n", "b.de": "zwei\n"}.items():
+    for name, text in {
+        "a.en": "one\n",
+        "b.en": "two\n",
+        "a.de": "eins\n",
+        "b.de": "zwei\n",
+    }.items():
         store.pipe_file(f"/bucket/text/{name}.gz", gzip.compress(text.encode()))
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
         store.put_file(str(tmp_path / f"{name}.gz"), f"/bucket/text/{name}.gz")
     here = PairsConfig("text", ("*.en.gz",), ("*.de.gz",))
-    there = PairsConfig("text", ("memory://bucket/text/*.en.gz",), ("memory://bucket/text/*.de.gz",))
+    there = PairsConfig(
+        "text", ("memory://bucket/text/*.en.gz",), ("memory://bucket/text/*.de.gz",)
+    )
     pairs = [("one", "eins"), ("two", "zwei")]
     assert list(read_pairs(there)) == list(read_pairs(here, "memory://bucket/text/")) == pairs
-    assert [list(read_pairs(file)) for file in one_file_each(here, "memory://bucket/text")] == [[pair] for pair in pairs]
+    assert [list(read_pairs(file)) for file in one_file_each(here, "memory://bucket/text")] == [
+        [pair] for pair in pairs
+    ]
     assert list(read_lines("memory://bucket/text/b.de.gz")) == ["zwei"]
     memory = tmp_path / "digests"
     assert pairs_fingerprint(there, digests=memory) == pairs_fingerprint(here, str(tmp_path))
@@ -192,10 +219,17 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
         check_files(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
     with pytest.raises(UserError, match="File 'memory://bucket/text/c.en' does not exist"):
         check_files(PairsConfig("text", ("c.en",), ("c.de",)), "memory://bucket/text")
-    with monkeypatch.context() as patched, pytest.raises(UserError, match="a.en.gz' cannot be read: no password"):
-        patched.setattr(store, "info", lambda path: (_ for _ in ()).throw(PermissionError("no password")))
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(UserError, match="a.en.gz' cannot be read: no password"),
+    ):
+        patched.setattr(
+            store, "info", lambda path: (_ for _ in ()).throw(PermissionError("no password"))
+        )
         check_files(PairsConfig("tsv", ("memory://bucket/text/a.en.gz",)))
-    with pytest.raises(UserError, match="'nowhere://x' cannot be opened: Protocol not known: nowhere"):
+    with pytest.raises(
+        UserError, match="'nowhere://x' cannot be opened: Protocol not known: nowhere"
+    ):
         check_files(PairsConfig("tsv", ("nowhere://x",)))
 
 
@@ -260,7 +294,10 @@ def test_a_store_that_cannot_be_written_is_known_before_training(store, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr(store, "put_file", refuse)
-        with pytest.raises(UserError, match=r"could not be copied to memory://bucket/run: no right to write. Nothing is lost"):
+        with pytest.raises(
+            UserError,
+            match=r"could not be copied to memory://bucket/run: no right to write. Nothing is lost",
+        ):
             train(run(2), URL, devices=ONE)
     assert train(run(2), URL, devices=ONE)["steps"] == 2  # as that message says
 
@@ -270,7 +307,9 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(saved, store, monkeypa
         raise TimeoutError("no answer")
 
     monkeypatch.setattr(store, "info", silent)
-    with pytest.raises(UserError, match=r"'memory:///?bucket/run/config.json' cannot be read: no answer"):
+    with pytest.raises(
+        UserError, match=r"'memory:///?bucket/run/config.json' cannot be read: no answer"
+    ):
         saved.pull()
     assert saved._steps_here() == [2, 4]
 
@@ -285,6 +324,15 @@ def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, ca
 
     monkeypatch.setattr(store, "put_file", sometimes)
     config = run(4)
-    train(dataclasses.replace(config, training=dataclasses.replace(config.training, keep_checkpoints=1)), URL, devices=ONE)
-    assert "could not be copied to memory://bucket/run: the store is away. Training goes on" in capfd.readouterr().err
+    train(
+        dataclasses.replace(
+            config, training=dataclasses.replace(config.training, keep_checkpoints=1)
+        ),
+        URL,
+        devices=ONE,
+    )
+    assert (
+        "could not be copied to memory://bucket/run: the store is away. Training goes on"
+        in capfd.readouterr().err
+    )
     assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]

@@ -1,4 +1,6 @@
-"""Properties of the tokenizer: round trip, reproducible training and sampling, sound special ids, helpful errors."""
+"""Properties of the tokenizer: round trip, reproducible training and sampling, sound special ids,
+helpful errors.
+"""
 
 import hashlib
 import io
@@ -18,14 +20,18 @@ from transformer_jax.config import PairsConfig, TokenizerConfig
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.interop.vocabulary import with_ids
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenizer import Tokenizer
 
 PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=2000)))
 SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))
 # Words of random syllables: each has many plausible segmentations, also for a unigram model.
 _generator = random.Random(0)
 _syllables = ["ba", "be", "bo", "da", "de", "do", "na", "ne", "no", "ta", "te", "to"]
-_words = ["".join(_generator.choices(_syllables, range(1, 13), k=_generator.randint(1, 4))) for _ in range(6000)]
+_words = [
+    "".join(_generator.choices(_syllables, range(1, 13), k=_generator.randint(1, 4)))
+    for _ in range(6000)
+]
 AMBIGUOUS = [" ".join(_words[i : i + 6]) for i in range(0, 6000, 6)]
 KINDS = [("bpe", True), ("bpe", False), ("unigram", True), ("unigram", False)]
 
@@ -46,10 +52,17 @@ def test_decoding_inverts_encoding(algorithm, joint):
         assert [tokenizer.decode_source(line) for line in ids] == SOURCES
         ids = tokenizer.encode_target(TARGETS, sampling=sampling, seed=1)
         assert [tokenizer.decode_target(line) for line in ids] == TARGETS
-    assert (tokenizer.joint, tokenizer.source_vocab_size, tokenizer.target_vocab_size) == (joint, 60, 60)
+    assert (tokenizer.joint, tokenizer.source_vocab_size, tokenizer.target_vocab_size) == (
+        joint,
+        60,
+        60,
+    )
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\u2581")), st.sampled_from([0.0, 0.5]))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\u2581")),
+    st.sampled_from([0.0, 0.5]),
+)
 def test_identity_with_bytes_gives_any_line_back(line, sampling):
     [ids] = BYTES.encode_source([line], sampling=sampling, seed=1)
     assert BYTES.decode_source(ids) == line
@@ -57,7 +70,9 @@ def test_identity_with_bytes_gives_any_line_back(line, sampling):
 
 
 def test_a_decoded_line_has_no_newline():
-    newline = [i for i in range(BYTES.source_vocab_size) if BYTES._source.id_to_piece(i) == "<0x0A>"]
+    newline = [
+        i for i in range(BYTES.source_vocab_size) if BYTES._source.id_to_piece(i) == "<0x0A>"
+    ]
     assert BYTES.decode_source(newline) == " "
 
 
@@ -81,7 +96,8 @@ def test_training_is_reproducible_and_quiet(algorithm, joint, capfd):
 def test_at_most_so_many_sentences_from_all_over_the_text(joint):
     pairs = [(f"{'a' if i < 500 else 'b'}{i}", f"x{i}") for i in range(1000)]
     some = train(joint=joint, pairs=pairs, vocab_size=20, max_training_sentences=256)
-    # Every 4th pair (of 1,000, 250 are at most 256) on each side; every 8th where both sides share the budget.
+    # Every 4th pair (of 1,000, 250 are at most 256) on each side; every 8th where both sides share
+    # the budget.
     every = pairs[:: 8 if joint else 4]
     assert some.fingerprint == train(joint=joint, pairs=every, vocab_size=20).fingerprint
 
@@ -92,9 +108,15 @@ def test_save_and_load(tmp_path, joint):
     tokenizer = train(joint=joint)
     tokenizer.save(tmp_path)
     loaded = Tokenizer.load(tmp_path)
-    assert loaded.fingerprint == tokenizer.fingerprint == pickle.loads(pickle.dumps(tokenizer)).fingerprint
+    assert (
+        loaded.fingerprint
+        == tokenizer.fingerprint
+        == pickle.loads(pickle.dumps(tokenizer)).fingerprint
+    )
     assert loaded.encode_target(TARGETS) == tokenizer.encode_target(TARGETS)
-    expected = ["tokenizer.model"] if joint else ["tokenizer.source.model", "tokenizer.target.model"]
+    expected = (
+        ["tokenizer.model"] if joint else ["tokenizer.source.model", "tokenizer.target.model"]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == expected
 
 
@@ -126,7 +148,11 @@ ids = Tokenizer.load({str(tmp_path)!r}).encode_source(lines, sampling=0.2, seed=
 print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
 """
     other = subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps(AMBIGUOUS[:200]), capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        input=json.dumps(AMBIGUOUS[:200]),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert other.stdout.strip() == digest(1)
 
@@ -136,7 +162,12 @@ def test_sampling_has_sentencepieces_distribution(algorithm):
     tokenizer, n = train(algorithm, pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True)), 20_000
     ours = Counter(map(tuple, tokenizer.encode_source(["tobane"] * n, sampling=0.3, seed=1)))
     theirs = Counter(
-        map(tuple, tokenizer._source.encode(["tobane"] * n, enable_sampling=True, nbest_size=-1, alpha=0.3, num_threads=1))
+        map(
+            tuple,
+            tokenizer._source.encode(
+                ["tobane"] * n, enable_sampling=True, nbest_size=-1, alpha=0.3, num_threads=1
+            ),
+        )
     )
     assert len(ours) > 3
     distance = sum(abs(ours[ids] - theirs[ids]) for ids in ours | theirs) / (2 * n)
@@ -148,7 +179,9 @@ def test_sampling_has_sentencepieces_distribution(algorithm):
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
 def test_a_vocabulary_larger_than_the_text_supports(algorithm, joint):
-    with pytest.raises(UserError, match=r"tokenizer\.vocab_size is 5000; expected at most \d+: the .*training text") as raised:
+    with pytest.raises(
+        UserError, match=r"tokenizer\.vocab_size is 5000; expected at most \d+: the .*training text"
+    ) as raised:
         train(algorithm, joint, vocab_size=5000)
     most = int(str(raised.value).split("at most ")[1].split(":")[0])
     assert train(algorithm, joint, vocab_size=most).source_vocab_size == most
@@ -171,7 +204,9 @@ def test_load_from_a_folder_without_or_with_a_damaged_tokenizer(tmp_path):
         Tokenizer.load(tmp_path)
     for damaged in (b"", b"no model", train().source_model[:500]):
         (tmp_path / "tokenizer.model").write_bytes(damaged)
-        with pytest.raises(UserError, match=r"tokenizer\.model' is not a SentencePiece model, or is damaged"):
+        with pytest.raises(
+            UserError, match=r"tokenizer\.model' is not a SentencePiece model, or is damaged"
+        ):
             Tokenizer.load(tmp_path)
 
 
@@ -182,7 +217,10 @@ def test_an_existing_model_is_used(tmp_path):
     assert Tokenizer.train(iter([]), config).fingerprint == ours.fingerprint
     two = train(joint=False)
     two.save(tmp_path)
-    files = {"model": str(tmp_path / "tokenizer.source.model"), "target_model": str(tmp_path / "tokenizer.target.model")}
+    files = {
+        "model": str(tmp_path / "tokenizer.source.model"),
+        "target_model": str(tmp_path / "tokenizer.target.model"),
+    }
     assert Tokenizer.train([], TokenizerConfig(joint=False, **files)).fingerprint == two.fingerprint
     with pytest.raises(UserError, match=r"tokenizer\.model = 'absent' does not exist"):
         Tokenizer.train(PAIRS, TokenizerConfig(model="absent"))
@@ -193,9 +231,17 @@ def test_an_existing_model_is_used(tmp_path):
 @pytest.mark.parametrize(
     ("joint", "files", "expected"),
     [
-        (True, {"model": "a", "target_model": "b"}, "is 'b'; expected '' unless tokenizer.joint is False"),
+        (
+            True,
+            {"model": "a", "target_model": "b"},
+            "is 'b'; expected '' unless tokenizer.joint is False",
+        ),
         (False, {"model": "a"}, "is ''; expected a SentencePiece model, as in tokenizer.model"),
-        (False, {"target_model": "b"}, "is 'b'; expected no SentencePiece model, as in tokenizer.model"),
+        (
+            False,
+            {"target_model": "b"},
+            "is 'b'; expected no SentencePiece model, as in tokenizer.model",
+        ),
     ],
 )
 def test_models_are_given_for_both_sides_or_neither(joint, files, expected):
@@ -204,23 +250,32 @@ def test_models_are_given_for_both_sides_or_neither(joint, files, expected):
 
 
 @pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
-@pytest.mark.parametrize("ids", [{}, {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": 2}, {"unk_piece": "[UNK]"}])
+@pytest.mark.parametrize(
+    "ids", [{}, {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": 2}, {"unk_piece": "[UNK]"}]
+)
 def test_a_model_with_other_special_ids_cuts_text_as_before(tmp_path, algorithm, ids):
     """Also without PAD, which SentencePiece leaves out, or without BOS."""
     file = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SOURCES), model_writer=file, vocab_size=60, minloglevel=2, model_type=algorithm, **ids
+        sentence_iterator=iter(SOURCES),
+        model_writer=file,
+        vocab_size=60,
+        minloglevel=2,
+        model_type=algorithm,
+        **ids,
     )
     (tmp_path / "other.model").write_bytes(file.getvalue())
     theirs = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
     tokenizer = Tokenizer.train([], TokenizerConfig(model=str(tmp_path / "other.model")))
-    assert tokenizer.source_pieces(range(3)) == ["<pad>", "<s>", "</s>"]
-    assert tokenizer.source_pieces([3]) == [ids.get("unk_piece", "<unk>")]
+    assert tokenizer.source_tokens(range(3)) == ["<pad>", "<s>", "</s>"]
+    assert tokenizer.source_tokens([3]) == [ids.get("unk_piece", "<unk>")]
     assert tokenizer.source_vocab_size == 61
     for line in [*SOURCES, "an unknown Ω"]:
         [encoded] = tokenizer.encode_source([line])
         assert min(encoded) >= 3
-        assert tokenizer.source_pieces(encoded) == [theirs.id_to_piece(i) for i in theirs.encode(line)]
+        assert tokenizer.source_tokens(encoded) == [
+            theirs.id_to_piece(i) for i in theirs.encode(line)
+        ]
     tokenizer.save(tmp_path)
     assert Tokenizer.load(tmp_path).fingerprint == tokenizer.fingerprint
 
@@ -231,7 +286,10 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
     tokenizer = train(algorithm, joint, vocab_size=64, user_defined_symbols=symbols)
     lines = ["<2de> one hundred", "<2de-formal> <BT> six", "one<BT>two", "seven"]
     for sampling in (0.0, 0.5):
-        found = [tokenizer.source_pieces(ids) for ids in tokenizer.encode_source(lines, sampling=sampling, seed=3)]
+        found = [
+            tokenizer.source_tokens(ids)
+            for ids in tokenizer.encode_source(lines, sampling=sampling, seed=3)
+        ]
         assert [[piece for piece in pieces if piece in symbols] for pieces in found] == [
             ["<2de>"],
             ["<2de-formal>", "<BT>"],
@@ -239,56 +297,93 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
             [],
         ]
         assert not any("<unk>" in pieces for pieces in found)
-        assert [tokenizer.decode_source(tokenizer._source.piece_to_id(pieces)) for pieces in found] == lines
+        assert [
+            tokenizer.decode_source(tokenizer._source.piece_to_id(pieces)) for pieces in found
+        ] == lines
     plain = [tokenizer.encode_source([line])[0] for line in lines]
     assert algorithm == "unigram" or tokenizer.encode_source(lines, sampling=1e-12) == plain
     tags = [tokenizer.source_tag(line) for line in lines]
     assert [rest for _, rest in tags] == [" one hundred", " six", "one<BT>two", "seven"]
-    assert [tokenizer.source_pieces(ids) for ids, _ in tags][1:] == [["\u2581", "<2de-formal>", "\u2581", "<BT>"], [], []]
+    assert [tokenizer.source_tokens(ids) for ids, _ in tags][1:] == [
+        ["\u2581", "<2de-formal>", "\u2581", "<BT>"],
+        [],
+        [],
+    ]
 
 
 @pytest.mark.parametrize("symbols", [("",), ("a b",), ("<a>", "<a>"), ("<a>", "</s>")])
 def test_wrong_user_defined_symbols(symbols):
-    with pytest.raises(UserError, match="user_defined_symbols is .* expected distinct words without white space"):
+    with pytest.raises(
+        UserError, match="user_defined_symbols is .* expected distinct words without white space"
+    ):
         TokenizerConfig(user_defined_symbols=symbols)
 
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
 def test_a_vocabulary_grows_by_symbols(algorithm, joint):
-    """At its end: old text is cut as before, new symbols are whole, and those that are there are not put in again."""
+    """At its end: old text is cut as before, new symbols are whole, and those that are there are
+    not put in again.
+    """
     old = train(algorithm, joint, user_defined_symbols=("<2de>",))
     new = old.with_symbols(("<2fr>", "<2de>", "<BT>"))
-    assert (new.source_vocab_size, new.target_vocab_size) == (old.source_vocab_size + 2, old.target_vocab_size + 2)
-    assert new.encode_source(SOURCES) == old.encode_source(SOURCES) and new.encode_target(TARGETS) == old.encode_target(TARGETS)
-    [tagged], [plain] = new.encode_source(["<2fr> <BT> one hundred"]), old.encode_source(["one hundred"])
-    assert [id_ for id_ in tagged if id_ >= old.source_vocab_size] == [old.source_vocab_size, old.source_vocab_size + 1]
+    assert (new.source_vocab_size, new.target_vocab_size) == (
+        old.source_vocab_size + 2,
+        old.target_vocab_size + 2,
+    )
+    assert new.encode_source(SOURCES) == old.encode_source(SOURCES) and new.encode_target(
+        TARGETS
+    ) == old.encode_target(TARGETS)
+    [tagged], [plain] = (
+        new.encode_source(["<2fr> <BT> one hundred"]),
+        old.encode_source(["one hundred"]),
+    )
+    assert [id_ for id_ in tagged if id_ >= old.source_vocab_size] == [
+        old.source_vocab_size,
+        old.source_vocab_size + 1,
+    ]
     assert tagged[-len(plain) :] == plain
     assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
-    with pytest.raises(UserError, match=r"which the vocabulary has as an ordinary or a special piece; expected another name"):
-        old.with_symbols(old.source_pieces([9]))
-    with pytest.raises(UserError, match=r"which the vocabulary has as an ordinary or a special piece"):
-        old.with_symbols(old.source_pieces([EOS_ID]))
+    with pytest.raises(
+        UserError,
+        match=r"which the vocabulary has as an ordinary or a special piece; expected another name",
+    ):
+        old.with_symbols(old.source_tokens([9]))
+    with pytest.raises(
+        UserError, match=r"which the vocabulary has as an ordinary or a special piece"
+    ):
+        old.with_symbols(old.source_tokens([EOS_ID]))
 
 
 def test_control_symbols_of_a_model_from_elsewhere_become_symbols_of_the_text(tmp_path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SOURCES), model_writer=model, vocab_size=60, control_symbols=["<2de>"], minloglevel=2
+        sentence_iterator=iter(SOURCES),
+        model_writer=model,
+        vocab_size=60,
+        control_symbols=["<2de>"],
+        minloglevel=2,
     )
     (tmp_path / "m.model").write_bytes(model.getvalue())
     plain, tagged = (
-        Tokenizer.train([], TokenizerConfig(model=str(tmp_path / "m.model"), user_defined_symbols=symbols))
+        Tokenizer.train(
+            [], TokenizerConfig(model=str(tmp_path / "m.model"), user_defined_symbols=symbols)
+        )
         for symbols in ((), ("<2de>",))
     )
     assert tagged.source_vocab_size == plain.source_vocab_size
-    assert tagged.source_pieces(tagged.encode_source(["<2de> one hundred"])[0])[:2] == ["\u2581", "<2de>"]
+    assert tagged.source_tokens(tagged.encode_source(["<2de> one hundred"])[0])[:2] == [
+        "\u2581",
+        "<2de>",
+    ]
     assert tagged.encode_source(["one hundred"]) == plain.encode_source(["one hundred"])
 
 
 def test_an_imported_vocabulary_grows_by_symbols():
-    """Tags of both kinds stand before each part of a long line; a tag that is there already is left as it is."""
+    """Tags of both kinds stand before each part of a long line; a tag that is there already is left
+    as it is.
+    """
     plain = train("unigram", True)
-    pieces = [*plain.source_pieces(range(plain.source_vocab_size)), ">>deu<<"]
+    pieces = [*plain.source_tokens(range(plain.source_vocab_size)), ">>deu<<"]
     imported = Tokenizer(with_ids(plain.source_model, pieces, "source.spm"))
     assert imported.imported
     with_sign = Tokenizer(with_ids(plain.source_model, [*pieces, "Ω"], "source.spm"))
@@ -299,9 +394,15 @@ def test_an_imported_vocabulary_grows_by_symbols():
     deu, fr = len(pieces) - 1, len(pieces)
     assert grown.imported and grown.source_vocab_size == len(pieces) + 1
     assert (
-        grown.encode_source(["one hundred"]) == imported.encode_source(["one hundred"]) == plain.encode_source(["one hundred"])
+        grown.encode_source(["one hundred"])
+        == imported.encode_source(["one hundred"])
+        == plain.encode_source(["one hundred"])
     )
-    for line, tags in ((">>deu<< one", [deu]), ("<2fr> one", [fr]), (">>deu<< <2fr> one", [deu, fr])):
+    for line, tags in (
+        (">>deu<< one", [deu]),
+        ("<2fr> one", [fr]),
+        (">>deu<< <2fr> one", [deu, fr]),
+    ):
         tag, rest = grown.source_tag(line)
         assert [id_ for id_ in tag if id_ >= deu] == tags and rest.strip() == "one"
         assert [id_ for id_ in grown.encode_source([line])[0] if id_ >= deu] == tags

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.config_files import load_config_file
+from transformer_jax.config_io import load_config_file
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,17 +20,28 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
     return train.main
 
 
-def test_help_lists_every_section(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_section(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--config", str(ROOT / "configs" / "multi30k.py"), "--help"])
     assert end.value.code == 0
     output = capsys.readouterr().out
-    for flag in ("--workdir", "--model.d-ff INT", "--data.train.kind", "--optimizer.warmup-steps", "--mesh.fsdp", "--seed"):
+    for flag in (
+        "--workdir",
+        "--model.d-ff INT",
+        "--data.train.kind",
+        "--optimizer.warmup-steps",
+        "--mesh.fsdp",
+        "--seed",
+    ):
         assert flag in output
     assert "(default: 256)" in output  # the recipe's d_ff
 
 
-def test_unknown_flag_names_the_nearest(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flag_names_the_nearest(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--workdir", "w", "--model.num-layrs", "2"])
     assert end.value.code == 2
@@ -46,18 +57,26 @@ def test_unknown_flag_names_the_nearest(main: Callable[[list[str]], int], capsys
             ["--workdir", "w", "--data.train.source", "a", "--data.train.target", "b"],
             "File 'a' does not exist",
         ),
-        (["--workdir", "w", "--batch.tokens", "100"], "batch.tokens is 100; expected at least 2048"),
+        (
+            ["--workdir", "w", "--batch.tokens", "100"],
+            "batch.tokens is 100; expected at least 2048",
+        ),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(
-    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    main: Callable[[list[str]], int],
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
 ) -> None:
     assert main(flags) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and message in errors and "Traceback" not in errors
 
 
-def test_wrong_value_in_a_flag_is_explained(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_value_in_a_flag_is_explained(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["--workdir", "w", "--model.d-model", "33"])
     errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
@@ -66,7 +85,10 @@ def test_wrong_value_in_a_flag_is_explained(main: Callable[[list[str]], int], ca
 
 def test_nobody_reading_the_help_is_no_error() -> None:
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+        [sys.executable, str(ROOT / "train.py"), "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
@@ -76,8 +98,15 @@ def test_nobody_reading_the_help_is_no_error() -> None:
 
 
 def test_recipes_differ_where_their_names_say() -> None:
-    base, big = (load_config_file(ROOT / "configs" / f"wmt14_{size}.py") for size in ("base", "big"))
-    assert (big.model.d_model, big.model.d_ff, big.model.num_heads, big.model.dropout) == (1024, 4096, 16, 0.3)
+    base, big = (
+        load_config_file(ROOT / "configs" / f"wmt14_{size}.py") for size in ("base", "big")
+    )
+    assert (big.model.d_model, big.model.d_ff, big.model.num_heads, big.model.dropout) == (
+        1024,
+        4096,
+        16,
+        0.3,
+    )
     assert (base.training.steps, big.training.steps) == (100_000, 300_000)
     french = load_config_file(ROOT / "configs" / "wmt14_en_fr_big.py")
     assert (french.model.dropout, french.tokenizer.vocab_size) == (0.1, 32_000)

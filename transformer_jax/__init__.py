@@ -1,6 +1,7 @@
 """transformer_jax: the encoder-decoder Transformer of "Attention Is All You Need", in JAX and Flax.
 
-Its names, listed in ``__init__.pyi``, are imported when they are first used: ``--help`` need not wait for JAX.
+Its names, listed in ``__init__.pyi``, are imported when they are first used: ``--help`` need not
+wait for JAX.
 """
 
 import lazy_loader

@@ -1,5 +1,6 @@
 """What `from transformer_jax import ...` offers: `__init__.py` reads it, and so do type checkers and editors."""
 
+from .checkpoint import load_model
 from .config import (
     BatchConfig,
     Config,
@@ -12,7 +13,7 @@ from .config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from .config_files import load_config_file
+from .config_io import load_config_file
 from .data.batching import Batch, BatchPlan
 from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
@@ -29,9 +30,9 @@ from .model.attention import MultiHeadAttention, attention_mask, dot_product_att
 from .model.cache import DecoderCache
 from .model.layers import DecoderLayer, EncoderLayer, FeedForward, sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
-from .saved_model import load_model
 from .sharding import batch_sharding, make_mesh, state_shardings
-from .tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
+from .special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from .tokenizer import Tokenizer
 from .training.loop import train
 from .training.loss import smoothed_cross_entropy
 from .training.optimizer import learning_rate_schedule, make_optimizer

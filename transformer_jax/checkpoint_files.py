@@ -1,10 +1,12 @@
-"""The folders of checkpoints: how they are named, which of them are complete and whole, and what made them.
+"""The folders of checkpoints: how they are named, which of them are complete and whole, and what
+made them.
 
-A checkpoint is a folder that is usable alone (``training/checkpoint.py`` writes it, ``saved_model.py`` loads it):
+A checkpoint is a folder that is usable alone (``training/checkpoint.py`` writes it,
+``saved_model.py`` loads it):
 
-    config.json  tokenizer.model  progress.json
-    state/         Orbax: parameters, ema (if configured), rest (optimizer state and counters)
-    manifest.json  size and CRC-32 of every file; written last, so a folder without it is not a checkpoint
+    config.json  tokenizer.model  progress.json state/         Orbax: parameters, ema (if
+    configured), rest (optimizer state and counters) manifest.json  size and CRC-32 of every file;
+    written last, so a folder without it is not a checkpoint
 """
 
 from __future__ import annotations
@@ -41,12 +43,15 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def is_imported(path: Path) -> bool:
-    """Whether a complete checkpoint holds parameters from elsewhere, which training can begin with, and nothing else."""
+    """Whether a complete checkpoint holds parameters from elsewhere, which training can begin with,
+    and nothing else.
+    """
     return bool(progress_of(path).get("imported"))
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a complete checkpoint was due: not one of an interruption, or of a best value on dev between two due ones.
+    """Whether a complete checkpoint was due: not one of an interruption, or of a best value on dev
+    between two due ones.
 
     Regular ones are kept and averaged, so that these do not change what a run gives.
     """
@@ -64,7 +69,11 @@ def progress_of(path: Path) -> dict[str, Any]:
 
 def write_manifest(path: Path) -> None:
     """Declare the checkpoint in ``path`` complete."""
-    entries = {str(p.relative_to(path)): [p.stat().st_size, _checksum(p)] for p in sorted(path.rglob("*")) if p.is_file()}
+    entries = {
+        str(p.relative_to(path)): [p.stat().st_size, _checksum(p)]
+        for p in sorted(path.rglob("*"))
+        if p.is_file()
+    }
     temporary = path / "manifest.tmp"
     temporary.write_text(json.dumps(entries, indent=1))
     temporary.rename(path / MANIFEST)

@@ -12,7 +12,9 @@ from transformer_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Score:
-    """A corpus score, printed in sacreBLEU's own form: all that another paper needs to compare with it."""
+    """A corpus score, printed in sacreBLEU's own form: all that another paper needs to compare with
+    it.
+    """
 
     name: str
     """BLEU or chrF2."""
@@ -33,14 +35,18 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
     ``tokenize``: one of sacreBLEU's tokenisations; ``"none"`` for text that is already tokenised.
 
     Raises:
-        UserError: different counts, nothing to score, or a tokenisation that sacreBLEU lacks or has no package for.
+        UserError: different counts, nothing to score, or a tokenisation that sacreBLEU lacks or has
+          no package for.
     """
     check_pairs(hypotheses, references)
     try:
         metric = BLEU(tokenize=tokenize, force=tokenize == "none")
-    except (KeyError, ImportError, RuntimeError, OSError) as error:  # unknown; a package or a download is missing
+    # unknown; a package or a download is missing
+    except (KeyError, ImportError, RuntimeError, OSError) as error:
         reason, known = " ".join(str(error).split()), ", ".join(BLEU.TOKENIZERS)
-        raise UserError(f"BLEU tokenisation {tokenize!r} cannot be used ({reason}); sacreBLEU knows {known}.") from None
+        raise UserError(
+            f"BLEU tokenisation {tokenize!r} cannot be used ({reason}); sacreBLEU knows {known}."
+        ) from None
     result = metric.corpus_score(hypotheses, [references])
     details = str(result).split(" ", 3)[3]  # after "BLEU = 41.02 "
     return Score("BLEU", result.score, str(metric.get_signature()), details)

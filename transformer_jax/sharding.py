@@ -1,9 +1,9 @@
 """Devices as a mesh, and where parameters and batches live on it.
 
-Three axes: ``data`` splits the batch; ``fsdp`` splits the batch and also every large parameter with its optimizer state;
-``tensor`` splits heads and d_ff. The arithmetic is the same for any sizes; XLA adds the communication. For a step's duration
-parameters are whole along ``fsdp`` (``gathered``): told only where they are kept, XLA would split what layers compute as well,
-and hand that around.
+Three axes: ``data`` splits the batch; ``fsdp`` splits the batch and also every large parameter with
+its optimizer state; ``tensor`` splits heads and d_ff. The arithmetic is the same for any sizes; XLA
+adds the communication. For a step's duration parameters are whole along ``fsdp`` (``gathered``):
+told only where they are kept, XLA would split what layers compute as well, and hand that around.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 BATCH_AXES = ("data", "fsdp")
 _ROWS_OF_A_CORE = 16
 
-# Where each axis of a parameter goes, by the last names of its path. Everything else (norms, biases) is on every device.
+# Where each axis of a parameter goes, by the last names of its path. Everything else (norms,
+# biases) is on every device.
 _RULES: dict[tuple[str, ...], PartitionSpec] = {
     ("query", "kernel"): PartitionSpec("fsdp", "tensor", None),  # [D, H, K]
     ("key", "kernel"): PartitionSpec("fsdp", "tensor", None),
@@ -34,7 +35,8 @@ _RULES: dict[tuple[str, ...], PartitionSpec] = {
     ("attention", "output", "kernel"): PartitionSpec("tensor", None, "fsdp"),  # [H, K, D]
     ("inner", "kernel"): PartitionSpec("fsdp", "tensor"),  # [D, F]
     ("feed_forward", "output", "kernel"): PartitionSpec("tensor", "fsdp"),  # [F, D]
-    ("matrix",): PartitionSpec(None, "fsdp"),  # [V, D]: embeddings, softmax; learned positions [L, D]
+    # [V, D]: embeddings, softmax; learned positions [L, D]
+    ("matrix",): PartitionSpec(None, "fsdp"),
 }
 
 
@@ -58,9 +60,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def row_shardings(devices: Sequence[jax.Device]) -> tuple[Any, Any]:
-    """For work on rows that need nothing of each other: a whole copy on every device, and the first axis spread over them.
+    """For work on rows that need nothing of each other: a whole copy on every device, and the first
+    axis spread over them.
 
-    Both are None without devices (arrays stay where they are), and the device's own sharding with one.
+    Both are None without devices (arrays stay where they are), and the device's own sharding with
+    one.
     """
     if len(devices) < 2:
         there = SingleDeviceSharding(devices[0]) if devices else None
@@ -72,8 +76,8 @@ def row_shardings(devices: Sequence[jax.Device]) -> tuple[Any, Any]:
 def devices_for_rows(rows: int) -> tuple[jax.Device, ...]:
     """As many devices as ``rows`` rows divide over evenly.
 
-    Where JAX has not started yet, a CPU's cores become devices of their own, as long as each gets 16 rows: searching on one
-    device that all cores share is up to 10% slower (docs/performance.md).
+    Where JAX has not started yet, a CPU's cores become devices of their own, as long as each gets
+    16 rows: searching on one device that all cores share is up to 10% slower (docs/performance.md).
     """
     most = max(1, rows // _ROWS_OF_A_CORE)
     with contextlib.suppress(RuntimeError):  # it has started
@@ -95,10 +99,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None:
-    """Every batch, and every part of one that is worked through in parts, must divide over the devices that share it."""
+    """Every batch, and every part of one that is worked through in parts, must divide over the
+    devices that share it.
+    """
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     if row_multiple % (devices * accumulate_steps):
-        parts = f" x optimizer.accumulate_steps = {devices} x {accumulate_steps}" if accumulate_steps > 1 else f" = {devices}"
+        parts = (
+            f" x optimizer.accumulate_steps = {devices} x {accumulate_steps}"
+            if accumulate_steps > 1
+            else f" = {devices}"
+        )
         raise UserError(
             f"batch.row_multiple is {row_multiple}; expected a multiple of mesh.data x mesh.fsdp{parts}, "
             "so that rows divide evenly over the devices."
@@ -106,32 +116,46 @@ def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for each leaf of a pytree of parameters, or of optimizer state that repeats their paths."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf.shape, mesh), state)
+    """A NamedSharding for each leaf of a pytree of parameters, or of optimizer state that repeats
+    their paths.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _sharding(path, leaf.shape, mesh), state
+    )
 
 
 def gathered(parameters: Any, shardings: Any) -> Any:
-    """Parameters under ``jit``, whole along ``fsdp``, as each device computes with them on its rows of a batch.
+    """Parameters under ``jit``, whole along ``fsdp``, as each device computes with them on its rows
+    of a batch.
 
     ``shardings`` says how they are kept, as ``state_shardings`` gives it.
     """
 
     def whole(kept: NamedSharding) -> NamedSharding:
-        return NamedSharding(kept.mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec)))
+        return NamedSharding(
+            kept.mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec))
+        )
 
     return jax.lax.with_sharding_constraint(parameters, jax.tree.map(whole, shardings))
 
 
 def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-    if isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # a leaf of an nnx.State
+    # a leaf of an nnx.State
+    if isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
         names.pop()
     for suffix, spec in _RULES.items():
         tail = names[len(names) - len(suffix) :]
         # "attention" stands for self_attention and cross_attention alike.
-        matches = all(name == part or name.endswith("_" + part) for name, part in zip(tail, suffix, strict=False))
+        matches = all(
+            name == part or name.endswith("_" + part)
+            for name, part in zip(tail, suffix, strict=False)
+        )
         if len(tail) == len(suffix) and matches and len(spec) == len(shape):
-            return NamedSharding(mesh, PartitionSpec(*(_fit(axis, size, mesh, names) for axis, size in zip(spec, shape))))
+            return NamedSharding(
+                mesh,
+                PartitionSpec(*(_fit(axis, size, mesh, names) for axis, size in zip(spec, shape))),
+            )
     return replicated(mesh)
 
 

@@ -1,4 +1,4 @@
-"""Text to piece ids and back, by SentencePiece. The only home of the four special ids."""
+"""Text to piece ids and back, by SentencePiece."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ import sentencepiece
 
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.subwords import SubwordSampler, any_of, model_proto, user_defined_symbols
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.subword_sampling import (
+    SubwordSampler,
+    any_of,
+    model_proto,
+    user_defined_symbols,
+)
 
 _T = TypeVar("_T")
 
-PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
-
-IMPORTED = "imported"  # as its trainer_spec.model_prefix a SentencePiece model says it: ``Tokenizer`` tells what follows
+# as its trainer_spec.model_prefix a SentencePiece model says it: ``Tokenizer`` tells what follows
+IMPORTED = "imported"
 
 _TAG = re.compile(r">>.*?<<")
 
@@ -34,11 +39,13 @@ _JOINT, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokeniz
 class Tokenizer:
     """One SentencePiece model for both languages, or one for each.
 
-    Built from the bytes of the model files; ``target_model=None`` means that both languages share ``source_model``. Two
-    models may have one vocabulary, each of them with the pieces of both languages, as in imported models.
+    Built from the bytes of the model files; ``target_model=None`` means that both languages share
+    ``source_model``. Two models may have one vocabulary, each of them with the pieces of both
+    languages, as in imported models.
 
-    Of an imported model the first ``trainer_spec.vocab_size`` pieces are the vocabulary; text may be cut into others, too,
-    which become UNK_ID. A line may begin with a tag like ``>>deu<<``, which is kept whole if it is a piece.
+    Of an imported model the first ``trainer_spec.vocab_size`` pieces are the vocabulary; text may
+    be cut into others, too, which become UNK_ID. A line may begin with a tag like ``>>deu<<``,
+    which is kept whole if it is a piece.
     """
 
     def __init__(self, source_model: bytes, target_model: bytes | None = None) -> None:
@@ -49,40 +56,59 @@ class Tokenizer:
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
-        """Learn the vocabulary from sentence pairs, or load ``config.model`` (and ``target_model``), whose special pieces get
-        the ids of this file.
+        """Learn the vocabulary from sentence pairs, or load ``config.model`` (and
+        ``target_model``), whose special pieces get the ids of this file.
 
-        Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (on each side, when separate).
-        Raises ``UserError`` where the text is empty or does not support ``config.vocab_size`` pieces.
+        Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (on each
+        side, when separate). Raises ``UserError`` where the text is empty or does not support
+        ``config.vocab_size`` pieces.
         """
         if config.model:
             given = {"tokenizer.model": config.model, "tokenizer.target_model": config.target_model}
-            models = [_with_special_ids(_read_model(Path(file), field)) for field, file in given.items() if file]
+            models = [
+                _with_special_ids(_read_model(Path(file), field))
+                for field, file in given.items()
+                if file
+            ]
             return cls(*models).with_symbols(config.user_defined_symbols)
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
-            return cls(_learn((line for pair in _drain(sample) for line in pair), config, "training text"))
+            return cls(
+                _learn((line for pair in _drain(sample) for line in pair), config, "training text")
+            )
         target_lines = deque(target for _, target in sample)
-        source_model = _learn((source for source, _ in _drain(sample)), config, "source side of the training text")
-        return cls(source_model, _learn(_drain(target_lines), config, "target side of the training text"))
+        source_model = _learn(
+            (source for source, _ in _drain(sample)), config, "source side of the training text"
+        )
+        return cls(
+            source_model, _learn(_drain(target_lines), config, "target side of the training text")
+        )
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
-        """The tokenizer that ``save`` wrote into ``directory``; ``UserError`` if it is absent or damaged."""
+        """The tokenizer that ``save`` wrote into ``directory``; ``UserError`` if it is absent or
+        damaged.
+        """
         directory = Path(directory)
         if (directory / _JOINT).exists():
             return cls(_read_model(directory / _JOINT))
         if (directory / _SOURCE).exists() and (directory / _TARGET).exists():
             return cls(_read_model(directory / _SOURCE), _read_model(directory / _TARGET))
-        raise UserError(f"No tokenizer in {str(directory)!r}; expected {_JOINT}, or {_SOURCE} and {_TARGET}.")
+        raise UserError(
+            f"No tokenizer in {str(directory)!r}; expected {_JOINT}, or {_SOURCE} and {_TARGET}."
+        )
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
-        """This tokenizer, with those of ``symbols`` that it lacks as further pieces at the end; all others keep their ids.
+        """This tokenizer, with those of ``symbols`` that it lacks as further pieces at the end; all
+        others keep their ids.
 
         They are like ``TokenizerConfig.user_defined_symbols``: text is never cut through them.
         """
-        grown = [None if model is None else _with_symbols(model, symbols) for model in (self.source_model, self.target_model)]
+        grown = [
+            None if model is None else _with_symbols(model, symbols)
+            for model in (self.source_model, self.target_model)
+        ]
         assert grown[0] is not None
         return Tokenizer(grown[0], grown[1])
 
@@ -113,7 +139,9 @@ class Tokenizer:
         if self.target_model is None:
             return True
         ids = range(self.source_vocab_size)
-        return len(ids) == self.target_vocab_size and self.source_pieces(ids) == self.target_pieces(ids)
+        return len(ids) == self.target_vocab_size and self.source_tokens(ids) == self.target_tokens(
+            ids
+        )
 
     @property
     def imported(self) -> bool:
@@ -138,28 +166,35 @@ class Tokenizer:
             digest.update(hashlib.sha256(self.target_model).digest())
         return digest.hexdigest()
 
-    def encode_source(self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0) -> list[list[int]]:
+    def encode_source(
+        self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0
+    ) -> list[list[int]]:
         """Piece ids of each line, without BOS and EOS.
 
-        ``sampling`` draws one segmentation of each line at random, as ``SubwordSampler`` tells. Same ``lines`` and ``seed``,
-        same result.
+        ``sampling`` draws one segmentation of each line at random, as ``SubwordSampler`` tells.
+        Same ``lines`` and ``seed``, same result.
         """
         return _encode(self._source, lines, sampling=sampling, seed=seed)
 
-    def encode_target(self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0) -> list[list[int]]:
+    def encode_target(
+        self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0
+    ) -> list[list[int]]:
         """Like ``encode_source``, for the target language."""
         return _encode(self._target, lines, sampling=sampling, seed=seed)
 
     def source_tag(self, line: str) -> tuple[list[int], str]:
         """The pieces of what ``line`` begins with and all its parts need, and the rest of the line.
 
-        That is a tag like ``>>deu<<`` of an imported model, and any of ``tokenizer.user_defined_symbols``.
+        That is a tag like ``>>deu<<`` of an imported model, and any of
+        ``tokenizer.user_defined_symbols``.
         """
         tag, rest = _split_tag(self._source, line) if self.imported else ([], line)
         symbols = _symbols(self._source)
         found = symbols and symbols.match(rest)
         tag = _known(self._source, tag)
-        return (tag + self.encode_source([found[0]])[0], rest[found.end() :]) if found else (tag, rest)
+        return (
+            (tag + self.encode_source([found[0]])[0], rest[found.end() :]) if found else (tag, rest)
+        )
 
     def decode_source(self, ids: Iterable[int]) -> str:
         """Text of one sequence of source pieces; PAD, BOS and EOS are left out."""
@@ -169,11 +204,11 @@ class Tokenizer:
         """Text of one sequence of target pieces; PAD, BOS and EOS are left out."""
         return _decode(self._target, ids)
 
-    def source_pieces(self, ids: Sequence[int]) -> list[str]:
+    def source_tokens(self, ids: Sequence[int]) -> list[str]:
         """Source pieces as SentencePiece writes them: a word's first one begins with ▁ (U+2581)."""
         return [self._source.id_to_piece(int(piece)) for piece in ids]
 
-    def target_pieces(self, ids: Sequence[int]) -> list[str]:
+    def target_tokens(self, ids: Sequence[int]) -> list[str]:
         """Target pieces as SentencePiece writes them."""
         return [self._target.id_to_piece(int(piece)) for piece in ids]
 
@@ -185,17 +220,27 @@ class Tokenizer:
         """``target_ids`` of what the config's ``field`` has; ``UserError`` for what is no piece."""
         ids = self.target_ids(pieces)
         for piece, number in zip(pieces, ids, strict=True):
-            if number == UNK_ID and piece not in self.target_pieces([UNK_ID]):
-                raise UserError(f"{field} has {piece!r}; expected pieces of the target vocabulary ('▁' begins a word).")
+            if number == UNK_ID and piece not in self.target_tokens([UNK_ID]):
+                raise UserError(
+                    f"{field} has {piece!r}; expected pieces of the target vocabulary ('▁' begins a word)."
+                )
         return ids
 
 
 def _encode(
-    processor: sentencepiece.SentencePieceProcessor, lines: Sequence[str], *, sampling: float, seed: int
+    processor: sentencepiece.SentencePieceProcessor,
+    lines: Sequence[str],
+    *,
+    sampling: float,
+    seed: int,
 ) -> list[list[int]]:
     imported = _imported_size(processor) is not None
     if imported:
-        tags, lines = zip(*(_split_tag(processor, line) for line in lines), strict=True) if lines else ((), ())
+        tags, lines = (
+            zip(*(_split_tag(processor, line) for line in lines), strict=True)
+            if lines
+            else ((), ())
+        )
     else:
         tags = ([],) * len(lines)
     if sampling:
@@ -205,7 +250,10 @@ def _encode(
     else:
         ids = processor.encode(list(lines), num_threads=1)
         if imported:
-            ids = [_with_unused(processor, line, pieces) if UNK_ID in pieces else pieces for line, pieces in zip(lines, ids)]
+            ids = [
+                _with_unused(processor, line, pieces) if UNK_ID in pieces else pieces
+                for line, pieces in zip(lines, ids)
+            ]
     return [_known(processor, tag + pieces) for tag, pieces in zip(tags, ids, strict=True)]
 
 
@@ -235,10 +283,15 @@ def _split_tag(processor: sentencepiece.SentencePieceProcessor, line: str) -> tu
     return ([processor.piece_to_id(tag[0])], line[tag.end() :]) if tag else ([], line)
 
 
-def _with_unused(processor: sentencepiece.SentencePieceProcessor, line: str, ids: list[int]) -> list[int]:
+def _with_unused(
+    processor: sentencepiece.SentencePieceProcessor, line: str, ids: list[int]
+) -> list[int]:
     """``ids`` of ``line`` where what is unknown to the model may be a piece of the vocabulary."""
     looked_up = [processor.piece_to_id(piece) for piece in processor.encode(line, out_type=str)]
-    return [there if i == UNK_ID and processor.is_unused(there) else i for i, there in zip(ids, looked_up, strict=True)]
+    return [
+        there if i == UNK_ID and processor.is_unused(there) else i
+        for i, there in zip(ids, looked_up, strict=True)
+    ]
 
 
 @lru_cache(maxsize=4)
@@ -248,7 +301,8 @@ def _sampler(processor: sentencepiece.SentencePieceProcessor, sampling: float) -
 
 def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Iterable[int]) -> str:
     pieces = [piece for piece in map(int, ids) if piece not in (PAD_ID, BOS_ID, EOS_ID)]
-    return processor.decode(pieces).replace("\n", " ")  # a byte piece may spell a newline; a line stays one line
+    # a byte piece may spell a newline; a line stays one line
+    return processor.decode(pieces).replace("\n", " ")
 
 
 def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
@@ -268,19 +322,33 @@ def _read_model(path: Path, field: str = "") -> bytes:
             raise RuntimeError("the file is empty")
         _processor(model)
     except RuntimeError as error:
-        raise UserError(f"{said} is not a SentencePiece model, or is damaged; restore or retrain it ({error}).") from None
+        raise UserError(
+            f"{said} is not a SentencePiece model, or is damaged; restore or retrain it ({error})."
+        ) from None
     return model
 
 
 def _with_special_ids(model: bytes) -> bytes:
-    """The model with PAD, BOS, EOS and UNK, which it may have elsewhere or not at all, first. It cuts text as before."""
+    """The model with PAD, BOS, EOS and UNK, which it may have elsewhere or not at all, first. It
+    cuts text as before.
+    """
     processor = _processor(model)
-    if (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id()) == (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+    if (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id()) == (
+        PAD_ID,
+        BOS_ID,
+        EOS_ID,
+        UNK_ID,
+    ):
         return model
     proto = model_proto(processor)
     spec, pieces = proto.trainer_spec, {piece.piece: piece for piece in proto.pieces}
     new_piece = type(proto.pieces[0])
-    names = spec.pad_piece, spec.bos_piece, spec.eos_piece, processor.id_to_piece(processor.unk_id())
+    names = (
+        spec.pad_piece,
+        spec.bos_piece,
+        spec.eos_piece,
+        processor.id_to_piece(processor.unk_id()),
+    )
     special = [pieces.pop(name, new_piece(piece=name)) for name in names]
     for piece, kind in zip(special, (*[new_piece.CONTROL] * 3, new_piece.UNKNOWN), strict=True):
         piece.type = kind
@@ -300,17 +368,23 @@ def _with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
     there = [known[symbol] for symbol in symbols if symbol in known]
     special = {piece.piece for piece in proto.pieces[: UNK_ID + 1]}
     for piece in there:
-        if piece.piece in special or piece.type not in (new_piece.USER_DEFINED, new_piece.UNUSED, new_piece.CONTROL):
+        if piece.piece in special or piece.type not in (
+            new_piece.USER_DEFINED,
+            new_piece.UNUSED,
+            new_piece.CONTROL,
+        ):
             raise UserError(
                 f"tokenizer.user_defined_symbols has {piece.piece!r}, which the vocabulary has as an ordinary or a special "
                 "piece; expected another name."
             )
-    never_in_text = [piece for piece in there if piece.type == new_piece.CONTROL]  # another program put them between pieces
+    # another program put them between pieces
+    never_in_text = [piece for piece in there if piece.type == new_piece.CONTROL]
     if not missing and not never_in_text:
         return model
     for piece in never_in_text:
         piece.type = new_piece.USER_DEFINED
-    beyond = [piece for piece in proto.pieces[size:] if piece.piece not in missing]  # of an imported model
+    # of an imported model
+    beyond = [piece for piece in proto.pieces[size:] if piece.piece not in missing]
     del proto.pieces[size:]
     proto.pieces.extend(new_piece(piece=symbol, type=new_piece.USER_DEFINED) for symbol in missing)
     proto.pieces.extend(beyond)
@@ -344,7 +418,9 @@ def _learn(lines: Iterator[str], config: TokenizerConfig, what: str) -> bytes:
     lines = (line for line in lines if line.strip())
     first = next(lines, None)
     if first is None:
-        raise UserError(f"The {what} is empty; expected sentences to train the tokenizer on: check data.train.")
+        raise UserError(
+            f"The {what} is empty; expected sentences to train the tokenizer on: check data.train."
+        )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

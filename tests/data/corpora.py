@@ -8,11 +8,13 @@ from transformer_jax.data.batching import Batch
 from transformer_jax.data.corpus import Corpus
 
 EOS = 2
-FIRST_ID = 10  # below stand no ordinary pieces
+FIRST_ID = 10  # below stand no ordinary tokens
 
 
 def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpus:
-    """Lengths [K, N], EOS counted; sequence j is j + 10, j + 10, ..., EOS on both sides, so that a row tells its pairs."""
+    """Lengths [K, N], EOS counted; sequence j is j + 10, j + 10, ..., EOS on both sides, so that a
+    row tells its pairs.
+    """
     (K, N), sides = np.shape(source_lengths), []
     for lengths in (source_lengths, target_lengths):
         offsets = np.concatenate([[0], np.cumsum(np.ravel(lengths), dtype=np.int64)])
@@ -22,7 +24,9 @@ def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpu
     return Corpus("test", N, K, *sides, statistics={})
 
 
-def random_lengths(seed: int, num_pairs: int, num_samples: int = 1, mean: float = 10.0) -> tuple[np.ndarray, np.ndarray]:
+def random_lengths(
+    seed: int, num_pairs: int, num_samples: int = 1, mean: float = 10.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Log-normal lengths of correlated sides, like real text."""
     random = np.random.default_rng(seed)
     source = random.lognormal(np.log(mean), 0.5, (num_samples, num_pairs))
@@ -46,7 +50,9 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 
 def sequences_of(batch: Batch) -> list[int]:
-    """The sequences that stand in a batch, by their numbers; each is checked to be whole and where it should be."""
+    """The sequences that stand in a batch, by their numbers; each is checked to be whole and where
+    it should be.
+    """
     found = []
     for r in range(len(batch.source_BS)):
         sides = []
@@ -62,7 +68,9 @@ def sequences_of(batch: Batch) -> list[int]:
             parts = np.split(row[real], np.flatnonzero(row[real] == EOS)[:-1] + 1)
             assert all(part[-1] == EOS and len(set(part[:-1])) == 1 for part in parts)
             sides.append([(int(part[0]) - FIRST_ID, len(part)) for part in parts])
-        assert [j for j, _ in sides[0]] == [j for j, _ in sides[1]], "source and target of a row are the same pairs"
+        assert [j for j, _ in sides[0]] == [j for j, _ in sides[1]], (
+            "source and target of a row are the same pairs"
+        )
         found += [(j, s, t) for (j, s), (_, t) in zip(*sides)]
     return found
 

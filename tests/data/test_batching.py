@@ -1,4 +1,6 @@
-"""The batch plan: purity, every pair in turn, full batches of few shapes, the right tokens in the right places."""
+"""The batch plan: purity, every pair in turn, full batches of few shapes, the right tokens in the
+right places.
+"""
 
 import gzip
 from collections import Counter, defaultdict
@@ -6,15 +8,23 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import sentencepiece
-from corpora import assert_same, layouts, make_corpus, random_corpus, random_lengths, sequences_of, small_config
+from corpora import (
+    assert_same,
+    layouts,
+    make_corpus,
+    random_corpus,
+    random_lengths,
+    sequences_of,
+    small_config,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch, BatchPlan
+from transformer_jax.data.bucketing import choose_shapes
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
-from transformer_jax.data.shapes import choose_shapes
 from transformer_jax.data.windows import permutation
 from transformer_jax.errors import UserError
 
@@ -23,7 +33,9 @@ from transformer_jax.errors import UserError
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_a_batch_is_a_pure_function_of_the_step(layout, data):
-    corpus = random_corpus(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 300)), data.draw(st.integers(1, 3)))
+    corpus = random_corpus(
+        data.draw(st.integers(0, 99)), data.draw(st.integers(1, 300)), data.draw(st.integers(1, 3))
+    )
     seed = data.draw(st.integers(-5, 2**40))
     plan = BatchPlan(corpus, small_config(layout), seed=seed)
     in_order = [plan.batch(step) for step in range(40)]
@@ -47,9 +59,16 @@ def test_a_slice_of_rows_is_those_rows_of_the_batch(layout, data):
 
 @layouts
 @settings(deadline=None, max_examples=20)
-@given(seed=st.integers(0, 99), num_pairs=st.integers(1, 300), num_samples=st.integers(1, 3), cycles=st.integers(1, 4))
+@given(
+    seed=st.integers(0, 99),
+    num_pairs=st.integers(1, 300),
+    num_samples=st.integers(1, 3),
+    cycles=st.integers(1, 4),
+)
 def test_every_pair_comes_in_turn(layout, seed, num_pairs, num_samples, cycles):
-    """A bucket's stream brings each of its sequences once an epoch, and no epoch runs ahead or behind by a batch."""
+    """A bucket's stream brings each of its sequences once an epoch, and no epoch runs ahead or
+    behind by a batch.
+    """
     corpus = random_corpus(seed, num_pairs, num_samples)
     plan = BatchPlan(corpus, small_config(layout), seed=seed)
     times: dict[tuple[int, int, int], Counter] = defaultdict(Counter)
@@ -61,7 +80,9 @@ def test_every_pair_comes_in_turn(layout, seed, num_pairs, num_samples, cycles):
         if layout == "bucketed":  # all that a bucket is to bring, known from the lengths
             order = sorted(plan.shapes, key=lambda shape: (shape[1] + shape[2], shape[1:]))
             sizes = zip(corpus.source_lengths.ravel(), corpus.target_lengths.ravel())
-            bucket = [next(shape for shape in order if s <= shape[1] and t <= shape[2]) for s, t in sizes]
+            bucket = [
+                next(shape for shape in order if s <= shape[1] and t <= shape[2]) for s, t in sizes
+            ]
             members = {j for j, shape in enumerate(bucket) if shape == (B, S, T)}
             assert set(count) <= members
             due = cycles * len(members)
@@ -82,12 +103,22 @@ def test_batches_are_full_within_budget_and_of_listed_shapes(layout, num_samples
     for step in range(100):
         batch, (B, S, T) = plan.batch(step), plan.shape(step)
         assert (B, S, T) in plan.shapes
-        assert B % config.row_multiple == 0 and 0 < B * S <= config.tokens and 0 < B * T <= config.tokens
+        assert (
+            B % config.row_multiple == 0
+            and 0 < B * S <= config.tokens
+            and 0 < B * T <= config.tokens
+        )
         assert batch.source_BS.shape == (B, S) and batch.target_BT.shape == (B, T)
-        assert (batch.source_segments_BS is not None) == (batch.target_segments_BT is not None) == (layout == "packed")
+        assert (
+            (batch.source_segments_BS is not None)
+            == (batch.target_segments_BT is not None)
+            == (layout == "packed")
+        )
         assert all(x is None or x.dtype == np.int32 for x in batch)
         found = sequences_of(batch)
-        assert len(found) >= B and all(s[j] == ls and t[j] == lt for j, ls, lt in found), "whole sequences"
+        assert len(found) >= B and all(s[j] == ls and t[j] == lt for j, ls, lt in found), (
+            "whole sequences"
+        )
 
 
 @layouts
@@ -119,7 +150,9 @@ def test_order_depends_on_seed_and_epoch(layout):
     corpus = random_corpus(0, 600)
     plan, other = (BatchPlan(corpus, small_config(layout), seed=seed) for seed in (0, 1))
     per_epoch = int(plan.steps_per_epoch)
-    first, second = ([sequences_of(plan.batch(e * per_epoch + i)) for i in range(5)] for e in (0, 3))
+    first, second = (
+        [sequences_of(plan.batch(e * per_epoch + i)) for i in range(5)] for e in (0, 3)
+    )
     assert first != second
     assert first != [sequences_of(other.batch(i)) for i in range(5)]
     # Shapes are mixed, not sorted, within an epoch.
@@ -128,16 +161,24 @@ def test_order_depends_on_seed_and_epoch(layout):
 
 
 def test_each_epoch_is_shuffled_anew():
-    """Here batches divide epochs evenly: 8 of one shape and 8 of another, in another order, of other pairs, each epoch."""
+    """Here batches divide epochs evenly: 8 of one shape and 8 of another, in another order, of
+    other pairs, each epoch.
+    """
     lengths = np.array([[10] * 128 + [20] * 64])
-    plan = BatchPlan(make_corpus(lengths, lengths), BatchConfig(tokens=160, buckets=2, row_multiple=8), seed=0)
+    plan = BatchPlan(
+        make_corpus(lengths, lengths), BatchConfig(tokens=160, buckets=2, row_multiple=8), seed=0
+    )
     assert plan.shapes == ((16, 10, 10), (8, 20, 20)) and plan.steps_per_epoch == 16
     epochs = [range(start, start + 16) for start in range(0, 64, 16)]
     orders = {tuple(plan.shape(step) for step in epoch) for epoch in epochs}
-    partitions = {frozenset(frozenset(sequences_of(plan.batch(step))) for step in epoch) for epoch in epochs}
+    partitions = {
+        frozenset(frozenset(sequences_of(plan.batch(step))) for step in epoch) for epoch in epochs
+    }
     assert len(orders) == len(partitions) == 4
     for epoch in epochs:
-        assert sorted(j for step in epoch for j, _, _ in sequences_of(plan.batch(step))) == list(range(192))
+        assert sorted(j for step in epoch for j, _, _ in sequences_of(plan.batch(step))) == list(
+            range(192)
+        )
 
 
 @pytest.mark.parametrize("num_pairs", [1, 2, 7])
@@ -174,12 +215,15 @@ def test_little_padding(layout):
 
 
 @pytest.mark.parametrize(
-    "name, vocab_size", [("multi30k/tok/train.lc.norm.tok.{}.gz", 10_000), ("tatoeba_de_en/train.{}.gz", 8_000)]
+    "name, vocab_size",
+    [("multi30k/tok/train.lc.norm.tok.{}.gz", 10_000), ("tatoeba_de_en/train.{}.gz", 8_000)],
 )
 def test_little_padding_of_real_text(shared_data, name, vocab_size, tmp_path):
     sides = []
     for language in ("en", "de"):
-        with gzip.open(shared_data / name.format(language), "rt", encoding="utf-8", newline="\n") as lines:
+        with gzip.open(
+            shared_data / name.format(language), "rt", encoding="utf-8", newline="\n"
+        ) as lines:
             sides.append([line.rstrip("\n") for line in lines])
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sides[0][:20_000] + sides[1][:20_000]),
@@ -189,7 +233,10 @@ def test_little_padding_of_real_text(shared_data, name, vocab_size, tmp_path):
         minloglevel=2,
     )
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "bpe.model"))
-    lengths = [np.array([[len(ids) + 1 for ids in processor.encode(side, num_threads=2)]]) for side in sides]
+    lengths = [
+        np.array([[len(ids) + 1 for ids in processor.encode(side, num_threads=2)]])
+        for side in sides
+    ]
     corpus = make_corpus(*lengths)
     for tokens in (4096, 25_000):
         bucketed = BatchPlan(corpus, BatchConfig(tokens=tokens), seed=0)
@@ -236,7 +283,9 @@ def test_sides_of_packed_rows_are_in_the_proportion_of_the_text():
     plan = BatchPlan(make_corpus(s, 2 * s), BatchConfig(layout="packed", row_length=256), seed=0)
     assert plan.shapes == ((96, 128, 256),) and min(plan.fill) > 0.98
     s[0, 0] = 200  # the longest sentence must have room, at the price of padding
-    assert BatchPlan(make_corpus(s, 16 + 0 * s), BatchConfig(layout="packed"), seed=0).shapes == ((96, 200, 256),)
+    assert BatchPlan(make_corpus(s, 16 + 0 * s), BatchConfig(layout="packed"), seed=0).shapes == (
+        (96, 200, 256),
+    )
 
 
 def test_permutations_are_the_same_everywhere():
@@ -248,7 +297,9 @@ def test_permutations_are_the_same_everywhere():
 
 def test_a_budget_smaller_than_the_longest_rows_is_an_error():
     corpus = make_corpus(np.array([[5, 30]]), np.array([[5, 40]]))
-    with pytest.raises(UserError, match=r"batch.tokens is 300; expected at least 320.*8 rows of 40"):
+    with pytest.raises(
+        UserError, match=r"batch.tokens is 300; expected at least 320.*8 rows of 40"
+    ):
         BatchPlan(corpus, BatchConfig(tokens=300), seed=0)
     BatchPlan(corpus, BatchConfig(tokens=320), seed=0)
 

@@ -1,4 +1,6 @@
-"""Properties of the corpus: it holds what was read, whoever built it; and only a whole corpus ever opens."""
+"""Properties of the corpus: it holds what was read, whoever built it; and only a whole corpus ever
+opens.
+"""
 
 import dataclasses
 import errno
@@ -15,11 +17,12 @@ import pytest
 
 from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.data import corpus as corpus_module
-from transformer_jax.data import tokenising
+from transformer_jax.data import tokenize
 from transformer_jax.data.corpus import Corpus, build_corpus
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
-from transformer_jax.tokenizer import EOS_ID, Tokenizer
+from transformer_jax.special_ids import EOS_ID
+from transformer_jax.tokenizer import Tokenizer
 
 NUMBERS = PairsConfig(kind="numbers", limit=3000)
 PAIRS = list(read_pairs(NUMBERS))
@@ -29,30 +32,39 @@ SAMPLED = {"sampling": 0.2, "num_samples": 3, "seed": 5}
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(tokenising, "_CHUNK_PAIRS", 256)
+    monkeypatch.setattr(tokenize, "_CHUNK_PAIRS", 256)
 
 
 @pytest.fixture
 def in_processes(monkeypatch):
-    monkeypatch.setattr(tokenising, "_SMALL", 0)
+    monkeypatch.setattr(tokenize, "_SMALL", 0)
 
 
 def sequences(corpus, side):
     """[K, N] lists of ids."""
     tokens, offsets = getattr(corpus, f"{side}_tokens"), getattr(corpus, f"{side}_offsets")
     flat = [tokens[offsets[j] : offsets[j + 1]].tolist() for j in range(len(offsets) - 1)]
-    return [flat[v * corpus.num_pairs : (v + 1) * corpus.num_pairs] for v in range(corpus.num_samples)]
+    return [
+        flat[v * corpus.num_pairs : (v + 1) * corpus.num_pairs] for v in range(corpus.num_samples)
+    ]
 
 
 def contents(folder):
     """Every file under the folder, and its bytes."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def from_text(tmp_path, pairs, **settings):
     """A text source with these pairs (of str or bytes), and its data config."""
     for i, name in enumerate(("source", "target")):
-        lines = [side if isinstance(side, bytes) else side.encode() for side in (pair[i] for pair in pairs)]
+        lines = [
+            side if isinstance(side, bytes) else side.encode()
+            for side in (pair[i] for pair in pairs)
+        ]
         (tmp_path / name).write_bytes(b"".join(line + b"\n" for line in lines))
     config = PairsConfig(kind="text", source=("source",), target=("target",))
     return config, DataConfig(root=str(tmp_path), train=config, **settings)
@@ -61,14 +73,25 @@ def from_text(tmp_path, pairs, **settings):
 def test_corpus_holds_the_pairs_in_order(tmp_path):
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     [sources], [targets] = sequences(corpus, "source"), sequences(corpus, "target")
-    assert sources == [[*ids, EOS_ID] for ids in TOKENIZER.encode_source([source for source, _ in PAIRS])]
-    assert targets == [[*ids, EOS_ID] for ids in TOKENIZER.encode_target([target for _, target in PAIRS])]
+    assert sources == [
+        [*ids, EOS_ID] for ids in TOKENIZER.encode_source([source for source, _ in PAIRS])
+    ]
+    assert targets == [
+        [*ids, EOS_ID] for ids in TOKENIZER.encode_target([target for _, target in PAIRS])
+    ]
     assert (corpus.num_pairs, corpus.num_samples) == (3000, 1)
     assert corpus.source_tokens.dtype == np.uint16 and isinstance(corpus.source_tokens, np.memmap)
     assert corpus.source_offsets.dtype == np.int64
     assert corpus.target_lengths.dtype == np.int32 and corpus.target_lengths.shape == (1, 3000)
     assert corpus.target_lengths[0].tolist() == list(map(len, targets))
-    assert corpus.statistics == {"read": 3000, "kept": 3000, "empty": 0, "too_long": 0, "ratio": 0, "invalid_utf8": 0}
+    assert corpus.statistics == {
+        "read": 3000,
+        "kept": 3000,
+        "empty": 0,
+        "too_long": 0,
+        "ratio": 0,
+        "invalid_utf8": 0,
+    }
 
 
 def test_segmentations_differ_but_say_the_same(tmp_path):
@@ -85,7 +108,9 @@ def test_segmentations_differ_but_say_the_same(tmp_path):
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
 def test_workers_do_not_matter(tmp_path, in_processes, sampling):
     for workers in (1, 2):
-        build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=workers), tmp_path / str(workers), **sampling)
+        build_corpus(
+            NUMBERS, TOKENIZER, DataConfig(workers=workers), tmp_path / str(workers), **sampling
+        )
     assert contents(tmp_path / "1") == contents(tmp_path / "2") != {}
 
 
@@ -103,7 +128,9 @@ def test_settings_that_matter_have_corpora_of_their_own(tmp_path):
     for pairs, tokenizer, config, sampling in builds * 2:
         build_corpus(pairs, tokenizer, config, tmp_path, **sampling)
     assert len(list(tmp_path.glob("[!.]*"))) == len(builds)
-    build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2, cache="x"), tmp_path, seed=3, num_samples=2)
+    build_corpus(
+        NUMBERS, TOKENIZER, DataConfig(workers=2, cache="x"), tmp_path, seed=3, num_samples=2
+    )
     assert len(list(tmp_path.glob("[!.]*"))) == len(builds)  # these do not matter
 
 
@@ -122,30 +149,50 @@ def test_a_finished_corpus_is_opened_not_built(tmp_path, monkeypatch):
 @pytest.mark.parametrize("sampling", [{}, SAMPLED])
 def test_filters_and_their_counts(tmp_path, in_processes, workers, sampling):
     long, short = "nine hundred and ninety " * 20, "two"
-    pairs = [("one", "eins"), ("", "zwei"), ("two", "  "), (long, "eins"), ("eins", long), (b"\xff", "x"), ("six", "sechs")]
+    pairs = [
+        ("one", "eins"),
+        ("", "zwei"),
+        ("two", "  "),
+        (long, "eins"),
+        ("eins", long),
+        (b"\xff", "x"),
+        ("six", "sechs"),
+    ]
     pairs += [(short, "seventy seventy seventy")]
-    config, data = from_text(tmp_path, pairs, max_source_length=60, max_target_length=60, max_length_ratio=1.7)
+    config, data = from_text(
+        tmp_path, pairs, max_source_length=60, max_target_length=60, max_length_ratio=1.7
+    )
     data = dataclasses.replace(data, invalid_utf8="skip", workers=workers)
     corpus = build_corpus(config, TOKENIZER, data, tmp_path / "corpus", **sampling)
-    assert corpus.statistics == {"read": 8, "kept": 2, "empty": 2, "too_long": 2, "ratio": 1, "invalid_utf8": 1}
+    assert corpus.statistics == {
+        "read": 8,
+        "kept": 2,
+        "empty": 2,
+        "too_long": 2,
+        "ratio": 1,
+        "invalid_utf8": 1,
+    }
     for version in sequences(corpus, "source"):
         assert [TOKENIZER.decode_source(ids) for ids in version] == ["one", "six"]
 
 
-LONGER, LONGER_PIECES = "seven thousand, two hundred", len(TOKENIZER.encode_source(["seven thousand, two hundred"])[0])
-SHORTER, SHORTER_PIECES = "one", len(TOKENIZER.encode_source(["one"])[0])
+LONGER, LONGER_TOKENS = (
+    "seven thousand, two hundred",
+    len(TOKENIZER.encode_source(["seven thousand, two hundred"])[0]),
+)
+SHORTER, SHORTER_TOKENS = "one", len(TOKENIZER.encode_source(["one"])[0])
 
 
 def test_length_limits_are_exact(tmp_path):
     config, data = from_text(tmp_path, [(LONGER, SHORTER), (SHORTER, SHORTER)])
-    for most, kept in ((LONGER_PIECES + 1, 2), (LONGER_PIECES, 1)):
+    for most, kept in ((LONGER_TOKENS + 1, 2), (LONGER_TOKENS, 1)):
         limited = dataclasses.replace(data, max_source_length=most)
         assert build_corpus(config, TOKENIZER, limited, tmp_path / "corpus").num_pairs == kept
 
 
-def test_ratio_is_of_pieces_plus_five(tmp_path):
+def test_ratio_is_of_tokens_plus_five(tmp_path):
     config, data = from_text(tmp_path, [(LONGER, SHORTER), (SHORTER, LONGER), (SHORTER, SHORTER)])
-    exact = (LONGER_PIECES + 5) / (SHORTER_PIECES + 5)
+    exact = (LONGER_TOKENS + 5) / (SHORTER_TOKENS + 5)
     assert exact > 1
     for most, kept in ((exact + 1e-9, 3), (exact - 1e-9, 1)):
         limited = dataclasses.replace(data, max_length_ratio=most)
@@ -156,16 +203,21 @@ def test_a_pair_too_long_in_one_segmentation_is_left_out_of_all(tmp_path):
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(max_target_length=20), tmp_path, **SAMPLED)
     free = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path, **SAMPLED)
     fits = (free.target_lengths <= 20).all(0)
-    assert 0 < fits.sum() < (free.target_lengths <= 20).any(0).sum()  # for some pairs it depends on the segmentation
+    # for some pairs it depends on the segmentation
+    assert 0 < fits.sum() < (free.target_lengths <= 20).any(0).sum()
     assert corpus.statistics["too_long"] == (~fits).sum()
-    kept = [[ids for ids, fit in zip(version, fits, strict=True) if fit] for version in sequences(free, "source")]
+    kept = [
+        [ids for ids, fit in zip(version, fits, strict=True) if fit]
+        for version in sequences(free, "source")
+    ]
     assert sequences(corpus, "source") == kept
 
 
 def test_nothing_left(tmp_path):
     config, data = from_text(tmp_path, [("", "a"), ("b", "")])
     with pytest.raises(
-        UserError, match=r"No sentence pair is left of 2 read in .*: 2 empty, 0 longer than .*; expected at least one"
+        UserError,
+        match=r"No sentence pair is left of 2 read in .*: 2 empty, 0 longer than .*; expected at least one",
     ):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     config, data = from_text(tmp_path, [])
@@ -187,7 +239,9 @@ def test_a_fault_in_the_text_leaves_nothing_behind(tmp_path, in_processes, worke
     with pytest.raises(UserError, match=r"target, line 2001: byte 1 is not valid UTF-8"):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     assert list((tmp_path / "corpus").glob("[!.]*")) == []
-    assert not [child for child in psutil.Process().children() if "_serve" in " ".join(child.cmdline())]
+    assert not [
+        child for child in psutil.Process().children() if "_serve" in " ".join(child.cmdline())
+    ]
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
@@ -210,7 +264,7 @@ from transformer_jax.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     folder, workers, appends = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    tokenising._CHUNK_PAIRS, tokenising._SMALL = 256, 0
+    tokenize._CHUNK_PAIRS, tokenising._SMALL = 256, 0
     append = corpus._append
 
     def append_or_die(path, array):
@@ -235,10 +289,13 @@ def builder(tmp_path, folder, workers, appends, program=BUILDER):
     command = [sys.executable, str(file), str(folder), str(workers), str(appends)]
     root = str(Path(corpus_module.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "TEST_MARK": str(folder)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-@pytest.mark.parametrize(("workers", "appends"), [(1, 1), (2, 20), (1, 52)])  # the last while offsets are written
+# the last while offsets are written
+@pytest.mark.parametrize(("workers", "appends"), [(1, 1), (2, 20), (1, 52)])
 def test_killed_while_building(tmp_path, workers, appends):
     folder = tmp_path / "corpus"
     process = builder(tmp_path, folder, workers, appends)
@@ -372,9 +429,10 @@ def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
         spawned[-1].kill()
         return spawned[-1]
 
-    monkeypatch.setattr(tokenising, "Popen", spawn)
+    monkeypatch.setattr(tokenize, "Popen", spawn)
     with pytest.raises(
-        UserError, match=r"A tokenising process died \(exit status -9\); if memory ran out, lower data\.workers"
+        UserError,
+        match=r"A tokenising process died \(exit status -9\); if memory ran out, lower data\.workers",
     ):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path)
     assert len(spawned) == 2 and list(tmp_path.glob("[!.]*")) == []
@@ -382,7 +440,9 @@ def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
 
 def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch):
     config, data = from_text(tmp_path, [("a", "b")] * 600, workers=2)
-    monkeypatch.setattr(corpus_module, "read_pairs", lambda *_, **__: iter([("\ud800", "not encodable")] * 600))
+    monkeypatch.setattr(
+        corpus_module, "read_pairs", lambda *_, **__: iter([("\ud800", "not encodable")] * 600)
+    )
     with pytest.raises(TypeError) as raised:
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     assert "in tokenise" in "".join(raised.value.__notes__)
@@ -392,7 +452,10 @@ def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch)
 
 
 def test_tokens_are_wide_enough(tmp_path, monkeypatch):
-    assert build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16").target_tokens.dtype == np.uint16
+    assert (
+        build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16").target_tokens.dtype
+        == np.uint16
+    )
     monkeypatch.setattr(Tokenizer, "target_vocab_size", 2**16 + 1)
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "32")
     assert (corpus.source_tokens.dtype, corpus.target_tokens.dtype) == (np.uint16, np.int32)
@@ -411,6 +474,8 @@ def test_corpus_from_lists():
 
 def test_workers_need_no_jax():
     found = "[name for name in ('jax', 'tensorflow_datasets', 'orbax') if name in sys.modules]"
-    program = tokenising._WORKER_PROGRAM.replace("_serve()", f"import sys; print({found})")
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    program = tokenize._WORKER_PROGRAM.replace("_serve()", f"import sys; print({found})")
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert output == "[]\n"

@@ -4,7 +4,7 @@ import numpy as np
 
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.evaluation_batches import whole_corpus
-from transformer_jax.tokenizer import EOS_ID
+from transformer_jax.special_ids import EOS_ID
 
 
 def test_every_pair_once() -> None:

@@ -1,4 +1,6 @@
-"""Globs stand for sorted files that pair up; digests are of contents, also where they are remembered."""
+"""Globs stand for sorted files that pair up; digests are of contents, also where they are
+remembered.
+"""
 
 import os
 
@@ -18,14 +20,18 @@ def folder(tmp_path):
     """Three parts and one more file, two lines each, written in no particular order."""
     for name in ("part-b", "extra", "part-c", "part-a"):
         for language in ("en", "de"):
-            (tmp_path / f"{name}.{language}").write_text(f"{name} {language} 1\n{name} {language} 2\n")
+            (tmp_path / f"{name}.{language}").write_text(
+                f"{name} {language} 1\n{name} {language} 2\n"
+            )
     return tmp_path
 
 
 def test_globs_stand_for_sorted_files(folder):
     names = ["part-a", "part-b", "part-c", "extra"]
     globs = PairsConfig("text", SOURCES, TARGETS)
-    listed = PairsConfig("text", tuple(f"{name}.en" for name in names), tuple(f"{name}.de" for name in names))
+    listed = PairsConfig(
+        "text", tuple(f"{name}.en" for name in names), tuple(f"{name}.de" for name in names)
+    )
     expected = [(f"{name} en {i}", f"{name} de {i}") for name in names for i in (1, 2)]
     assert list(read_pairs(globs, str(folder))) == expected
     assert pairs_fingerprint(globs, str(folder)) == pairs_fingerprint(listed, str(folder))
@@ -69,8 +75,14 @@ def test_one_file_each_is_the_text_in_order(folder, monkeypatch):
     config = PairsConfig("text", SOURCES, TARGETS)
     apart = one_file_each(config, folder.name)
     assert len(apart) == 4
-    assert [pair for one in apart for pair in read_pairs(one, folder.name)] == list(read_pairs(config, folder.name))
-    for whole in (PairsConfig("text", SOURCES, TARGETS, limit=3), PairsConfig("numbers"), PairsConfig("tsv", ("extra.en",))):
+    assert [pair for one in apart for pair in read_pairs(one, folder.name)] == list(
+        read_pairs(config, folder.name)
+    )
+    for whole in (
+        PairsConfig("text", SOURCES, TARGETS, limit=3),
+        PairsConfig("numbers"),
+        PairsConfig("tsv", ("extra.en",)),
+    ):
         assert one_file_each(whole, folder.name) == [whole]
 
 
@@ -93,5 +105,8 @@ def test_digests_are_remembered_until_the_file_changes(folder, monkeypatch):
 
 def test_parts_need_files():
     for train in (PairsConfig("numbers"), PairsConfig("text", ("a",), ("b",), limit=5)):
-        with pytest.raises(UserError, match=r"data.parts is 2; expected 1 unless data.train is text, tsv or jsonl files"):
+        with pytest.raises(
+            UserError,
+            match=r"data.parts is 2; expected 1 unless data.train is text, tsv or jsonl files",
+        ):
             DataConfig(train=train, parts=2)

@@ -1,4 +1,6 @@
-"""The loader: the plan's batches in order, on any number of devices; errors come out, threads end."""
+"""The loader: the plan's batches in order, on any number of devices; errors come out, threads
+end.
+"""
 
 import threading
 import time
@@ -16,8 +18,15 @@ from transformer_jax.data.loader import load_batches
 
 def make_plan(layout: str = "bucketed") -> BatchPlan:
     random = np.random.default_rng(0)
-    sides = [[random.integers(4, 90, length).tolist() for length in random.integers(1, 25, 200)] for _ in range(2)]
-    return BatchPlan(Corpus.from_lists(*sides), BatchConfig(layout=layout, tokens=512, buckets=4, row_length=64), seed=0)
+    sides = [
+        [random.integers(4, 90, length).tolist() for length in random.integers(1, 25, 200)]
+        for _ in range(2)
+    ]
+    return BatchPlan(
+        Corpus.from_lists(*sides),
+        BatchConfig(layout=layout, tokens=512, buckets=4, row_length=64),
+        seed=0,
+    )
 
 
 def mesh_sharding(devices: int) -> NamedSharding:
@@ -55,7 +64,10 @@ def test_the_same_batches_on_any_number_of_devices(layout, devices):
         assert_same(batch, plan.batch(step))
         if sharding:
             assert batch.source_BS.sharding.is_equivalent_to(sharding, 2)
-            assert batch.source_BS.addressable_shards[0].data.shape[0] == len(batch.source_BS) // devices
+            assert (
+                batch.source_BS.addressable_shards[0].data.shape[0]
+                == len(batch.source_BS) // devices
+            )
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 7])
@@ -74,7 +86,10 @@ def test_only_rows_of_local_devices_are_read(layout, monkeypatch):
 
         def addressable_devices_indices_map(self, shape):
             B, _ = shape
-            return {device: (slice(device * B // 8, (device + 1) * B // 8), slice(None)) for device in (4, 5, 6)}
+            return {
+                device: (slice(device * B // 8, (device + 1) * B // 8), slice(None))
+                for device in (4, 5, 6)
+            }
 
     class Recording(BatchPlan):
         def batch(self, step, rows=slice(None)):
@@ -82,7 +97,9 @@ def test_only_rows_of_local_devices_are_read(layout, monkeypatch):
             return super().batch(step, rows)
 
     def shards_of_this_process(shape, sharding, callback):
-        return jax.numpy.concatenate([callback(index) for index in sharding.addressable_devices_indices_map(shape).values()])
+        return jax.numpy.concatenate(
+            [callback(index) for index in sharding.addressable_devices_indices_map(shape).values()]
+        )
 
     asked: list[slice] = []
     monkeypatch.setattr(jax, "make_array_from_callback", shards_of_this_process)

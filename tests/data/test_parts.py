@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from transformer_jax.config import BatchConfig, Config, DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.config_files import differences_on_resume, to_json
+from transformer_jax.config_io import differences_on_resume, to_json
 from transformer_jax.data import files, prepare, tokenising
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.parts import prepare_corpus, prepare_part
+from transformer_jax.data.shards import prepare_corpus, prepare_part
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
@@ -114,7 +114,9 @@ def test_a_missing_or_damaged_part_is_named_with_its_remedy(tmp_path, damage, ca
     part = prepare_part(workdir, in_parts(config, 3), TOKENIZER, 1)
     folder = workdir / "corpus" / part.fingerprint[:20]
     if damage == "changed text":
-        (tmp_path / "part-2.en").write_text((tmp_path / "part-2.en").read_text().replace("one", "two"))
+        (tmp_path / "part-2.en").write_text(
+            (tmp_path / "part-2.en").read_text().replace("one", "two")
+        )
     elif damage == "damaged":
         os.truncate(folder / "source_tokens", 4)
     else:
@@ -138,7 +140,9 @@ def test_the_number_of_parts_may_change_on_resume(tmp_path):
 
 def test_more_parts_than_files(tmp_path):
     config = in_parts(config_of(tmp_path), 8)
-    with pytest.raises(UserError, match=r"data.parts is 8; expected at most 7, the files of data.train"):
+    with pytest.raises(
+        UserError, match=r"data.parts is 8; expected at most 7, the files of data.train"
+    ):
         prepare_part(tmp_path, config, TOKENIZER, 0)
     with pytest.raises(UserError, match=r"data.parts is 8; expected at most 7"):
         prepare_corpus(tmp_path, config, TOKENIZER, "train")
@@ -149,19 +153,32 @@ def test_opening_does_not_read_the_text_again(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     corpus = prepared(tmp_path / "run", config, 3)
     monkeypatch.setattr(files.hashlib, "file_digest", None)
-    assert_same_corpus(prepare_corpus(tmp_path / "run", in_parts(config, 3), TOKENIZER, "train"), corpus)
+    assert_same_corpus(
+        prepare_corpus(tmp_path / "run", in_parts(config, 3), TOKENIZER, "train"), corpus
+    )
 
 
 def test_the_program(tmp_path, capsys):
     (tmp_path / "run.json").write_text(to_json(config_of(tmp_path)))
-    flags = ["--config", str(tmp_path / "run.json"), "--workdir", str(tmp_path / "run"), "--data.workers", "1"]
+    flags = [
+        "--config",
+        str(tmp_path / "run.json"),
+        "--workdir",
+        str(tmp_path / "run"),
+        "--data.workers",
+        "1",
+    ]
 
     def fails(*more):
         assert prepare.main([*flags, *more]) == 2
         return capsys.readouterr().err
 
-    assert "expected one of the two" in fails() and "expected one of the two" in fails("--part", "0/2", "--tokenizer-only")
-    assert "has no tokenizer; expected one: run this with --tokenizer-only first" in fails("--part", "0/2")
+    assert "expected one of the two" in fails() and "expected one of the two" in fails(
+        "--part", "0/2", "--tokenizer-only"
+    )
+    assert "has no tokenizer; expected one: run this with --tokenizer-only first" in fails(
+        "--part", "0/2"
+    )
     assert prepare.main([*flags, "--tokenizer-only"]) == 0
     assert "part is '2/2'; expected i/n" in fails("--part", "2/2")
     errors = fails("--part", "0/2", "--data.max-target-length", "20")
@@ -171,4 +188,6 @@ def test_the_program(tmp_path, capsys):
     assert "part 1/2 pairs: " in capsys.readouterr().err
     config = in_parts(config_of(tmp_path), 2)
     tokenizer = Tokenizer.load(tmp_path / "run")
-    assert prepare_corpus(tmp_path / "run", config, tokenizer, "train").statistics["read"] == sum(SIZES)
+    assert prepare_corpus(tmp_path / "run", config, tokenizer, "train").statistics["read"] == sum(
+        SIZES
+    )

@@ -1,4 +1,6 @@
-"""Properties of the sources: every line arrives once and aligned; every fault names its file and line."""
+"""Properties of the sources: every line arrives once and aligned; every fault names its file and
+line.
+"""
 
 import dataclasses
 import gzip
@@ -34,7 +36,10 @@ def read(config, root, **options):
 # Lines
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"))), st.booleans())
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\ufeff"))),
+    st.booleans(),
+)
 def test_lines_end_at_newline_alone(lines, ended):
     data = "\n".join(lines).encode() + (b"\n" if ended and lines else b"")
     expected = lines if (ended or not lines or lines[-1]) else lines[:-1]
@@ -48,9 +53,16 @@ def test_one_carriage_return_is_part_of_the_line_end():
 def test_lines_of_files(tmp_path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfone\ntwo")  # with byte-order mark
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
-    assert list(read_lines(tmp_path / "a")) == list(read_lines(str(tmp_path / "b.gz"))) == ["one", "two"]
-    assert list(read_lines(io.BytesIO(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo"))) == ["one", "\ufefftwo"]  # as in files
-    with pytest.raises(UserError, match=r"the input, line 2: byte 3 is not valid UTF-8; expected UTF-8 text"):
+    assert (
+        list(read_lines(tmp_path / "a"))
+        == list(read_lines(str(tmp_path / "b.gz")))
+        == ["one", "two"]
+    )
+    # as in files
+    assert list(read_lines(io.BytesIO(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo"))) == ["one", "\ufefftwo"]
+    with pytest.raises(
+        UserError, match=r"the input, line 2: byte 3 is not valid UTF-8; expected UTF-8 text"
+    ):
         list(read_lines(io.BytesIO(b"ok\nab\xff\n")))
 
 
@@ -61,7 +73,9 @@ def test_text_in_several_files_some_packed(tmp_path):
     text(tmp_path, "\n".join(ODD_LINES).encode(), "\n".join(reversed(ODD_LINES)).encode(), name="a")
     (tmp_path / "b.en.gz").write_bytes(gzip.compress(b"x\r\ny\r\n"))
     (tmp_path / "b.de").write_bytes(b"X\nY")
-    config = PairsConfig(kind="text", source=("a.en", str(tmp_path / "b.en.gz")), target=("a.de", "b.de"))
+    config = PairsConfig(
+        kind="text", source=("a.en", str(tmp_path / "b.en.gz")), target=("a.de", "b.de")
+    )
     expected = [*zip(ODD_LINES, reversed(ODD_LINES), strict=True), ("x", "X"), ("y", "Y")]
     assert read(config, tmp_path) == expected
     limited = PairsConfig(kind="text", source=config.source, target=config.target, limit=7)
@@ -77,20 +91,26 @@ def test_a_file_that_is_named_twice_counts_twice(tmp_path):
 def test_reading_streams(tmp_path):
     config = text(tmp_path, b"a\n" * 10 + b"\xff\n", b"b\n" * 11)
     pairs = read_pairs(config, str(tmp_path))
-    assert [next(pairs) for _ in range(10)] == [("a", "b")] * 10  # the fault in line 11 is not reached yet
+    # the fault in line 11 is not reached yet
+    assert [next(pairs) for _ in range(10)] == [("a", "b")] * 10
 
 
 @pytest.mark.parametrize(("source", "target"), [(5, 3), (3, 5), (0, 2), (2, 0)])
 def test_sides_of_different_length(tmp_path, source, target):
     config = text(tmp_path, b"a\n" * source, b"b\n" * target)
-    with pytest.raises(UserError, match=rf"train.en' has {source} lines and '.*train.de' has {target}; expected as many"):
+    with pytest.raises(
+        UserError,
+        match=rf"train.en' has {source} lines and '.*train.de' has {target}; expected as many",
+    ):
         read(config, tmp_path)
 
 
 def test_missing_file_is_reported_by_the_call(tmp_path):
     config = text(tmp_path, b"", b"")
     (tmp_path / "train.de").unlink()
-    with pytest.raises(UserError, match=r"train\.de' does not exist; expected the text file that a data field"):
+    with pytest.raises(
+        UserError, match=r"train\.de' does not exist; expected the text file that a data field"
+    ):
         read_pairs(config, str(tmp_path))
 
 
@@ -103,7 +123,10 @@ def test_damaged_gzip(tmp_path):
 
 def test_invalid_utf8_names_the_line_or_skips_the_pair(tmp_path):
     config = text(tmp_path, b"a\nb\xff\nc\nd\n", b"A\nB\nC\n\xc3\x28\n")
-    with pytest.raises(UserError, match=r"train\.en, line 2: byte 2 is not valid UTF-8; .* data\.invalid_utf8 to 'skip'"):
+    with pytest.raises(
+        UserError,
+        match=r"train\.en, line 2: byte 2 is not valid UTF-8; .* data\.invalid_utf8 to 'skip'",
+    ):
         read(config, tmp_path)
     counts = {}
     assert read(config, tmp_path, invalid_utf8="skip", counts=counts) == [("a", "A"), ("c", "C")]
@@ -123,9 +146,13 @@ def test_tsv(tmp_path):
     config = PairsConfig(kind="tsv", source=("a.tsv",), source_field="2", target_field="1")
     assert read(config, tmp_path) == [("eins", 'one "x"'), ("zwei", "two")]
     (tmp_path / "a.tsv").write_bytes(b"1\tone\teins\n2\ttwo\n")
-    with pytest.raises(UserError, match=r"a\.tsv, line 2 has 2 tab-separated column\(s\); expected at least 3"):
+    with pytest.raises(
+        UserError, match=r"a\.tsv, line 2 has 2 tab-separated column\(s\); expected at least 3"
+    ):
         read(config, tmp_path)
-    with pytest.raises(UserError, match=r"target_field is 'en'; expected the number of a TSV column"):
+    with pytest.raises(
+        UserError, match=r"target_field is 'en'; expected the number of a TSV column"
+    ):
         read_pairs(PairsConfig(kind="tsv", source=("a.tsv",), target_field="en"), str(tmp_path))
 
 
@@ -196,15 +223,21 @@ def test_tfds_without_tensorflow(tmp_path, tfds_name):
     assert len(pairs) == 2000
     assert set(pairs) == {(f"{i} u", f"{i} \u00fc") for i in range(2000)}
     assert pairs == read(config(), root)
-    assert read(config("de", "en", limit=5), root) == [(target, source) for source, target in pairs[:5]]
+    assert read(config("de", "en", limit=5), root) == [
+        (target, source) for source, target in pairs[:5]
+    ]
     assert len(read(config(split="validation"), root)) == 3
-    assert pairs_fingerprint(config(), str(root)) != pairs_fingerprint(config(split="validation"), str(root))
+    assert pairs_fingerprint(config(), str(root)) != pairs_fingerprint(
+        config(split="validation"), str(root)
+    )
     assert "tensorflow" not in sys.modules
     with pytest.raises(UserError, match=r"has no text field 'fr'; expected .* two of: de, en"):
         read(config(target_field="fr"), root)
     with pytest.raises(UserError, match=r"TensorFlow Datasets cannot open .*, split 'nowhere'"):
         read(config(split="nowhere"), root)
-    with pytest.raises(UserError, match=r"TensorFlow Datasets cannot open 'no_such_dataset_at_all'"):
+    with pytest.raises(
+        UserError, match=r"TensorFlow Datasets cannot open 'no_such_dataset_at_all'"
+    ):
         read(PairsConfig(kind="tfds", source=("no_such_dataset_at_all",)), root)
 
 
@@ -244,6 +277,9 @@ def test_fingerprint_is_of_contents_not_names(tmp_path):
     other = text(tmp_path, b"a\n", b"c\n", name="other")
     swapped = text(tmp_path, b"b\n", b"a\n", name="swapped")
     limited = text(tmp_path, b"a\n", b"b\n", name="limited", limit=1)
-    prints = [pairs_fingerprint(config, str(tmp_path)) for config in (first, same, other, swapped, limited)]
+    prints = [
+        pairs_fingerprint(config, str(tmp_path))
+        for config in (first, same, other, swapped, limited)
+    ]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 4

@@ -1,4 +1,6 @@
-"""Windows: a large corpus' batches are those of its windows in turn, and one window is all that is in memory."""
+"""Windows: a large corpus' batches are those of its windows in turn, and one window is all that is
+in memory.
+"""
 
 import dataclasses
 import gc
@@ -31,7 +33,12 @@ def window_of(corpus, config, sequence):
 
 
 @settings(deadline=None, max_examples=30)
-@given(num_pairs=st.integers(1, 20_000), num_samples=st.integers(1, 2), window=st.integers(1, 30_000), seed=st.integers(0, 9))
+@given(
+    num_pairs=st.integers(1, 20_000),
+    num_samples=st.integers(1, 2),
+    window=st.integers(1, 30_000),
+    seed=st.integers(0, 9),
+)
 def test_windows_are_stripes_of_the_whole_corpus(num_pairs, num_samples, window, seed):
     corpus = random_corpus(seed, num_pairs, num_samples)
     windows = windows_of(corpus, window)
@@ -45,14 +52,19 @@ def test_windows_are_stripes_of_the_whole_corpus(num_pairs, num_samples, window,
     # Wherever a file ends, every window has its share of what stands before, but for two stripes.
     end = num_pairs // 3
     for pairs in members:
-        assert abs(np.count_nonzero(pairs < end) - len(pairs) * end / num_pairs) <= 2 * windows[0].width
+        assert (
+            abs(np.count_nonzero(pairs < end) - len(pairs) * end / num_pairs)
+            <= 2 * windows[0].width
+        )
 
 
 @layouts
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
 def test_a_batch_is_a_pure_function_of_the_step(layout, data):
-    corpus = random_corpus(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 300)), data.draw(st.integers(1, 2)))
+    corpus = random_corpus(
+        data.draw(st.integers(0, 99)), data.draw(st.integers(1, 300)), data.draw(st.integers(1, 2))
+    )
     config = windowed(layout, data.draw(st.sampled_from([1, 7, 50, 100])))
     plan = BatchPlan(corpus, config, seed=3)
     in_order = [plan.batch(step) for step in range(30)]
@@ -61,15 +73,29 @@ def test_a_batch_is_a_pure_function_of_the_step(layout, data):
         assert in_order[step].source_BS.shape == plan.shape(step)[:2]
     step = data.draw(st.integers(0, 29))
     assert_same(BatchPlan(corpus, config, seed=3).batch(step), in_order[step])
-    assert_same(plan.batch(step, slice(1, 3)), type(in_order[0])(*(x if x is None else x[1:3] for x in in_order[step])))
+    assert_same(
+        plan.batch(step, slice(1, 3)),
+        type(in_order[0])(*(x if x is None else x[1:3] for x in in_order[step])),
+    )
 
 
 @layouts
 @settings(deadline=None, max_examples=10)
-@given(seed=st.integers(0, 99), num_pairs=st.integers(1, 300), num_samples=st.integers(1, 2), window=st.integers(20, 200))
+@given(
+    seed=st.integers(0, 99),
+    num_pairs=st.integers(1, 300),
+    num_samples=st.integers(1, 2),
+    window=st.integers(20, 200),
+)
 def test_every_pair_comes_once_an_epoch(layout, seed, num_pairs, num_samples, window):
-    """As with one window: the stream of a bucket of a window brings each of its sequences once in its turn."""
-    corpus, config, cycles = random_corpus(seed, num_pairs, num_samples), windowed(layout, window), 3
+    """As with one window: the stream of a bucket of a window brings each of its sequences once in
+    its turn.
+    """
+    corpus, config, cycles = (
+        random_corpus(seed, num_pairs, num_samples),
+        windowed(layout, window),
+        3,
+    )
     plan = BatchPlan(corpus, config, seed=seed)
     times: dict[tuple[int, tuple[int, int, int]], Counter] = defaultdict(Counter)
     step = 0
@@ -134,7 +160,10 @@ def test_corpora_within_the_window_have_the_batches_they_always_had(layout):
         for array in plan.batch(step):
             if array is not None:
                 digest.update(array.tobytes())
-    assert digest.hexdigest()[:16] == {"bucketed": "9638c41424af204a", "packed": "1e6069b7b6c13183"}[layout]
+    assert (
+        digest.hexdigest()[:16]
+        == {"bucketed": "9638c41424af204a", "packed": "1e6069b7b6c13183"}[layout]
+    )
 
 
 class Watched(Corpus):
@@ -161,7 +190,11 @@ def arrays_in(value, seen):
     if isinstance(value, np.ndarray):
         return value.nbytes
     inside = list(value) if isinstance(value, tuple | list) else []
-    inside += list(getattr(value, "__dict__", {}).values()) if isinstance(value, BatchPlan | Window) else []
+    inside += (
+        list(getattr(value, "__dict__", {}).values())
+        if isinstance(value, BatchPlan | Window)
+        else []
+    )
     return sum(arrays_in(x, seen) for x in inside)
 
 
@@ -198,9 +231,17 @@ def test_resuming_makes_one_window_and_counts_nothing_again(layout, tmp_path):
     plan = BatchPlan(first, config, seed=0)
     resumed = BatchPlan(again, config, seed=0)
     assert first.asked and not again.asked
-    assert (resumed.shapes, resumed.fill, resumed.steps_per_epoch) == (plan.shapes, plan.fill, plan.steps_per_epoch)
+    assert (resumed.shapes, resumed.fill, resumed.steps_per_epoch) == (
+        plan.shapes,
+        plan.fill,
+        plan.steps_per_epoch,
+    )
     assert_same(resumed.batch(777), plan.batch(777))
-    assert sum(stop - start for start, stop in again.asked) == plan._window(0)._stripes.num_pairs <= 100
+    assert (
+        sum(stop - start for start, stop in again.asked)
+        == plan._window(0)._stripes.num_pairs
+        <= 100
+    )
     [stored] = tmp_path.iterdir()
     stored.write_text(stored.read_text()[:50])  # torn
     third = watched(1000, tmp_path)

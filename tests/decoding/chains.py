@@ -1,4 +1,6 @@
-"""Toy models for the tests of every search: the next piece depends on the sentence, the position and the piece before."""
+"""Toy models for the tests of every search: the next token depends on the sentence, the position
+and the token before.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,17 @@ class Chains(NamedTuple):
 
 
 def random_chains(seed: int, *, sentences: int, length: int, vocab: int, source: int = 3) -> Chains:
-    """Normalised log-probabilities; attention rows sum to 1, and two more source positions are padding."""
+    """Normalised log-probabilities; attention rows sum to 1, and two more source positions are
+    padding.
+    """
     generator = np.random.default_rng(seed)
     logits = generator.normal(size=(sentences, length, vocab, vocab)) * 1.5
     attention = generator.dirichlet(np.ones(source), size=(sentences, length, vocab))
     padded = np.pad(attention, ((0, 0), (0, 0), (0, 0), (0, 2)))
-    return Chains((logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32), padded.astype(np.float32))
+    return Chains(
+        (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32),
+        padded.astype(np.float32),
+    )
 
 
 def start(chains: Chains, sentence_B: Array, *, beam_size: int) -> dict[str, Array]:
@@ -44,7 +51,11 @@ def step(chains: Chains) -> Callable[[Array, Any], tuple[Array, Any]]:
     log_probs_BLVV, attention_BLVS = map(jnp.asarray, chains)
 
     def step(tokens_BW: Array, cache: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-        at = cache["sentence_BW"], jnp.minimum(cache["position_BW"], log_probs_BLVV.shape[1] - 1), tokens_BW
+        at = (
+            cache["sentence_BW"],
+            jnp.minimum(cache["position_BW"], log_probs_BLVV.shape[1] - 1),
+            tokens_BW,
+        )
         return log_probs_BLVV[at], {
             **cache,
             "position_BW": cache["position_BW"] + 1,
@@ -60,20 +71,28 @@ def attention(cache: dict[str, Array]) -> Array:
 
 
 def hypotheses(result: Any) -> list[list[tuple[tuple[int, ...], float, float]]]:
-    """(pieces, score, log-probability) of every hypothesis of every sentence, with what each result must satisfy checked."""
-    tokens_BNL, scores_BN, log_probs_BN, lengths_BN, piece_log_probs_BNL = map(np.asarray, result)
+    """(tokens, score, log-probability) of every hypothesis of every sentence, with what each result
+    must satisfy checked.
+    """
+    tokens_BNL, scores_BN, log_probs_BN, lengths_BN, token_log_probs_BNL = map(np.asarray, result)
     found = []
     for sentence in range(len(lengths_BN)):
         its = []
         for n, length in enumerate(lengths_BN[sentence]):
-            tokens, each = tokens_BNL[sentence, n], piece_log_probs_BNL[sentence, n]
+            tokens, each = tokens_BNL[sentence, n], token_log_probs_BNL[sentence, n]
             assert (tokens[length:] == PAD).all() and (each[length:] == 0).all()
             if length == 0:
                 assert scores_BN[sentence, n] == log_probs_BN[sentence, n] == -np.inf
                 continue
             assert tokens[length - 1] == EOS and not {EOS, PAD} & set(tokens[: length - 1].tolist())
             np.testing.assert_allclose(each.sum(), log_probs_BN[sentence, n], rtol=1e-5)
-            its.append((tuple(tokens[:length].tolist()), float(scores_BN[sentence, n]), float(log_probs_BN[sentence, n])))
+            its.append(
+                (
+                    tuple(tokens[:length].tolist()),
+                    float(scores_BN[sentence, n]),
+                    float(log_probs_BN[sentence, n]),
+                )
+            )
         scores = [score for _, score, _ in its]
         assert scores == sorted(scores, reverse=True)
         found.append(its)

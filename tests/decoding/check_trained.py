@@ -3,9 +3,11 @@
     python tests/decoding/check_trained.py --workdir W --input FILE --what agreement
     python tests/decoding/check_trained.py --workdir W --input FILE --what independence
 
-agreement: every line's n-best list against the slow plain-Python search, which asks the model's whole forward pass for each
-hypothesis and position; and every reported score against force-decoding.
-independence: the lines in batches of several sizes, in order and shuffled: the same bits at one size; how far between sizes.
+agreement: every line's n-best list against the slow plain-Python search, which asks the model's
+whole forward pass for each hypothesis and position; and every reported score against
+force-decoding.
+independence: the lines in batches of several sizes, in order and shuffled: the same bits at one
+  size; how far between sizes.
 """
 
 from __future__ import annotations
@@ -56,13 +58,17 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     """Run one check and print what came of it."""
     translator = Translator.from_workdir(
-        arguments.workdir, beam_size=arguments.beam_size, max_extra_length=arguments.max_extra_length
+        arguments.workdir,
+        beam_size=arguments.beam_size,
+        max_extra_length=arguments.max_extra_length,
     )
     lines = list(read_lines(arguments.input))[: arguments.limit]
     encoded = translator.tokenizer.encode_source(lines)
     room = translator.engine.longest_source - 1
-    sentences = [Sentence(pieces[:room]) for pieces in encoded if pieces]
-    print(f"{len(sentences)} sentences, {sum(len(s.pieces) for s in sentences) / len(sentences):.1f} pieces on average")
+    sentences = [Sentence(tokens[:room]) for tokens in encoded if tokens]
+    print(
+        f"{len(sentences)} sentences, {sum(len(s.tokens) for s in sentences) / len(sentences):.1f} tokens on average"
+    )
     if arguments.what == "agreement":
         agreement(translator.engine, sentences)
     else:
@@ -80,22 +86,33 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
     @jax.jit
     def compiled(parameters: nnx.State, source_WS: Array, target_WT: Array, at: Array) -> Array:
         model = nnx.merge(graph, parameters)
-        return jax.nn.log_softmax(model.logits(model.hidden(source_WS, target_WT)[:, at][:, None])[:, 0])
+        return jax.nn.log_softmax(
+            model.logits(model.hidden(source_WS, target_WT)[:, at][:, None])[:, 0]
+        )
 
     whole_pass = partial(compiled, parameters)
     start, same, best_same, worst = time.perf_counter(), 0, 0, 0.0
     for number, (sentence, its) in enumerate(zip(sentences, found, strict=True), 1):
-        limit = len(sentence.pieces) + 1 + config.max_extra_length
-        rules = Rules(limit, config.length_penalty, config.length_offset, min_length=config.min_length)
+        limit = len(sentence.tokens) + 1 + config.max_extra_length
+        rules = Rules(
+            limit, config.length_penalty, config.length_offset, min_length=config.min_length
+        )
         model = WholePass(whole_pass, sentence, config.beam_size, limit)
         expected = reference_search(model, rules, beam_size=config.beam_size)
-        ours, theirs = [(*h.pieces, EOS) for h in its], [h.pieces for h in expected]
+        ours, theirs = [(*h.tokens, EOS) for h in its], [h.tokens for h in expected]
         same += ours == theirs
         best_same += ours[0] == theirs[0]
-        off = [abs(a.log_prob - b.log_prob) for a, b in zip(its, expected) if (*a.pieces, EOS) == b.pieces]
+        off = [
+            abs(a.log_prob - b.log_prob)
+            for a, b in zip(its, expected)
+            if (*a.tokens, EOS) == b.tokens
+        ]
         worst = max([worst, *off])
         if ours != theirs:
-            print(f"  line {number}: " + ", ".join(f"{a.score:.6f} / {b.score:.6f}" for a, b in zip(its, expected)))
+            print(
+                f"  line {number}: "
+                + ", ".join(f"{a.score:.6f} / {b.score:.6f}" for a, b in zip(its, expected))
+            )
         if number % 50 and number < len(sentences):
             continue
         print(
@@ -106,31 +123,35 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
 
 
 class WholePass:
-    """log_probs(pieces) of one sentence by the model's whole forward pass, encoder included; nothing is kept between steps.
+    """log_probs(tokens) of one sentence by the model's whole forward pass, encoder included;
+    nothing is kept between steps.
 
-    Pieces that cannot be among the 2W best continuations get -inf: the plain search then looks at few.
+    Tokens that cannot be among the 2W best continuations get -inf: the plain search then looks at
+    few.
     """
 
-    def __init__(self, whole_pass: Callable[..., Array], sentence: Sentence, beam_size: int, limit: int) -> None:
+    def __init__(
+        self, whole_pass: Callable[..., Array], sentence: Sentence, beam_size: int, limit: int
+    ) -> None:
         self.whole_pass, self.beam_size, self.found = whole_pass, beam_size, {}
         self.width = -(-limit // 32) * 32
-        source = np.zeros(-(-(len(sentence.pieces) + 1) // 16) * 16, np.int32)
-        source[: len(sentence.pieces) + 1] = [*sentence.pieces, EOS]
+        source = np.zeros(-(-(len(sentence.tokens) + 1) // 16) * 16, np.int32)
+        source[: len(sentence.tokens) + 1] = [*sentence.tokens, EOS]
         self.source_WS = np.tile(source, (beam_size, 1))
 
     def look_ahead(self, hypotheses: list[tuple[int, ...]]) -> None:
         """Ask for all live hypotheses, which have one length, at a time."""
         target_WT = np.zeros((self.beam_size, self.width), np.int32)
-        for row, pieces in zip(target_WT, hypotheses):
-            row[: len(pieces) + 1] = [*pieces, EOS]  # the last one is not looked at
+        for row, tokens in zip(target_WT, hypotheses):
+            row[: len(tokens) + 1] = [*tokens, EOS]  # the last one is not looked at
         rows_WV = np.array(self.whole_pass(self.source_WS, target_WT, len(hypotheses[0])))
         most = 2 * self.beam_size + 2  # and PAD and EOS, which may be forbidden
         last_W1 = np.partition(rows_WV, -most)[:, -most, None]
         rows_WV[(rows_WV < last_W1) & (np.arange(rows_WV.shape[1]) != EOS)] = -np.inf
         self.found = dict(zip(hypotheses, rows_WV))
 
-    def __call__(self, pieces: tuple[int, ...]) -> np.ndarray:
-        return self.found[pieces]
+    def __call__(self, tokens: tuple[int, ...]) -> np.ndarray:
+        return self.found[tokens]
 
 
 def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[int, ...]) -> None:
@@ -144,11 +165,11 @@ def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[i
         shuffled = of_size.search([sentences[i] for i in order])
         exact = sum(shuffled[place] == whole[i] for place, i in enumerate(order))
         first = whole if first is None else first
-        same = sum(a[0].pieces == b[0].pieces for a, b in zip(first, whole, strict=True))
+        same = sum(a[0].tokens == b[0].tokens for a, b in zip(first, whole, strict=True))
         waste = 1 - of_size.slots_used / of_size.slots_computed
         print(
             f"batch {batch_size}: shuffled and not, identical to the last bit on {exact} of {len(sentences)}; "
-            f"pieces as with batch {batch_sizes[0]} on {same}; slots wasted {waste:.1%}; "
+            f"tokens as with batch {batch_sizes[0]} on {same}; slots wasted {waste:.1%}; "
             f"{of_size.num_compiled} programs; {time.perf_counter() - start:.0f} s",
             flush=True,
         )

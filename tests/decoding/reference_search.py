@@ -1,10 +1,13 @@
-"""Beam search in plain Python for one sentence: slow and obviously correct. Tests compare the real one with it.
+"""Beam search in plain Python for one sentence: slow and obviously correct. Tests compare the real
+one with it.
 
-The model is a callable: ``log_probs(pieces)`` gives the float [V] log-probabilities of the piece that comes after ``pieces``
-(a tuple, without BOS). There is no early stopping, no batch and no padding; sums are Python floats.
+The model is a callable: ``log_probs(tokens)`` gives the float [V] log-probabilities of the token
+that comes after ``tokens`` (a tuple, without BOS). There is no early stopping, no batch and no
+padding; sums are Python floats.
 
-``reference_search`` walks the beam by the rules in ``Rules``. ``every_hypothesis`` writes down all sequences instead and asks
-of each whole one whether it keeps the rules: the two share nothing but the score.
+``reference_search`` walks the beam by the rules in ``Rules``. ``every_hypothesis`` writes down all
+sequences instead and asks of each whole one whether it keeps the rules: the two share nothing but
+the score.
 """
 
 from __future__ import annotations
@@ -17,21 +20,23 @@ from typing import NamedTuple
 import numpy as np
 
 PAD, EOS = 0, 2
-Pieces = tuple[int, ...]
-LogProbs = Callable[[Pieces], np.ndarray]
-Attention = Callable[[Pieces], np.ndarray]
+Tokens = tuple[int, ...]
+LogProbs = Callable[[Tokens], np.ndarray]
+Attention = Callable[[Tokens], np.ndarray]
 
 
 class Hypothesis(NamedTuple):
     """A finished one."""
 
-    pieces: Pieces
+    tokens: Tokens
     """EOS included."""
     score: float
-    """What it is ranked by: (log-probability, repetition penalty included) / length divisor + coverage penalty."""
+    """What it is ranked by: (log-probability, repetition penalty included) / length divisor +
+    coverage penalty.
+    """
     log_prob: float
     """The model's own, no penalty in it."""
-    piece_log_probs: tuple[float, ...]
+    token_log_probs: tuple[float, ...]
     """Its summands."""
 
 
@@ -40,75 +45,93 @@ class Rules:
     """What a search may write and how it is ranked."""
 
     max_length: int
-    """EOS included; at the last position only EOS is allowed, whatever the other rules say. 0: nothing is found."""
+    """EOS included; at the last position only EOS is allowed, whatever the other rules say. 0:
+    nothing is found.
+    """
     length_penalty: float = 0.6
     """alpha in ((c + length) / (c + 1))^alpha; the length counts EOS."""
     length_offset: float = 5
     """c in it."""
     min_length: int = 0
-    """Pieces before EOS is allowed."""
+    """Tokens before EOS is allowed."""
     prefix: Sequence[int] = ()
-    """Pieces that must come first, whatever the other rules say (but the last position is EOS'); they count like any."""
+    """Tokens that must come first, whatever the other rules say (but the last position is EOS');
+    they count like any.
+    """
     suppress: Sequence[int] = ()
-    """Pieces that are not chosen; EOS may be among them, which leaves the end to the last position. PAD always is."""
+    """Tokens that are not chosen; EOS may be among them, which leaves the end to the last position.
+    PAD always is.
+    """
     no_repeat_ngram: int = 0
-    """A piece is forbidden that would end n pieces which the hypothesis has already; never EOS. 0: off."""
+    """A token is forbidden that would end n tokens which the hypothesis has already; never EOS. 0:
+    off.
+    """
     repetition_penalty: float = 1.0
-    """Factor on the log-probability of a piece that the hypothesis has already, in what it is ranked by."""
+    """Factor on the log-probability of a token that the hypothesis has already, in what it is
+    ranked by.
+    """
     coverage_penalty: float = 0.0
-    """beta of Wu et al. (2016), equation 14, on the scores of finished hypotheses only; needs ``attention``."""
+    """beta of Wu et al. (2016), equation 14, on the scores of finished hypotheses only; needs
+    ``attention``.
+    """
 
     def forced(self, position: int) -> int | None:
-        """The only piece allowed at a position, if there is such a one."""
+        """The only token allowed at a position, if there is such a one."""
         if position == self.max_length - 1:
             return EOS
         return self.prefix[position] if position < len(self.prefix) else None
 
-    def allowed(self, pieces: Pieces, piece: int) -> bool:
-        """May ``piece`` come after ``pieces``?"""
-        forced = self.forced(len(pieces))
+    def allowed(self, tokens: Tokens, token: int) -> bool:
+        """May ``token`` come after ``tokens``?"""
+        forced = self.forced(len(tokens))
         if forced is not None:
-            return piece == forced
-        if piece == PAD or piece in self.suppress:
+            return token == forced
+        if token == PAD or token in self.suppress:
             return False
-        if piece == EOS:
-            return len(pieces) >= self.min_length
+        if token == EOS:
+            return len(tokens) >= self.min_length
         n = self.no_repeat_ngram
-        return not n or (*pieces, piece)[-n:] not in ngrams(pieces, n)
+        return not n or (*tokens, token)[-n:] not in ngrams(tokens, n)
 
-    def rank(self, pieces: Pieces, piece: int, log_prob: float) -> float:
-        """What ``piece`` after ``pieces`` adds to a hypothesis' rank."""
-        return log_prob * self.repetition_penalty if piece in pieces else log_prob
+    def rank(self, tokens: Tokens, token: int, log_prob: float) -> float:
+        """What ``token`` after ``tokens`` adds to a hypothesis' rank."""
+        return log_prob * self.repetition_penalty if token in tokens else log_prob
 
-    def hypothesis(self, pieces: Pieces, piece_log_probs: Sequence[float], attention: Attention | None) -> Hypothesis:
+    def hypothesis(
+        self, tokens: Tokens, token_log_probs: Sequence[float], attention: Attention | None
+    ) -> Hypothesis:
         """A finished hypothesis with its score."""
-        rank = sum(self.rank(pieces[:t], pieces[t], piece_log_probs[t]) for t in range(len(pieces)))
-        score = rank / ((self.length_offset + len(pieces)) / (self.length_offset + 1)) ** self.length_penalty
+        rank = sum(self.rank(tokens[:t], tokens[t], token_log_probs[t]) for t in range(len(tokens)))
+        score = (
+            rank
+            / ((self.length_offset + len(tokens)) / (self.length_offset + 1)) ** self.length_penalty
+        )
         if self.coverage_penalty:
             assert attention is not None, "a coverage penalty needs attention weights"
-            score += self.coverage_penalty * coverage(pieces, attention)
-        return Hypothesis(pieces, score, sum(piece_log_probs), tuple(piece_log_probs))
+            score += self.coverage_penalty * coverage(tokens, attention)
+        return Hypothesis(tokens, score, sum(token_log_probs), tuple(token_log_probs))
 
 
-def ngrams(pieces: Pieces, n: int) -> list[Pieces]:
-    """All n pieces in a row."""
-    return [pieces[start : start + n] for start in range(len(pieces) - n + 1)]
+def ngrams(tokens: Tokens, n: int) -> list[Tokens]:
+    """All n tokens in a row."""
+    return [tokens[start : start + n] for start in range(len(tokens) - n + 1)]
 
 
-def coverage(pieces: Pieces, attention: Attention) -> float:
-    """sum over source positions of log(min(attention it got, 1)); the step that wrote EOS counts too.
+def coverage(tokens: Tokens, attention: Attention) -> float:
+    """sum over source positions of log(min(attention it got, 1)); the step that wrote EOS counts
+    too.
 
-    ``attention(pieces)`` is where the step looked that chose the piece after ``pieces``: [S], each row sums to 1. A position
-    that got nothing at all is padding and counts nothing.
+    ``attention(tokens)`` is where the step looked that chose the token after ``tokens``: [S], each
+    row sums to 1. A position that got nothing at all is padding and counts nothing.
     """
-    got_S = sum(np.asarray(attention(pieces[:t]), float) for t in range(len(pieces)))
+    got_S = sum(np.asarray(attention(tokens[:t]), float) for t in range(len(tokens)))
     return sum(math.log(min(got, 1.0)) for got in got_S if got > 0)
 
 
 class _Candidate(NamedTuple):
-    pieces: Pieces
+    tokens: Tokens
     rank: float
-    piece_log_probs: tuple[float, ...]
+    token_log_probs: tuple[float, ...]
 
 
 def reference_search(
@@ -119,77 +142,102 @@ def reference_search(
     num_hypotheses: int | None = None,
     attention: Attention | None = None,
 ) -> list[Hypothesis]:
-    """The ``num_hypotheses`` (default ``beam_size``) best finished hypotheses of a beam search, best first.
+    """The ``num_hypotheses`` (default ``beam_size``) best finished hypotheses of a beam search,
+    best first.
 
-    At each position: the 2W best continuations of the W live hypotheses. Those among the first W that end are finished; the
-    best W of the others live on. A hypothesis with no allowed continuation of positive probability dies. A beam of 1 stops
-    at its first end: it is greedy.
+    At each position: the 2W best continuations of the W live hypotheses. Those among the first W
+    that end are finished; the best W of the others live on. A hypothesis with no allowed
+    continuation of positive probability dies. A beam of 1 stops at its first end: it is greedy.
 
-    Equals: a continuation of the better beam goes first, then the one whose own piece adds more to the rank, then the lower
-    piece; of two finished hypotheses the one that finished at the earlier position, then the better continuation.
+    Equals: a continuation of the better beam goes first, then the one whose own token adds more to
+    the rank, then the lower token; of two finished hypotheses the one that finished at the earlier
+    position, then the better continuation.
     """
     live = [_Candidate((), 0.0, ())]
     finished: list[Hypothesis] = []
     for _ in range(rules.max_length):
         candidates = []
-        if hasattr(log_probs, "look_ahead"):  # a model that is quicker when asked for several at a time
-            log_probs.look_ahead([parent.pieces for parent in live])
+        # a model that is quicker when asked for several at a time
+        if hasattr(log_probs, "look_ahead"):
+            log_probs.look_ahead([parent.tokens for parent in live])
         for beam, parent in enumerate(live):
-            for piece, log_prob in enumerate(np.asarray(log_probs(parent.pieces)).tolist()):
-                if log_prob == -math.inf or not rules.allowed(parent.pieces, piece):
+            for token, log_prob in enumerate(np.asarray(log_probs(parent.tokens)).tolist()):
+                if log_prob == -math.inf or not rules.allowed(parent.tokens, token):
                     continue
-                added = rules.rank(parent.pieces, piece, log_prob)
-                child = _Candidate((*parent.pieces, piece), parent.rank + added, (*parent.piece_log_probs, log_prob))
-                candidates.append(((-child.rank, beam, -added, piece), child))
+                added = rules.rank(parent.tokens, token, log_prob)
+                child = _Candidate(
+                    (*parent.tokens, token),
+                    parent.rank + added,
+                    (*parent.token_log_probs, log_prob),
+                )
+                candidates.append(((-child.rank, beam, -added, token), child))
         best = [child for _, child in sorted(candidates)[: 2 * beam_size]]
-        ends = [child for child in best[:beam_size] if child.pieces[-1] == EOS]
-        finished += [rules.hypothesis(child.pieces, child.piece_log_probs, attention) for child in ends]
-        live = [child for child in best if child.pieces[-1] != EOS][:beam_size]
+        ends = [child for child in best[:beam_size] if child.tokens[-1] == EOS]
+        finished += [
+            rules.hypothesis(child.tokens, child.token_log_probs, attention) for child in ends
+        ]
+        live = [child for child in best if child.tokens[-1] != EOS][:beam_size]
         if beam_size == 1 and ends:
             break
     return _best_first(finished)[: num_hypotheses or beam_size]
 
 
-def every_hypothesis(log_probs: LogProbs, rules: Rules, *, attention: Attention | None = None) -> list[Hypothesis]:
-    """All sequences of positive probability that keep the rules, best first (then shorter, then lower pieces): toys only."""
+def every_hypothesis(
+    log_probs: LogProbs, rules: Rules, *, attention: Attention | None = None
+) -> list[Hypothesis]:
+    """All sequences of positive probability that keep the rules, best first (then shorter, then
+    lower tokens): toys only.
+    """
     return _best_first(
         [
-            rules.hypothesis(pieces, piece_log_probs, attention)
-            for pieces, piece_log_probs in sorted(_sequences(log_probs, rules.max_length), key=lambda found: len(found[0]))
-            if keeps_rules(pieces, rules)
+            rules.hypothesis(tokens, token_log_probs, attention)
+            for tokens, token_log_probs in sorted(
+                _sequences(log_probs, rules.max_length), key=lambda found: len(found[0])
+            )
+            if keeps_rules(tokens, rules)
         ]
     )
 
 
-def keeps_rules(pieces: Pieces, rules: Rules) -> bool:
+def keeps_rules(tokens: Tokens, rules: Rules) -> bool:
     """Is this whole sequence, EOS included, one that a search may find?"""
-    text, end, n = pieces[:-1], len(pieces) - 1, rules.no_repeat_ngram
-    if pieces[-1] != EOS or EOS in text or PAD in text or len(pieces) > rules.max_length:
+    text, end, n = tokens[:-1], len(tokens) - 1, rules.no_repeat_ngram
+    if tokens[-1] != EOS or EOS in text or PAD in text or len(tokens) > rules.max_length:
         return False
     begun = list(rules.prefix[: rules.max_length - 1])
-    if list(pieces[: len(begun)]) != begun:
+    if list(tokens[: len(begun)]) != begun:
         return False
-    if end < rules.max_length - 1 and (end < rules.min_length or EOS in rules.suppress) and end >= len(begun):
+    if (
+        end < rules.max_length - 1
+        and (end < rules.min_length or EOS in rules.suppress)
+        and end >= len(begun)
+    ):
         return False
     chosen = range(len(begun), end)
     if any(text[t] in rules.suppress for t in chosen):
         return False
     # An n-gram may occur twice only where the prefix repeats it.
-    return not n or all(text[t - n + 1 : t + 1] not in ngrams(text[:t], n) for t in chosen if t >= n - 1)
+    return not n or all(
+        text[t - n + 1 : t + 1] not in ngrams(text[:t], n) for t in chosen if t >= n - 1
+    )
 
 
-def _sequences(log_probs: LogProbs, most: int, pieces: Pieces = ()) -> Iterator[tuple[Pieces, tuple[float, ...]]]:
-    """Everything of positive probability that ends in EOS within ``most`` pieces, and what each piece gets."""
+def _sequences(
+    log_probs: LogProbs, most: int, tokens: Tokens = ()
+) -> Iterator[tuple[Tokens, tuple[float, ...]]]:
+    """Everything of positive probability that ends in EOS within ``most`` tokens, and what each
+    token gets.
+    """
     if most < 1:
         return
-    for piece, log_prob in enumerate(np.asarray(log_probs(pieces)).tolist()):
-        if log_prob == -math.inf or piece == PAD:
+    for token, log_prob in enumerate(np.asarray(log_probs(tokens)).tolist()):
+        if log_prob == -math.inf or token == PAD:
             continue
-        if piece == EOS:
+        if token == EOS:
             yield (EOS,), (log_prob,)
         else:
-            for after, others in _sequences(log_probs, most - 1, (*pieces, piece)):
-                yield (piece, *after), (log_prob, *others)
+            for after, others in _sequences(log_probs, most - 1, (*tokens, token)):
+                yield (token, *after), (log_prob, *others)
 
 
 def _best_first(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
@@ -197,5 +245,5 @@ def _best_first(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
 
 
 def chain(log_probs_LVV: np.ndarray, *, bos: int = 1) -> LogProbs:
-    """A model in which a piece depends on its position and the piece before it."""
-    return lambda pieces: log_probs_LVV[len(pieces), pieces[-1] if pieces else bos]
+    """A model in which a token depends on its position and the token before it."""
+    return lambda tokens: log_probs_LVV[len(tokens), tokens[-1] if tokens else bos]

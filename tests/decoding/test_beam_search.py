@@ -1,4 +1,6 @@
-"""Beam search on toy chains: against brute force, a plain reference, and itself in other company."""
+"""Beam search on toy chains: against brute force, a plain reference, and itself in other
+company.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,18 @@ PAD, BOS, EOS = 0, 1, 2
 IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
 
 
-def random_chain(seed: int, *, sentences: int, length: int, vocab: int, possible: int | None = None) -> np.ndarray:
-    """logits_BLVV of the next piece given the position and the piece before; only the first ``possible`` pieces occur."""
-    logits = np.random.default_rng(seed).normal(size=(sentences, length, vocab, vocab)).astype(np.float32) * 1.5
+def random_chain(
+    seed: int, *, sentences: int, length: int, vocab: int, possible: int | None = None
+) -> np.ndarray:
+    """logits_BLVV of the next token given the position and the token before; only the first
+    ``possible`` tokens occur.
+    """
+    logits = (
+        np.random.default_rng(seed)
+        .normal(size=(sentences, length, vocab, vocab))
+        .astype(np.float32)
+        * 1.5
+    )
     if possible is not None:
         logits[..., possible:] = -np.inf
     return logits
@@ -50,16 +61,28 @@ def _search(logits_BLVV, max_lengths_B, *, beam_size, length_penalty, num_hypoth
 
 
 def search(logits, *, beam_size, length_penalty=0.6, max_lengths=None, num_hypotheses=None):
-    """The result as one list of (pieces, score, log-probability) a sentence, with what every result must satisfy checked."""
-    limits = np.full(len(logits), logits.shape[1]) if max_lengths is None else np.asarray(max_lengths)
+    """The result as one list of (tokens, score, log-probability) a sentence, with what every result
+    must satisfy checked.
+    """
+    limits = (
+        np.full(len(logits), logits.shape[1]) if max_lengths is None else np.asarray(max_lengths)
+    )
     result = jax.tree.map(
         np.asarray,
-        _search(logits, limits, beam_size=beam_size, length_penalty=length_penalty, num_hypotheses=num_hypotheses),
+        _search(
+            logits,
+            limits,
+            beam_size=beam_size,
+            length_penalty=length_penalty,
+            num_hypotheses=num_hypotheses,
+        ),
     )
     found = []
     for sentence, limit in enumerate(limits):
         hypotheses = []
-        for tokens, score, log_prob, length, _ in zip(*(field[sentence] for field in result), strict=True):
+        for tokens, score, log_prob, length, _ in zip(
+            *(field[sentence] for field in result), strict=True
+        ):
             assert (tokens[length:] == PAD).all()
             if length == 0:
                 assert score == log_prob == -np.inf
@@ -79,25 +102,45 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def forced_log_prob(log_probs_LVV: np.ndarray, pieces: list[int]) -> float:
-    """What the chain gives ``pieces``, EOS included."""
-    return sum(log_probs_LVV[t, before, piece] for t, (before, piece) in enumerate(itertools.pairwise([BOS, *pieces])))
+def forced_log_prob(log_probs_LVV: np.ndarray, tokens: list[int]) -> float:
+    """What the chain gives ``tokens``, EOS included."""
+    return sum(
+        log_probs_LVV[t, before, token]
+        for t, (before, token) in enumerate(itertools.pairwise([BOS, *tokens]))
+    )
 
 
 def assert_same(found, expected):
     """The hypotheses of one sentence against those of the plain search."""
-    assert [tuple(pieces) for pieces, _, _ in found] == [hypothesis.pieces for hypothesis in expected]
-    np.testing.assert_allclose([score for _, score, _ in found], [hypothesis.score for hypothesis in expected], rtol=1e-5)
-    np.testing.assert_allclose([log_p for _, _, log_p in found], [hypothesis.log_prob for hypothesis in expected], rtol=1e-5)
+    assert [tuple(tokens) for tokens, _, _ in found] == [
+        hypothesis.tokens for hypothesis in expected
+    ]
+    np.testing.assert_allclose(
+        [score for _, score, _ in found], [hypothesis.score for hypothesis in expected], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        [log_p for _, _, log_p in found],
+        [hypothesis.log_prob for hypothesis in expected],
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize(
     ("possible", "length", "beam_size", "alpha"),
-    [(4, 5, 40, 0.6), (4, 5, 40, 2.0), (5, 4, 48, 0.6), (7, 3, 40, 0.0), (7, 3, 40, 1.0), (40, 2, 40, 0.6)],
+    [
+        (4, 5, 40, 0.6),
+        (4, 5, 40, 2.0),
+        (5, 4, 48, 0.6),
+        (7, 3, 40, 0.0),
+        (7, 3, 40, 1.0),
+        (40, 2, 40, 0.6),
+    ],
 )
 def test_a_wide_beam_finds_the_best_of_all_sequences(possible, length, beam_size, alpha):
     logits = random_chain(possible, sentences=6, length=length, vocab=beam_size, possible=possible)
-    for chain, found in zip(logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True):
+    for chain, found in zip(
+        logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True
+    ):
         rules = Rules(max_length=length, length_penalty=alpha)
         assert_same(found, every_hypothesis(as_model(log_softmax(chain)), rules)[:beam_size])
 
@@ -105,21 +148,25 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(possible, length, beam_size
 @pytest.mark.parametrize(("beam_size", "alpha"), [(2, 0.6), (3, 0.0), (3, 1.5), (4, 0.6), (8, 0.6)])
 def test_agrees_with_a_plain_search(beam_size, alpha):
     logits = random_chain(beam_size, sentences=100, length=9, vocab=11)
-    for chain, found in zip(logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True):
+    for chain, found in zip(
+        logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True
+    ):
         rules = Rules(max_length=9, length_penalty=alpha)
-        assert_same(found, reference_search(as_model(log_softmax(chain)), rules, beam_size=beam_size))
+        assert_same(
+            found, reference_search(as_model(log_softmax(chain)), rules, beam_size=beam_size)
+        )
 
 
 def test_beam_of_one_is_greedy():
     logits = random_chain(0, sentences=40, length=12, vocab=9)
-    for chain, [(pieces, _, _)] in zip(logits, search(logits, beam_size=1), strict=True):
+    for chain, [(tokens, _, _)] in zip(logits, search(logits, beam_size=1), strict=True):
         expected = [BOS]
         while expected[-1] != EOS:
             position = len(expected) - 1
             row = chain[position, expected[-1]].copy()
             row[PAD] = -np.inf
             expected.append(EOS if position == 11 else int(row.argmax()))
-        assert pieces == expected[1:]
+        assert tokens == expected[1:]
 
 
 @pytest.mark.parametrize("num_hypotheses", [1, 2, 3])
@@ -132,11 +179,13 @@ def test_fewer_hypotheses_are_the_first_of_more(num_hypotheses):
 def test_reported_scores_are_those_of_the_forced_output():
     logits = random_chain(2, sentences=20, length=10, vocab=13)
     limits = np.arange(20) % 10 + 1
-    for chain, hypotheses in zip(logits, search(logits, beam_size=5, max_lengths=limits), strict=True):
-        for pieces, score, log_prob in hypotheses:
-            expected = forced_log_prob(log_softmax(chain), pieces)
+    for chain, hypotheses in zip(
+        logits, search(logits, beam_size=5, max_lengths=limits), strict=True
+    ):
+        for tokens, score, log_prob in hypotheses:
+            expected = forced_log_prob(log_softmax(chain), tokens)
             assert log_prob == pytest.approx(expected, abs=1e-4)
-            assert score == pytest.approx(expected / ((5 + len(pieces)) / 6) ** 0.6, abs=1e-4)
+            assert score == pytest.approx(expected / ((5 + len(tokens)) / 6) ** 0.6, abs=1e-4)
 
 
 def test_neighbours_do_not_matter():
@@ -147,12 +196,16 @@ def test_neighbours_do_not_matter():
     shuffled = search(logits[order], beam_size=3, max_lengths=limits[order])
     assert [together[i] for i in order] == shuffled
     for i in range(12):
-        assert search(logits[i : i + 1], beam_size=3, max_lengths=limits[i : i + 1]) == [together[i]]
+        assert search(logits[i : i + 1], beam_size=3, max_lengths=limits[i : i + 1]) == [
+            together[i]
+        ]
 
 
 def test_a_limit_is_the_same_as_a_shorter_search():
     logits = random_chain(4, sentences=8, length=9, vocab=10)
-    assert search(logits, beam_size=4, max_lengths=[5] * 8) == search(logits[:, :5], beam_size=4, max_lengths=[5] * 8)
+    assert search(logits, beam_size=4, max_lengths=[5] * 8) == search(
+        logits[:, :5], beam_size=4, max_lengths=[5] * 8
+    )
 
 
 def test_at_the_limit_only_the_end_is_allowed():
@@ -174,19 +227,23 @@ def test_slots_that_nothing_can_fill_stay_empty():
     assert [len(hypotheses) for hypotheses in search(logits, beam_size=6)] == [3, 3, 3]
 
 
-def test_ties_go_to_the_better_beam_then_the_lower_piece():
+def test_ties_go_to_the_better_beam_then_the_lower_token():
     logits = np.zeros((5, 4, 12, 12), np.float32)
     logits[..., EOS] = -1
     found = search(logits, beam_size=3)
     assert found == [found[0]] * 5
-    assert [pieces for pieces, _, _ in found[0]] == [[1, 1, 1, EOS], [1, 1, 3, EOS], [1, 1, 4, EOS]]
+    assert [tokens for tokens, _, _ in found[0]] == [[1, 1, 1, EOS], [1, 1, 3, EOS], [1, 1, 4, EOS]]
 
 
-def test_impossible_pieces_never_give_nan():
+def test_impossible_tokens_never_give_nan():
     logits = random_chain(8, sentences=5, length=6, vocab=10, possible=4)
     logits[:, :, 3] = -np.inf
     logits[:, :, 3, EOS] = 0
-    assert all(np.isfinite(score) for hypotheses in search(logits, beam_size=5) for _, score, _ in hypotheses)
+    assert all(
+        np.isfinite(score)
+        for hypotheses in search(logits, beam_size=5)
+        for _, score, _ in hypotheses
+    )
 
 
 def test_compiles_once_for_one_shape():
@@ -214,7 +271,9 @@ def test_settings_out_of_range(arguments, message):
 
 @pytest.mark.parametrize(("weights", "source_length"), [(None, 3), (jnp.ones((1, 2, 3)) / 3, 0)])
 def test_a_coverage_penalty_needs_attention_weights(weights, source_length):
-    with pytest.raises(UserError, match="coverage_penalty is 0.5 without attention weights .* expected `attention`"):
+    with pytest.raises(
+        UserError, match="coverage_penalty is 0.5 without attention weights .* expected `attention`"
+    ):
         beam_search(
             lambda tokens_BW, cache: (jnp.zeros((1, 2, 5)), cache),
             (),
@@ -228,13 +287,17 @@ def test_a_coverage_penalty_needs_attention_weights(weights, source_length):
         )
 
 
-@pytest.mark.parametrize(("width", "k"), [(5, 3), (127, 4), (1024, 4), (3001, 8), (3001, 1), (4096, 16)])
+@pytest.mark.parametrize(
+    ("width", "k"), [(5, 3), (127, 4), (1024, 4), (3001, 8), (3001, 1), (4096, 16)]
+)
 @pytest.mark.parametrize("values", [5, 1_000_000])
 def test_two_stage_top_k_equals_lax(width, k, values):
     x = np.random.default_rng(width).integers(values, size=(6, width)).astype(np.float32)
     x[0] = 0
     x[1, : width // 2] = -np.inf
-    for ours, theirs in zip(jax.jit(top_k, static_argnums=1)(x, k), jax.lax.top_k(x, k), strict=True):
+    for ours, theirs in zip(
+        jax.jit(top_k, static_argnums=1)(x, k), jax.lax.top_k(x, k), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -242,24 +305,35 @@ def test_two_stage_top_k_equals_lax(width, k, values):
 @pytest.mark.parametrize("forbidden", [(0, 7), tuple(range(0, 40, 2))])
 @pytest.mark.parametrize("values", [5, 1_000_000])
 def test_top_k_passes_over_what_is_forbidden(backend, forbidden, values, monkeypatch):
-    """In whichever way: in few chunks, among the first few, or by a copy in which the forbidden are the lowest."""
+    """In whichever way: in few chunks, among the first few, or by a copy in which the forbidden are
+    the lowest.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     x = np.random.default_rng(values).integers(values, size=(6, 3001)).astype(np.float32)
     x[:3, list(forbidden)] = 2 * values
-    ours = top_k(jnp.asarray(x), 8, allowed=lambda ids: ~jnp.isin(ids, jnp.array(forbidden)), num_forbidden=len(forbidden))
+    ours = top_k(
+        jnp.asarray(x),
+        8,
+        allowed=lambda ids: ~jnp.isin(ids, jnp.array(forbidden)),
+        num_forbidden=len(forbidden),
+    )
     x[:, list(forbidden)] = -1
     for mine, theirs in zip(ours, jax.lax.top_k(x, 8), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
 def test_length_divisor_is_that_of_the_paper():
-    np.testing.assert_allclose(length_divisor(jnp.array([1, 7, 25]), 0.6), [1.0, 2**0.6, 5**0.6], rtol=1e-6)
+    np.testing.assert_allclose(
+        length_divisor(jnp.array([1, 7, 25]), 0.6), [1.0, 2**0.6, 5**0.6], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("max_length", [2, 4])
 @pytest.mark.parametrize("prefix", [(), (3,)])
 def test_a_beam_in_a_dead_end_never_finishes(max_length: int, prefix: tuple[int, ...]) -> None:
-    """As in a search that a grammar restricts: after piece 3 nothing is possible, not even where EOS is forced."""
+    """As in a search that a grammar restricts: after token 3 nothing is possible, not even where
+    EOS is forced.
+    """
     log_chance = np.full((5, 5), -np.inf, np.float32)
     log_chance[1, [3, 4]], log_chance[4, 2] = np.log(0.5), 0
     result = beam_search(
@@ -274,14 +348,20 @@ def test_a_beam_in_a_dead_end_never_finishes(max_length: int, prefix: tuple[int,
         pad_id=0,
     )
     rules = Rules(max_length, prefix=prefix)
-    expected = reference_search(lambda pieces: log_chance[pieces[-1] if pieces else 1], rules, beam_size=2)
-    assert [h.pieces for h in expected] == ([] if prefix else [(4, 2)])
-    found = [tuple(result.tokens_BNL[0, n, :length].tolist()) for n, length in enumerate(result.lengths_BN[0]) if length]
-    assert found == [h.pieces for h in expected]
+    expected = reference_search(
+        lambda tokens: log_chance[tokens[-1] if tokens else 1], rules, beam_size=2
+    )
+    assert [h.tokens for h in expected] == ([] if prefix else [(4, 2)])
+    found = [
+        tuple(result.tokens_BNL[0, n, :length].tolist())
+        for n, length in enumerate(result.lengths_BN[0])
+        if length
+    ]
+    assert found == [h.tokens for h in expected]
     assert np.isneginf(result.scores_BN[0, len(found) :]).all()
 
 
-def test_pieces_and_rows_of_probability_zero_never_win() -> None:
+def test_tokens_and_rows_of_probability_zero_never_win() -> None:
     chance = np.zeros((5, 5), np.float32)
     chance[1, 3], chance[1, 4], chance[3, 2], chance[3, 3], chance[4, 2] = 0.9, 0.1, 0.5, 0.5, 1.0
     with np.errstate(divide="ignore"):

@@ -1,4 +1,6 @@
-"""Every rule of the search, alone and together: the compiled search against the plain one, sentence by sentence."""
+"""Every rule of the search, alone and together: the compiled search against the plain one, sentence
+by sentence.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def search(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int | 
     batch, length = toys.log_probs_BLVV.shape[:2]
     prefix_BP = np.full((batch, len(rules.prefix) + 1), NOT_FORCED)
     prefix_BP[:, : len(rules.prefix)] = rules.prefix
-    constraints = Constraints(rules.min_length, tuple(rules.suppress), rules.no_repeat_ngram, rules.repetition_penalty)
+    constraints = Constraints(
+        rules.min_length, tuple(rules.suppress), rules.no_repeat_ngram, rules.repetition_penalty
+    )
 
     @jax.jit
     def run():
@@ -73,23 +77,38 @@ def search(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int | 
 
 
 def model(toys: Chains, sentence: int):
-    log_probs, attention_LVS = toys.log_probs_BLVV[sentence].astype(np.float64), toys.attention_BLVS[sentence]
-    return chain(log_probs), lambda pieces: attention_LVS[len(pieces), pieces[-1] if pieces else chains.BOS]
+    log_probs, attention_LVS = (
+        toys.log_probs_BLVV[sentence].astype(np.float64),
+        toys.attention_BLVS[sentence],
+    )
+    return chain(log_probs), lambda tokens: attention_LVS[
+        len(tokens), tokens[-1] if tokens else chains.BOS
+    ]
 
 
 def assert_same(found, expected):
-    assert [pieces for pieces, _, _ in found] == [hypothesis.pieces for hypothesis in expected]
-    np.testing.assert_allclose([score for _, score, _ in found], [hypothesis.score for hypothesis in expected], rtol=1e-4)
-    np.testing.assert_allclose([log_p for _, _, log_p in found], [hypothesis.log_prob for hypothesis in expected], rtol=1e-4)
+    assert [tokens for tokens, _, _ in found] == [hypothesis.tokens for hypothesis in expected]
+    np.testing.assert_allclose(
+        [score for _, score, _ in found], [hypothesis.score for hypothesis in expected], rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        [log_p for _, _, log_p in found],
+        [hypothesis.log_prob for hypothesis in expected],
+        rtol=1e-4,
+    )
 
 
-@pytest.mark.parametrize(("name", "beam_size"), [*((name, 4) for name in RULES), ("all", 1), ("all", 2)])
+@pytest.mark.parametrize(
+    ("name", "beam_size"), [*((name, 4) for name in RULES), ("all", 1), ("all", 2)]
+)
 def test_agrees_with_the_plain_search(name, beam_size):
     toys = random_chains(beam_size, sentences=SENTENCES, length=LENGTH, vocab=11)
     rules = Rules(LENGTH, **RULES[name])
     for sentence, found in enumerate(search(toys, rules, beam_size=beam_size)):
         log_probs, attention = model(toys, sentence)
-        assert_same(found, reference_search(log_probs, rules, beam_size=beam_size, attention=attention))
+        assert_same(
+            found, reference_search(log_probs, rules, beam_size=beam_size, attention=attention)
+        )
 
 
 @pytest.mark.parametrize("name", ["suppressed", "bigrams", "repetition", "all"])
@@ -109,8 +128,8 @@ def test_what_is_reported_is_the_models_own_probability():
     rules = Rules(LENGTH, repetition_penalty=2.0, no_repeat_ngram=2, suppress=(5, 6), min_length=3)
     for sentence, found in enumerate(search(toys, rules, beam_size=3)):
         log_probs, _ = model(toys, sentence)
-        for pieces, _, log_prob in found:
-            forced = sum(log_probs(pieces[:t])[piece] for t, piece in enumerate(pieces))
+        for tokens, _, log_prob in found:
+            forced = sum(log_probs(tokens[:t])[token] for t, token in enumerate(tokens))
             assert log_prob == pytest.approx(forced, abs=1e-4)
 
 

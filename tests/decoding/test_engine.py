@@ -1,4 +1,6 @@
-"""Sentences through the compiled program: the same in any company, and the program moves no more than it must."""
+"""Sentences through the compiled program: the same in any company, and the program moves no more
+than it must.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,24 @@ from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 
 VOCAB = 40
-MODEL = ModelConfig(vocab_size=VOCAB, d_model=16, d_ff=32, num_heads=2, num_layers=1, tie_embeddings="none", dtype="float32")
+MODEL = ModelConfig(
+    vocab_size=VOCAB,
+    d_model=16,
+    d_ff=32,
+    num_heads=2,
+    num_layers=1,
+    tie_embeddings="none",
+    dtype="float32",
+)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=16, batch_size=4)
 # conftest.py takes it from the tests, as it compiles slowly
-USERS_CODE_GENERATOR = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}
-SENTENCES = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + i % 11).tolist(), seed=i) for i in range(30)]
+USERS_CODE_GENERATOR = (
+    {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ["XLA_FLAGS"] else {}
+)
+SENTENCES = [
+    Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + i % 11).tolist(), seed=i)
+    for i in range(30)
+]
 
 
 def make_model(seed, config=MODEL):
@@ -33,15 +48,18 @@ def make_model(seed, config=MODEL):
 
 def as_arrays(sentences, found):
     """Sources and best hypotheses, EOS included, padded to one shape: [N, 12] and [N, 28]."""
-    source_NS, target_NT = np.zeros((len(sentences), 12), np.int32), np.zeros((len(sentences), 28), np.int32)
+    source_NS, target_NT = (
+        np.zeros((len(sentences), 12), np.int32),
+        np.zeros((len(sentences), 28), np.int32),
+    )
     for n, (sentence, its) in enumerate(zip(sentences, found, strict=True)):
-        source_NS[n, : len(sentence.pieces) + 1] = [*sentence.pieces, 2]
-        target_NT[n, : len(its[0].pieces) + 1] = [*its[0].pieces, 2]
+        source_NS[n, : len(sentence.tokens) + 1] = [*sentence.tokens, 2]
+        target_NT[n, : len(its[0].tokens) + 1] = [*its[0].tokens, 2]
     return source_NS, target_NT
 
 
-def pieces(found):
-    return [[hypothesis.pieces for hypothesis in its] for its in found]
+def tokens(found):
+    return [[hypothesis.tokens for hypothesis in its] for its in found]
 
 
 @pytest.fixture(scope="module")
@@ -50,72 +68,104 @@ def engine():
 
 
 def test_the_same_in_any_company():
-    """To the last bit, whichever shapes the neighbours are encoded in and whichever blocks of the caches they need."""
+    """To the last bit, whichever shapes the neighbours are encoded in and whichever blocks of the
+    caches they need.
+    """
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 144})
     engine = Engine([make_model(0)], config)
     engine._search = jax.jit(
-        engine._search_queue, static_argnames=("program", "num_hypotheses"), compiler_options=dict(USERS_CODE_GENERATOR)
+        engine._search_queue,
+        static_argnames=("program", "num_hypotheses"),
+        compiler_options=dict(USERS_CODE_GENERATOR),
     )
-    sentences = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist()) for i in range(60)]
+    sentences = [
+        Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist())
+        for i in range(60)
+    ]
     whole = engine.search(sentences, num_hypotheses=2)
     order = np.random.default_rng(0).permutation(len(sentences))
     shuffled = engine.search([sentences[i] for i in order], num_hypotheses=2)
     assert shuffled == [whole[i] for i in order]
-    assert [engine.search([sentence], num_hypotheses=2)[0] for sentence in sentences[:12]] == whole[:12]
+    assert [engine.search([sentence], num_hypotheses=2)[0] for sentence in sentences[:12]] == whole[
+        :12
+    ]
     assert engine.num_compiled == 2
 
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_what_accelerators_do_otherwise_finds_the_same(backend, monkeypatch):
     """Other blocks of the caches, another top-k, caches that are not kept: run on a CPU."""
-    config = DecodingConfig(**{**vars(CONFIG), "batch_size": 8, "max_source_length": 144, "min_length": 2})
-    sentences = [Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist()) for i in range(20)]
+    config = DecodingConfig(
+        **{**vars(CONFIG), "batch_size": 8, "max_source_length": 144, "min_length": 2}
+    )
+    sentences = [
+        Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist())
+        for i in range(20)
+    ]
     expected = Engine([make_model(0)], config).search(sentences)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     engine = Engine([make_model(0)], config)
     found = engine.search(sentences)
     assert not engine._caches
-    assert pieces(found) == pieces(expected)
-    np.testing.assert_allclose(*([its[0].log_prob for its in each] for each in (found, expected)), rtol=1e-5)
+    assert tokens(found) == tokens(expected)
+    np.testing.assert_allclose(
+        *([its[0].log_prob for its in each] for each in (found, expected)), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_search_in_bfloat16_converts_its_weights_once(tied):
     """Before its loops, embeddings excepted; the model stays what it was to the last bit."""
-    shape = {**vars(MODEL), "vocab_size": 56, "num_layers": 2, "dtype": "bfloat16", "tie_embeddings": "all" if tied else "none"}
+    shape = {
+        **vars(MODEL),
+        "vocab_size": 56,
+        "num_layers": 2,
+        "dtype": "bfloat16",
+        "tie_embeddings": "all" if tied else "none",
+    }
     model = Transformer(ModelConfig(**shape), rngs=nnx.Rngs(0))
     engine = Engine([model], CONFIG)
     program = engine.lowered(engine.programs[0]).as_text()
     loops = program.index("stablehlo.while")
     matrix = re.compile(r"stablehlo.convert %\S+ : \(tensor<((?:\d+x)+)f32>\) -> tensor<\1bf16>")
-    weights = {"56x16x", "16x2x8x", "2x8x16x", "16x32x", "32x16x", "32x"}  # softmax, attention's, feed-forward's, its bias
-    converted = [(found.group(1), found.start()) for found in matrix.finditer(program) if found.group(1) in weights]
+    # softmax, attention's, feed-forward's, its bias
+    weights = {"56x16x", "16x2x8x", "2x8x16x", "16x32x", "32x16x", "32x"}
+    converted = [
+        (found.group(1), found.start())
+        for found in matrix.finditer(program)
+        if found.group(1) in weights
+    ]
     assert {shape for shape, _ in converted} == weights
     assert all(place < loops for _, place in converted)
 
     cast = with_cast_weights(model)
-    assert cast.target_embedding.matrix.dtype == np.float32  # a lookup is not rounded before it is scaled
+    # a lookup is not rounded before it is scaled
+    assert cast.target_embedding.matrix.dtype == np.float32
     source, target = (np.random.default_rng(i).integers(4, 56, (3, 7)) for i in range(2))
     np.testing.assert_array_equal(*(jax.jit(each)(source, target) for each in (model, cast)))
 
 
 def test_scores_are_those_of_the_models_forward_pass():
-    """Sources of all shapes: the score of each piece is that of teacher forcing."""
+    """Sources of all shapes: the score of each token is that of teacher forcing."""
     model = make_model(0)
     engine = Engine([model], DecodingConfig(**{**vars(CONFIG), "max_source_length": 80}))
     for length in (3, 20, 30, 60, 75):
-        pieces = np.random.default_rng(length).integers(4, VOCAB, length).tolist()
-        [[found]] = engine.search([Sentence(pieces)])
-        target = np.array([[*found.pieces, 2]])
-        log_probs_TV = np.asarray(jax.jit(lambda s, t: jax.nn.log_softmax(model(s, t)))(np.array([[*pieces, 2]]), target))[0]
-        np.testing.assert_allclose(found.piece_log_probs, log_probs_TV[np.arange(target.size), target[0]], atol=1e-4)
+        tokens = np.random.default_rng(length).integers(4, VOCAB, length).tolist()
+        [[found]] = engine.search([Sentence(tokens)])
+        target = np.array([[*found.tokens, 2]])
+        log_probs_TV = np.asarray(
+            jax.jit(lambda s, t: jax.nn.log_softmax(model(s, t)))(np.array([[*tokens, 2]]), target)
+        )[0]
+        np.testing.assert_allclose(
+            found.token_log_probs, log_probs_TV[np.arange(target.size), target[0]], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_other_batch_sizes_agree(engine, batch_size):
     other = Engine([make_model(0)], DecodingConfig(**{**vars(CONFIG), "batch_size": batch_size}))
     for one, two in zip(engine.search(SENTENCES), other.search(SENTENCES), strict=True):
-        assert one[0].pieces == two[0].pieces
+        assert one[0].tokens == two[0].tokens
         assert one[0].log_prob == pytest.approx(two[0].log_prob, abs=1e-4)
 
 
@@ -131,7 +181,7 @@ def test_no_compilation_in_steady_state():
 def test_an_ensemble_of_one_model_twice_is_that_model(engine):
     twice = Engine([make_model(0), make_model(0)], CONFIG)
     for one, two in zip(engine.search(SENTENCES), twice.search(SENTENCES), strict=True):
-        assert one[0].pieces == two[0].pieces
+        assert one[0].tokens == two[0].tokens
         assert one[0].log_prob == pytest.approx(two[0].log_prob, abs=1e-4)
 
 
@@ -139,33 +189,46 @@ def test_an_ensemble_averages_probabilities():
     models = [make_model(2), make_model(3, ModelConfig(**{**vars(MODEL), "num_heads": 4}))]
     found = Engine(models, CONFIG).search(SENTENCES)
     source_NS, target_NT = as_arrays(SENTENCES, found)
-    chances = [jax.jit(lambda s, t, model=model: jax.nn.softmax(model(s, t)))(source_NS, target_NT) for model in models]
+    chances = [
+        jax.jit(lambda s, t, model=model: jax.nn.softmax(model(s, t)))(source_NS, target_NT)
+        for model in models
+    ]
     log_probs_NTV = np.log(np.mean(chances, axis=0))
     for its, target_T, log_probs_TV in zip(found, target_NT, log_probs_NTV, strict=True):
-        each = its[0].piece_log_probs
-        np.testing.assert_allclose(each, log_probs_TV[np.arange(28), target_T][: len(each)], atol=1e-4)
+        each = its[0].token_log_probs
+        np.testing.assert_allclose(
+            each, log_probs_TV[np.arange(28), target_T][: len(each)], atol=1e-4
+        )
 
 
 def test_samples_of_a_sentence_depend_on_its_seed_alone():
-    engine = Engine([make_model(0)], DecodingConfig(**{**vars(CONFIG), "method": "sample", "beam_size": 2}))
+    engine = Engine(
+        [make_model(0)], DecodingConfig(**{**vars(CONFIG), "method": "sample", "beam_size": 2})
+    )
     whole = engine.search(SENTENCES, num_hypotheses=2)
     assert engine.search(SENTENCES[::-1], num_hypotheses=2) == whole[::-1]
     other_seeds = [sentence._replace(seed=99 + sentence.seed) for sentence in SENTENCES]
-    assert pieces(engine.search(other_seeds, num_hypotheses=2)) != pieces(whole)
+    assert tokens(engine.search(other_seeds, num_hypotheses=2)) != tokens(whole)
 
 
 def test_the_coverage_penalty_is_that_of_the_models_attention():
     model = make_model(0)
-    config = DecodingConfig(**{**vars(CONFIG), "coverage_penalty": 0.5, "max_extra_length": 1, "no_repeat_ngram": 1})
+    config = DecodingConfig(
+        **{**vars(CONFIG), "coverage_penalty": 0.5, "max_extra_length": 1, "no_repeat_ngram": 1}
+    )
     found = Engine([model], config).search(SENTENCES)
     source_NS, target_NT = as_arrays(SENTENCES, found)
-    weights_NTS = np.asarray(jax.jit(lambda s, t: cross_attention_weights(model, s, t))(source_NS, target_NT))
+    weights_NTS = np.asarray(
+        jax.jit(lambda s, t: cross_attention_weights(model, s, t))(source_NS, target_NT)
+    )
     penalties = []
     for sentence, its, weights_TS in zip(SENTENCES, found, weights_NTS, strict=True):
-        length = len(its[0].piece_log_probs)
-        seen_S = weights_TS[:length, : len(sentence.pieces) + 1].sum(axis=0)
+        length = len(its[0].token_log_probs)
+        seen_S = weights_TS[:length, : len(sentence.tokens) + 1].sum(axis=0)
         penalties.append(0.5 * np.log(np.minimum(seen_S, 1)).sum())
-        assert its[0].score == pytest.approx(its[0].log_prob / ((5 + length) / 6) ** 0.6 + penalties[-1], abs=1e-4)
+        assert its[0].score == pytest.approx(
+            its[0].log_prob / ((5 + length) / 6) ** 0.6 + penalties[-1], abs=1e-4
+        )
     assert min(penalties) < -0.1
 
 
@@ -182,10 +245,12 @@ def test_caches_are_made_once_and_used_again():
 
 def test_devices_share_the_work(engine):
     spread = Engine([make_model(0)], CONFIG, devices=jax.devices()[:4])
-    assert pieces(spread.search(SENTENCES)) == pieces(engine.search(SENTENCES))
+    assert tokens(spread.search(SENTENCES)) == tokens(engine.search(SENTENCES))
     # Each gets as many as any other, whatever the blocks of one length that they come in.
     places = spread._places(spread.programs[0], [[0], [1, 2, 3], [4], [5, 6]])
-    queue, counts, _ = spread._queue(spread.programs[0], {place: SENTENCES[index] for index, place in places.items()})
+    queue, counts, _ = spread._queue(
+        spread.programs[0], {place: SENTENCES[index] for index, place in places.items()}
+    )
     assert len(set(places.values())) == 7 and counts.sum(axis=1).tolist() == [2, 2, 2, 1]
     assert (queue.limit_Q > 0).sum() == 7
 
@@ -193,9 +258,14 @@ def test_devices_share_the_work(engine):
 def test_one_device_is_where_the_search_runs(engine):
     device = jax.devices()[1]
     there = Engine([make_model(0)], CONFIG, devices=[device])
-    assert pieces(there.search(SENTENCES)) == pieces(engine.search(SENTENCES))
-    assert pieces(there.search(SENTENCES[:9])) == pieces(engine.search(SENTENCES[:9])) and there.num_compiled == 1
-    assert all(leaf.devices() == {device} for leaf in jax.tree.leaves((there.parameters, there._caches)))
+    assert tokens(there.search(SENTENCES)) == tokens(engine.search(SENTENCES))
+    assert (
+        tokens(there.search(SENTENCES[:9])) == tokens(engine.search(SENTENCES[:9]))
+        and there.num_compiled == 1
+    )
+    assert all(
+        leaf.devices() == {device} for leaf in jax.tree.leaves((there.parameters, there._caches))
+    )
 
 
 @pytest.mark.parametrize("num_devices", [0, 1, 4])
@@ -203,12 +273,18 @@ def test_assigned_parameters_go_where_the_work_is_done(engine, num_devices):
     devices = jax.devices()[:num_devices]
     other = Engine([make_model(5)], CONFIG, devices=devices)
     other.parameters = [nnx.state(make_model(0), nnx.Param)]
-    assert all(leaf.devices() == set(devices or jax.devices()[:1]) for leaf in jax.tree.leaves(other.parameters))
-    assert pieces(other.search(SENTENCES[:9])) == pieces(engine.search(SENTENCES[:9]))
+    assert all(
+        leaf.devices() == set(devices or jax.devices()[:1])
+        for leaf in jax.tree.leaves(other.parameters)
+    )
+    assert tokens(other.search(SENTENCES[:9])) == tokens(engine.search(SENTENCES[:9]))
 
 
 def test_a_source_that_is_too_long(engine):
-    with pytest.raises(UserError, match="Sentence 1 has 16 source pieces; expected at most 15, one less than decoding.max_so"):
+    with pytest.raises(
+        UserError,
+        match="Sentence 1 has 16 source tokens; expected at most 15, one less than decoding.max_so",
+    ):
         engine.search([SENTENCES[0], Sentence([5] * 16)])
 
 
@@ -216,34 +292,60 @@ def test_settings_that_do_not_fit():
     with pytest.raises(UserError, match="beam_size is 41; expected at most 40"):
         Engine([make_model(0)], DecodingConfig(beam_size=41))
     with pytest.raises(
-        UserError, match=r"have \[\(40, 40\), \(50, 50\)\] source and target pieces; expected models of one voc"
+        UserError,
+        match=r"have \[\(40, 40\), \(50, 50\)\] source and target tokens; expected models of one voc",
     ):
-        Engine([make_model(0), make_model(0, ModelConfig(**{**vars(MODEL), "vocab_size": 50}))], CONFIG)
+        Engine(
+            [make_model(0), make_model(0, ModelConfig(**{**vars(MODEL), "vocab_size": 50}))], CONFIG
+        )
     with pytest.raises(UserError, match="batch_size is 4; expected a multiple of 8"):
         Engine([make_model(0)], CONFIG, devices=jax.devices())
 
 
 def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_vocabulary():
     batch, beam, vocab, length = 5, 4, 3000, 24 + 10
-    model = Transformer(ModelConfig(**{**vars(MODEL), "vocab_size": vocab, "num_layers": 2}), rngs=nnx.Rngs(0))
-    config = DecodingConfig(**{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24})
+    model = Transformer(
+        ModelConfig(**{**vars(MODEL), "vocab_size": vocab, "num_layers": 2}), rngs=nnx.Rngs(0)
+    )
+    config = DecodingConfig(
+        **{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24}
+    )
     engine = Engine([model], config)
     compiled = engine.lowered(engine.programs[0]).compile(USERS_CODE_GENERATOR)
     memory, program = compiled.memory_analysis(), compiled.as_text()
-    caches = batch * 2 * 2 * 8 * (length * beam + 24) * 2 * 4  # layers, heads, widths, positions, keys and values, bytes
-    assert memory.alias_size_in_bytes >= caches  # they stay where they are given, and besides the logits
+    # layers, heads, widths, positions, keys and values, bytes
+    caches = batch * 2 * 2 * 8 * (length * beam + 24) * 2 * 4
+    # they stay where they are given, and besides the logits
+    assert memory.alias_size_in_bytes >= caches
     assert memory.temp_size_in_bytes < caches + batch * beam * vocab * 4  # nothing as large is held
-    bodies, steps = hlo.computations(program), hlo.innermost_loop(program, hypotheses=batch * beam, vocab_size=vocab)
+    bodies, steps = (
+        hlo.computations(program),
+        hlo.innermost_loop(program, hypotheses=batch * beam, vocab_size=vocab),
+    )
     assert steps
     blocks = {(batch, 2, slots * beam, 8) for slots in (16, 16, length - 32)}  # of self-attention
     blocks.add((batch, 2, 24, 8))  # of the memory
-    assert all(any(f"f32[{','.join(map(str, shape))}]" in bodies[name] for name in steps) for shape in blocks)
+    assert all(
+        any(f"f32[{','.join(map(str, shape))}]" in bodies[name] for name in steps)
+        for shape in blocks
+    )
     assert not hlo.moved(program, steps, blocks)
 
-    # Logits are written once, by the product that makes them; the search reads them and writes narrower things.
-    wide = re.compile(rf"^  (?:ROOT )?%(\S+) = f32\[(?:{batch * beam},{vocab}|{batch},{beam},{vocab})\]\S* ([\w-]+)\(", re.M)
-    loop = [text for name, text in bodies.items() if "fused_computation" not in name and "wrapped" not in name]
+    # Logits are written once, by the product that makes them; the search reads them and writes
+    # narrower things.
+    wide = re.compile(
+        rf"^  (?:ROOT )?%(\S+) = f32\[(?:{batch * beam},{vocab}|{batch},{beam},{vocab})\]\S* ([\w-]+)\(",
+        re.M,
+    )
+    loop = [
+        text
+        for name, text in bodies.items()
+        if "fused_computation" not in name and "wrapped" not in name
+    ]
     written = [
-        name for text in loop for name, op in wide.findall(text) if op not in ("bitcast", "parameter", "get-tuple-element")
+        name
+        for text in loop
+        for name, op in wide.findall(text)
+        if op not in ("bitcast", "parameter", "get-tuple-element")
     ]
     assert len(written) == 1, written

@@ -1,4 +1,6 @@
-"""Lines and objects in, with every fault reported by its line; parts of an input; nothing is read ahead of its need."""
+"""Lines and objects in, with every fault reported by its line; parts of an input; nothing is read
+ahead of its need.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from transformer_jax.errors import UserError
 
 
 def stream(*lines):
-    return io.BytesIO(b"".join(line.encode() + b"\n" if isinstance(line, str) else line + b"\n" for line in lines))
+    return io.BytesIO(
+        b"".join(line.encode() + b"\n" if isinstance(line, str) else line + b"\n" for line in lines)
+    )
 
 
 def objects(*values, **options):
@@ -45,7 +49,10 @@ def test_objects_give_text_and_prefix():
         ("[" * 100_000, "line 3 is not JSON"),
         ("9" * 5000, "line 3 is not JSON"),
         ("[1]", "line 3 is a JSON list; expected an object with the field 'text'"),
-        ('{"source": "x", "id": 1}', "line 3 has no field 'text'.*--text-field.*Fields of this line: source, id"),
+        (
+            '{"source": "x", "id": 1}',
+            "line 3 has no field 'text'.*--text-field.*Fields of this line: source, id",
+        ),
         ("{}", "Fields of this line: none"),
         ('{"text": 5}', "line 3 has 5 in field 'text'; expected text"),
         ('{"text": "x", "prefix": 7}', "line 3 has 7 in field 'prefix'"),
@@ -77,7 +84,9 @@ def test_a_field_that_the_output_needs_cannot_be_the_text():
 
 def test_parts_share_the_lines():
     lines = [f"line {i}" for i in range(11)]
-    parts = [[(r.number, r.text) for r in read_records(stream(*lines), part=(i, 3))] for i in range(3)]
+    parts = [
+        [(r.number, r.text) for r in read_records(stream(*lines), part=(i, 3))] for i in range(3)
+    ]
     assert sorted(line for part in parts for line in part) == list(enumerate(lines))
     assert [number for number, _ in parts[1]] == [1, 4, 7, 10]
 
@@ -114,7 +123,9 @@ def test_targets_go_with_their_lines(tmp_path, kind):
 
     def read(**options):
         source = lines if kind == "file" else io.BytesIO(lines.read_bytes())
-        return [(r.number, r.text, r.target) for r in open_records(source, targets=targets, **options)()]
+        return [
+            (r.number, r.text, r.target) for r in open_records(source, targets=targets, **options)()
+        ]
 
     assert read() == [(0, "one", "eins"), (1, "two", "zwei"), (2, "three", "drei")]
     assert read(part=(1, 2)) == [(1, "two", "zwei")]

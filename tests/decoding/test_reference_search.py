@@ -1,4 +1,6 @@
-"""The slow search itself: a beam that holds everything finds what writing down every sequence finds."""
+"""The slow search itself: a beam that holds everything finds what writing down every sequence
+finds.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,18 @@ from reference_search import EOS, PAD, Rules, chain, every_hypothesis, keeps_rul
 
 
 def random_chain(seed: int, *, length: int, vocab: int) -> np.ndarray:
-    """log_probs_LVV in which each piece depends on its position and the one before."""
+    """log_probs_LVV in which each token depends on its position and the one before."""
     logits = np.random.default_rng(seed).normal(size=(length, vocab, vocab)) * 1.5
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def random_attention(seed: int, *, length: int, vocab: int, source: int):
-    """Where each step looks, given its position and the piece before; two more positions are padding."""
+    """Where each step looks, given its position and the token before; two more positions are
+    padding.
+    """
     weights = np.random.default_rng(seed).dirichlet(np.ones(source), size=(length, vocab))
     padded = np.pad(weights, ((0, 0), (0, 0), (0, 2)))
-    return lambda pieces: padded[len(pieces), pieces[-1] if pieces else 1]
+    return lambda tokens: padded[len(tokens), tokens[-1] if tokens else 1]
 
 
 RULES = {
@@ -62,22 +66,32 @@ def test_a_beam_that_holds_everything_equals_brute_force(name, vocab, length):
         expected = every_hypothesis(log_probs, rules, attention=attention)
         found = reference_search(log_probs, rules, beam_size=vocab**length, attention=attention)
         assert expected and found == expected
-        assert len({hypothesis.pieces for hypothesis in found}) == len(found)
+        assert len({hypothesis.tokens for hypothesis in found}) == len(found)
 
 
 def test_rules_of_whole_sequences_by_hand():
     assert keeps_rules((3, 1, EOS), Rules(3)) and keeps_rules((EOS,), Rules(1))
     assert not keeps_rules((3, 1, 3, EOS), Rules(3)) and not keeps_rules((3, PAD, EOS), Rules(5))
-    assert not keeps_rules((3, EOS), Rules(5, min_length=2)) and keeps_rules((3, EOS), Rules(2, min_length=2))
-    assert keeps_rules((3, 1, EOS), Rules(5, prefix=(3,))) and not keeps_rules((1, 3, EOS), Rules(5, prefix=(3,)))
-    assert keeps_rules((3, EOS), Rules(2, prefix=(3, 4, 5))) and not keeps_rules((3, EOS), Rules(3, prefix=(3, 4, 5)))
+    assert not keeps_rules((3, EOS), Rules(5, min_length=2)) and keeps_rules(
+        (3, EOS), Rules(2, min_length=2)
+    )
+    assert keeps_rules((3, 1, EOS), Rules(5, prefix=(3,))) and not keeps_rules(
+        (1, 3, EOS), Rules(5, prefix=(3,))
+    )
+    assert keeps_rules((3, EOS), Rules(2, prefix=(3, 4, 5))) and not keeps_rules(
+        (3, EOS), Rules(3, prefix=(3, 4, 5))
+    )
     assert not keeps_rules((3, 1, 3, EOS), Rules(9, no_repeat_ngram=1))
     assert keeps_rules((3, 1, 3, EOS), Rules(9, no_repeat_ngram=2))
     assert not keeps_rules((3, 1, 3, 1, EOS), Rules(9, no_repeat_ngram=2))
     assert not keeps_rules((3, 3, 3, EOS), Rules(9, no_repeat_ngram=2))
     assert keeps_rules((3, 3, 3, EOS), Rules(9, no_repeat_ngram=2, prefix=(3, 3, 3)))
-    assert not keeps_rules((4, EOS), Rules(9, suppress=(4,))) and keeps_rules((4, EOS), Rules(9, suppress=(4,), prefix=(4,)))
-    assert not keeps_rules((4, EOS), Rules(9, suppress=(EOS,))) and keeps_rules((4, EOS), Rules(2, suppress=(EOS,)))
+    assert not keeps_rules((4, EOS), Rules(9, suppress=(4,))) and keeps_rules(
+        (4, EOS), Rules(9, suppress=(4,), prefix=(4,))
+    )
+    assert not keeps_rules((4, EOS), Rules(9, suppress=(EOS,))) and keeps_rules(
+        (4, EOS), Rules(2, suppress=(EOS,))
+    )
 
 
 def test_scores_by_hand():
@@ -85,28 +99,30 @@ def test_scores_by_hand():
     half[:, :, [EOS, 3]] = math.log(0.5)
     looks = np.array([[0.5, 0.5, 0], [0.25, 0.75, 0], [1, 0, 0], [1, 0, 0]])
     rules = Rules(4, length_penalty=1.0, repetition_penalty=3.0, coverage_penalty=2.0)
-    found = reference_search(chain(half), rules, beam_size=4, attention=lambda pieces: looks[len(pieces)])
-    [best] = [hypothesis for hypothesis in found if hypothesis.pieces == (3, 3, EOS)]
+    found = reference_search(
+        chain(half), rules, beam_size=4, attention=lambda tokens: looks[len(tokens)]
+    )
+    [best] = [hypothesis for hypothesis in found if hypothesis.tokens == (3, 3, EOS)]
     assert best.log_prob == pytest.approx(3 * math.log(0.5))
     assert best.score == pytest.approx(5 * math.log(0.5) / (8 / 6))  # covered: 1.75 and 1.25
-    [short] = [hypothesis for hypothesis in found if hypothesis.pieces == (3, EOS)]
+    [short] = [hypothesis for hypothesis in found if hypothesis.tokens == (3, EOS)]
     assert short.score == pytest.approx(2 * math.log(0.5) / (7 / 6) + 2 * math.log(0.75))
-    assert short.piece_log_probs == (math.log(0.5), math.log(0.5))
+    assert short.token_log_probs == (math.log(0.5), math.log(0.5))
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_beam_of_one_takes_the_best_piece_until_the_end(name):
+def test_a_beam_of_one_takes_the_best_token_until_the_end(name):
     rules = Rules(7, **RULES[name])
     for seed in range(5):
         log_probs = chain(random_chain(seed, length=7, vocab=9))
-        pieces: tuple[int, ...] = ()
-        while EOS not in pieces:
-            row = log_probs(pieces)
-            able = [piece for piece in range(9) if rules.allowed(pieces, piece)]
-            pieces += (max(able, key=lambda piece: rules.rank(pieces, piece, row[piece])),)
+        tokens: tuple[int, ...] = ()
+        while EOS not in tokens:
+            row = log_probs(tokens)
+            able = [token for token in range(9) if rules.allowed(tokens, token)]
+            tokens += (max(able, key=lambda token: rules.rank(tokens, token, row[token])),)
         attention = random_attention(seed, length=7, vocab=9, source=3)
         [found] = reference_search(log_probs, rules, beam_size=1, attention=attention)
-        assert found.pieces == pieces
+        assert found.tokens == tokens
 
 
 def test_fewer_hypotheses_are_the_first_of_more():
@@ -118,22 +134,26 @@ def test_fewer_hypotheses_are_the_first_of_more():
 def test_ends_count_only_among_the_first_beams():
     row = np.full(6, -math.inf)
     row[[3, 4, EOS]] = np.log([0.5, 0.3, 0.2])
-    found = reference_search(lambda pieces: row, Rules(2), beam_size=2)
-    assert [hypothesis.pieces for hypothesis in found] == [(3, EOS), (4, EOS)]
+    found = reference_search(lambda tokens: row, Rules(2), beam_size=2)
+    assert [hypothesis.tokens for hypothesis in found] == [(3, EOS), (4, EOS)]
 
 
-def test_ties_go_to_the_better_beam_then_the_likelier_piece_then_the_lower_one():
+def test_ties_go_to_the_better_beam_then_the_likelier_token_then_the_lower_one():
     even = np.zeros((4, 6, 6))
     even[..., EOS] = -1
     found = reference_search(chain(even), Rules(4), beam_size=3)
-    assert [hypothesis.pieces for hypothesis in found] == [(1, 1, 1, EOS), (1, 1, 3, EOS), (1, 1, 4, EOS)]
+    assert [hypothesis.tokens for hypothesis in found] == [
+        (1, 1, 1, EOS),
+        (1, 1, 3, EOS),
+        (1, 1, 4, EOS),
+    ]
     half, quarter = math.log(0.5), 2 * math.log(0.5)
     trade = np.full((3, 6, 6), -math.inf)
     trade[0, 1, [3, 4]] = half, quarter
     trade[1, 3, [1, 3]], trade[1, 4, 4] = quarter, half  # 3 1, 3 3 and 4 4 are all 1/8
     trade[2, :, EOS] = 0
     found = reference_search(chain(trade), Rules(3), beam_size=3)
-    assert [hypothesis.pieces for hypothesis in found] == [(3, 1, EOS), (3, 3, EOS), (4, 4, EOS)]
+    assert [hypothesis.tokens for hypothesis in found] == [(3, 1, EOS), (3, 3, EOS), (4, 4, EOS)]
 
 
 def test_a_hypothesis_that_may_do_nothing_dies():
@@ -143,12 +163,14 @@ def test_a_hypothesis_that_may_do_nothing_dies():
     never = np.full((4, 5, 5), -math.inf)
     never[0, 1, [3, 4]] = math.log(0.5)
     never[1, 4, EOS] = 0
-    assert [h.pieces for h in reference_search(chain(never), Rules(4), beam_size=2)] == [(4, EOS)]
+    assert [h.tokens for h in reference_search(chain(never), Rules(4), beam_size=2)] == [(4, EOS)]
     assert reference_search(chain(never), Rules(4, prefix=(3,)), beam_size=2) == []
 
 
 def test_brute_force_misses_nothing():
     log_probs = chain(random_chain(0, length=4, vocab=6))
-    found = [hypothesis.pieces for hypothesis in every_hypothesis(log_probs, Rules(4))]
+    found = [hypothesis.tokens for hypothesis in every_hypothesis(log_probs, Rules(4))]
     inner = (1, 3, 4, 5)
-    assert sorted(found) == sorted((*text, EOS) for count in range(4) for text in itertools.product(inner, repeat=count))
+    assert sorted(found) == sorted(
+        (*text, EOS) for count in range(4) for text in itertools.product(inner, repeat=count)
+    )

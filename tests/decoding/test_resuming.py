@@ -1,4 +1,6 @@
-"""Killed at any moment and resumed, or shared by several processes and joined, an output is what one run would have written."""
+"""Killed at any moment and resumed, or shared by several processes and joined, an output is what
+one run would have written.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from transformer_jax.decoding import resuming
 from transformer_jax.decoding.output import Output
 from transformer_jax.decoding.parts import join_parts, parse_part, part_path
 from transformer_jax.decoding.records import open_records, paired
-from transformer_jax.decoding.resuming import ResumableFile, fingerprint, progress_path, sentence_groups
+from transformer_jax.decoding.resuming import (
+    ResumableFile,
+    fingerprint,
+    progress_path,
+    sentence_groups,
+)
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 
@@ -36,15 +43,30 @@ def translate(records, nbest=1):
             yield [Translation(text, -1.0 - k, -2.0, 3) for k, text in enumerate(texts)]
 
 
-def run(source, path, *, nbest=1, format="text", stop=None, part=None, resume=False, keep=None, **settings):
-    """What decode.py does, with the translator above; ``stop``: killed after so many more sentences."""
+def run(
+    source,
+    path,
+    *,
+    nbest=1,
+    format="text",
+    stop=None,
+    part=None,
+    resume=False,
+    keep=None,
+    **settings,
+):
+    """What decode.py does, with the translator above; ``stop``: killed after so many more
+    sentences.
+    """
     output = Output(format, nbest=nbest)
     read = open_records(source, format=format, part=part or (0, 1))
     settings = SETTINGS | {"nbest": nbest, "format": format} | settings
     kept, keep_progress = 0, part is not None if keep is None else keep
     with (
         contextlib.suppress(Killed),
-        ResumableFile(path, settings, nbest=output.group_size, resume=resume, keep_progress=keep_progress) as file,
+        ResumableFile(
+            path, settings, nbest=output.group_size, resume=resume, keep_progress=keep_progress
+        ) as file,
     ):
         kept = file.kept
         results = paired(islice(read(), kept, None), lambda records: translate(records, nbest))
@@ -60,7 +82,9 @@ def kind(request, tmp_path):
     """(input file, arguments of ``run``)."""
     format, _, nbest = request.param.partition("-")
     source = tmp_path / "input"
-    source.write_text("".join((line if format == "text" else json.dumps({"text": line})) + "\n" for line in LINES))
+    source.write_text(
+        "".join((line if format == "text" else json.dumps({"text": line})) + "\n" for line in LINES)
+    )
     return source, {"format": format, "nbest": 3 if nbest else 1}
 
 
@@ -69,7 +93,13 @@ def test_a_whole_run_leaves_the_file_alone(kind, tmp_path):
     run(source, tmp_path / "out", **arguments)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["input", "out"]
     with open(tmp_path / "out", "rb") as file:
-        assert sum(1 for _ in sentence_groups(file, numbered=arguments == {"format": "text", "nbest": 3})) == 25
+        assert (
+            sum(
+                1
+                for _ in sentence_groups(file, numbered=arguments == {"format": "text", "nbest": 3})
+            )
+            == 25
+        )
 
 
 def test_cut_anywhere_the_rest_is_the_same(kind, tmp_path):
@@ -84,7 +114,8 @@ def test_cut_anywhere_the_rest_is_the_same(kind, tmp_path):
         progress_path(path).write_bytes(progress)
         kept = run(source, path, resume=True, **arguments)
         assert path.read_bytes() == whole, size
-        assert kept >= whole[:size].count(b"\n") / arguments["nbest"] - 1  # it does not begin anew either
+        # it does not begin anew either
+        assert kept >= whole[:size].count(b"\n") / arguments["nbest"] - 1
         assert not progress_path(path).exists()
 
 
@@ -123,7 +154,9 @@ def test_other_settings_are_refused(tmp_path):
     source.write_text("\n".join(LINES) + "\n")
     run(source, path, stop=3)
     before = path.read_bytes()
-    with pytest.raises(UserError, match="begun with other settings: beam_size: 4 then, 5 now. Resume with the same"):
+    with pytest.raises(
+        UserError, match="begun with other settings: beam_size: 4 then, 5 now. Resume with the same"
+    ):
         run(source, path, resume=True, beam_size=5)
     assert path.read_bytes() == before
     run(source, path, beam_size=5)  # without resume it is written anew
@@ -153,7 +186,8 @@ def test_a_finished_file_is_known_by_its_progress(tmp_path):
     source.write_text("\n".join(LINES) + "\n")
     run(source, path, nbest=2, keep=True)
     before = path.read_bytes()
-    assert run(source, path, nbest=2, keep=True, resume=True) >= 24  # the last may have been meant to have more lines
+    # the last may have been meant to have more lines
+    assert run(source, path, nbest=2, keep=True, resume=True) >= 24
     assert path.read_bytes() == before
     with pytest.raises(UserError, match="beam_size: 4 then, 5 now"):
         run(source, path, nbest=2, keep=True, resume=True, beam_size=5)
@@ -179,7 +213,11 @@ def test_two_do_not_write_one_file(tmp_path, resume):
 
 def test_an_error_keeps_what_is_written(tmp_path, caplog):
     path = tmp_path / "out"
-    with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt), ResumableFile(path, SETTINGS) as file:
+    with (
+        caplog.at_level("INFO"),
+        pytest.raises(KeyboardInterrupt),
+        ResumableFile(path, SETTINGS) as file,
+    ):
         file.write(["one"])
         assert path.read_text() == "one\n"
         raise KeyboardInterrupt
@@ -194,7 +232,13 @@ def test_parts_joined_are_the_whole(kind, tmp_path, count):
     run(source, tmp_path / "whole", **arguments)
     for i in reversed(range(count)):
         run(source, part_path(tmp_path / "out", (i, count)), part=(i, count), stop=2, **arguments)
-        run(source, part_path(tmp_path / "out", (i, count)), part=(i, count), resume=True, **arguments)
+        run(
+            source,
+            part_path(tmp_path / "out", (i, count)),
+            part=(i, count),
+            resume=True,
+            **arguments,
+        )
     assert join_parts(tmp_path / "out") == 25
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
 
@@ -216,7 +260,9 @@ def test_parts_that_do_not_make_a_whole(tmp_path):
     run(source, paths[2], part=(2, 3), stop=2)
     refused("out.part-2-of-3 is not complete .*--resume")
     run(source, paths[2], part=(2, 3), beam_size=5)
-    refused("out.part-0-of-3 and out.part-2-of-3 were written with other settings: beam_size: 4 then, 5 now")
+    refused(
+        "out.part-0-of-3 and out.part-2-of-3 were written with other settings: beam_size: 4 then, 5 now"
+    )
     run(source, paths[2], part=(2, 3))
     paths[1].write_text("x\n")
     refused("out.part-1-of-3 ends before out.part-2-of-3")

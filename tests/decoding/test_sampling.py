@@ -1,4 +1,6 @@
-"""Samples follow the model's distribution, within what temperature, top-k, top-p and the rules leave of it."""
+"""Samples follow the model's distribution, within what temperature, top-k, top-p and the rules
+leave of it.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ def draw(num_samples, *, toys=TOYS, **settings):
     return chains.hypotheses(result)
 
 
-def first_pieces(found):
-    return collections.Counter(pieces[0] for pieces, _, _ in found)
+def first_tokens(found):
+    return collections.Counter(tokens[0] for tokens, _, _ in found)
 
 
 def distribution(sentence, temperature=1.0):
-    """Of the first piece: what PAD had is shared out."""
+    """Of the first token: what PAD had is shared out."""
     logits = TOYS.log_probs_BLVV[sentence, 0, chains.BOS] / temperature
     chances = np.exp(logits) * (np.arange(VOCAB) != chains.PAD)
     return chances / chances.sum()
@@ -49,20 +51,20 @@ def distribution(sentence, temperature=1.0):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1e9])
 def test_frequencies_are_the_models(temperature):
     for sentence, found in enumerate(draw(4000, temperature=temperature)):
-        counts, expected = first_pieces(found), distribution(sentence, temperature) * 4000
+        counts, expected = first_tokens(found), distribution(sentence, temperature) * 4000
         assert sum(counts.values()) == 4000
-        for piece in range(VOCAB):
-            assert abs(counts[piece] - expected[piece]) <= 4 * np.sqrt(expected[piece] + 1)
+        for token in range(VOCAB):
+            assert abs(counts[token] - expected[token]) <= 4 * np.sqrt(expected[token] + 1)
 
 
 def test_top_k_and_top_p_leave_the_likeliest():
     for sentence in range(2):
         chances = distribution(sentence)
         order = np.argsort(-chances)
-        assert set(first_pieces(draw(500, top_k=3)[sentence])) == set(order[:3].tolist())
+        assert set(first_tokens(draw(500, top_k=3)[sentence])) == set(order[:3].tolist())
         nucleus = order[: int(np.searchsorted(np.cumsum(chances[order]), 0.7)) + 1]
-        assert set(first_pieces(draw(500, top_p=0.7)[sentence])) == set(nucleus.tolist())
-        assert set(first_pieces(draw(500, top_k=5, top_p=0.5)[sentence])) <= set(order[:5].tolist())
+        assert set(first_tokens(draw(500, top_p=0.7)[sentence])) == set(nucleus.tolist())
+        assert set(first_tokens(draw(500, top_k=5, top_p=0.5)[sentence])) <= set(order[:5].tolist())
 
 
 def test_the_likeliest_alone_is_greedy():
@@ -79,7 +81,7 @@ def test_the_likeliest_alone_is_greedy():
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-38, 1e-300])
 def test_the_coldest_samples_are_greedy(temperature):
-    """Whatever the likeliest piece is worth: here every allowed one is a good deal below 0."""
+    """Whatever the likeliest token is worth: here every allowed one is a good deal below 0."""
     rules = Constraints(suppress=(3, 4, 5))
     start = chains.start(TOYS, jnp.arange(2), beam_size=1)
     settings = {"batch_size": 2, "max_length": LENGTH, "constraints": rules, **IDS}
@@ -96,20 +98,22 @@ def test_seeds_choose_the_samples():
 
 def test_log_probabilities_are_the_models_at_temperature_one():
     for sentence, found in enumerate(draw(20, temperature=3.0, top_k=4)):
-        for pieces, score, log_prob in found:
-            before = (chains.BOS, *pieces)
-            forced = sum(TOYS.log_probs_BLVV[sentence, t, before[t], piece] for t, piece in enumerate(pieces))
+        for tokens, score, log_prob in found:
+            before = (chains.BOS, *tokens)
+            forced = sum(
+                TOYS.log_probs_BLVV[sentence, t, before[t], token] for t, token in enumerate(tokens)
+            )
             assert log_prob == pytest.approx(forced, abs=1e-4)
-            assert score == pytest.approx(forced / ((5 + len(pieces)) / 6) ** 0.6, abs=1e-4)
+            assert score == pytest.approx(forced / ((5 + len(tokens)) / 6) ** 0.6, abs=1e-4)
 
 
 def test_rules_hold_for_samples():
     rules = Constraints(min_length=2, suppress=(3,), no_repeat_ngram=1)
     for found in draw(200, constraints=rules, prefix_BP=jnp.array([[4], [5]])):
-        for pieces, _, _ in found:
-            *text, end = pieces
+        for tokens, _, _ in found:
+            *text, end = tokens
             assert end == EOS and len(text) >= 2 and 3 not in text and len(set(text)) == len(text)
-    assert {pieces[0] for pieces, _, _ in draw(50, prefix_BP=jnp.array([[4], [-1]]))[0]} == {4}
+    assert {tokens[0] for tokens, _, _ in draw(50, prefix_BP=jnp.array([[4], [-1]]))[0]} == {4}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Force-decoding says of a translation what the search said of it, whatever else is in the batch; attention adds up to 1."""
+"""Force-decoding says of a translation what the search said of it, whatever else is in the batch;
+attention adds up to 1.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,15 @@ from flax import nnx
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding import scoring
-from transformer_jax.decoding.alignments import Alignment, aligned, word_numbers
+from transformer_jax.decoding.alignment import Alignment, aligned, word_numbers
 from transformer_jax.decoding.records import Record
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.search import padded_length
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
+from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.tokenizer import Tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(12)]
@@ -28,12 +31,24 @@ CONFIG = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, b
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train(((line, line.upper()) for line in LINES), TokenizerConfig(vocab_size=50, algorithm="unigram"))
+    return Tokenizer.train(
+        ((line, line.upper()) for line in LINES),
+        TokenizerConfig(vocab_size=50, algorithm="unigram"),
+    )
 
 
 def make_model(tokenizer, seed=8, **settings):
-    settings = {"tie_embeddings": "none", "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 2} | settings
-    model = Transformer(ModelConfig(vocab_size=tokenizer.target_vocab_size, dtype="float32", **settings), rngs=nnx.Rngs(seed))
+    settings = {
+        "tie_embeddings": "none",
+        "d_model": 16,
+        "d_ff": 32,
+        "num_heads": 2,
+        "num_layers": 2,
+    } | settings
+    model = Transformer(
+        ModelConfig(vocab_size=tokenizer.target_vocab_size, dtype="float32", **settings),
+        rngs=nnx.Rngs(seed),
+    )
     model.softmax_matrix[...] = model.softmax_matrix[...] * 4
     return model
 
@@ -54,7 +69,7 @@ def pairs(tokenizer):
 
 
 def by_hand(model, source, target):
-    """Each piece's log-probability by the model's own forward pass, one sentence at a time."""
+    """Each token's log-probability by the model's own forward pass, one sentence at a time."""
     log_probs_1TV = np.asarray(forward(model, padded([source], 140), padded([target], 140)))
     return log_probs_1TV[0, np.arange(len(target) + 1), [*target, EOS_ID]]
 
@@ -66,56 +81,67 @@ def forward(model, source_BS, target_BT):
 
 def padded(rows, length):
     array_BL = np.full((len(rows), length), PAD_ID, np.int32)
-    for row, pieces in zip(array_BL, rows, strict=True):
-        row[: len(pieces) + 1] = [*pieces, EOS_ID]
+    for row, tokens in zip(array_BL, rows, strict=True):
+        row[: len(tokens) + 1] = [*tokens, EOS_ID]
     return array_BL
 
 
 def test_devices_share_the_rows(model, tokenizer, scorer, pairs):
     spread = Scorer(model, tokenizer, CONFIG, devices=jax.devices()[:2])
-    for one, other in zip(spread.score_pieces(pairs), scorer.score_pieces(pairs), strict=True):
+    for one, other in zip(spread.score_tokens(pairs), scorer.score_tokens(pairs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    for one, other in zip(spread.align_pieces(pairs), scorer.align_pieces(pairs), strict=True):
+    for one, other in zip(spread.align_tokens(pairs), scorer.align_tokens(pairs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_the_score_of_a_translation_is_what_the_search_reported(model, tokenizer, scorer):
     found = list(Translator(model, tokenizer, CONFIG).stream(LINES, num_hypotheses=2))
     sources = tokenizer.encode_source(LINES)
-    pairs = [(source, tokenizer.target_ids(t.pieces)) for source, both in zip(sources, found, strict=True) for t in both]
-    for t, log_probs in zip((t for both in found for t in both), scorer.score_pieces(pairs), strict=True):
-        np.testing.assert_allclose(log_probs, t.piece_log_probs, atol=1e-4)
+    pairs = [
+        (source, tokenizer.target_ids(t.tokens))
+        for source, both in zip(sources, found, strict=True)
+        for t in both
+    ]
+    for t, log_probs in zip(
+        (t for both in found for t in both), scorer.score_tokens(pairs), strict=True
+    ):
+        np.testing.assert_allclose(log_probs, t.token_log_probs, atol=1e-4)
         assert log_probs.sum() == pytest.approx(t.log_prob, abs=1e-4)
 
 
 def test_several_models_score_by_the_mean_of_their_probabilities(model, tokenizer, pairs):
     models = [model, make_model(tokenizer, seed=9)]
     source, target = pairs[0]
-    [log_probs] = Scorer(Translator(models, tokenizer, CONFIG).models, tokenizer, CONFIG).score_pieces(pairs[:1])
+    [log_probs] = Scorer(
+        Translator(models, tokenizer, CONFIG).models, tokenizer, CONFIG
+    ).score_tokens(pairs[:1])
     expected = np.log(np.mean([np.exp(by_hand(each, source, target)) for each in models], axis=0))
     np.testing.assert_allclose(log_probs, expected, atol=1e-5)
 
 
 def test_equals_the_models_forward_pass(model, scorer, pairs):
-    for (source, target), log_probs in zip(pairs[:4], scorer.score_pieces(pairs)[:4], strict=True):
+    for (source, target), log_probs in zip(pairs[:4], scorer.score_tokens(pairs)[:4], strict=True):
         np.testing.assert_allclose(log_probs, by_hand(model, source, target), atol=1e-5)
 
 
 def test_logits_exist_for_a_few_positions_at_a_time(model, tokenizer, pairs, scorer, monkeypatch):
-    monkeypatch.setattr(scoring, "_MAX_LOGITS", 3 * 4 * 50)  # 3 positions of a batch; 16 are no multiple of it
+    # 3 positions of a batch; 16 are no multiple of it
+    monkeypatch.setattr(scoring, "_MAX_LOGITS", 3 * 4 * 50)
     for in_chunks, whole in zip(
-        Scorer(model, tokenizer, CONFIG).score_pieces(pairs[:4]), scorer.score_pieces(pairs[:4]), strict=True
+        Scorer(model, tokenizer, CONFIG).score_tokens(pairs[:4]),
+        scorer.score_tokens(pairs[:4]),
+        strict=True,
     ):
         np.testing.assert_allclose(in_chunks, whole, atol=1e-6)
 
 
 def test_no_pair_depends_on_the_others(scorer, pairs):
-    together = scorer.score_pieces(pairs)
+    together = scorer.score_tokens(pairs)
     order = np.random.default_rng(0).permutation(len(pairs))
-    for i, log_probs in zip(order, scorer.score_pieces([pairs[i] for i in order]), strict=True):
+    for i, log_probs in zip(order, scorer.score_tokens([pairs[i] for i in order]), strict=True):
         np.testing.assert_array_equal(log_probs, together[i])
     for pair, log_probs in zip(pairs, together, strict=True):
-        np.testing.assert_array_equal(scorer.score_pieces([pair])[0], log_probs)
+        np.testing.assert_array_equal(scorer.score_tokens([pair])[0], log_probs)
 
 
 def test_lines_come_out_in_order_without_reading_ahead(scorer, pairs):
@@ -131,29 +157,37 @@ def test_lines_come_out_in_order_without_reading_ahead(scorer, pairs):
     assert len(read) == 5
     found = [first, *stream]
     assert [t.text for t in found] == TARGETS
-    for t, log_probs in zip(found, scorer.score_pieces(pairs), strict=True):
-        assert t.length == len(log_probs) == len(t.pieces) + 1
+    for t, log_probs in zip(found, scorer.score_tokens(pairs), strict=True):
+        assert t.length == len(log_probs) == len(t.tokens) + 1
         assert t.log_prob == pytest.approx(log_probs.sum(), abs=1e-5)
         assert t.score == pytest.approx(t.log_prob / ((5 + t.length) / 6) ** 0.6, rel=1e-5)
-        np.testing.assert_array_equal(np.float32(t.piece_log_probs), log_probs)
+        np.testing.assert_array_equal(np.float32(t.token_log_probs), log_probs)
 
 
 def test_empty_lines_are_scored_as_their_end(model, scorer):
-    for t, (source, target) in zip(scorer.score([("", ""), (LINES[3], "")]), [("", ""), (LINES[3], "")], strict=True):
+    for t, (source, target) in zip(
+        scorer.score([("", ""), (LINES[3], "")]), [("", ""), (LINES[3], "")], strict=True
+    ):
         expected = by_hand(model, scorer.tokenizer.encode_source([source])[0], [])
-        assert (t.text, t.length, t.pieces) == (target, 1, ()) and t.log_prob == pytest.approx(expected[0], abs=1e-5)
+        assert (t.text, t.length, t.tokens) == (target, 1, ()) and t.log_prob == pytest.approx(
+            expected[0], abs=1e-5
+        )
 
 
 def test_one_device_is_where_the_work_is_done(model, tokenizer, scorer, pairs):
     device = jax.devices()[1]
     there = Scorer(model, tokenizer, CONFIG, devices=[device])
     assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(there.parameters))
-    for one, other in zip(there.score_pieces(pairs[:4]), scorer.score_pieces(pairs[:4]), strict=True):
+    for one, other in zip(
+        there.score_tokens(pairs[:4]), scorer.score_tokens(pairs[:4]), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_meant_is_refused_at_the_call(tokenizer, scorer):
-    model = Transformer(ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0))
+    model = Transformer(
+        ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0)
+    )
     with pytest.raises(UserError, match="expected those of one training run"):
         Scorer(model, tokenizer, CONFIG)
     with pytest.raises(UserError, match="window is 0; expected 1 or more"):
@@ -165,29 +199,50 @@ def test_every_shape_is_compiled_once(model, tokenizer):
     for _ in range(2):
         list(scorer.score(zip(LINES, TARGETS, strict=True)))
     assert scorer.num_compiled <= 3
-    assert [padded_length(n, 16) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [16, 16, 24, 32, 48, 64, 96, 1024]
+    assert [padded_length(n, 16) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [
+        16,
+        16,
+        24,
+        32,
+        48,
+        64,
+        96,
+        1024,
+    ]
 
 
 def test_over_long_pairs_are_scored_whole(model, tokenizer, scorer):
     source, target = " ".join(WORDS * 6), " ".join(WORDS * 4).upper()
     [t] = scorer.score([(source, target)])
-    pieces = tokenizer.encode_source([source])[0], tokenizer.encode_target([target])[0]
-    assert min(map(len, pieces)) > CONFIG.max_source_length
-    np.testing.assert_allclose(t.piece_log_probs, by_hand(model, *pieces), atol=1e-4)
+    tokens = tokenizer.encode_source([source])[0], tokenizer.encode_target([target])[0]
+    assert min(map(len, tokens)) > CONFIG.max_source_length
+    np.testing.assert_allclose(t.token_log_probs, by_hand(model, *tokens), atol=1e-4)
 
 
 def test_learned_positions_end_somewhere(tokenizer, caplog):
-    scorer = Scorer(make_model(tokenizer, positions="learned", max_positions=20, num_layers=1), tokenizer, CONFIG)
+    scorer = Scorer(
+        make_model(tokenizer, positions="learned", max_positions=20, num_layers=1),
+        tokenizer,
+        CONFIG,
+    )
     pairs = [("one", "TWO"), ("two", "ONE"), ("one", " ".join(WORDS * 3))]
     pairs.append(pairs[0])
     with caplog.at_level("WARNING"):
         found = list(scorer.score(pairs, numbers=[2, 5, 8, 9]))
-    assert re.search(r"Line 8 is not scored: 2 and \d+ source and target pieces.*at most 20 = model.max_pos", caplog.text)
+    assert re.search(
+        r"Line 8 is not scored: 2 and \d+ source and target tokens.*at most 20 = model.max_pos",
+        caplog.text,
+    )
     assert [t.text for t in found] == [target for _, target in pairs] and scorer.num_failed == 1
-    assert [np.isnan(t.log_prob) and np.isnan(t.score) for t in found] == [False, False, True, False]
+    assert [np.isnan(t.log_prob) and np.isnan(t.score) for t in found] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert found[0] == found[3]
     with pytest.raises(UserError, match="Pair 1 is too long: 1 and 21 source"):
-        scorer.score_pieces([([], [5] * 20)])
+        scorer.score_tokens([([], [5] * 20)])
 
 
 def test_a_pair_that_takes_too_much_memory_is_not_scored(model, tokenizer, monkeypatch):
@@ -195,21 +250,25 @@ def test_a_pair_that_takes_too_much_memory_is_not_scored(model, tokenizer, monke
     scorer = Scorer(model, tokenizer, CONFIG)
     assert scorer.longest == 30
     [long, short] = scorer.score([(" ".join(WORDS * 9), "ONE"), ("one", "TWO")])
-    assert np.isnan(long.log_prob) and len(long.piece_log_probs) == long.length and np.isfinite(short.log_prob)
+    assert (
+        np.isnan(long.log_prob)
+        and len(long.token_log_probs) == long.length
+        and np.isfinite(short.log_prob)
+    )
 
 
 def test_layers_look_elsewhere_and_must_exist(scorer, pairs):
-    first, last, same = (scorer.align_pieces(pairs[:1], layer=layer)[0] for layer in (0, -1, 1))
+    first, last, same = (scorer.align_tokens(pairs[:1], layer=layer)[0] for layer in (0, -1, 1))
     assert np.abs(first - last).max() > 1e-3
     np.testing.assert_array_equal(last, same)
     with pytest.raises(UserError, match="alignment layer is 2; expected -2 to 1"):
-        scorer.align_pieces(pairs[:1], layer=2)
+        scorer.align_tokens(pairs[:1], layer=2)
 
 
 def test_translations_are_aligned_in_order(scorer):
     def translation(text):
-        pieces = scorer.tokenizer.target_pieces(scorer.tokenizer.encode_target([text])[0])
-        return Translation(text, 0.0, 0.0, len(pieces) + 1, tuple(pieces))
+        tokens = scorer.tokenizer.target_tokens(scorer.tokenizer.encode_target([text])[0])
+        return Translation(text, 0.0, 0.0, len(tokens) + 1, tuple(tokens))
 
     results = [
         (Record(0, "one two"), [translation("ONE TWO"), translation("TWO")]),
@@ -218,13 +277,19 @@ def test_translations_are_aligned_in_order(scorer):
     results += [(Record(i, LINES[i]), [translation(TARGETS[i])]) for i in range(2, 9)]
     found = list(aligned(results, scorer))
     assert [(record, translations) for record, translations, _ in found] == results
-    assert [alignment is None for _, _, alignments in found for alignment in alignments] == [False, False, True] + [False] * 7
+    assert [alignment is None for _, _, alignments in found for alignment in alignments] == [
+        False,
+        False,
+        True,
+    ] + [False] * 7
     for record, translations, alignments in found:
         for t, alignment in zip(translations, alignments, strict=True):
             if alignment is not None:
-                assert alignment.target == (*t.pieces, "</s>") and alignment.source[-1] == "</s>"
-                source, target = alignment.source[:-1], scorer.tokenizer.target_ids(t.pieces)
-                [expected] = scorer.align_pieces([(scorer.tokenizer.encode_source([record.text])[0], target)])
+                assert alignment.target == (*t.tokens, "</s>") and alignment.source[-1] == "</s>"
+                source, target = alignment.source[:-1], scorer.tokenizer.target_ids(t.tokens)
+                [expected] = scorer.align_tokens(
+                    [(scorer.tokenizer.encode_source([record.text])[0], target)]
+                )
                 np.testing.assert_allclose(alignment.weights_TS, expected, atol=1e-6)
                 assert "".join(source).replace("▁", " ").strip() == record.text
                 for i, j in (map(int, pair.split("-")) for pair in alignment.hard().split()):
@@ -248,29 +313,44 @@ def test_a_window_is_answered_before_more_is_read(scorer, window):
 
 
 def test_hard_alignments_join_words():
-    weights_TS = np.array([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.6, 0.1], [0.2, 0.5, 0.2, 0.1], [0, 0, 0, 1]])
+    weights_TS = np.array(
+        [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.6, 0.1], [0.2, 0.5, 0.2, 0.1], [0, 0, 0, 1]]
+    )
     source, target = ("▁gr", "een", "▁room"), ("▁grün", "e", "▁Wand")
     alignment = Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, [0, 0, 1], [0, 0, 1])
     assert alignment.hard() == "0-0 0-1 1-0"
-    assert (word_numbers(source, [source[:2], source[2:]]), word_numbers(target, [target[:2], target[2:]])) == ([0, 0, 1],) * 2
+    assert (
+        word_numbers(source, [source[:2], source[2:]]),
+        word_numbers(target, [target[:2], target[2:]]),
+    ) == ([0, 0, 1],) * 2
     parts = ("▁x", "<unk>", "y", "</s>", "▁z")
     numbers = word_numbers(parts, [("▁x",), ("<unk>",), ("▁y",), ("▁z",)])
-    joined = Alignment(("▁a", "▁b", "</s>"), (*parts, "</s>"), np.eye(3)[[0, 0, 1, 2, 1, 2]], [0, 1], numbers)
+    joined = Alignment(
+        ("▁a", "▁b", "</s>"), (*parts, "</s>"), np.eye(3)[[0, 0, 1, 2, 1, 2]], [0, 1], numbers
+    )
     assert joined.hard() == "0-0 0-1 1-2 1-3"  # x ⁇ y z
     assert Alignment(("</s>",), ("▁x", "</s>"), np.ones((2, 1)), [], [0]).hard() == ""
 
 
 def test_parts_in_chinese_are_one_word():
-    assert word_numbers(("▁我", "。", "</s>", "▁你", "▁x"), [("▁我", "。", "你"), ("▁x",)]) == [0, 0, 0, 0, 1]
+    assert word_numbers(("▁我", "。", "</s>", "▁你", "▁x"), [("▁我", "。", "你"), ("▁x",)]) == [
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
 
 
 def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer):
-    """Normalisation makes two words of ONE´TWO, which are one in the file, and nothing of a zero-width space."""
+    """Normalisation makes two words of ONE´TWO, which are one in the file, and nothing of a
+    zero-width space.
+    """
     text = "one´two \u200b three"
     [source] = tokenizer.encode_source([text])
-    assert "".join(tokenizer.source_pieces(source)).count("▁") == 3
+    assert "".join(tokenizer.source_tokens(source)).count("▁") == 3
     translation = next(scorer.score([(text, text.upper())]))
     [(_, _, [alignment])] = aligned([(Record(0, text), [translation])], scorer)
-    pieces = zip(alignment.source, alignment.source_words, strict=False)
-    assert {number for piece, number in pieces if piece != "▁"} == {0, 2}
+    tokens = zip(alignment.source, alignment.source_words, strict=False)
+    assert {number for token, number in tokens if token != "▁"} == {0, 2}
     assert set(alignment.target_words) == {0, 2}

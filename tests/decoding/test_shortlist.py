@@ -1,4 +1,6 @@
-"""The reduced softmax: model 1 finds the right pairs, everything as a shortlist changes nothing, neighbours do not matter."""
+"""The reduced softmax: model 1 finds the right pairs, everything as a shortlist changes nothing,
+neighbours do not matter.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from transformer_jax.config import (
     PairsConfig,
     TokenizerConfig,
 )
-from transformer_jax.config_files import to_json
+from transformer_jax.config_io import to_json
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.decoding import lexicon, shortlist
 from transformer_jax.decoding.engine import Engine, Sentence
@@ -30,23 +32,28 @@ from transformer_jax.decoding.learn_shortlist import main
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenizer import Tokenizer
 
 V = 40
 SPECIAL = [PAD_ID, BOS_ID, EOS_ID, UNK_ID]
 
 
-def translation(source_piece: int) -> int:
-    return 4 + (source_piece - 4 + 17) % (V - 4)
+def translation(source_token: int) -> int:
+    return 4 + (source_token - 4 + 17) % (V - 4)
 
 
 def toy_corpus(pairs: int = 2000) -> Corpus:
-    """Word for word in another order, and piece 4 in every sentence of both sides without being a translation of any."""
+    """Word for word in another order, and token 4 in every sentence of both sides without being a
+    translation of any.
+    """
     generator = np.random.default_rng(0)
     words = 5 + (generator.zipf(1.3, size=(pairs, 6)) - 1) % (V - 5)
     words = np.where(words == 23, 24, words)  # whose translation would be 4
     sources = [[4, *row] for row in words.tolist()]
-    targets = [generator.permutation([4, *map(translation, row)]).tolist() for row in words.tolist()]
+    targets = [
+        generator.permutation([4, *map(translation, row)]).tolist() for row in words.tolist()
+    ]
     return Corpus.from_lists(sources, targets)
 
 
@@ -55,7 +62,7 @@ def learn(corpus: Corpus, **settings) -> lexicon.Lexicon:
 
 
 def make_shortlist(*, frequent: int = 2, top: int = 3, vocab_size: int = V) -> Shortlist:
-    """Piece s may need s, s + 1, ...; frequent are 10, 11, ..."""
+    """Token s may need s, s + 1, ...; frequent are 10, 11, ..."""
     candidates = (np.arange(vocab_size)[:, None] + np.arange(top)) % vocab_size
     order = np.roll(np.arange(4, vocab_size), -6)
     return Shortlist(
@@ -73,13 +80,19 @@ def text(tmp_path_factory):
     generator = np.random.default_rng(0)
     lines = [" ".join(generator.choice(list("abcdefghij"), size=i % 7 + 1)) for i in range(200)]
     (folder / "source").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "target").write_text("".join(f"{' '.join(reversed(line.upper().split()))}\n" for line in lines))
+    (folder / "target").write_text(
+        "".join(f"{' '.join(reversed(line.upper().split()))}\n" for line in lines)
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def tokenizer(text):
-    pairs = zip((text / "source").read_text().splitlines(), (text / "target").read_text().splitlines(), strict=True)
+    pairs = zip(
+        (text / "source").read_text().splitlines(),
+        (text / "target").read_text().splitlines(),
+        strict=True,
+    )
     return Tokenizer.train(pairs, TokenizerConfig(vocab_size=45, algorithm="bpe"))
 
 
@@ -109,7 +122,9 @@ def test_every_iteration_makes_the_corpus_likelier():
         log_likelihood = 0.0
         for i in range(corpus.num_pairs):
             source = corpus.source_tokens[corpus.source_offsets[i] : corpus.source_offsets[i + 1]]
-            target = corpus.target_tokens[corpus.target_offsets[i] : corpus.target_offsets[i + 1] - 1]
+            target = corpus.target_tokens[
+                corpus.target_offsets[i] : corpus.target_offsets[i + 1] - 1
+            ]
             source = np.where(source == EOS_ID, PAD_ID, source)
             log_likelihood += np.log(probability[np.ix_(source, target)].mean(axis=0)).sum()
         likelihoods.append(log_likelihood)
@@ -119,7 +134,9 @@ def test_every_iteration_makes_the_corpus_likelier():
 def test_chunks_do_not_matter(monkeypatch):
     whole = learn(toy_corpus(300))
     monkeypatch.setattr(lexicon, "_CHUNK", 500)
-    np.testing.assert_allclose(whole.probability.toarray(), learn(toy_corpus(300)).probability.toarray(), atol=1e-5)
+    np.testing.assert_allclose(
+        whole.probability.toarray(), learn(toy_corpus(300)).probability.toarray(), atol=1e-5
+    )
 
 
 def test_a_bounded_table_keeps_the_translations(monkeypatch):
@@ -139,27 +156,32 @@ def test_a_sample_of_the_pairs_is_spread_over_the_corpus():
 
 
 def test_strongest_keeps_the_largest_and_of_equals_the_lower():
-    table = lexicon.sparse.csr_array(np.array([[0.1, 0.4, 0, 0.4], [0, 0, 0, 0], [0.2, 0.1, 0.3, 0.4]]))
+    table = lexicon.sparse.csr_array(
+        np.array([[0.1, 0.4, 0, 0.4], [0, 0, 0, 0], [0.2, 0.1, 0.3, 0.4]])
+    )
     kept = lexicon.strongest(table, 2)
     assert kept.indices.tolist() == [1, 3, 3, 2] and kept.indptr.tolist() == [0, 2, 2, 4]
 
 
-# The pieces of a sentence
+# The tokens of a sentence
 
 
-def test_shared_pieces_stand_first_in_a_fixed_order():
+def test_shared_tokens_stand_first_in_a_fixed_order():
     shared = make_shortlist(frequent=3).shared((30, EOS_ID, 7))
     assert shared.dtype == np.int32 and shared.tolist() == [*SPECIAL, 30, 7, 10, 11, 12]
 
 
-def test_a_sentence_has_what_goes_with_its_own_pieces():
+def test_a_sentence_has_what_goes_with_its_own_tokens():
     made = make_shortlist(vocab_size=2000)
     shared = made.shared()
-    pieces = made.of_sentences(np.array([[700, 900, 2], [11, 2, 0]]), shared, prefix_BP=np.array([[-1, -1], [1500, -1]]))
-    assert pieces.dtype == np.int32 and pieces.shape == (2, len(shared) + 64)
-    assert (pieces[:, : len(shared)] == shared).all()
-    own = pieces[:, len(shared) :]
-    assert own[0][:7].tolist() == [4, 700, 701, 702, 900, 901, 902] and (own[0][7:] == -1).all()  # EOS has candidates here
+    tokens = made.of_sentences(
+        np.array([[700, 900, 2], [11, 2, 0]]), shared, prefix_BP=np.array([[-1, -1], [1500, -1]])
+    )
+    assert tokens.dtype == np.int32 and tokens.shape == (2, len(shared) + 64)
+    assert (tokens[:, : len(shared)] == shared).all()
+    own = tokens[:, len(shared) :]
+    # EOS has candidates here
+    assert own[0][:7].tolist() == [4, 700, 701, 702, 900, 901, 902] and (own[0][7:] == -1).all()
     assert own[1][:4].tolist() == [4, 12, 13, 1500] and (own[1][4:] == -1).all()
 
 
@@ -174,16 +196,24 @@ def test_neighbours_change_nothing_but_the_padding():
 
 
 def test_slices_of_rows_change_nothing(monkeypatch):
-    made, sources = make_shortlist(vocab_size=200), np.random.default_rng(0).integers(4, 200, (10, 6))
+    made, sources = (
+        make_shortlist(vocab_size=200),
+        np.random.default_rng(0).integers(4, 200, (10, 6)),
+    )
     prefixes = np.where(np.arange(10)[:, None] % 3, 150, [-1])
     whole = made.of_sentences(sources, made.shared(), prefix_BP=prefixes)
     monkeypatch.setattr(shortlist, "_ROWS", 3)
-    np.testing.assert_array_equal(made.of_sentences(sources, made.shared(), prefix_BP=prefixes), whole)
+    np.testing.assert_array_equal(
+        made.of_sentences(sources, made.shared(), prefix_BP=prefixes), whole
+    )
 
 
 def test_widths_are_few():
     made = make_shortlist(vocab_size=2000)
-    widths = {made.of_sentences(np.arange(count)[None], made.shared()).shape[1] for count in range(1, 2000, 50)}
+    widths = {
+        made.of_sentences(np.arange(count)[None], made.shared()).shape[1]
+        for count in range(1, 2000, 50)
+    }
     assert widths == {6 + width for width in (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)}
 
 
@@ -191,12 +221,24 @@ def test_widths_are_few():
 
 
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=6, max_source_length=8, batch_size=4)
-SENTENCES = [Sentence(np.random.default_rng(i).integers(4, V, 1 + i % 7).tolist(), seed=i) for i in range(24)]
+SENTENCES = [
+    Sentence(np.random.default_rng(i).integers(4, V, 1 + i % 7).tolist(), seed=i) for i in range(24)
+]
 
 
 def make_model(seed: int = 3, **settings) -> Transformer:
-    small = {"vocab_size": V, "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1, "dtype": "float32"}
-    model = Transformer(ModelConfig(**small | {"tie_embeddings": "none", "softmax_bias": True} | settings), rngs=nnx.Rngs(seed))
+    small = {
+        "vocab_size": V,
+        "d_model": 16,
+        "d_ff": 32,
+        "num_heads": 2,
+        "num_layers": 1,
+        "dtype": "float32",
+    }
+    model = Transformer(
+        ModelConfig(**small | {"tie_embeddings": "none", "softmax_bias": True} | settings),
+        rngs=nnx.Rngs(seed),
+    )
     if model.softmax_matrix is not None:
         model.softmax_matrix[...] = model.softmax_matrix[...] * 4
     if model.softmax_bias is not None:
@@ -211,18 +253,29 @@ def engine():
 
 
 def agree(one, other):
-    """The same hypotheses, to the last piece; numbers as far as sums over another order of pieces allow."""
-    assert [[hypothesis.pieces for hypothesis in its] for its in one] == [[h.pieces for h in its] for its in other]
+    """The same hypotheses, to the last token; numbers as far as sums over another order of tokens
+    allow.
+    """
+    assert [[hypothesis.tokens for hypothesis in its] for its in one] == [
+        [h.tokens for h in its] for its in other
+    ]
     for its, others in zip(one, other, strict=True):
         for hypothesis, same in zip(its, others, strict=True):
-            np.testing.assert_allclose(hypothesis.piece_log_probs, same.piece_log_probs, atol=1e-4)
+            np.testing.assert_allclose(hypothesis.token_log_probs, same.token_log_probs, atol=1e-4)
             assert hypothesis.score == pytest.approx(same.score, abs=1e-4)
 
 
 def test_the_whole_vocabulary_as_a_shortlist_changes_nothing():
-    """In another order, too: suppressed pieces come first. Two unlike models, and all that may change ranks."""
+    """In another order, too: suppressed tokens come first. Two unlike models, and all that may
+    change ranks.
+    """
     models = [make_model(tie_embeddings="all", softmax_bias=False), make_model(num_heads=4)]
-    rules = {"min_length": 4, "no_repeat_ngram": 2, "repetition_penalty": 1.5, "coverage_penalty": 0.3}
+    rules = {
+        "min_length": 4,
+        "no_repeat_ngram": 2,
+        "repetition_penalty": 1.5,
+        "coverage_penalty": 0.3,
+    }
     config = dataclasses.replace(CONFIG, **rules)
     sentences = [sentence._replace(prefix=[30, 7][: i % 3]) for i, sentence in enumerate(SENTENCES)]
     plain = Engine(models, config, suppress=(17, 30)).search(sentences, num_hypotheses=2)
@@ -233,7 +286,7 @@ def test_the_whole_vocabulary_as_a_shortlist_changes_nothing():
 def test_neighbours_and_order_do_not_matter(engine):
     """To the last bit, as without a shortlist."""
     together = engine.search(SENTENCES)
-    assert len({str(best.pieces) for [best] in together}) > 18
+    assert len({str(best.tokens) for [best] in together}) > 18
     assert [engine.search([sentence])[0] for sentence in SENTENCES[:12]] == together[:12]
     assert engine.search(SENTENCES[::-1])[::-1] == together
     assert engine.num_compiled == 1
@@ -241,51 +294,81 @@ def test_neighbours_and_order_do_not_matter(engine):
 
 def test_other_batch_sizes_and_widths_agree(engine, monkeypatch):
     monkeypatch.setattr(shortlist, "_SMALLEST", 24)
-    other = Engine([make_model()], dataclasses.replace(CONFIG, batch_size=2), shortlist=make_shortlist(frequent=3))
+    other = Engine(
+        [make_model()],
+        dataclasses.replace(CONFIG, batch_size=2),
+        shortlist=make_shortlist(frequent=3),
+    )
     agree(other.search(SENTENCES), engine.search(SENTENCES))
 
 
 def test_samples_of_a_sentence_depend_on_its_seed_alone(monkeypatch):
-    config, made = dataclasses.replace(CONFIG, method="sample", beam_size=2), make_shortlist(frequent=3)
+    config, made = (
+        dataclasses.replace(CONFIG, method="sample", beam_size=2),
+        make_shortlist(frequent=3),
+    )
     whole = Engine([make_model()], config, shortlist=made).search(SENTENCES, num_hypotheses=2)
     monkeypatch.setattr(shortlist, "_SMALLEST", 24)  # as if its neighbours needed less
-    agree(Engine([make_model()], config, shortlist=made).search(SENTENCES[::-1], num_hypotheses=2)[::-1], whole)
+    agree(
+        Engine([make_model()], config, shortlist=made).search(SENTENCES[::-1], num_hypotheses=2)[
+            ::-1
+        ],
+        whole,
+    )
 
 
 @pytest.mark.parametrize("num_models", [1, 2])
-def test_probabilities_are_those_of_a_softmax_over_a_sentences_own_pieces(engine, num_models):
+def test_probabilities_are_those_of_a_softmax_over_a_sentences_own_tokens(engine, num_models):
     if num_models == 2:
-        engine = Engine([make_model(1), make_model(2)], CONFIG, shortlist=make_shortlist(frequent=3))
-    source_NS, target_NT = np.zeros((len(SENTENCES), 8), np.int32), np.zeros((len(SENTENCES), 14), np.int32)
+        engine = Engine(
+            [make_model(1), make_model(2)], CONFIG, shortlist=make_shortlist(frequent=3)
+        )
+    source_NS, target_NT = (
+        np.zeros((len(SENTENCES), 8), np.int32),
+        np.zeros((len(SENTENCES), 14), np.int32),
+    )
     its_own_NV = np.zeros((len(SENTENCES), V), bool)
     its_own_NV[:, [*SPECIAL, 10, 11, 12]] = True
     found = engine.search(SENTENCES)
     for i, (sentence, [best]) in enumerate(zip(SENTENCES, found, strict=True)):
-        source_NS[i, : len(sentence.pieces) + 1] = [*sentence.pieces, EOS_ID]
-        target_NT[i, : len(best.pieces) + 1] = [*best.pieces, EOS_ID]
-        its_own_NV[i, (np.array([*sentence.pieces, EOS_ID])[:, None] + np.arange(3)) % V] = True
-    logits = [jax.jit(lambda s, t, model=model: model(s, t))(source_NS, target_NT) for model in engine.models]
-    chances_NTV = np.mean([jax.nn.softmax(np.where(its_own_NV[:, None], each, -np.inf)) for each in logits], axis=0)
+        source_NS[i, : len(sentence.tokens) + 1] = [*sentence.tokens, EOS_ID]
+        target_NT[i, : len(best.tokens) + 1] = [*best.tokens, EOS_ID]
+        its_own_NV[i, (np.array([*sentence.tokens, EOS_ID])[:, None] + np.arange(3)) % V] = True
+    logits = [
+        jax.jit(lambda s, t, model=model: model(s, t))(source_NS, target_NT)
+        for model in engine.models
+    ]
+    chances_NTV = np.mean(
+        [jax.nn.softmax(np.where(its_own_NV[:, None], each, -np.inf)) for each in logits], axis=0
+    )
     for i, [best] in enumerate(found):
-        pieces = [*best.pieces, EOS_ID]
-        assert its_own_NV[i, pieces].all() and not its_own_NV[i].all()
-        np.testing.assert_allclose(best.piece_log_probs, np.log(chances_NTV[i, np.arange(len(pieces)), pieces]), atol=1e-4)
+        tokens = [*best.tokens, EOS_ID]
+        assert its_own_NV[i, tokens].all() and not its_own_NV[i].all()
+        np.testing.assert_allclose(
+            best.token_log_probs, np.log(chances_NTV[i, np.arange(len(tokens)), tokens]), atol=1e-4
+        )
 
 
-def test_prefixes_and_suppressed_pieces(engine):
+def test_prefixes_and_suppressed_tokens(engine):
     """A prefix has what the source does not ask for, or what is suppressed elsewhere."""
-    [favourite, *_] = engine.search([Sentence([20, 21])])[0][0].pieces
+    [favourite, *_] = engine.search([Sentence([20, 21])])[0][0].tokens
     config, made = dataclasses.replace(CONFIG, min_length=4), make_shortlist(frequent=3)
     strict = Engine([make_model()], config, suppress=(37, favourite), shortlist=made)
-    sentences = [Sentence([20, 21], prefix=[38, 5]), Sentence([20, 21]), Sentence([20, 21], prefix=[favourite])]
-    forced, free, against = [its[0].pieces for its in strict.search(sentences)]
+    sentences = [
+        Sentence([20, 21], prefix=[38, 5]),
+        Sentence([20, 21]),
+        Sentence([20, 21], prefix=[favourite]),
+    ]
+    forced, free, against = [its[0].tokens for its in strict.search(sentences)]
     assert forced[:2] == [38, 5] and against[0] == favourite
     assert len(free) >= 4 and not {*forced[2:], *free, *against[1:]} & {37, favourite}
-    assert [strict.search([sentences[i]])[0][0].pieces for i in (0, 2)] == [forced, against]
+    assert [strict.search([sentences[i]])[0][0].tokens for i in (0, 2)] == [forced, against]
 
 
 def test_devices_share_the_work(engine):
-    spread = Engine([make_model()], CONFIG, shortlist=make_shortlist(frequent=3), devices=jax.devices()[:4])
+    spread = Engine(
+        [make_model()], CONFIG, shortlist=make_shortlist(frequent=3), devices=jax.devices()[:4]
+    )
     agree(spread.search(SENTENCES), engine.search(SENTENCES))
 
 
@@ -293,16 +376,26 @@ def test_the_loop_copies_no_softmax_weights(engine):
     program = engine.lowered(engine.programs[0]).compile().as_text()
     weights = rf"f32\[{CONFIG.batch_size},16,64\]"
     assert re.search(weights, program)
-    assert len(re.findall(rf"= {weights}\S* (?:copy|gather|concatenate|pad|select)\(", program)) <= 1  # where they are made
+    # where they are made
+    assert (
+        len(re.findall(rf"= {weights}\S* (?:copy|gather|concatenate|pad|select)\(", program)) <= 1
+    )
 
 
 def test_more_samples_than_what_every_sentence_has():
-    engine = Engine([make_model()], dataclasses.replace(CONFIG, method="sample", beam_size=9), shortlist=make_shortlist())
+    engine = Engine(
+        [make_model()],
+        dataclasses.replace(CONFIG, method="sample", beam_size=9),
+        shortlist=make_shortlist(),
+    )
     assert len(engine.search(SENTENCES[:1], num_hypotheses=9)[0]) == 9
 
 
 def test_a_beam_wider_than_what_every_sentence_has():
-    with pytest.raises(UserError, match="beam_size is 7; expected at most 6, the pieces that every sentence may use"):
+    with pytest.raises(
+        UserError,
+        match="beam_size is 7; expected at most 6, the tokens that every sentence may use",
+    ):
         Engine([make_model()], dataclasses.replace(CONFIG, beam_size=7), shortlist=make_shortlist())
 
 
@@ -311,7 +404,9 @@ def test_a_beam_wider_than_what_every_sentence_has():
 
 def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     size = tokenizer.target_vocab_size
-    corpus = Corpus.from_lists(tokenizer.encode_source(["a b c"] * 3), tokenizer.encode_target(["C B A"] * 3))
+    corpus = Corpus.from_lists(
+        tokenizer.encode_source(["a b c"] * 3), tokenizer.encode_target(["C B A"] * 3)
+    )
     learned = lexicon.learn(corpus, source_vocab_size=size, target_vocab_size=size)
     made = Shortlist.from_lexicon(learned, tokenizer, top=5, frequent=7)
     made.save(tmp_path / "shortlist.npz")
@@ -327,25 +422,44 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
 
 
 def test_the_program_learns_from_the_runs_own_text(text, tokenizer, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # it would write to this test's stderr ever after
+    # it would write to this test's stderr ever after
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     pairs = PairsConfig(kind="text", source=(str(text / "source"),), target=(str(text / "target"),))
     (tmp_path / "config.json").write_text(to_json(Config(data=DataConfig(train=pairs, workers=0))))
     tokenizer.save(tmp_path)
     assert main(["--workdir", str(tmp_path), "--top", "4", "--frequent", "3"]) == 0
     made = Shortlist.load(tmp_path / "shortlist.npz", tokenizer)
     assert made.frequent == 3
-    for [word], [translated] in zip(tokenizer.encode_source(list("abc")), tokenizer.encode_target(list("ABC")), strict=True):
+    for [word], [translated] in zip(
+        tokenizer.encode_source(list("abc")), tokenizer.encode_target(list("ABC")), strict=True
+    ):
         assert made.candidates[made.offsets[word]] == translated  # the likeliest stands first
-    assert main(["--workdir", str(tmp_path / "nowhere")]) == 2 and "no config.json" in capsys.readouterr().err
-    assert main(["--workdir", str(tmp_path), "--top", "0"]) == 2 and "are 0, 100 and 300000" in capsys.readouterr().err
+    assert (
+        main(["--workdir", str(tmp_path / "nowhere")]) == 2
+        and "no config.json" in capsys.readouterr().err
+    )
+    assert (
+        main(["--workdir", str(tmp_path), "--top", "0"]) == 2
+        and "are 0, 100 and 300000" in capsys.readouterr().err
+    )
     assert main(["--workdir", str(tmp_path), "--output", str(tmp_path / "no" / "x.npz")]) == 2
     assert "expected the name of a file in a folder that exists" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(to_json(Config()))
-    assert main(["--workdir", str(tmp_path)]) == 2 and "names no training text" in capsys.readouterr().err
+    assert (
+        main(["--workdir", str(tmp_path)]) == 2
+        and "names no training text" in capsys.readouterr().err
+    )
 
 
 def test_the_program_starts_without_a_warning():
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "transformer_jax.decoding.learn_shortlist", "--help"]
+    command = [
+        sys.executable,
+        "-W",
+        "error::RuntimeWarning",
+        "-m",
+        "transformer_jax.decoding.learn_shortlist",
+        "--help",
+    ]
     assert "--workdir" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -357,9 +471,13 @@ def test_text_tables_are_read(tokenizer, tmp_path, caplog):
         file.write(entries)
     for name in ("lex.s2t", "lex.s2t.gz"):
         made = Shortlist.load(tmp_path / name, tokenizer)
-        assert made.candidates[made.offsets[small] : made.offsets[small + 1]].tolist() == [big, other, small]
+        assert made.candidates[made.offsets[small] : made.offsets[small + 1]].tolist() == [
+            big,
+            other,
+            small,
+        ]
         assert made.by_frequency[4:6].tolist() == [big, other]
-    assert "1 entries with pieces that the vocabulary lacks" in caplog.text
+    assert "1 entries with tokens that the vocabulary lacks" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -368,7 +486,7 @@ def test_text_tables_are_read(tokenizer, tmp_path, caplog):
         ("▁A ▁a\n", "line 1 is '▁A ▁a'; expected `target source probability`"),
         ("▁A ▁a 0.5\n▁A ▁a 1.5\n", "line 2"),
         ("▁A ▁a nan\n", "line 1"),
-        ("▁Ä ▁un 0.5\n", "no entry in the pieces of this vocabulary"),
+        ("▁Ä ▁un 0.5\n", "no entry in the tokens of this vocabulary"),
         ("", "no entry"),
     ],
 )
@@ -392,7 +510,14 @@ def test_bad_files(tokenizer, tmp_path):
         path.write_bytes(content)
         with pytest.raises(UserError, match="damaged"):
             Shortlist.load(path, tokenizer)
-    np.savez(path, format=1, fingerprint=tokenizer.fingerprint, offsets=np.array([None, {}]), candidates=[], by_frequency=[])
+    np.savez(
+        path,
+        format=1,
+        fingerprint=tokenizer.fingerprint,
+        offsets=np.array([None, {}]),
+        candidates=[],
+        by_frequency=[],
+    )
     with pytest.raises(UserError, match="damaged"):  # never a pickle
         Shortlist.load(path, tokenizer)
 
@@ -402,7 +527,7 @@ def test_bad_files(tokenizer, tmp_path):
     [
         ({"by_frequency": np.array([0, 1, 5, 3, 2, 4], np.int32)}, "misses EOS"),
         ({"by_frequency": np.array([0, 1], np.int32)}, "misses EOS"),
-        ({"by_frequency": np.array([0, 1, 2, 3, 4, 4], np.int32)}, "a piece twice"),
+        ({"by_frequency": np.array([0, 1, 2, 3, 4, 4], np.int32)}, "a token twice"),
         ({"candidates": np.array([3, 6], np.int32)}, r"outside 0\.\.5"),
         ({"candidates": np.array([3, -1], np.int32)}, r"outside 0\.\.5"),
         ({"candidates": np.array([0.5, 1])}, "flat integers"),
@@ -424,7 +549,7 @@ def test_bad_shortlists(changes, message):
         Shortlist(**good | changes)
 
 
-def test_bad_pieces():
+def test_bad_tokens():
     made = make_shortlist()
-    with pytest.raises(UserError, match=r"Source pieces go from 5 to 40; expected 0\.\.39"):
+    with pytest.raises(UserError, match=r"Source tokens go from 5 to 40; expected 0\.\.39"):
         made.of_sentences(np.array([[5, V]]), made.shared())

@@ -1,4 +1,6 @@
-"""Text in, text out, on a tiny random model: order, lengths, independence, and agreement with the model's own forward pass."""
+"""Text in, text out, on a tiny random model: order, lengths, independence, and agreement with the
+model's own forward pass.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,18 @@ from reference_search import Rules, reference_search
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.engine import Program, _programs
-from transformer_jax.decoding.translator import _SENTENCE_END, Request, Translation, Translator, joint
+from transformer_jax.decoding.translator import (
+    _SENTENCE_END,
+    Request,
+    Translation,
+    Translator,
+    joint,
+)
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import make_mesh
-from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
+from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.tokenizer import Tokenizer
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(23)]
@@ -29,14 +38,24 @@ SHARPNESS = 4
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train(((line, line.upper()) for line in LINES), TokenizerConfig(vocab_size=50, algorithm="unigram"))
+    return Tokenizer.train(
+        ((line, line.upper()) for line in LINES),
+        TokenizerConfig(vocab_size=50, algorithm="unigram"),
+    )
 
 
 def make_model(tokenizer, seed=8, **settings):
-    settings = {"tie_embeddings": "none", "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1} | settings
+    settings = {
+        "tie_embeddings": "none",
+        "d_model": 16,
+        "d_ff": 32,
+        "num_heads": 2,
+        "num_layers": 1,
+    } | settings
     config = ModelConfig(vocab_size=tokenizer.target_vocab_size, dtype="float32", **settings)
     model = Transformer(config, rngs=nnx.Rngs(seed))
-    model.softmax_matrix[...] = model.softmax_matrix[...] * SHARPNESS  # so that the hypotheses differ clearly
+    # so that the hypotheses differ clearly
+    model.softmax_matrix[...] = model.softmax_matrix[...] * SHARPNESS
     return model
 
 
@@ -55,7 +74,9 @@ def forward(model, source_BS, target_BT):
     return jax.nn.log_softmax(model(source_BS, target_BT))
 
 
-@pytest.mark.parametrize("settings", [{}, {"norm": "pre", "positions": "learned", "max_positions": 32}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"norm": "pre", "positions": "learned", "max_positions": 32}]
+)
 def test_equals_a_plain_search_by_the_whole_forward_pass(tokenizer, settings):
     model = make_model(tokenizer, **settings)
     lines = LINES[:8]
@@ -64,14 +85,17 @@ def test_equals_a_plain_search_by_the_whole_forward_pass(tokenizer, settings):
         source = [*tokenizer.encode_source([line])[0], EOS_ID]
         source_1S = np.array([source + [PAD_ID] * (24 - len(source))])
 
-        def log_probs(pieces, source_1S=source_1S):
-            target_1T = np.array([[*pieces, EOS_ID] + [PAD_ID] * (31 - len(pieces))])  # EOS is not looked at
-            return np.asarray(forward(model, source_1S, target_1T))[0, len(pieces)]
+        def log_probs(tokens, source_1S=source_1S):
+            # EOS is not looked at
+            target_1T = np.array([[*tokens, EOS_ID] + [PAD_ID] * (31 - len(tokens))])
+            return np.asarray(forward(model, source_1S, target_1T))[0, len(tokens)]
 
-        [best, *_] = reference_search(log_probs, Rules(len(source) + CONFIG.max_extra_length), beam_size=3)
+        [best, *_] = reference_search(
+            log_probs, Rules(len(source) + CONFIG.max_extra_length), beam_size=3
+        )
         assert translation.score == pytest.approx(best.score, abs=1e-4)
-        assert translation.text == tokenizer.decode_target(best.pieces)
-        assert translation.length == len(best.pieces)
+        assert translation.text == tokenizer.decode_target(best.tokens)
+        assert translation.length == len(best.tokens)
 
 
 def test_one_line_out_for_each_line_in(translator):
@@ -152,7 +176,9 @@ def test_a_long_line_is_translated_in_parts(translator, caplog):
     assert message.startswith("Line 2 has ") and "more than 23 are translated in parts" in message
     [several] = translator.stream([Request(line, number=2**40)], num_hypotheses=3)
     assert several[0].text == long
-    assert len(several) == 3 and sorted((t.score for t in several), reverse=True) == [t.score for t in several]
+    assert len(several) == 3 and sorted((t.score for t in several), reverse=True) == [
+        t.score for t in several
+    ]
 
 
 def test_long_lines_are_split_at_sentence_ends(translator, tokenizer):
@@ -160,7 +186,7 @@ def test_long_lines_are_split_at_sentence_ends(translator, tokenizer):
     line = " ".join(sentences)
     parts = translator._split(line, 23)
     assert len(parts) > 1 and all(len(part) <= 23 for part in parts)
-    assert [piece for part in parts for piece in part] == tokenizer.encode_source([line])[0]
+    assert [token for part in parts for token in part] == tokenizer.encode_source([line])[0]
     ends = {tokenizer.encode_source([sentence])[0][-1] for sentence in sentences}
     assert {part[-1] for part in parts} <= ends
 
@@ -168,7 +194,11 @@ def test_long_lines_are_split_at_sentence_ends(translator, tokenizer):
 def cut(line):
     """Sentences as _SENTENCE_END parts them."""
     ends = [0, *(found.end() for found in _SENTENCE_END.finditer(line)), len(line)]
-    return [line[start:end].strip() for start, end in itertools.pairwise(ends) if line[start:end].strip()]
+    return [
+        line[start:end].strip()
+        for start, end in itertools.pairwise(ends)
+        if line[start:end].strip()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,30 +222,43 @@ CHINESE = ["我们去学校。", "「你好！」", "他说。", "今天很好�
 @pytest.fixture(scope="module")
 def chinese():
     lines = [sentence for sentence in CHINESE for _ in range(5)]
-    return Tokenizer.train(zip(lines, lines, strict=True), TokenizerConfig(vocab_size=32, algorithm="bpe"))
+    return Tokenizer.train(
+        zip(lines, lines, strict=True), TokenizerConfig(vocab_size=32, algorithm="bpe")
+    )
 
 
-def test_parts_without_spaces_have_the_pieces_of_their_text(chinese):
-    """No piece for a space stands inside a part, and a sentence that is too long itself is cut anywhere."""
+def test_parts_without_spaces_have_the_tokens_of_their_text(chinese):
+    """No token for a space stands inside a part, and a sentence that is too long itself is cut
+    anywhere.
+    """
     translator = Translator(make_model(chinese), chinese, CONFIG)
     line = "".join(CHINESE) * 3 + "我们去学校" * 9
     parts = translator._split(line, 20)
     texts = [chinese.decode_source(part) for part in parts]
     assert "".join(texts) == chinese.decode_source(chinese.encode_source([line])[0])
     assert parts == chinese.encode_source(texts) and all(len(part) <= 20 for part in parts)
-    assert all("▁" not in "".join(chinese.source_pieces(part))[1:] for part in parts)
+    assert all("▁" not in "".join(chinese.source_tokens(part))[1:] for part in parts)
     assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # as many sentences as fit
 
 
 def test_parts_are_joined_as_their_language_is_written(translator):
     parts = [[Translation(text, -1.0, -1.0, 2)] for text in ("好。", "", "是", "Ja.", "Nein.")]
     assert translator._join(parts)[0].text == "好。是Ja. Nein."
-    assert [joint(text) for text in ("", "Ja.", "好。", "他说:“好!”", "東京 (", "네.")] == ["", " ", "", "", "", " "]
+    assert [joint(text) for text in ("", "Ja.", "好。", "他说:“好!”", "東京 (", "네.")] == [
+        "",
+        " ",
+        "",
+        "",
+        "",
+        " ",
+    ]
 
 
 def test_tags_that_a_line_begins_with_go_before_each_part():
     pairs = [(line, line.upper()) for line in LINES]
-    config = TokenizerConfig(vocab_size=52, algorithm="unigram", user_defined_symbols=("<2de>", "<BT>"))
+    config = TokenizerConfig(
+        vocab_size=52, algorithm="unigram", user_defined_symbols=("<2de>", "<BT>")
+    )
     tokenizer = Tokenizer.train(pairs, config)
     translator = Translator(make_model(tokenizer), tokenizer, CONFIG)
     line = "<2de> <BT> " + " ".join(WORDS * 3)
@@ -223,10 +266,12 @@ def test_tags_that_a_line_begins_with_go_before_each_part():
     assert len(parts) > 3 and all(len(part) <= 15 for part in parts)
     tags = tokenizer.encode_source(["<2de> <BT>"])[0]
     assert all(part[: len(tags)] == tags for part in parts)
-    assert [piece for part in parts for piece in part[len(tags) :]] == tokenizer.encode_source([line])[0][len(tags) :]
+    assert [token for part in parts for token in part[len(tags) :]] == tokenizer.encode_source(
+        [line]
+    )[0][len(tags) :]
     many = "<2de> " * 30 + "one two"  # more than a part: no tag, but placeholders
     parts = translator._split(many, 15)
-    assert [piece for part in parts for piece in part] == tokenizer.encode_source([many])[0]
+    assert [token for part in parts for token in part] == tokenizer.encode_source([many])[0]
     assert len(translator.translate([many, line])) == 2
 
 
@@ -244,11 +289,15 @@ def test_rows_spread_over_devices_give_the_same(model, tokenizer, translator):
 def test_parameters_on_several_devices_need_no_sharding_of_the_batch(model, tokenizer, translator):
     mesh = make_mesh(MeshConfig(), jax.devices()[:2])
     whole = Translator(model, tokenizer, CONFIG)
-    whole.parameters = jax.device_put(whole.parameters, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    whole.parameters = jax.device_put(
+        whole.parameters, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
     assert whole.translate(LINES[:3]) == translator.translate(LINES[:3])
 
 
-@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: [state], lambda state: (nnx.to_pure_dict(state),)])
+@pytest.mark.parametrize(
+    "wrap", [lambda state: state, lambda state: [state], lambda state: (nnx.to_pure_dict(state),)]
+)
 def test_parameters_may_be_assigned_as_state(tokenizer, translator, model, wrap):
     other = Translator(make_model(tokenizer, seed=9), tokenizer, CONFIG)
     other.parameters = wrap(nnx.state(model, nnx.Param))
@@ -276,9 +325,13 @@ def test_learned_positions_bound_the_shapes(tokenizer):
 
 def test_learned_positions_bound_what_may_be_asked(tokenizer):
     model = make_model(tokenizer, positions="learned", max_positions=5)
-    with pytest.raises(UserError, match=r"Line 1: prefix '.*' has \d+ pieces; expected at most 4 "):
-        Translator(model, tokenizer, CONFIG).translate([Request(WORDS[0], prefix=" ".join(WORDS).upper())])
-    with pytest.raises(UserError, match="min_length is 5; expected less than model.max_positions = 5"):
+    with pytest.raises(UserError, match=r"Line 1: prefix '.*' has \d+ tokens; expected at most 4 "):
+        Translator(model, tokenizer, CONFIG).translate(
+            [Request(WORDS[0], prefix=" ".join(WORDS).upper())]
+        )
+    with pytest.raises(
+        UserError, match="min_length is 5; expected less than model.max_positions = 5"
+    ):
         Translator(model, tokenizer, dataclasses.replace(CONFIG, min_length=5))
 
 
@@ -289,11 +342,16 @@ def test_longer_sources_have_fewer_rows():
     assert _programs(140, 7) == (Program(short, 7), Program((140,), 1))
     assert _programs(129, 1) == (Program(short, 1), Program((129,), 1))
     assert _programs(10, 5) == (Program((10,), 5),)
-    assert [program.num_blocks * program.block_size for program in _programs(512, 32)] == [32 * 32, 32 * 8]
+    assert [program.num_blocks * program.block_size for program in _programs(512, 32)] == [
+        32 * 32,
+        32 * 8,
+    ]
 
 
 def test_a_tokenizer_of_another_model(tokenizer):
-    model = Transformer(ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0))
+    model = Transformer(
+        ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0)
+    )
     with pytest.raises(UserError, match="expected those of one training run"):
         Translator(model, tokenizer, CONFIG)
 

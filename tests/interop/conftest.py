@@ -1,4 +1,6 @@
-"""Tiny models of random weights, sharp enough that hypotheses differ and end by themselves, and their tokenizers."""
+"""Tiny models of random weights, sharp enough that hypotheses differ and end by themselves, and
+their tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,23 @@ from flax import nnx
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import EOS_ID, Tokenizer
+from transformer_jax.special_ids import EOS_ID
+from transformer_jax.tokenizer import Tokenizer
 
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+WORDS = [
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+]
 
 
 @pytest.fixture(scope="session")
@@ -37,12 +53,16 @@ def joint(lines: list[str]) -> Tokenizer:
 @pytest.fixture(scope="session")
 def separate(lines: list[str]) -> Tokenizer:
     """A vocabulary for each language."""
-    return Tokenizer.train([(line, line.upper()) for line in lines], TokenizerConfig(vocab_size=40, joint=False))
+    return Tokenizer.train(
+        [(line, line.upper()) for line in lines], TokenizerConfig(vocab_size=40, joint=False)
+    )
 
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., tuple[Config, Transformer]]:
-    """``make(tokenizer, seed, **fields of ModelConfig)``: a config and a model of random weights."""
+    """``make(tokenizer, seed, **fields of ModelConfig)``: a config and a model of random
+    weights.
+    """
 
     def build(tokenizer: Tokenizer, seed: int = 0, **fields: Any) -> tuple[Config, Transformer]:
         sizes = {"d_model": 16, "d_ff": 24, "num_heads": 2, "num_layers": 2, "dtype": "float32"}
@@ -54,7 +74,13 @@ def make() -> Callable[..., tuple[Config, Transformer]]:
             model=ModelConfig(**(sizes | vocabulary | fields)),
             tokenizer=TokenizerConfig(joint=tokenizer.joint),
             data=DataConfig(max_source_length=24, max_target_length=24),
-            decoding=DecodingConfig(beam_size=4, length_penalty=0.0, max_extra_length=10, max_source_length=24, batch_size=8),
+            decoding=DecodingConfig(
+                beam_size=4,
+                length_penalty=0.0,
+                max_extra_length=10,
+                max_source_length=24,
+                batch_size=8,
+            ),
         )
         model = Transformer(config.model, rngs=nnx.Rngs(seed))
         graph, state = nnx.split(model, nnx.Param)
@@ -79,6 +105,8 @@ def logits() -> Callable[..., np.ndarray]:
     """``logits(model, source_BS, target_BT)`` of ours, compiled once for each model."""
 
     def compute(model: Transformer, source_BS: np.ndarray, target_BT: np.ndarray) -> np.ndarray:
-        return np.asarray(nnx.jit(lambda m, s, t: m(s, t))(model, jnp.asarray(source_BS), jnp.asarray(target_BT)))
+        return np.asarray(
+            nnx.jit(lambda m, s, t: m(s, t))(model, jnp.asarray(source_BS), jnp.asarray(target_BT))
+        )
 
     return compute

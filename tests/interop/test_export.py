@@ -1,4 +1,6 @@
-"""Exported models compute what ours compute, by the libraries themselves, and what cannot be expressed is refused."""
+"""Exported models compute what ours compute, by the libraries themselves, and what cannot be
+expressed is refused.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,17 @@ from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_safetensors
 from transformer_jax.interop.marian import export_marian
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
-from transformer_jax.training.checkpoint import save_imported
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
+from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.saver import save_imported
 
-EXPORTS = {"ctranslate2": export_ctranslate2, "safetensors": export_safetensors, "marian": export_marian}
-# Fields of the model, whether both languages share the vocabulary, and the formats that can express it.
+EXPORTS = {
+    "ctranslate2": export_ctranslate2,
+    "safetensors": export_safetensors,
+    "marian": export_marian,
+}
+# Fields of the model, whether both languages share the vocabulary, and the formats that can express
+# it.
 VARIANTS = {
     "paper": ({}, True, ["ctranslate2", "safetensors"]),
     "biases": (
@@ -40,17 +48,37 @@ VARIANTS = {
         ["ctranslate2", "safetensors", "marian"],
     ),
     "pre-norm, wide heads, untied": (
-        {"norm": "pre", "d_k": 12, "d_v": 9, "tie_embeddings": "none", "activation": "gelu", "norm_epsilon": 1e-3},
+        {
+            "norm": "pre",
+            "d_k": 12,
+            "d_v": 9,
+            "tie_embeddings": "none",
+            "activation": "gelu",
+            "norm_epsilon": 1e-3,
+        },
         True,
         ["ctranslate2"],
     ),
     "learned, narrow heads": (
-        {"positions": "learned", "max_positions": 40, "d_k": 3, "d_v": 5, "tie_embeddings": "target"},
+        {
+            "positions": "learned",
+            "max_positions": 40,
+            "d_k": 3,
+            "d_v": 5,
+            "tie_embeddings": "target",
+        },
         True,
         ["ctranslate2", "safetensors"],
     ),
     "untied, one decoder layer": (
-        {"tie_embeddings": "none", "num_decoder_layers": 1, "activation": "silu", "positions": "split", "d_k": 4, "d_v": 6},
+        {
+            "tie_embeddings": "none",
+            "num_decoder_layers": 1,
+            "activation": "silu",
+            "positions": "split",
+            "d_k": 4,
+            "d_v": 6,
+        },
         True,
         ["ctranslate2", "safetensors", "marian"],
     ),
@@ -69,19 +97,26 @@ def _translator(folder: Path) -> ctranslate2.Translator:
 def _through_marian_converter(folder: Path, epsilon: float) -> ctranslate2.Translator:
     vocabularies = [str(folder / f"{side}.vocab.yml") for side in ("source", "target")]
     MarianConverter(str(folder / "model.npz"), vocabularies).convert(str(folder / "converted"))
-    file = folder / "converted" / "config.json"  # the converter leaves CTranslate2's own epsilon, 1e-5, not Marian's
+    # the converter leaves CTranslate2's own epsilon, 1e-5, not Marian's
+    file = folder / "converted" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_norm_epsilon": epsilon}))
     return _translator(folder / "converted")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_agree_with_the_libraries(name, tmp_path, joint, separate, lines, make, logits) -> None:
+def test_logits_agree_with_the_libraries(
+    name, tmp_path, joint, separate, lines, make, logits
+) -> None:
     fields, shared, formats = VARIANTS[name]
     tokenizer = joint if shared else separate
     config, model = make(tokenizer, **fields)
     sources = [[*ids, EOS_ID] for ids in tokenizer.encode_source(lines[:4])]
-    targets = [[*ids, EOS_ID] for ids in tokenizer.encode_target([line.upper() for line in lines[4:8]])]
-    source_BS, target_BT = (np.array([ids + [PAD_ID] * (30 - len(ids)) for ids in side]) for side in (sources, targets))
+    targets = [
+        [*ids, EOS_ID] for ids in tokenizer.encode_target([line.upper() for line in lines[4:8]])
+    ]
+    source_BS, target_BT = (
+        np.array([ids + [PAD_ID] * (30 - len(ids)) for ids in side]) for side in (sources, targets)
+    )
     ours_BTV = logits(model, source_BS, target_BT)
     log_probs_BTV = np.asarray(jax.nn.log_softmax(ours_BTV))
     for form in formats:
@@ -90,25 +125,38 @@ def test_logits_agree_with_the_libraries(name, tmp_path, joint, separate, lines,
         EXPORTS[form](config, model, tokenizer, folder)
         if form == "safetensors":
             theirs, info = MarianMTModel.from_pretrained(folder, output_loading_info=True)
-            assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+            assert not any(
+                info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            ), info
             theirs.eval()
             with torch.no_grad():
                 inputs_BT = np.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
                 source = torch.tensor(source_BS)
-                got = theirs(source, attention_mask=source != PAD_ID, decoder_input_ids=torch.tensor(inputs_BT)).logits.numpy()
+                got = theirs(
+                    source,
+                    attention_mask=source != PAD_ID,
+                    decoder_input_ids=torch.tensor(inputs_BT),
+                ).logits.numpy()
             real_BT = target_BT != PAD_ID
             np.testing.assert_allclose(got[real_BT], ours_BTV[real_BT], atol=1e-4)
         else:
             judge = (
-                _translator(folder) if form == "ctranslate2" else _through_marian_converter(folder, config.model.norm_epsilon)
+                _translator(folder)
+                if form == "ctranslate2"
+                else _through_marian_converter(folder, config.model.norm_epsilon)
             )
             scores = judge.score_batch(
-                [tokenizer.source_pieces(ids[:-1]) for ids in sources], [tokenizer.target_pieces(ids[:-1]) for ids in targets]
+                [tokenizer.source_tokens(ids[:-1]) for ids in sources],
+                [tokenizer.target_tokens(ids[:-1]) for ids in targets],
             )
             for b, (score, ids) in enumerate(zip(scores, targets, strict=True)):
-                np.testing.assert_allclose(score.log_probs, log_probs_BTV[b, range(len(ids)), ids], atol=1e-4)
+                np.testing.assert_allclose(
+                    score.log_probs, log_probs_BTV[b, range(len(ids)), ids], atol=1e-4
+                )
     if not shared:
-        assert json.loads((tmp_path / "safetensors" / "tokenizer_config.json").read_text())["separate_vocabs"]
+        assert json.loads((tmp_path / "safetensors" / "tokenizer_config.json").read_text())[
+            "separate_vocabs"
+        ]
 
 
 def _let_sentences_end(model: Transformer, drift: float) -> None:
@@ -120,15 +168,24 @@ def _let_sentences_end(model: Transformer, drift: float) -> None:
 
 
 def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines, make) -> None:
-    # Length penalty 0, where all stop alike; EOS likely enough that no translation meets a limit, where they differ.
+    # Length penalty 0, where all stop alike; EOS likely enough that no translation meets a limit,
+    # where they differ.
     texts = lines[:16]
     ours: dict[int, Translator] = {}
     for seed, drift in [(2, 1.5), (18, 0.8)]:
         config, model = make(
-            joint, seed, softmax_bias=True, tie_embeddings="none", num_layers=1, positions="learned", max_positions=40
+            joint,
+            seed,
+            softmax_bias=True,
+            tie_embeddings="none",
+            num_layers=1,
+            positions="learned",
+            max_positions=40,
         )
         _let_sentences_end(model, drift)
-        folders = {form: tmp_path / f"{form} {seed} {drift}" for form in ("ctranslate2", "safetensors")}
+        folders = {
+            form: tmp_path / f"{form} {seed} {drift}" for form in ("ctranslate2", "safetensors")
+        }
         for form, folder in folders.items():
             folder.mkdir()
             EXPORTS[form](config, model, joint, folder)
@@ -138,52 +195,79 @@ def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines
         their_tokenizer = MarianTokenizer.from_pretrained(folders["safetensors"])
         batch = their_tokenizer(texts, return_tensors="pt", padding=True)
         sources = joint.encode_source(texts)
-        assert [[i for i in row if i != PAD_ID] for row in batch.input_ids.tolist()] == [[*ids, EOS_ID] for ids in sources]
+        assert [[i for i in row if i != PAD_ID] for row in batch.input_ids.tolist()] == [
+            [*ids, EOS_ID] for ids in sources
+        ]
         assert theirs.generation_config.num_beams == settings["beam_size"] == 4
         for beam_size in (1, 4):
             if beam_size not in ours:
-                ours[beam_size] = Translator(model, joint, dataclasses.replace(config.decoding, beam_size=beam_size))
+                ours[beam_size] = Translator(
+                    model, joint, dataclasses.replace(config.decoding, beam_size=beam_size)
+                )
             ours[beam_size].parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
             results = [translations[0] for translations in ours[beam_size].stream(texts)]
             assert len({result.text for result in results}) > (8 if beam_size == 1 else 3)
             assert max(result.length for result in results) < 20
             found = translator.translate_batch(
-                [joint.source_pieces(ids) for ids in sources], **settings | {"beam_size": beam_size}
+                [joint.source_tokens(ids) for ids in sources], **settings | {"beam_size": beam_size}
             )
-            assert [joint.decode_target(joint.target_ids(f.hypotheses[0])) for f in found] == [r.text for r in results]
+            assert [joint.decode_target(joint.target_ids(f.hypotheses[0])) for f in found] == [
+                r.text for r in results
+            ]
             generated = theirs.generate(**batch, num_beams=beam_size)
-            texts_there = their_tokenizer.batch_decode(generated, skip_special_tokens=True)  # stripped of outer spaces
+            # stripped of outer spaces
+            texts_there = their_tokenizer.batch_decode(generated, skip_special_tokens=True)
             assert texts_there == [r.text.strip() for r in results]
 
 
 def test_scores_are_those_of_the_libraries_at_length_offset_0(tmp_path, joint, lines, make) -> None:
-    """They stop as soon as so many hypotheses as beams have ended, we when no better one can come: so ours are no worse."""
+    """They stop as soon as so many hypotheses as beams have ended, we when no better one can come:
+    so ours are no worse.
+    """
     texts = lines[:12]
     config, model = make(
-        joint, 2, softmax_bias=True, tie_embeddings="none", num_layers=1, positions="learned", max_positions=40
+        joint,
+        2,
+        softmax_bias=True,
+        tie_embeddings="none",
+        num_layers=1,
+        positions="learned",
+        max_positions=40,
     )
     _let_sentences_end(model, 1.5)
     bias = model.softmax_bias
-    bias[...] = bias[...].at[PAD_ID].set(-30.0)  # CTranslate2 normalises again without what is suppressed
+    # CTranslate2 normalises again without what is suppressed
+    bias[...] = bias[...].at[PAD_ID].set(-30.0)
     decoding = dataclasses.replace(config.decoding, length_penalty=0.8, length_offset=0.0)
     for form in ("ctranslate2", "safetensors"):
         (tmp_path / form).mkdir()
-        notes = EXPORTS[form](dataclasses.replace(config, decoding=decoding), model, joint, tmp_path / form)
+        notes = EXPORTS[form](
+            dataclasses.replace(config, decoding=decoding), model, joint, tmp_path / form
+        )
         assert not any("rank otherwise" in note for note in notes)
-    ours = [translations[0].score for translations in Translator(model, joint, decoding).stream(texts)]
+    ours = [
+        translations[0].score for translations in Translator(model, joint, decoding).stream(texts)
+    ]
     scorer = Scorer(model, joint, decoding)
     settings = json.loads((tmp_path / "ctranslate2" / "generation_config.json").read_text())
-    pieces = [joint.source_pieces(ids) for ids in joint.encode_source(texts)]
-    found = _translator(tmp_path / "ctranslate2").translate_batch(pieces, return_scores=True, **settings)
-    batch = MarianTokenizer.from_pretrained(tmp_path / "safetensors")(texts, return_tensors="pt", padding=True)
+    pieces = [joint.source_tokens(ids) for ids in joint.encode_source(texts)]
+    found = _translator(tmp_path / "ctranslate2").translate_batch(
+        pieces, return_scores=True, **settings
+    )
+    batch = MarianTokenizer.from_pretrained(tmp_path / "safetensors")(
+        texts, return_tensors="pt", padding=True
+    )
     theirs = MarianMTModel.from_pretrained(tmp_path / "safetensors").eval()
     generated = theirs.generate(**batch, return_dict_in_generate=True, output_scores=True)
-    sequences = [[i for i in row if i not in (PAD_ID, BOS_ID, EOS_ID)] for row in generated.sequences.tolist()]
+    sequences = [
+        [i for i in row if i not in (PAD_ID, BOS_ID, EOS_ID)]
+        for row in generated.sequences.tolist()
+    ]
     for scores, targets in (
         ([f.scores[0] for f in found], [joint.target_ids(f.hypotheses[0]) for f in found]),
         (generated.sequences_scores.tolist(), sequences),
     ):
-        log_probs = scorer.score_pieces(list(zip(joint.encode_source(texts), targets, strict=True)))
+        log_probs = scorer.score_tokens(list(zip(joint.encode_source(texts), targets, strict=True)))
         np.testing.assert_allclose(scores, [x.sum() / len(x) ** 0.8 for x in log_probs], atol=1e-4)
         assert (np.array(ours) > np.array(scores) - 1e-4).all()
 
@@ -203,7 +287,9 @@ def test_scores_are_those_of_the_libraries_at_length_offset_0(tmp_path, joint, l
         ("marian", {"positions": "split", "norm_epsilon": 1e-4}, "model.norm_epsilon"),
     ],
 )
-def test_what_a_format_cannot_express_is_refused_by_field(form, fields, field, tmp_path, joint, make) -> None:
+def test_what_a_format_cannot_express_is_refused_by_field(
+    form, fields, field, tmp_path, joint, make
+) -> None:
     config, model = make(joint, **fields)
     with pytest.raises(UserError, match=f"^{field} is "):
         EXPORTS[form](config, model, joint, tmp_path)
@@ -212,27 +298,50 @@ def test_what_a_format_cannot_express_is_refused_by_field(form, fields, field, t
 
 def test_notes_name_what_is_only_approximated(tmp_path, joint, make) -> None:
     config, model = make(joint)
-    decoding = dataclasses.replace(config.decoding, length_penalty=0.6, min_length=2, suppress=("T",), no_repeat_ngram=3)
-    notes = export_safetensors(dataclasses.replace(config, decoding=decoding), model, joint, tmp_path)
+    decoding = dataclasses.replace(
+        config.decoding, length_penalty=0.6, min_length=2, suppress=("T",), no_repeat_ngram=3
+    )
+    notes = export_safetensors(
+        dataclasses.replace(config, decoding=decoding), model, joint, tmp_path
+    )
     said = "\n".join(notes)
     assert "more than 24 pieces are translated in parts here" in said
-    assert "length^0.6" in said and "((5 + length) / 6)^0.6" in said and "1e-05" in said and "34 pieces" in said
+    assert (
+        "length^0.6" in said
+        and "((5 + length) / 6)^0.6" in said
+        and "1e-05" in said
+        and "34 pieces" in said
+    )
     generation = MarianMTModel.from_pretrained(tmp_path).generation_config
-    assert (generation.length_penalty, generation.max_length, generation.min_new_tokens) == (0.6, 35, 2)
-    assert generation.bad_words_ids == [[PAD_ID], joint.target_ids(["T"])] and generation.no_repeat_ngram_size == 3
+    assert (generation.length_penalty, generation.max_length, generation.min_new_tokens) == (
+        0.6,
+        35,
+        2,
+    )
+    assert (
+        generation.bad_words_ids == [[PAD_ID], joint.target_ids(["T"])]
+        and generation.no_repeat_ngram_size == 3
+    )
 
 
 @pytest.mark.parametrize("form", ["ctranslate2", "safetensors"])
 def test_a_piece_to_suppress_must_be_one(form, tmp_path, joint, make) -> None:
     config, model = make(joint)
-    config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, suppress=("qqq",)))
-    with pytest.raises(UserError, match="decoding.suppress has 'qqq'; expected pieces of the target vocabulary"):
+    config = dataclasses.replace(
+        config, decoding=dataclasses.replace(config.decoding, suppress=("qqq",))
+    )
+    with pytest.raises(
+        UserError, match="decoding.suppress has 'qqq'; expected pieces of the target vocabulary"
+    ):
         EXPORTS[form](config, model, joint, tmp_path)
 
 
-def test_a_note_says_where_marian_tokenizer_cuts_tags_otherwise(tmp_path, lines, joint, make) -> None:
+def test_a_note_says_where_marian_tokenizer_cuts_tags_otherwise(
+    tmp_path, lines, joint, make
+) -> None:
     tagged = Tokenizer.train(
-        [(line, line) for line in lines], TokenizerConfig(vocab_size=48, user_defined_symbols=(">>deu<<",))
+        [(line, line) for line in lines],
+        TokenizerConfig(vocab_size=48, user_defined_symbols=(">>deu<<",)),
     )
     for tokenizer, said in ((joint, False), (tagged, True)):
         folder = tmp_path / str(said)
@@ -241,10 +350,15 @@ def test_a_note_says_where_marian_tokenizer_cuts_tags_otherwise(tmp_path, lines,
         notes = export_safetensors(config, model, tokenizer, folder)
         assert any("MarianTokenizer takes >>deu<< off" in note for note in notes) == said
     theirs, [ours] = MarianTokenizer.from_pretrained(folder), tagged.encode_source([">>deu<< one"])
-    assert tagged.source_pieces(ours)[0] == "▁" and theirs(">>deu<< one").input_ids == [*ours[1:], EOS_ID]
+    assert tagged.source_tokens(ours)[0] == "▁" and theirs(">>deu<< one").input_ids == [
+        *ours[1:],
+        EOS_ID,
+    ]
 
 
-def test_ctranslate2_gets_a_head_width_only_where_it_needs_one(tmp_path, joint, make, monkeypatch) -> None:
+def test_ctranslate2_gets_a_head_width_only_where_it_needs_one(
+    tmp_path, joint, make, monkeypatch
+) -> None:
     asked = []
 
     class Spec(transformer_spec.TransformerEncoderSpec):
@@ -264,7 +378,11 @@ def test_marian_decoder_config_has_the_search_settings(tmp_path, joint, make) ->
     config, model = make(joint, positions="split")
     export_marian(config, model, joint, tmp_path)
     text = (tmp_path / "decoder.yml").read_text()
-    assert "beam-size: 4\n" in text and "normalize: 0.0\n" in text and 'vocabs: ["source.spm", "target.spm"]\n' in text
+    assert (
+        "beam-size: 4\n" in text
+        and "normalize: 0.0\n" in text
+        and 'vocabs: ["source.spm", "target.spm"]\n' in text
+    )
 
 
 @pytest.fixture
@@ -276,7 +394,14 @@ def workdir(tmp_path, joint, make):
 
 
 def test_program_writes_a_whole_folder(workdir, tmp_path, capsys) -> None:
-    arguments = ["--workdir", str(workdir), "--format", "ctranslate2", "--output", str(tmp_path / "out")]
+    arguments = [
+        "--workdir",
+        str(workdir),
+        "--format",
+        "ctranslate2",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert export.main(arguments) == 0
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "model.bin", "config.json", "shared_vocabulary.json", "source.spm", "target.spm", "generation_config.json"
@@ -290,27 +415,55 @@ def test_program_writes_a_whole_folder(workdir, tmp_path, capsys) -> None:
 def test_program_fills_an_empty_folder_that_is_there(workdir, tmp_path, capsys) -> None:
     (tmp_path / "out" / ".unfinished" / "left by a kill").mkdir(parents=True)
     number = (tmp_path / "out").stat().st_ino
-    assert export.main(["--workdir", str(workdir), "--format", "safetensors", "--output", str(tmp_path / "out")]) == 0
+    assert (
+        export.main(
+            [
+                "--workdir",
+                str(workdir),
+                "--format",
+                "safetensors",
+                "--output",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "out").stat().st_ino == number  # a mount point cannot be replaced
-    assert not list((tmp_path / "out").glob(".*")) and (tmp_path / "out" / "model.safetensors").is_file()
+    assert (
+        not list((tmp_path / "out").glob(".*"))
+        and (tmp_path / "out" / "model.safetensors").is_file()
+    )
 
 
 def test_program_writes_to_no_url(workdir, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert export.main(["--workdir", str(workdir), "--format", "safetensors", "--output", "s3://bucket/x"]) == 2
+    assert (
+        export.main(
+            ["--workdir", str(workdir), "--format", "safetensors", "--output", "s3://bucket/x"]
+        )
+        == 2
+    )
     assert "output is 's3://bucket/x'; expected a folder" in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
 
-def test_program_ends_with_status_2_and_writes_nothing(workdir, tmp_path, capsys, monkeypatch) -> None:
+def test_program_ends_with_status_2_and_writes_nothing(
+    workdir, tmp_path, capsys, monkeypatch
+) -> None:
     output = ["--output", str(tmp_path / "out")]
     assert export.main(["--workdir", str(workdir), "--format", "marian", *output]) == 2
     assert "error: model.positions is 'interleaved'" in capsys.readouterr().err
     assert export.main(["--workdir", str(tmp_path / "none"), "--format", "marian", *output]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
-    assert export.main(["--workdir", str(workdir), "--format", "marian", "--average", "2", *output]) == 2
+    assert (
+        export.main(["--workdir", str(workdir), "--format", "marian", "--average", "2", *output])
+        == 2
+    )
     assert "average is 2" in capsys.readouterr().err
-    for package, form in (("ctranslate2.specs", "ctranslate2"), ("safetensors.numpy", "safetensors")):
+    for package, form in (
+        ("ctranslate2.specs", "ctranslate2"),
+        ("safetensors.numpy", "safetensors"),
+    ):
         monkeypatch.setitem(sys.modules, package, None)
         assert export.main(["--workdir", str(workdir), "--format", form, *output]) == 2
         assert f"pip install {form}" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""An imported MarianMT model is the model it was: its text, its logits, its translations; and it trains on."""
+"""An imported MarianMT model is the model it was: its text, its logits, its translations; and it
+trains on.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
+from transformer_jax.checkpoint import choose_checkpoints, load_model
 from transformer_jax.config import BatchConfig, DataConfig, ModelConfig, PairsConfig, TrainingConfig
-from transformer_jax.config_files import load_config_file
+from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.interop import new_folder
@@ -30,11 +33,10 @@ from transformer_jax.interop.import_huggingface import main
 from transformer_jax.interop.marian import export_marian
 from transformer_jax.interop.read_huggingface import read_marian
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.saved_model import choose_checkpoints, load_model
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.training import checkpoint
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.training import saver
 from transformer_jax.training.loop import train
-from transformer_jax.training.workdir import claimed
+from transformer_jax.training.prepare import claimed
 
 TAGS = [">>deu<<", ">>fra<<"]
 
@@ -46,20 +48,29 @@ def _target(line: str) -> str:
 def _sentencepiece(lines: list[str], size: int) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, model_type="unigram", vocab_size=size, minloglevel=2
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=size,
+        minloglevel=2,
     )
     return model.getvalue()
 
 
 def _pieces(model: bytes) -> list[str]:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    return [processor.id_to_piece(i) for i in range(processor.vocab_size()) if not processor.is_control(i)][1:]
+    return [
+        processor.id_to_piece(i)
+        for i in range(processor.vocab_size())
+        if not processor.is_control(i)
+    ][1:]
 
 
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory, lines) -> Path:
-    """A folder as of an OPUS-MT model: EOS 0, UNK 1, PAD last and zero; two SentencePiece models, one vocabulary of both
-    without two of their pieces and with two tags."""
+    """A folder as of an OPUS-MT model: EOS 0, UNK 1, PAD last and zero; two SentencePiece models,
+    one vocabulary of both without two of their pieces and with two tags.
+    """
     folder = tmp_path_factory.mktemp("marian")
     models = _sentencepiece(lines, 31), _sentencepiece([_target(line) for line in lines], 29)
     for name, model in zip(("source.spm", "target.spm"), models, strict=True):
@@ -69,7 +80,9 @@ def marian(tmp_path_factory, lines) -> Path:
         del known[piece]
     names = ["</s>", "<unk>", *TAGS, *known, "<pad>"]
     (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(names)}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"source_lang": "en", "target_lang": "de"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"source_lang": "en", "target_lang": "de"})
+    )
     last = len(names) - 1
     config = MarianConfig(
         vocab_size=len(names), d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
@@ -85,10 +98,16 @@ def marian(tmp_path_factory, lines) -> Path:
                 centre = 1.0 if "norm.weight" in name else 0.0
                 parameter.copy_(centre + spread * torch.randn(parameter.shape, generator=generator))
         model.model.shared.weight[last] = 0
-        model.final_logits_bias.copy_(0.3 * torch.randn(model.final_logits_bias.shape, generator=generator))
+        model.final_logits_bias.copy_(
+            0.3 * torch.randn(model.final_logits_bias.shape, generator=generator)
+        )
         model.final_logits_bias[0, 0] += 5.0  # translations end before they must
     model.generation_config.update(
-        num_beams=3, length_penalty=0.0, max_length=60, min_new_tokens=5, bad_words_ids=[[last], [1]]
+        num_beams=3,
+        length_penalty=0.0,
+        max_length=60,
+        min_new_tokens=5,
+        bad_words_ids=[[last], [1]],
     )
     model.save_pretrained(folder)
     return folder
@@ -119,8 +138,11 @@ def _vocabulary(marian: Path) -> dict[str, int]:
 
 def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lines) -> None:
     tokenizer, theirs_ = load_model(workdir)[2], theirs[1]
-    ours_of = np.array(_columns(marian, tokenizer.source_pieces(range(tokenizer.source_vocab_size))))
-    assert tokenizer.imported and tokenizer.source_vocab_size == len(ours_of) + 1  # with a PAD of our own
+    ours_of = np.array(
+        _columns(marian, tokenizer.source_tokens(range(tokenizer.source_vocab_size)))
+    )
+    # with a PAD of our own
+    assert tokenizer.imported and tokenizer.source_vocab_size == len(ours_of) + 1
     odd = ["Äone zzz Ä two", "OÄN 漢字 Ä ÄÄ", "  two  ones", "", "three-four, fiveeee"]
     tagged = [">>deu<< one two", ">>fra<<one two", ">>xxx<< one", "one >>deu<< two", ">>deu<<"]
     texts = lines[:20] + [_target(line) for line in lines[:20]] + odd + tagged
@@ -128,31 +150,55 @@ def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lin
     unknown = 0
     for side, encode in (("source", tokenizer.encode_source), ("target", tokenizer.encode_target)):
         for text, ids in zip(texts, encode(texts), strict=True):
-            expected = (theirs_(text) if side == "source" else theirs_(text_target=text)).input_ids[:-1]
+            expected = (theirs_(text) if side == "source" else theirs_(text_target=text)).input_ids[
+                :-1
+            ]
             assert ids == ours_of[expected].tolist(), (side, text)
-            unknown += UNK_ID in ids  # pieces of their SentencePiece models that their vocabulary lacks, for the most part
+            # pieces of their SentencePiece models that their vocabulary lacks, for the most part
+            unknown += UNK_ID in ids
     assert unknown > 5
-    lacking = next(p for p in _pieces((marian / "source.spm").read_bytes()) if p not in _vocabulary(marian))
+    lacking = next(
+        p for p in _pieces((marian / "source.spm").read_bytes()) if p not in _vocabulary(marian)
+    )
     assert tokenizer.target_ids([lacking]) == [UNK_ID]
     translator = Translator.from_workdir(workdir, max_source_length=16)
     parts = translator._split(">>deu<<" + " one two three" * 20, 15)
     assert len(parts) > 3 and all(len(part) <= 15 and part[0] == parts[0][0] for part in parts)
-    assert tokenizer.source_pieces(parts[0][:1]) == [">>deu<<"]
+    assert tokenizer.source_tokens(parts[0][:1]) == [">>deu<<"]
     ids = tokenizer.encode_target([_target(line) for line in lines[:8]])
     assert [tokenizer.decode_target(row) for row in ids] == [_target(line) for line in lines[:8]]
 
 
-def test_logits_agree_and_new_pieces_get_no_probability(marian, workdir, theirs, lines, logits) -> None:
+def test_logits_agree_and_new_pieces_get_no_probability(
+    marian, workdir, theirs, lines, logits
+) -> None:
     config, model, tokenizer = load_model(workdir)
-    columns = _columns(marian, tokenizer.source_pieces(range(tokenizer.source_vocab_size)))
-    assert (config.model.activation, config.model.norm_epsilon, config.model.softmax_bias) == ("silu", 1e-5, True)
-    for source, target in [(lines[0], _target(lines[1])), (">>deu<< Ä " + lines[2], "漢 " + _target(lines[3]))]:
-        source_ids, target_ids = theirs[1](source).input_ids, theirs[1](text_target=target).input_ids
+    columns = _columns(marian, tokenizer.source_tokens(range(tokenizer.source_vocab_size)))
+    assert (config.model.activation, config.model.norm_epsilon, config.model.softmax_bias) == (
+        "silu",
+        1e-5,
+        True,
+    )
+    for source, target in [
+        (lines[0], _target(lines[1])),
+        (">>deu<< Ä " + lines[2], "漢 " + _target(lines[3])),
+    ]:
+        source_ids, target_ids = (
+            theirs[1](source).input_ids,
+            theirs[1](text_target=target).input_ids,
+        )
         start = theirs[0].config.pad_token_id
         with torch.no_grad():
             inputs = torch.tensor([[start, *target_ids[:-1]]])
-            expected = theirs[0](input_ids=torch.tensor([source_ids]), decoder_input_ids=inputs).logits[0].numpy()
-        sides = [[*tokenizer.encode_source([source])[0], EOS_ID], [*tokenizer.encode_target([target])[0], EOS_ID]]
+            expected = (
+                theirs[0](input_ids=torch.tensor([source_ids]), decoder_input_ids=inputs)
+                .logits[0]
+                .numpy()
+            )
+        sides = [
+            [*tokenizer.encode_source([source])[0], EOS_ID],
+            [*tokenizer.encode_target([target])[0], EOS_ID],
+        ]
         source_BS, target_BT = (np.array([ids + [PAD_ID] * (40 - len(ids))]) for ids in sides)
         ours = logits(model, source_BS, target_BT)[0, : len(target_ids)]
         np.testing.assert_allclose(ours[:, columns], expected, atol=1e-4)
@@ -165,7 +211,11 @@ def test_translations_agree(workdir, theirs, lines) -> None:
     ours = Translator.from_workdir(workdir, batch_size=16)
     generated = model.generate(**tokenizer(texts, return_tensors="pt", padding=True))
     expected = tokenizer.batch_decode(generated, skip_special_tokens=True)
-    assert (ours.config.beam_size, ours.config.min_length, ours.config.suppress) == (3, 5, ("<s>", "<unk>"))
+    assert (ours.config.beam_size, ours.config.min_length, ours.config.suppress) == (
+        3,
+        5,
+        ("<s>", "<unk>"),
+    )
     assert [text.strip() for text in ours.translate(texts)] == expected
     assert len(set(expected)) > 3 and generated.shape[1] < 25
 
@@ -174,9 +224,16 @@ def test_ctranslate2_gets_tags_as_pieces(workdir, tmp_path) -> None:
     """As the note says: source.spm, which turns text into pieces for it, cuts them apart."""
     config, model, tokenizer = load_model(workdir)
     notes = export_ctranslate2(config, model, tokenizer, tmp_path)
-    assert "source.spm cuts tags such as >>deu<< apart: put the tag of a line before its pieces" in notes[1]
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.spm")).encode("two", out_type=str)
-    assert [">>deu<<", *pieces] == tokenizer.source_pieces(tokenizer.encode_source([">>deu<< two"])[0])
+    assert (
+        "source.spm cuts tags such as >>deu<< apart: put the tag of a line before its pieces"
+        in notes[1]
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.spm")).encode(
+        "two", out_type=str
+    )
+    assert [">>deu<<", *pieces] == tokenizer.source_tokens(
+        tokenizer.encode_source([">>deu<< two"])[0]
+    )
     assert ">>deu<<" in json.loads((tmp_path / "shared_vocabulary.json").read_text())
 
 
@@ -190,7 +247,9 @@ def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dropout=0.0),
-        data=DataConfig(root=str(tmp_path), train=pairs, max_source_length=40, max_target_length=40, workers=1),
+        data=DataConfig(
+            root=str(tmp_path), train=pairs, max_source_length=40, max_target_length=40, workers=1
+        ),
         batch=BatchConfig(tokens=512, buckets=1),
         optimizer=dataclasses.replace(config.optimizer, ema_decay=0.9, clip_norm=1.0),
         training=TrainingConfig(steps=3, compilation_cache=""),
@@ -201,18 +260,30 @@ def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines)
     assert train(config, run, devices=jax.devices()[:1])["steps"] == 3
     start_from = dataclasses.replace(config.training, steps=1, start_from=str(workdir))
     assert (
-        train(dataclasses.replace(config, training=start_from), tmp_path / "another", devices=jax.devices()[:1])["steps"] == 1
+        train(
+            dataclasses.replace(config, training=start_from),
+            tmp_path / "another",
+            devices=jax.devices()[:1],
+        )["steps"]
+        == 1
     )
     with claimed(run, config):  # as the same command run again does
         pass
     before = nnx.to_pure_dict(nnx.state(load_model(workdir)[1], nnx.Param))
     trained, model, tokenizer = load_model(run)
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    assert trained.optimizer.ema_decay == 0.9 and tokenizer.fingerprint == load_model(workdir)[2].fingerprint
-    moved = np.abs(np.asarray(after["target_embedding"]["matrix"] - before["target_embedding"]["matrix"])).max()
+    assert (
+        trained.optimizer.ema_decay == 0.9
+        and tokenizer.fingerprint == load_model(workdir)[2].fingerprint
+    )
+    moved = np.abs(
+        np.asarray(after["target_embedding"]["matrix"] - before["target_embedding"]["matrix"])
+    ).max()
     assert 0 < moved < 1e-5  # three steps of a warm-up from zero
     again = nnx.to_pure_dict(nnx.state(load_model(run, checkpoint=0)[1], nnx.Param))
-    np.testing.assert_array_equal(again["target_embedding"]["matrix"], before["target_embedding"]["matrix"])
+    np.testing.assert_array_equal(
+        again["target_embedding"]["matrix"], before["target_embedding"]["matrix"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,11 +291,18 @@ def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines)
     [
         {},
         {"attention_bias": True, "softmax_bias": True, "positions": "split"},
-        {"positions": "learned", "max_positions": 40, "tie_embeddings": "none", "activation": "gelu"},
+        {
+            "positions": "learned",
+            "max_positions": 40,
+            "tie_embeddings": "none",
+            "activation": "gelu",
+        },
     ],
     ids=["paper", "biases", "learned, untied"],
 )
-def test_export_and_import_give_back_the_model(fields, tmp_path, joint, lines, make, logits) -> None:
+def test_export_and_import_give_back_the_model(
+    fields, tmp_path, joint, lines, make, logits
+) -> None:
     config, model = make(joint, norm_epsilon=1e-5, **fields)
     export_safetensors(config, model, joint, tmp_path)
     _check_same(config, model, joint, read_marian(tmp_path), lines, logits)
@@ -236,26 +314,47 @@ def test_export_and_import_of_two_vocabularies(tmp_path, separate, lines, make, 
     _check_same(config, model, separate, read_marian(tmp_path), lines, logits)
 
 
-def _check_same(config: Any, model: Any, tokenizer: Any, imported: Any, lines: list[str], logits: Callable[..., Any]) -> None:
+def _check_same(
+    config: Any,
+    model: Any,
+    tokenizer: Any,
+    imported: Any,
+    lines: list[str],
+    logits: Callable[..., Any],
+) -> None:
     assert imported.tokenizer.encode_source(lines) == tokenizer.encode_source(lines)
     assert imported.tokenizer.joint == tokenizer.joint
-    same = ("vocab_size", "tie_embeddings", "positions", "attention_bias", "softmax_bias", "activation", "norm_epsilon")
+    same = (
+        "vocab_size",
+        "tie_embeddings",
+        "positions",
+        "attention_bias",
+        "softmax_bias",
+        "activation",
+        "norm_epsilon",
+    )
     assert all(getattr(imported.config.model, name) == getattr(config.model, name) for name in same)
     again = Transformer(imported.config.model, rngs=nnx.Rngs(9))
     graph, state = nnx.split(again, nnx.Param)
-    assert nnx.to_flat_state(state) and imported.config.decoding.beam_size == config.decoding.beam_size
+    assert (
+        nnx.to_flat_state(state) and imported.config.decoding.beam_size == config.decoding.beam_size
+    )
     nnx.replace_by_pure_dict(state, imported.parameters)
     source_BS = np.array([[*tokenizer.encode_source(lines[:1])[0], EOS_ID]])
     target_BT = np.array([[*tokenizer.encode_target([lines[1].upper()])[0], EOS_ID]])
     np.testing.assert_allclose(
-        logits(nnx.merge(graph, state), source_BS, target_BT)[..., 1:], logits(model, source_BS, target_BT)[..., 1:], atol=1e-4
+        logits(nnx.merge(graph, state), source_BS, target_BT)[..., 1:],
+        logits(model, source_BS, target_BT)[..., 1:],
+        atol=1e-4,
     )
 
 
 def _change_config(**values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         content = json.loads((folder / "config.json").read_text()) | values
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+        (folder / "config.json").write_text(
+            json.dumps({k: v for k, v in content.items() if v is not None})
+        )
 
     return change
 
@@ -275,26 +374,50 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "model.safetensors").unlink(), "No weights in .*; expected model.safetensors or pytorch_model.bin"),
+        (
+            lambda f: (f / "model.safetensors").unlink(),
+            "No weights in .*; expected model.safetensors or pytorch_model.bin",
+        ),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "is damaged; fetch it again"),
-        (_change_tensors(lambda t: t.pop(_FC1)), f"lack {_FC1}; expected those that config.json describes"),
-        (_change_tensors(lambda t: t.update(more=np.ones(3, np.float32))), "have unknown more; expected"),
+        (
+            _change_tensors(lambda t: t.pop(_FC1)),
+            f"lack {_FC1}; expected those that config.json describes",
+        ),
+        (
+            _change_tensors(lambda t: t.update(more=np.ones(3, np.float32))),
+            "have unknown more; expected",
+        ),
         (
             _change_tensors(lambda t: t.update({_FC1: np.ones((3, 16), np.float32)})),
             r"shape \(3, 16\); expected \(24, 16\)",
         ),
-        (lambda f: (f / "config.json").unlink(), "holds no config.json; expected a Hugging Face folder .* hf download"),
+        (
+            lambda f: (f / "config.json").unlink(),
+            "holds no config.json; expected a Hugging Face folder .* hf download",
+        ),
         (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
         (lambda f: (f / "source.spm").unlink(), "source.spm' does not exist"),
-        (lambda f: (f / "target.spm").write_bytes(b"not a model"), "target.spm.* is not a SentencePiece model"),
-        (lambda f: (f / "vocab.json").write_text('{"<unk>": 0}'), "has 1 pieces; expected the ids 0 to"),
+        (
+            lambda f: (f / "target.spm").write_bytes(b"not a model"),
+            "target.spm.* is not a SentencePiece model",
+        ),
+        (
+            lambda f: (f / "vocab.json").write_text('{"<unk>": 0}'),
+            "has 1 pieces; expected the ids 0 to",
+        ),
         (_change_config(model_type="bart"), "model_type in .* is 'bart'; expected 'marian'"),
         (_change_config(d_model=None), "lacks d_model"),
         (_change_config(normalize_before=True), "normalize_before in .* is True"),
         (_change_config(scale_embedding=False), "scale_embedding in .* is False"),
         (_change_config(decoder_ffn_dim=30), "decoder_ffn_dim in .* is 30"),
-        (_change_config(activation_function="gelu"), "activation_function in .* is 'gelu'; expected one of relu"),
-        (_change_config(decoder_start_token_id=999), "decoder_start_token_id in .* is 999, which is no id"),
+        (
+            _change_config(activation_function="gelu"),
+            "activation_function in .* is 'gelu'; expected one of relu",
+        ),
+        (
+            _change_config(decoder_start_token_id=999),
+            "decoder_start_token_id in .* is 999, which is no id",
+        ),
         (_change_config(encoder_layers=3), "lack model.encoder.layers.2.fc1.bias, .* and 13 more"),
     ],
 )
@@ -306,12 +429,16 @@ def test_a_folder_that_is_not_whole_is_refused(change, message, marian, tmp_path
         read_marian(folder)
 
 
-@pytest.mark.parametrize("names", [("lm_head.weight",), ("model.decoder.embed_tokens.weight", "lm_head.weight")])
+@pytest.mark.parametrize(
+    "names", [("lm_head.weight",), ("model.decoder.embed_tokens.weight", "lm_head.weight")]
+)
 def test_a_tied_matrix_may_stand_under_any_of_its_names(names, marian, tmp_path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(marian, folder)
     _change_tensors(lambda t: t.update(dict.fromkeys(names, t.pop("model.shared.weight"))))(folder)
-    matrices = [read_marian(each).parameters["target_embedding"]["matrix"] for each in (marian, folder)]
+    matrices = [
+        read_marian(each).parameters["target_embedding"]["matrix"] for each in (marian, folder)
+    ]
     np.testing.assert_array_equal(*matrices)
 
 
@@ -321,10 +448,12 @@ def test_padding_may_be_another_symbol_there(pad, marian, tmp_path) -> None:
     shutil.copytree(marian, folder)
     _change_config(pad_token_id=_vocabulary(marian)[pad])(folder)
     _, parameters, tokenizer, _ = read_marian(folder)
-    assert tokenizer.target_pieces(range(4)) == ["<<pad>>", "<pad>", "</s>", "<unk>"]
+    assert tokenizer.target_tokens(range(4)) == ["<<pad>>", "<pad>", "</s>", "<unk>"]
     before = read_marian(marian)
     for ours in (BOS_ID, EOS_ID, UNK_ID):
-        rows = [each["target_embedding"]["matrix"][ours] for each in (parameters, before.parameters)]
+        rows = [
+            each["target_embedding"]["matrix"][ours] for each in (parameters, before.parameters)
+        ]
         np.testing.assert_array_equal(*rows)
     assert parameters["softmax_bias"][PAD_ID] < -90
 
@@ -343,16 +472,27 @@ def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
     )  # fmt: skip
     config, *_, notes = read_marian(folder)
     decoding = config.decoding
-    assert (decoding.method, decoding.beam_size, decoding.min_length, decoding.repetition_penalty) == ("beam", 2, 3, 1.5)
+    assert (
+        decoding.method,
+        decoding.beam_size,
+        decoding.min_length,
+        decoding.repetition_penalty,
+    ) == ("beam", 2, 3, 1.5)
     assert decoding.suppress == (some,) and decoding.length_penalty == 0
     said = "\n".join(notes)
-    assert "left out, since there is nothing like it here: early_stopping True, encoder_no_repeat_ngram_size 3." in said
+    assert (
+        "left out, since there is nothing like it here: early_stopping True, encoder_no_repeat_ngram_size 3."
+        in said
+    )
     assert "length_penalty is -1 there" in said and "logits" not in said
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
     decoding = read_marian(_with_settings(marian, tmp_path / "sample", **sampling)).config.decoding
     assert (decoding.method, decoding.beam_size) == ("sample", 1)
     assert (decoding.temperature, decoding.top_p, decoding.top_k) == (0.7, 0.9, 50)
-    with pytest.raises(UserError, match=r"generation_config.json' asks for .*decoding.min_length is 60.* Change or remove it"):
+    with pytest.raises(
+        UserError,
+        match=r"generation_config.json' asks for .*decoding.min_length is 60.* Change or remove it",
+    ):
         read_marian(_with_settings(marian, tmp_path / "long", min_new_tokens=60))
 
 
@@ -379,7 +519,9 @@ def test_of_one_checkpoints_folder_only_itself_can_be_chosen(workdir) -> None:
     for chosen in ("last", 0, "0"):
         assert choose_checkpoints(folder, checkpoint=chosen) == [folder]
     for chosen in ("best", 5):
-        with pytest.raises(UserError, match=f"checkpoint is {chosen!r}, but .* is the folder of one checkpoint"):
+        with pytest.raises(
+            UserError, match=f"checkpoint is {chosen!r}, but .* is the folder of one checkpoint"
+        ):
             choose_checkpoints(folder, checkpoint=chosen)
 
 
@@ -390,12 +532,16 @@ def test_pytorch_files_are_read_too(marian, tmp_path) -> None:
     (folder / "model.safetensors").unlink()
     # Older files name tied matrices more than once, and hold the position table.
     state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
-    state |= {f"model.{side}.embed_tokens.weight": state["model.shared.weight"] for side in ("encoder", "decoder")}
+    state |= {
+        f"model.{side}.embed_tokens.weight": state["model.shared.weight"]
+        for side in ("encoder", "decoder")
+    }
     state["lm_head.weight"] = state["model.shared.weight"]
     torch.save(state, folder / "pytorch_model.bin")
     first, second = read_marian(marian), read_marian(folder)
     np.testing.assert_array_equal(
-        first.parameters["target_embedding"]["matrix"], second.parameters["target_embedding"]["matrix"]
+        first.parameters["target_embedding"]["matrix"],
+        second.parameters["target_embedding"]["matrix"],
     )
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")
     with pytest.raises(UserError, match="cannot be read"):
@@ -407,23 +553,30 @@ def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path
     assert "there already" in capsys.readouterr().err
     (tmp_path / "marian").mkdir()
     (tmp_path / "marian" / "model.npz").touch()
-    for name in ("Helsinki-NLP/opus-mt-en-de", str(tmp_path / "marian"), str(tmp_path / "marian" / "model.npz")):
+    for name in (
+        "Helsinki-NLP/opus-mt-en-de",
+        str(tmp_path / "marian"),
+        str(tmp_path / "marian" / "model.npz"),
+    ):
         assert main(["--input", name, "--workdir", str(tmp_path / "w")]) == 2
         assert f"{name!r} holds no config.json" in capsys.readouterr().err
     assert not (tmp_path / "w").exists()
 
 
-def test_an_import_that_was_cut_short_can_be_repeated(marian, tmp_path, monkeypatch, capsys) -> None:
+def test_an_import_that_was_cut_short_can_be_repeated(
+    marian, tmp_path, monkeypatch, capsys
+) -> None:
     arguments = ["--input", str(marian), "--workdir", str(tmp_path / "w")]
 
     def full(path):
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "write_manifest", full)
+        patched.setattr(saver, "write_manifest", full)
         assert main(arguments) == 2
         assert "no space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
-        patched.setattr(new_folder.shutil, "rmtree", lambda path, ignore_errors: None)  # as after a kill
+        # as after a kill
+        patched.setattr(new_folder.shutil, "rmtree", lambda path, ignore_errors: None)
         assert main(arguments) == 2
     assert main(arguments) == 0 and [path.name for path in tmp_path.iterdir()] == ["w"]
     assert (load_model(tmp_path / "w")[2]).imported

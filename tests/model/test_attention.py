@@ -7,7 +7,12 @@ import pytest
 from flax import nnx
 
 from transformer_jax.errors import UserError
-from transformer_jax.model.attention import MultiHeadAttention, attention_mask, dot_product_attention, dropout
+from transformer_jax.model.attention import (
+    MultiHeadAttention,
+    attention_mask,
+    dot_product_attention,
+    dropout,
+)
 
 
 def _random(*shape: int, seed: int = 0) -> jax.Array:
@@ -31,7 +36,9 @@ def test_one_visible_position_gives_its_value() -> None:
 
 def test_row_with_nothing_visible_stays_finite() -> None:
     q = _random(1, 2, 1, 4)
-    gradient = jax.grad(lambda x: dot_product_attention(x, x, x, jnp.zeros((1, 1, 2, 2), bool)).sum())(q)
+    gradient = jax.grad(
+        lambda x: dot_product_attention(x, x, x, jnp.zeros((1, 1, 2, 2), bool)).sum()
+    )(q)
     assert jnp.isfinite(gradient).all()
 
 
@@ -60,7 +67,11 @@ def test_projections_are_xavier_uniform() -> None:
 
 def test_output_of_a_head_is_a_mean_of_values() -> None:
     q, k, v = _random(2, 3, 2, 4), _random(2, 5, 2, 4, seed=1), jnp.ones((2, 5, 2, 4))
-    np.testing.assert_allclose(dot_product_attention(q, k, v, jnp.ones((1, 1, 3, 5), bool)), jnp.ones((2, 3, 2, 4)), rtol=1e-6)
+    np.testing.assert_allclose(
+        dot_product_attention(q, k, v, jnp.ones((1, 1, 3, 5), bool)),
+        jnp.ones((2, 3, 2, 4)),
+        rtol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.5])

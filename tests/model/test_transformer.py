@@ -1,4 +1,6 @@
-"""Properties of the whole model: causality, padding, packing, cached decoding, and the paper's parameter counts."""
+"""Properties of the whole model: causality, padding, packing, cached decoding, and the paper's
+parameter counts.
+"""
 
 import dataclasses
 import functools
@@ -65,7 +67,8 @@ def test_cached_step_equals_teacher_forcing(changes: dict) -> None:
 
 
 def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> None:
-    # Blocks of self-attention end at 16, 32, 48, 64, 128 and 140, of the memory at 32, 64, 128 and 135.
+    # Blocks of self-attention end at 16, 32, 48, 64, 128 and 140, of the memory at 32, 64, 128 and
+    # 135.
     source, target = tokens(3, 135).at[1, 4:].set(0).at[2, 70:].set(0), tokens(3, 140, seed=1)
     check_cached_steps(build(), source, target)
 
@@ -81,11 +84,17 @@ def test_reordered_cache_follows_each_beams_own_history() -> None:
     for t in range(5):
         scores, cache = step(last, cache)
         for beam in range(3):
-            target = jnp.pad(jnp.asarray(histories[:, beam]), ((0, 0), (0, 5 - t)), constant_values=5)
-            np.testing.assert_allclose(scores[:, beam], run(model, source, target)[:, t], rtol=1e-4, atol=1e-5)
+            target = jnp.pad(
+                jnp.asarray(histories[:, beam]), ((0, 0), (0, 5 - t)), constant_values=5
+            )
+            np.testing.assert_allclose(
+                scores[:, beam], run(model, source, target)[:, t], rtol=1e-4, atol=1e-5
+            )
         parents = rng.integers(0, 3, (2, 3))
         chosen = rng.integers(4, 40, (2, 3))
-        histories = np.concatenate([np.take_along_axis(histories, parents[:, :, None], axis=1), chosen[:, :, None]], axis=2)
+        histories = np.concatenate(
+            [np.take_along_axis(histories, parents[:, :, None], axis=1), chosen[:, :, None]], axis=2
+        )
         cache, last = cache.reorder(jnp.asarray(parents)), jnp.asarray(chosen)
 
 
@@ -97,7 +106,9 @@ def test_no_position_sees_a_later_target(norm: str) -> None:
     @jax.jit
     def outputs(vectors: jax.Array) -> jax.Array:
         mask = jnp.tril(jnp.ones((6, 6), bool))[None, None]
-        return model.decoder(vectors, model.encode(source), mask, jnp.ones((1, 1, 6, 5), bool))[0, :, 0]
+        return model.decoder(vectors, model.encode(source), mask, jnp.ones((1, 1, 6, 5), bool))[
+            0, :, 0
+        ]
 
     vectors = model.target_embedding(target, jnp.arange(6)[None], num_positions=6)
     jacobian = jnp.abs(jax.jacrev(outputs)(vectors)).sum(axis=-1)[:, 0]
@@ -109,7 +120,9 @@ def test_no_position_sees_a_later_target(norm: str) -> None:
 def test_prediction_ignores_its_own_and_later_labels() -> None:
     model, source, target = build(), tokens(1, 5), tokens(1, 6, seed=1)
     changed = target.at[0, 3:].set(7)
-    np.testing.assert_array_equal(run(model, source, target)[:, :4], run(model, source, changed)[:, :4])
+    np.testing.assert_array_equal(
+        run(model, source, target)[:, :4], run(model, source, changed)[:, :4]
+    )
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
@@ -121,7 +134,10 @@ def test_padding_changes_nothing(changes: dict) -> None:
 
 def test_packed_rows_equal_separate_rows() -> None:
     model = build()
-    sources, targets = [tokens(1, n, seed=n) for n in (3, 5)], [tokens(1, n, seed=9 + n) for n in (4, 2)]
+    sources, targets = (
+        [tokens(1, n, seed=n) for n in (3, 5)],
+        [tokens(1, n, seed=9 + n) for n in (4, 2)],
+    )
     packed = run(
         model,
         jnp.pad(jnp.concatenate(sources, axis=1), ((0, 0), (0, 2))),
@@ -129,8 +145,12 @@ def test_packed_rows_equal_separate_rows() -> None:
         source_segments_BS=jnp.array([[1] * 3 + [2] * 5 + [0] * 2]),
         target_segments_BT=jnp.array([[1] * 4 + [2] * 2 + [0]]),
     )
-    np.testing.assert_allclose(packed[:, :4], run(model, sources[0], targets[0]), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(packed[:, 4:6], run(model, sources[1], targets[1]), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        packed[:, :4], run(model, sources[0], targets[0]), rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        packed[:, 4:6], run(model, sources[1], targets[1]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_packed_rows_may_be_longer_than_the_learned_positions() -> None:
@@ -139,18 +159,32 @@ def test_packed_rows_may_be_longer_than_the_learned_positions() -> None:
     packed = {"source_segments_BS": segments, "target_segments_BT": segments}
     rows = jnp.where(segments > 0, tokens(2, 10), 0)
     graph, parameters = nnx.split(model)
-    loss = jax.jit(lambda p: (run(nnx.merge(graph, p), rows, rows, **packed) ** 2 * (segments > 0)[..., None]).sum())
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(parameters)))
-    np.testing.assert_allclose(run(model, rows, rows, **packed)[1:, :3], run(model, rows[1:, :3], rows[1:, :3]), atol=1e-5)
+    loss = jax.jit(
+        lambda p: (
+            run(nnx.merge(graph, p), rows, rows, **packed) ** 2 * (segments > 0)[..., None]
+        ).sum()
+    )
+    assert all(
+        jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(parameters))
+    )
+    np.testing.assert_allclose(
+        run(model, rows, rows, **packed)[1:, :3], run(model, rows[1:, :3], rows[1:, :3]), atol=1e-5
+    )
 
 
 def test_dropout_needs_a_key_and_is_repeatable() -> None:
-    model, source, target = build(dropout=0.5, attention_dropout=0.2, feed_forward_dropout=0.2), tokens(1, 5), tokens(1, 6)
+    model, source, target = (
+        build(dropout=0.5, attention_dropout=0.2, feed_forward_dropout=0.2),
+        tokens(1, 5),
+        tokens(1, 6),
+    )
     plain = run(model, source, target)
     np.testing.assert_array_equal(plain, run(model, source, target))
     dropped = run(model, source, target, dropout_key=jax.random.key(1))
     assert not np.allclose(plain, dropped)
-    np.testing.assert_array_equal(dropped, run(model, source, target, dropout_key=jax.random.key(1)))
+    np.testing.assert_array_equal(
+        dropped, run(model, source, target, dropout_key=jax.random.key(1))
+    )
 
 
 @pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "feed_forward_dropout"])
@@ -159,7 +193,9 @@ def test_each_dropout_drops_by_itself(rate: str) -> None:
     dropped = run(model, source, target, dropout_key=jax.random.key(1))
     assert not np.allclose(dropped, run(model, source, target))
     assert not np.allclose(dropped, run(model, source, target, dropout_key=jax.random.key(2)))
-    np.testing.assert_array_equal(run(build(dropout=0.0), source, target), run(model, source, target))
+    np.testing.assert_array_equal(
+        run(build(dropout=0.0), source, target), run(model, source, target)
+    )
 
 
 def test_sinusoids() -> None:
@@ -168,7 +204,12 @@ def test_sinusoids() -> None:
     np.testing.assert_allclose(table[7, 5], np.cos(7 / 10000 ** (4 / 8)), rtol=1e-6)
     # PE(pos + k) is a linear function of PE(pos) (section 3.5): rotations by a fixed angle.
     k, frequency = 3, 10000 ** (-2 / 8)
-    rotation = np.array([[np.cos(k * frequency), np.sin(k * frequency)], [-np.sin(k * frequency), np.cos(k * frequency)]])
+    rotation = np.array(
+        [
+            [np.cos(k * frequency), np.sin(k * frequency)],
+            [-np.sin(k * frequency), np.cos(k * frequency)],
+        ]
+    )
     np.testing.assert_allclose(table[k:, 2:4], table[:-k, 2:4] @ rotation.T, atol=1e-5)
     split = sinusoidal_positions(50, 8, layout="split")
     np.testing.assert_allclose(split[7, [0, 3, 4]], [np.sin(7), np.sin(7e-4), np.cos(7)], rtol=1e-5)
@@ -191,4 +232,6 @@ def test_computing_in_bfloat16_keeps_parameters_and_logits_in_float32() -> None:
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     logits = run(model, tokens(2, 5), tokens(2, 6))
     assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, run(build(dtype="float32"), tokens(2, 5), tokens(2, 6)), atol=0.1)
+    np.testing.assert_allclose(
+        logits, run(build(dtype="float32"), tokens(2, 5), tokens(2, 6)), atol=0.1
+    )

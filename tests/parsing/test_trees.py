@@ -1,4 +1,6 @@
-"""Trees: what is written is read back, any sequence gives a tree, and faults in a treebank are named."""
+"""Trees: what is written is read back, any sequence gives a tree, and faults in a treebank are
+named.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,12 +36,16 @@ def parse_tree(draw: st.DrawFn, start: int, end: int, depth: int) -> Iterator[Co
 def parses(draw: st.DrawFn) -> Parse:
     words = draw(st.lists(st.sampled_from(["John", "has", "dogs", ",", "-LRB-", "XX"]), max_size=7))
     tags = [draw(st.sampled_from(["NNP", "VBZ", ",", "."])) for _ in words]
-    return Parse(tuple(words), tuple(tags), tuple(parse_tree(draw, 0, len(words), 0) if words else ()))
+    return Parse(
+        tuple(words), tuple(tags), tuple(parse_tree(draw, 0, len(words), 0) if words else ())
+    )
 
 
 @settings(deadline=None)
 @given(st.lists(parses(), max_size=3))
-def test_a_treebank_that_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, written: list[Parse]) -> None:
+def test_a_treebank_that_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Parse]
+) -> None:
     path = tmp_path_factory.mktemp("trees") / "trees.mrg"
     path.write_text("".join(f"{parse}\n" for parse in written))
     assert list(read_parses(path)) == written
@@ -54,14 +60,23 @@ def test_the_sequence_of_a_tree_gives_the_tree(parse: Parse) -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 5), st.lists(st.sampled_from(["(S", "(NP", ")S", ")NP", "XX", "?", "(", ")", "((S", "(S)"]), max_size=14))
-def test_any_sequence_gives_a_tree_and_a_whole_one_is_told_from_others(count: int, tokens: list[str]) -> None:
+@given(
+    st.integers(0, 5),
+    st.lists(
+        st.sampled_from(["(S", "(NP", ")S", ")NP", "XX", "?", "(", ")", "((S", "(S)"]), max_size=14
+    ),
+)
+def test_any_sequence_gives_a_tree_and_a_whole_one_is_told_from_others(
+    count: int, tokens: list[str]
+) -> None:
     words = [f"w{i}" for i in range(count)]
     parse, faultless = from_sequence(words, " ".join(tokens))
     assert parse.words == tuple(words)
     assert all(0 <= c.start < c.end <= count for c in parse.constituents)
     assert from_sequence(words, parse.sequence()) == (parse, True)  # constituents nest
-    assert faultless == (parse.sequence() == " ".join("XX" if token == "?" else token for token in tokens))
+    assert faultless == (
+        parse.sequence() == " ".join("XX" if token == "?" else token for token in tokens)
+    )
 
 
 def test_penn_trees_lose_traces_functions_and_the_root(tmp_path: Path) -> None:
@@ -70,16 +85,22 @@ def test_penn_trees_lose_traces_functions_and_the_root(tmp_path: Path) -> None:
     (parse,) = read_parses(path)
     assert parse.words == ("John", "has", "a", "dog", "with", "off", ".")
     assert parse.tags == ("NNP", "VBZ", "DT", "NN", "IN", "RP", ".")
-    assert parse.sequence() == "(S (NP XX )NP (VP XX (NP XX XX )NP (PP XX )PP (PRT XX )PRT )VP XX )S"
+    assert (
+        parse.sequence() == "(S (NP XX )NP (VP XX (NP XX XX )NP (PP XX )PP (PRT XX )PRT )VP XX )S"
+    )
     assert str(parse).startswith("( (S (NP (NNP John)) (VP (VBZ has) (NP (DT a) (NN dog))")
 
 
 def test_a_faulty_sequence_keeps_what_is_sound() -> None:
     words = ["John", "has", "a", "dog", "."]
-    assert from_sequence(words, "(S (NP XX )NP (VP XX (NP XX XX )NP )VP )S")[0].sequence() == (  # a word too few
+    # a word too few
+    assert from_sequence(words, "(S (NP XX )NP (VP XX (NP XX XX )NP )VP )S")[0].sequence() == (
         "(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S"
     )
-    assert from_sequence(words, "(S (NP XX )VP (VP XX XX XX XX XX XX")[0].sequence() == "(S (NP XX )NP (VP XX XX XX XX )VP )S"
+    assert (
+        from_sequence(words, "(S (NP XX )VP (VP XX XX XX XX XX XX")[0].sequence()
+        == "(S (NP XX )NP (VP XX XX XX XX )VP )S"
+    )
     assert from_sequence(words, "")[0].constituents == ()
 
 

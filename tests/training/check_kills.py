@@ -1,9 +1,10 @@
-"""One run killed many times with SIGKILL at random moments against an undisturbed one; too slow for the test suite.
+"""One run killed many times with SIGKILL at random moments against an undisturbed one; too slow for
+the test suite.
 
     python tests/training/check_kills.py [--kills 20] [--seed 0]
 
-Half of the kills wait for a save to be under way. The run resumes after each, and its end state, losses and steps must be
-those of the undisturbed run, bit for bit.
+Half of the kills wait for a save to be under way. The run resumes after each, and its end state,
+losses and steps must be those of the undisturbed run, bit for bit.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # what runs.command expects
+# what runs.command expects
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import chex
 from runs import command, entries, final_state, tiny
@@ -24,7 +26,9 @@ from runs import command, entries, final_state, tiny
 
 def main() -> None:
     """Run, kill, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -56,9 +60,13 @@ def main() -> None:
         assert command(workdirs[1], folder / "cache", config).wait() == 0
         states = [final_state(config, workdir) for workdir in workdirs]
         chex.assert_trees_all_equal(*states)
-        logs = [[(entry["step"], entry["loss"]) for entry in entries(workdir)] for workdir in workdirs]
+        logs = [
+            [(entry["step"], entry["loss"]) for entry in entries(workdir)] for workdir in workdirs
+        ]
         assert logs[0] == logs[1]
-    print(f"{arguments.kills} kills, {in_a_save} of them during a save: identical bits after {config.training.steps} steps")
+    print(
+        f"{arguments.kills} kills, {in_a_save} of them during a save: identical bits after {config.training.steps} steps"
+    )
 
 
 def latest(workdir: Path) -> int:

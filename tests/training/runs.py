@@ -62,19 +62,31 @@ def tiny(**training: Any) -> Config:
 
 def no_evaluation(config: Config) -> Config:
     """The same steps; nothing is translated, for which most would be compiled."""
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, dev=PairsConfig(), test=PairsConfig()))
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, dev=PairsConfig(), test=PairsConfig())
+    )
 
 
-def command(workdir: Path, cache: Path, config: Config, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
+def command(
+    workdir: Path, cache: Path, config: Config, *flags: str, devices: int = 1
+) -> subprocess.Popen[str]:
     """``python train.py`` on this config, in a process of its own."""
     file = workdir.parent / f"{workdir.name}_{hash(config)}_config.py"
     text = json.dumps(dataclasses.asdict(config))
     file.write_text(
-        f"from transformer_jax.config_files import from_json\n\n\ndef get_config():\n    return from_json({text!r})\n"
+        f"from transformer_jax.config_io import from_json\n\n\ndef get_config():\n    return from_json({text!r})\n"
     )
     xla_flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
     environment = os.environ | {"XLA_FLAGS": xla_flags}
-    arguments = ["--config", str(file), "--workdir", str(workdir), "--training.compilation-cache", str(cache), *flags]
+    arguments = [
+        "--config",
+        str(file),
+        "--workdir",
+        str(workdir),
+        "--training.compilation-cache",
+        str(cache),
+        *flags,
+    ]
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *arguments],
         stderr=subprocess.PIPE,
@@ -87,7 +99,11 @@ def command(workdir: Path, cache: Path, config: Config, *flags: str, devices: in
 def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
     path = workdir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [entry for line in lines if line.endswith("}") and (entry := json.loads(line))["kind"] == kind]
+    return [
+        entry
+        for line in lines
+        if line.endswith("}") and (entry := json.loads(line))["kind"] == kind
+    ]
 
 
 def final_state(config: Config, workdir: Path) -> Any:

@@ -1,4 +1,6 @@
-"""Checkpoints: exact, kept as configured, checked when read, usable alone, unharmed by a full disk."""
+"""Checkpoints: exact, kept as configured, checked when read, usable alone, unharmed by a full
+disk.
+"""
 
 import dataclasses
 import errno
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from transformer_jax import saved_model
+from transformer_jax import checkpoint
+from transformer_jax.checkpoint import load_model
 from transformer_jax.config import (
     Config,
     DataConfig,
@@ -24,25 +27,29 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.config_files import to_json
+from transformer_jax.config_io import to_json
 from transformer_jax.errors import UserError
-from transformer_jax.saved_model import load_model
 from transformer_jax.sharding import make_mesh
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training import checkpoint as checkpoint_module
-from transformer_jax.training.checkpoint import Checkpoints
+from transformer_jax.training import saver as checkpoint_module
+from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import Programs, TrainState, make_programs
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.train([("one two three", "eins zwei drei"), ("four five", "vier")] * 10, TokenizerConfig(vocab_size=40))
+    return Tokenizer.train(
+        [("one two three", "eins zwei drei"), ("four five", "vier")] * 10,
+        TokenizerConfig(vocab_size=40),
+    )
 
 
 @pytest.fixture(scope="module")
 def config(tokenizer: Tokenizer) -> Config:
     return Config(
-        model=ModelConfig(vocab_size=tokenizer.target_vocab_size, d_model=8, d_ff=8, num_heads=2, num_layers=1),
+        model=ModelConfig(
+            vocab_size=tokenizer.target_vocab_size, d_model=8, d_ff=8, num_heads=2, num_layers=1
+        ),
         data=DataConfig(max_source_length=16, max_target_length=16),
         optimizer=OptimizerConfig(ema_decay=0.0),
         training=TrainingConfig(keep_checkpoints=2, average=2),
@@ -57,7 +64,9 @@ def run(config: Config) -> Programs:
 def _state(run: Programs, step: int) -> TrainState:
     state = run.init()
     shift = jax.tree.map(lambda x: x + step, state.parameters)
-    return TrainState(jax.numpy.int32(step), shift, state.optimizer, None, state.bad_steps, state.bad_in_a_row)
+    return TrainState(
+        jax.numpy.int32(step), shift, state.optimizer, None, state.bad_steps, state.bad_in_a_row
+    )
 
 
 def _save(checkpoints: Checkpoints, run: Programs, *steps: int, **progress: object) -> None:
@@ -66,7 +75,9 @@ def _save(checkpoints: Checkpoints, run: Programs, *steps: int, **progress: obje
     checkpoints.wait()
 
 
-def test_restored_state_is_the_saved_one(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+def test_restored_state_is_the_saved_one(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     assert checkpoints.restore_latest(run.abstract_state) is None
     _save(checkpoints, run, 7, best_step=3)
@@ -75,7 +86,9 @@ def test_restored_state_is_the_saved_one(tmp_path: Path, run: Programs, config: 
     assert progress == {"best_step": 3}
 
 
-def test_newest_and_best_are_kept(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+def test_newest_and_best_are_kept(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     _save(checkpoints, run, 1, 2, 3, 4, best_step=1)
     assert checkpoints.steps() == [1, 3, 4]
@@ -101,16 +114,22 @@ def test_how_to_decode_is_what_the_work_directory_says_now(
     now = dataclasses.replace(config, decoding=DecodingConfig(beam_size=7), seed=3)
     (tmp_path / "config.json").write_text(to_json(now))
     assert load_model(tmp_path)[0] == dataclasses.replace(config, decoding=now.decoding)
-    with pytest.raises(UserError, match="There is no best checkpoint: that of step 9 could not be saved"):
+    with pytest.raises(
+        UserError, match="There is no best checkpoint: that of step 9 could not be saved"
+    ):
         load_model(tmp_path, checkpoint="best")
 
 
-def test_averaging_and_choice(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+def test_averaging_and_choice(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 10, 20, best_step=10)
     start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
 
     def shift(**options: object) -> float:
-        return float(np.mean(load_model(tmp_path, **options)[1].target_embedding.matrix[...] - start))
+        return float(
+            np.mean(load_model(tmp_path, **options)[1].target_embedding.matrix[...] - start)
+        )
 
     assert shift(average=1) == pytest.approx(20, rel=1e-5)
     assert shift() == pytest.approx(15, rel=1e-5)  # the config's training.average
@@ -121,7 +140,9 @@ def test_averaging_and_choice(tmp_path: Path, run: Programs, config: Config, tok
         load_model(tmp_path, average=0)
     with pytest.raises(UserError, match="average is 3; expected at most 2"):
         load_model(tmp_path, average=3)
-    with pytest.raises(UserError, match="checkpoint is 11; expected last, best, or one of the steps 10, 20"):
+    with pytest.raises(
+        UserError, match="checkpoint is 11; expected last, best, or one of the steps 10, 20"
+    ):
         load_model(tmp_path, checkpoint=11)
 
 
@@ -139,7 +160,10 @@ def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
         checkpoints.wait()
 
     def shift(**options: object) -> float:
-        return round(float(np.mean(load_model(tmp_path, **options)[1].target_embedding.matrix[...] - start)), 3)
+        return round(
+            float(np.mean(load_model(tmp_path, **options)[1].target_embedding.matrix[...] - start)),
+            3,
+        )
 
     for step in (10, 20, 30, 40):
         save(step, best_step=min(step, 30), since_best=max(0, step // 10 - 3))
@@ -148,29 +172,49 @@ def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
     assert checkpoints.steps() == [20, 30, 40, 50]
     save(60, best_step=30, since_best=3)
     assert checkpoints.steps() == [20, 30, 50, 60]
-    assert (shift(), shift(average=1), shift(checkpoint="best"), shift(checkpoint="last")) == (25, 30, 30, 55)
+    assert (shift(), shift(average=1), shift(checkpoint="best"), shift(checkpoint="last")) == (
+        25,
+        30,
+        30,
+        55,
+    )
     save(70, best_step=70, since_best=0)  # it went on, with more patience
     assert shift() == 65
 
 
 def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    run: Programs,
+    config: Config,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 10, 20)
-    verified, verify = [], saved_model.verify
-    monkeypatch.setattr(saved_model, "verify", lambda path: (verified.append(int(path.name)), verify(path)))
+    verified, verify = [], checkpoint.verify
+    monkeypatch.setattr(
+        checkpoint, "verify", lambda path: (verified.append(int(path.name)), verify(path))
+    )
     load_model(tmp_path)
     assert verified == [20, 10]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_last_checkpoint_gives_way_to_the_one_before(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, damage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    run: Programs,
+    config: Config,
+    tokenizer: Tokenizer,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     _save(checkpoints, run, 1, 2, best_step=1)
-    (tmp_path / "checkpoints" / "00000002.damaged" / "state").mkdir(parents=True)  # of an earlier time
-    largest = max((tmp_path / "checkpoints" / "00000002" / "state").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    # of an earlier time
+    (tmp_path / "checkpoints" / "00000002.damaged" / "state").mkdir(parents=True)
+    largest = max(
+        (tmp_path / "checkpoints" / "00000002" / "state").rglob("*"),
+        key=lambda p: p.stat().st_size * p.is_file(),
+    )
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     if damage == "remove":
@@ -204,7 +248,11 @@ def test_when_all_are_damaged_nothing_is_deleted_or_begun_anew(
 
 
 def test_an_error_while_restoring_is_not_taken_for_damage(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    run: Programs,
+    config: Config,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     _save(checkpoints, run, 1, 2)
@@ -218,7 +266,9 @@ def test_an_error_while_restoring_is_not_taken_for_damage(
     assert checkpoints.steps() == [1, 2]
 
 
-def test_a_save_that_was_cut_off_is_no_checkpoint(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+def test_a_save_that_was_cut_off_is_no_checkpoint(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2)
     folder = tmp_path / "checkpoints"
     (folder / "00000002" / "manifest.json").unlink()  # being deleted
@@ -236,7 +286,10 @@ def test_a_save_that_was_cut_off_before_it_had_its_name_counts(
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / "00000002", folder / "00000002.saving")
     (folder / "00000002" / "manifest.json").unlink()
-    assert int(Checkpoints(tmp_path, config, tokenizer).restore_latest(run.abstract_state)[0].step) == 2
+    assert (
+        int(Checkpoints(tmp_path, config, tokenizer).restore_latest(run.abstract_state)[0].step)
+        == 2
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["00000001", "00000002"]
     shutil.copytree(folder / "00000002", folder / "00000002.replaced")
     (folder / "00000002").rename(folder / "00000002.saving")
@@ -245,7 +298,11 @@ def test_a_save_that_was_cut_off_before_it_had_its_name_counts(
 
 
 def test_a_step_that_is_saved_again_is_there_until_the_new_one_is_whole(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    run: Programs,
+    config: Config,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     _save(checkpoints, run, 1)
@@ -281,7 +338,10 @@ def test_full_disk_is_reported_and_older_checkpoints_stay(
     assert "No space left on device" in caplog.text
     assert checkpoints.last_saved == -1
     monkeypatch.undo()
-    assert [int(checkpoints.restore_latest(run.abstract_state)[0].step), *checkpoints.steps()] == [1, 1]
+    assert [int(checkpoints.restore_latest(run.abstract_state)[0].step), *checkpoints.steps()] == [
+        1,
+        1,
+    ]
 
 
 def test_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
@@ -289,9 +349,15 @@ def test_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_manifest_lists_every_file(tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer) -> None:
+def test_manifest_lists_every_file(
+    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 1)
     folder = tmp_path / "checkpoints" / "00000001"
     listed = json.loads((folder / "manifest.json").read_text())
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert set(listed) == written - {"manifest.json"} > {"config.json", "tokenizer.model", "progress.json"}
+    assert (
+        set(listed)
+        == written - {"manifest.json"}
+        > {"config.json", "tokenizer.model", "progress.json"}
+    )

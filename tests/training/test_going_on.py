@@ -1,4 +1,6 @@
-"""A run that goes on: after an interruption, with other settings, with corrected text, after an evaluation that failed."""
+"""A run that goes on: after an interruption, with other settings, with corrected text, after an
+evaluation that failed.
+"""
 
 import dataclasses
 import os
@@ -14,17 +16,19 @@ import pytest
 from flax import nnx
 from runs import ONE, entries, no_evaluation, tiny
 
+from transformer_jax.checkpoint import load_model
 from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, OptimizerConfig, PairsConfig
 from transformer_jax.errors import UserError
-from transformer_jax.saved_model import load_model
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import Run, TrainingError, train
 
 
 def changed(config: Config, section: str, **fields: Any) -> Config:
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **fields)}
+    )
 
 
 def parameters(workdir: Path, **which: Any) -> Any:
@@ -41,7 +45,9 @@ def interrupted_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Run, "_told_to_stop", told_to_stop)
 
 
-def test_interruptions_change_nothing_of_what_is_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruptions_change_nothing_of_what_is_averaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = no_evaluation(tiny(steps=12, checkpoint_every=4, keep_checkpoints=2, average=2))
     train(config, tmp_path / "whole", devices=ONE)
     interrupted_at((5, 9, 11), monkeypatch)
@@ -49,30 +55,49 @@ def test_interruptions_change_nothing_of_what_is_averaged(tmp_path: Path, monkey
         assert train(config, tmp_path / "run", devices=ONE)["steps"] == step
         assert step in complete_steps(tmp_path / "run" / "checkpoints")
     # The newest counts, whatever made it; before it those that were due.
-    mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *(parameters(tmp_path / "run", checkpoint=s) for s in (8, 11)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parameters(tmp_path / "run"), mean)
+    mean = jax.tree.map(
+        lambda *x: np.mean(x, axis=0),
+        *(parameters(tmp_path / "run", checkpoint=s) for s in (8, 11)),
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parameters(tmp_path / "run"), mean
+    )
     train(config, tmp_path / "run", devices=ONE)
     for run in ("whole", "run"):
         assert complete_steps(tmp_path / run / "checkpoints") == [8, 12]
     chex.assert_trees_all_equal(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
 
 
-def test_an_evaluation_that_a_signal_puts_off_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = changed(tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig())
+def test_an_evaluation_that_a_signal_puts_off_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = changed(
+        tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig()
+    )
     whole = train(config, tmp_path / "whole", devices=ONE)
     with monkeypatch.context() as patch:
         interrupted_at((3,), patch)
         train(config, tmp_path / "run", devices=ONE)
-    assert entries(tmp_path / "run", "dev") == [] and complete_steps(tmp_path / "run" / "checkpoints") == [3]
+    assert entries(tmp_path / "run", "dev") == [] and complete_steps(
+        tmp_path / "run" / "checkpoints"
+    ) == [3]
     resumed = train(config, tmp_path / "run", devices=ONE)
-    losses = [[(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")] for run in ("whole", "run")]
+    losses = [
+        [(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")]
+        for run in ("whole", "run")
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 2
-    assert (whole["best_step"], whole["best_dev_loss"]) == (resumed["best_step"], resumed["best_dev_loss"])
+    assert (whole["best_step"], whole["best_dev_loss"]) == (
+        resumed["best_step"],
+        resumed["best_dev_loss"],
+    )
 
 
 def test_a_signal_cuts_an_evaluation_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is left; resuming makes up for it."""
-    config = changed(tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig())
+    config = changed(
+        tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig()
+    )
     whole = train(config, tmp_path / "whole", devices=ONE)
     dev, seconds = Evaluator.dev, []
 
@@ -85,26 +110,43 @@ def test_a_signal_cuts_an_evaluation_short(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "dev", interrupted)
         summary = train(config, tmp_path / "run", devices=ONE)
-    assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 3) and not seconds and "best_step" not in summary
-    assert entries(tmp_path / "run", "dev") == [] and complete_steps(tmp_path / "run" / "checkpoints") == [3]
+    assert (
+        (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 3)
+        and not seconds
+        and "best_step" not in summary
+    )
+    assert entries(tmp_path / "run", "dev") == [] and complete_steps(
+        tmp_path / "run" / "checkpoints"
+    ) == [3]
     resumed = train(config, tmp_path / "run", devices=ONE)
-    losses = [[(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")] for run in ("whole", "run")]
+    losses = [
+        [(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")]
+        for run in ("whole", "run")
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 2
-    assert (whole["best_step"], whole["best_dev_loss"]) == (resumed["best_step"], resumed["best_dev_loss"])
+    assert (whole["best_step"], whole["best_dev_loss"]) == (
+        resumed["best_step"],
+        resumed["best_dev_loss"],
+    )
 
 
 def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = no_evaluation(tiny(steps=4, checkpoint_every=2))
     train(config, tmp_path, devices=ONE)
     smaller = changed(changed(config, "batch", tokens=512), "training", steps=6)
-    with pytest.raises(UserError, match=r"or --allow-changes. Fields that differ:\n  batch.tokens: 1024 .* 512 now"):
+    with pytest.raises(
+        UserError, match=r"or --allow-changes. Fields that differ:\n  batch.tokens: 1024 .* 512 now"
+    ):
         train(smaller, tmp_path, devices=ONE)
-    with pytest.raises(UserError, match=r"the same settings\. Fields that differ:\n  batch.tokens.*\n  seed: 0"):
+    with pytest.raises(
+        UserError, match=r"the same settings\. Fields that differ:\n  batch.tokens.*\n  seed: 0"
+    ):
         train(dataclasses.replace(smaller, seed=1), tmp_path, devices=ONE, allow_changes=True)
     wrong = changed(smaller, "batch", row_multiple=3)
     with pytest.raises(UserError, match="row_multiple is 3; expected a multiple"):
         train(wrong, tmp_path, devices=jax.devices()[:2], allow_changes=True)
-    assert train(config, tmp_path, devices=ONE)["steps"] == 4  # what was refused left nothing behind
+    # what was refused left nothing behind
+    assert train(config, tmp_path, devices=ONE)["steps"] == 4
     assert train(smaller, tmp_path, devices=ONE, allow_changes=True)["steps"] == 6
     assert "goes on with other settings" in caplog.text and "batch.tokens: 1024" in caplog.text
     assert "step N has the N-th batch of the new plan" in caplog.text
@@ -118,22 +160,32 @@ def test_a_diverged_run_goes_on_with_another_optimizer(tmp_path: Path) -> None:
     config = no_evaluation(tiny(steps=4, checkpoint_every=4, max_bad_steps=2))
     train(config, tmp_path, devices=ONE)
     hot = changed(config, "training", steps=9)
-    hot = dataclasses.replace(hot, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38))
+    hot = dataclasses.replace(
+        hot, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38)
+    )
     with pytest.raises(TrainingError, match="--allow-changes"):
         train(hot, tmp_path, devices=ONE, allow_changes=True)
-    cool = OptimizerConfig(warmup_steps=20, peak_learning_rate=0.001, clip_norm=1.0, weight_decay=0.01, ema_decay=0.9)
+    cool = OptimizerConfig(
+        warmup_steps=20, peak_learning_rate=0.001, clip_norm=1.0, weight_decay=0.01, ema_decay=0.9
+    )
     cooler = changed(dataclasses.replace(hot, optimizer=cool), "model", dropout=0.3)
     assert train(cooler, tmp_path, devices=ONE, allow_changes=True)["steps"] == 9
-    step = dataclasses.replace(cooler, optimizer=dataclasses.replace(cool, ema_decay=0.0, clip_norm=0.0))
+    step = dataclasses.replace(
+        cooler, optimizer=dataclasses.replace(cool, ema_decay=0.0, clip_norm=0.0)
+    )
     step = changed(step, "training", steps=10)
     assert train(step, tmp_path, devices=ONE, allow_changes=True)["steps"] == 10
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters(tmp_path)))
 
 
-def test_corrected_text_gets_a_tokenizer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrected_text_gets_a_tokenizer_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, letters in (("wrong", "abc"), ("right", "xyz")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "text").write_text("".join(f"{a}{b} {c}\n" for a in letters for b in letters for c in letters))
+        (tmp_path / name / "text").write_text(
+            "".join(f"{a}{b} {c}\n" for a in letters for b in letters for c in letters)
+        )
     pairs = PairsConfig("text", ("text",), ("text",))
 
     def config(name: str) -> Config:
@@ -155,12 +207,20 @@ def test_corrected_text_gets_a_tokenizer_of_its_own(tmp_path: Path, monkeypatch:
 
 def test_what_is_refused_leaves_the_config_as_it_was(tmp_path: Path) -> None:
     for name, letters in (("one", "abc"), ("other", "xyz")):
-        (tmp_path / name).write_text("".join(f"{a}{b} {c}\n" for a in letters for b in letters for c in letters))
+        (tmp_path / name).write_text(
+            "".join(f"{a}{b} {c}\n" for a in letters for b in letters for c in letters)
+        )
     config = changed(no_evaluation(tiny(steps=1)), "tokenizer", vocab_size=12)
-    config = changed(config, "data", root=str(tmp_path), train=PairsConfig("text", ("one",), ("one",)))
+    config = changed(
+        config, "data", root=str(tmp_path), train=PairsConfig("text", ("one",), ("one",))
+    )
     train(config, tmp_path / "run", devices=ONE)
     before = (tmp_path / "run" / "config.json").read_text()
-    wrong = changed(changed(config, "data", train=PairsConfig("text", ("other",), ("other",))), "batch", tokens=512)
+    wrong = changed(
+        changed(config, "data", train=PairsConfig("text", ("other",), ("other",))),
+        "batch",
+        tokens=512,
+    )
     with pytest.raises(UserError, match="The training text is not the one"):
         train(wrong, tmp_path / "run", devices=ONE, allow_changes=True)
     assert (tmp_path / "run" / "config.json").read_text() == before
@@ -171,34 +231,53 @@ def test_a_decay_that_ends_with_the_training_is_not_prolonged_unasked(tmp_path: 
     config = changed(config, "optimizer", decay="cosine", warmup_steps=1)
     train(config, tmp_path, devices=ONE)
     longer = changed(config, "training", steps=3)
-    with pytest.raises(UserError, match=r"or --allow-changes. Fields that differ:\n  training.steps: 2 in .*, 3 now$"):
+    with pytest.raises(
+        UserError,
+        match=r"or --allow-changes. Fields that differ:\n  training.steps: 2 in .*, 3 now$",
+    ):
         train(longer, tmp_path, devices=ONE)
     assert train(longer, tmp_path, devices=ONE, allow_changes=True)["steps"] == 3
 
 
-def test_an_evaluation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0, keep_checkpoints=1, average=1)
+def test_an_evaluation_that_fails_loses_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(
+        steps=6, eval_every=3, checkpoint_every=6, bleu_every=0, keep_checkpoints=1, average=1
+    )
     with monkeypatch.context() as patch:
 
         def fail(*_: Any, **__: Any) -> None:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 GiB")
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 GiB"
+            )
 
         patch.setattr(Evaluator, "dev", fail)
-        with pytest.raises(TrainingError, match=r"Out of memory: evaluation after step 3\. Set optimizer.accumulate_steps"):
+        with pytest.raises(
+            TrainingError,
+            match=r"Out of memory: evaluation after step 3\. Set optimizer.accumulate_steps",
+        ):
             train(config, tmp_path / "run", devices=ONE)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [3]
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6
     assert complete_steps(tmp_path / "run" / "checkpoints") == [6]
-    assert [entry["step"] for entry in entries(tmp_path / "run", "dev")] == [3, 6]  # it was made up for
+    # it was made up for
+    assert [entry["step"] for entry in entries(tmp_path / "run", "dev")] == [3, 6]
 
 
-def test_the_best_of_another_dev_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_of_another_dev_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny(steps=4, eval_every=2, checkpoint_every=2, bleu_every=0)
     config = changed(config, "data", test=PairsConfig())
     found = iter([3.0, 2.0, 4.0, 5.0])
     monkeypatch.setattr(Evaluator, "dev", lambda *_, **__: ({"dev_loss": next(found)}, ""))
     assert train(config, tmp_path, devices=ONE)["best_dev_loss"] == 2.0
-    other = changed(changed(config, "data", dev=PairsConfig("numbers", split="dev", limit=7)), "training", steps=6)
+    other = changed(
+        changed(config, "data", dev=PairsConfig("numbers", split="dev", limit=7)),
+        "training",
+        steps=6,
+    )
     summary = train(other, tmp_path, devices=ONE)
     assert (summary["best_step"], summary["best_dev_loss"]) == (6, 4.0)
     summary = train(changed(other, "training", steps=8), tmp_path, devices=ONE)
@@ -213,10 +292,13 @@ def test_how_many_are_averaged_is_what_the_work_directory_says(tmp_path: Path) -
     chex.assert_trees_all_equal(parameters(tmp_path), parameters(tmp_path, average=3))
 
 
-def test_parameters_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_are_not_finite_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(no_evaluation(tiny(steps=1)), tmp_path, devices=ONE)
     monkeypatch.setattr(
-        "transformer_jax.saved_model.mean_parameters", lambda trees: jax.tree.map(lambda x: x * np.nan, next(trees))
+        "transformer_jax.checkpoint.mean_parameters",
+        lambda trees: jax.tree.map(lambda x: x * np.nan, next(trees)),
     )
     with pytest.raises(UserError, match=r"The parameters in .*00000001 are not all finite"):
         load_model(tmp_path)

@@ -1,4 +1,6 @@
-"""Whole runs on a tiny task: files, resume after kills, signals, devices, refusals, bad losses, early stopping."""
+"""Whole runs on a tiny task: files, resume after kills, signals, devices, refusals, bad losses,
+early stopping.
+"""
 
 import dataclasses
 import json
@@ -13,14 +15,22 @@ import pytest
 from runs import ONE, command, entries, final_state, no_evaluation, tiny, wait_for
 
 from transformer_jax.checkpoint_files import complete_steps
-from transformer_jax.config import BatchConfig, Config, DataConfig, MeshConfig, OptimizerConfig, PairsConfig, TokenizerConfig
-from transformer_jax.config_files import from_json
+from transformer_jax.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PairsConfig,
+    TokenizerConfig,
+)
+from transformer_jax.config_io import from_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
-from transformer_jax.training.workdir import claimed
+from transformer_jax.training.prepare import claimed
+from transformer_jax.training.saver import Checkpoints
 
 
 def whole(**training: Any) -> Config:
@@ -43,16 +53,34 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 30
     assert summary["stopped_by"] is None
-    assert set(summary["test"]) >= {"bleu", "bleu_signature", "chrf", "exact_match", "averaged_checkpoints"}
-    assert summary["cpu"] and summary["tokens_per_second"] > 0 and summary["peak_memory_bytes"]["host"] > 1e7
+    assert set(summary["test"]) >= {
+        "bleu",
+        "bleu_signature",
+        "chrf",
+        "exact_match",
+        "averaged_checkpoints",
+    }
+    assert (
+        summary["cpu"]
+        and summary["tokens_per_second"] > 0
+        and summary["peak_memory_bytes"]["host"] > 1e7
+    )
     assert summary["best_dev_loss"] == min(entry["dev_loss"] for entry in entries(finished, "dev"))
     assert (finished / "tokenizer.model").exists() and list((finished / "tensorboard").iterdir())
     train_entries = entries(finished)
     assert [entry["step"] for entry in train_entries] == list(range(1, 31))
     assert train_entries[-1]["loss"] < 0.9 * train_entries[0]["loss"]
-    assert {"learning_rate", "gradient_norm", "tokens_per_second", "source_fill", "data_wait_share"} <= set(train_entries[0])
+    assert {
+        "learning_rate",
+        "gradient_norm",
+        "tokens_per_second",
+        "source_fill",
+        "data_wait_share",
+    } <= set(train_entries[0])
     assert [entry["step"] for entry in entries(finished, "dev")] == [15, 30]
-    assert {entry["step"] for entry in entries(finished, "save") if entry["held_seconds"] > 0} >= set(range(5, 35, 5))
+    assert {
+        entry["step"] for entry in entries(finished, "save") if entry["held_seconds"] > 0
+    } >= set(range(5, 35, 5))
     assert complete_steps(finished / "checkpoints")[-3:] == [20, 25, 30]
 
 
@@ -73,7 +101,9 @@ def test_killed_at_any_moment_the_run_ends_in_the_same_bits(finished: Path, tmp_
     assert process.returncode == 0, errors
     chex.assert_trees_all_equal(final_state(whole(), workdir), final_state(whole(), finished))
     assert [entry["step"] for entry in entries(workdir)] == list(range(1, 31))
-    assert [entry["loss"] for entry in entries(workdir)] == [entry["loss"] for entry in entries(finished)]
+    assert [entry["loss"] for entry in entries(workdir)] == [
+        entry["loss"] for entry in entries(finished)
+    ]
 
 
 def test_eight_devices_see_the_same_batches_and_losses(finished: Path, tmp_path: Path) -> None:
@@ -85,15 +115,27 @@ def test_eight_devices_see_the_same_batches_and_losses(finished: Path, tmp_path:
 
 
 def test_parameters_split_over_devices_change_nothing(finished: Path, tmp_path: Path) -> None:
-    """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2: figures are those of one device."""
+    """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2: figures are
+    those of one device.
+    """
     config = dataclasses.replace(whole(), mesh=MeshConfig(fsdp=2, tensor=2))
-    train(dataclasses.replace(config, training=dataclasses.replace(config.training, steps=20)), tmp_path / "run")
+    train(
+        dataclasses.replace(config, training=dataclasses.replace(config.training, steps=20)),
+        tmp_path / "run",
+    )
     summary = train(config, tmp_path / "run")
     for kind, name in (("train", "loss"), ("dev", "dev_loss"), ("dev", "dev_bleu")):
-        several, one = ([entry[name] for entry in entries(folder, kind)] for folder in (tmp_path / "run", finished))
-        at_20 = len(several) - len(one) if kind == "dev" else 0  # the first of the two runs evaluated its last step
+        several, one = (
+            [entry[name] for entry in entries(folder, kind)]
+            for folder in (tmp_path / "run", finished)
+        )
+        # the first of the two runs evaluated its last step
+        at_20 = len(several) - len(one) if kind == "dev" else 0
         np.testing.assert_allclose(several[:1] + several[1 + at_20 :], one, rtol=1e-4)
-    assert summary["test"]["bleu"] == json.loads((finished / "summary.json").read_text())["test"]["bleu"]
+    assert (
+        summary["test"]["bleu"]
+        == json.loads((finished / "summary.json").read_text())["test"]["bleu"]
+    )
 
 
 def test_entries_of_several_steps_are_their_means(finished: Path, tmp_path: Path) -> None:
@@ -108,10 +150,16 @@ def test_entries_of_several_steps_are_their_means(finished: Path, tmp_path: Path
 
 def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
     """Though later ones push the others out."""
-    config = tiny(steps=8, eval_every=2, checkpoint_every=2, keep_checkpoints=1, average=1, select_by="bleu")
+    config = tiny(
+        steps=8, eval_every=2, checkpoint_every=2, keep_checkpoints=1, average=1, select_by="bleu"
+    )
     bleus = iter([3.0, 9.0, 1.0, 5.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Evaluator, "dev", lambda self, parameters, number: ({"dev_loss": 1.0, "dev_bleu": next(bleus)}, ""))
+        patch.setattr(
+            Evaluator,
+            "dev",
+            lambda self, parameters, number: ({"dev_loss": 1.0, "dev_bleu": next(bleus)}, ""),
+        )
         patch.setattr(Evaluator, "test", lambda self, workdir: ({}, ""))
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)
@@ -120,7 +168,9 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
 
 def test_sigterm_saves_and_tells_how_to_go_on(finished: Path, tmp_path: Path) -> None:
     workdir, cache = tmp_path / "run", finished.parent / "cache"
-    process = command(workdir, cache, tiny(steps=100_000, eval_every=100_000, checkpoint_every=100_000))
+    process = command(
+        workdir, cache, tiny(steps=100_000, eval_every=100_000, checkpoint_every=100_000)
+    )
     wait_for(lambda: len(entries(workdir)) > 3, process, "step 3")
     process.terminate()
     process.terminate()  # a group's signal may come twice
@@ -145,7 +195,9 @@ def test_changed_training_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    """Whatever its config, and before the first has trained a step: nothing of the first one's is touched."""
+    """Whatever its config, and before the first has trained a step: nothing of the first one's is
+    touched.
+    """
     config = tiny()
     with claimed(tmp_path, config):
         (tmp_path / "tokenizer.model").write_text("the first run's")
@@ -161,8 +213,13 @@ def test_a_run_whose_first_step_failed_gets_another_config(tmp_path: Path) -> No
     smaller = dataclasses.replace(tiny(), batch=BatchConfig(tokens=512))
     with claimed(tmp_path, smaller):
         assert from_json((tmp_path / "config.json").read_text()) == smaller
-        (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n{"kind": "train", "step": 1}\n')
-    with pytest.raises(UserError, match=r"holds a run with another config.*\n  batch.tokens"), claimed(tmp_path, tiny()):
+        (tmp_path / "metrics.jsonl").write_text(
+            '{"kind": "start", "step": 0}\n{"kind": "train", "step": 1}\n'
+        )
+    with (
+        pytest.raises(UserError, match=r"holds a run with another config.*\n  batch.tokens"),
+        claimed(tmp_path, tiny()),
+    ):
         pass
 
 
@@ -170,26 +227,33 @@ def test_unequal_test_files_are_named_before_training(tmp_path: Path) -> None:
     (tmp_path / "long").write_text("one\ntwo\n")
     (tmp_path / "short").write_text("eins\n")
     test = PairsConfig("text", ("long",), ("short",))
-    config = dataclasses.replace(tiny(), data=dataclasses.replace(tiny().data, test=test, root=str(tmp_path)))
+    config = dataclasses.replace(
+        tiny(), data=dataclasses.replace(tiny().data, test=test, root=str(tmp_path))
+    )
     with pytest.raises(UserError, match="has 2 lines and .* has 1"):
         train(config, tmp_path / "run", devices=ONE)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_wrong_decoding_settings_are_named_before_training(tmp_path: Path) -> None:
-    decoding = dataclasses.replace(tiny().decoding, suppress=("no-such-piece",))
-    with pytest.raises(UserError, match="decoding.suppress has 'no-such-piece'"):
+    decoding = dataclasses.replace(tiny().decoding, suppress=("no-such-token",))
+    with pytest.raises(UserError, match="decoding.suppress has 'no-such-token'"):
         train(dataclasses.replace(tiny(), decoding=decoding), tmp_path / "run", devices=ONE)
     assert not entries(tmp_path / "run")
 
 
 def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
     other = dataclasses.replace(whole(), seed=1, model=dataclasses.replace(whole().model, d_ff=64))
-    with pytest.raises(UserError, match=r"(?s)model.d_ff: 32 in the work directory, 64 now.*seed: 0 in the work directory"):
+    with pytest.raises(
+        UserError,
+        match=r"(?s)model.d_ff: 32 in the work directory, 64 now.*seed: 0 in the work directory",
+    ):
         train(other, finished)
 
 
-def test_a_relative_work_directory_trains_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_work_directory_trains_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     train(no_evaluation(tiny(steps=1)), "run", devices=ONE)
     assert len(Translator.from_workdir("run").translate(["one", ""])) == 2
@@ -219,17 +283,24 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
 
 def test_a_loss_that_stays_non_finite_stops_the_run(tmp_path: Path) -> None:
     config = no_evaluation(tiny(max_bad_steps=3))
-    config = dataclasses.replace(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38))
+    config = dataclasses.replace(
+        config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38)
+    )
     with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
         train(config, tmp_path / "run", devices=ONE)
     assert len(entries(tmp_path / "run", "bad_step")) == 3
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()  # which is no JSON
-    assert [entry["loss"] is None for entry in entries(tmp_path / "run", "train")[-2:]] == [True, True]
+    assert [entry["loss"] is None for entry in entries(tmp_path / "run", "train")[-2:]] == [
+        True,
+        True,
+    ]
 
 
 def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
     config = tiny(steps=100, eval_every=2, checkpoint_every=100, patience=2, bleu_every=0)
-    config = dataclasses.replace(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30))
+    config = dataclasses.replace(
+        config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30)
+    )
     summary = train(config, tmp_path / "run", devices=ONE)
     assert summary["steps"] == 6
     assert (summary["test"]["checkpoint"], summary["test"]["averaged_checkpoints"]) == (2, 1)
@@ -237,7 +308,9 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6  # nothing is left to do
 
 
-def test_a_last_save_that_fails_ends_with_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_save_that_fails_ends_with_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Checkpoints, "save", lambda self, state, progress, **_: None)
     with pytest.raises(UserError, match="could not be saved"):
         train(no_evaluation(tiny(steps=2)), tmp_path / "run", devices=ONE)

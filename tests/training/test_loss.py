@@ -35,7 +35,9 @@ def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int
     def ours(h: jax.Array, m: jax.Array) -> jax.Array:
         return smoothed_cross_entropy(h, m, target, epsilon, max_logits).loss
 
-    np.testing.assert_allclose(ours(hidden, matrix), _plain(hidden, matrix, target, epsilon), rtol=1e-5)
+    np.testing.assert_allclose(
+        ours(hidden, matrix), _plain(hidden, matrix, target, epsilon), rtol=1e-5
+    )
     expected = jax.grad(_plain, argnums=(0, 1))(hidden, matrix, target, epsilon)
     for got, want in zip(jax.grad(ours, argnums=(0, 1))(hidden, matrix), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -46,30 +48,44 @@ def test_a_bias_counts_in_value_and_gradient(max_logits: int) -> None:
     hidden, matrix, target = _inputs()
     bias = jax.random.normal(jax.random.key(9), (V,))
 
-    def plain(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:  # a bias is a weight of one more, constant feature
+    # a bias is a weight of one more, constant feature
+    def plain(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
         ones = jnp.ones((B, T, 1))
-        return _plain(jnp.concatenate([h, ones], axis=2), jnp.concatenate([m, b[:, None]], axis=1), target, 0.1)
+        return _plain(
+            jnp.concatenate([h, ones], axis=2),
+            jnp.concatenate([m, b[:, None]], axis=1),
+            target,
+            0.1,
+        )
 
     def ours(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
         return smoothed_cross_entropy(h, m, target, 0.1, max_logits, b).loss
 
     np.testing.assert_allclose(ours(hidden, matrix, bias), plain(hidden, matrix, bias), rtol=1e-5)
     expected = jax.grad(plain, argnums=(0, 1, 2))(hidden, matrix, bias)
-    for got, want in zip(jax.grad(ours, argnums=(0, 1, 2))(hidden, matrix, bias), expected, strict=True):
+    for got, want in zip(
+        jax.grad(ours, argnums=(0, 1, 2))(hidden, matrix, bias), expected, strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-def _plain_r_drop(hidden: jax.Array, matrix: jax.Array, target: jax.Array, alpha: float) -> jax.Array:
+def _plain_r_drop(
+    hidden: jax.Array, matrix: jax.Array, target: jax.Array, alpha: float
+) -> jax.Array:
     log_p, log_q = jax.nn.log_softmax(jnp.einsum("PBTD,VD->PBTV", hidden, matrix))
     kl_pq = (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
     kl_qp = (jnp.exp(log_q) * (log_q - log_p)).sum(axis=-1)
     divergence = (alpha / 2 * (kl_pq + kl_qp) * (target != 0)).sum()
-    return _plain(hidden[0], matrix, target, 0.1) + _plain(hidden[1], matrix, target, 0.1) + divergence
+    return (
+        _plain(hidden[0], matrix, target, 0.1) + _plain(hidden[1], matrix, target, 0.1) + divergence
+    )
 
 
 @pytest.mark.parametrize("max_logits", [1, 6 * B * V, 10**6])
 def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
-    """Value, gradients and the sums beside it, where chunks divide the positions and where they do not."""
+    """Value, gradients and the sums beside it, where chunks divide the positions and where they do
+    not.
+    """
     first, matrix, target = _inputs()
     hidden = jnp.stack([first, first + 0.3 * jax.random.normal(jax.random.key(5), first.shape)])
     side_by_side = hidden.swapaxes(0, 1).reshape(2 * B, T, D)
@@ -78,10 +94,14 @@ def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
     def ours(h: jax.Array, m: jax.Array) -> jax.Array:
         return smoothed_cross_entropy(h, m, twice, 0.1, max_logits, r_drop=3.0).loss
 
-    np.testing.assert_allclose(ours(side_by_side, matrix), _plain_r_drop(hidden, matrix, target, 3.0), rtol=1e-5)
+    np.testing.assert_allclose(
+        ours(side_by_side, matrix), _plain_r_drop(hidden, matrix, target, 3.0), rtol=1e-5
+    )
     d_hidden, d_matrix = jax.grad(_plain_r_drop, argnums=(0, 1))(hidden, matrix, target, 3.0)
     expected = d_hidden.swapaxes(0, 1).reshape(2 * B, T, D), d_matrix
-    for got, want in zip(jax.grad(ours, argnums=(0, 1))(side_by_side, matrix), expected, strict=True):
+    for got, want in zip(
+        jax.grad(ours, argnums=(0, 1))(side_by_side, matrix), expected, strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     sums = smoothed_cross_entropy(side_by_side, matrix, twice, 0.1, max_logits, r_drop=3.0)
     without = smoothed_cross_entropy(side_by_side, matrix, twice, 0.1, max_logits)
@@ -109,7 +129,9 @@ def test_gradient_is_zero_at_padding() -> None:
 
 def test_large_logits_stay_finite() -> None:
     hidden, matrix, target = _inputs()
-    sums, pull = jax.vjp(lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60).loss, 1e4 * hidden)
+    sums, pull = jax.vjp(
+        lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60).loss, 1e4 * hidden
+    )
     assert jnp.isfinite(sums) and jnp.isfinite(pull(jnp.ones(()))[0]).all()
 
 
@@ -130,13 +152,22 @@ def test_rows_spread_over_devices_change_nothing(r_drop: float) -> None:
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
 
     expected = value_and_gradient(None)(hidden, matrix, bias)
-    spread = jax.device_put(hidden, batch_sharding(mesh)), *jax.device_put((matrix, bias), replicated(mesh))
+    spread = (
+        jax.device_put(hidden, batch_sharding(mesh)),
+        *jax.device_put((matrix, bias), replicated(mesh)),
+    )
     compiled = value_and_gradient(mesh).lower(*spread).compile()
-    for got, want in zip(jax.tree.leaves(compiled(*spread)), jax.tree.leaves(expected), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(compiled(*spread)), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert compiled(*spread)[1][0].sharding.spec[0] == ("data", "fsdp")
     parts = re.split(r"\n(?=%|ENTRY)", compiled.as_text())
-    chunk = [part for part in parts if not part.startswith("ENTRY") and re.search(rf"f32\[{V},{D}\]", part)]
+    chunk = [
+        part
+        for part in parts
+        if not part.startswith("ENTRY") and re.search(rf"f32\[{V},{D}\]", part)
+    ]
     assert any("dot(" in part for part in chunk), "no loop over chunks was found"
     assert not any("all-reduce" in part or "all-gather" in part for part in chunk)
 
@@ -150,7 +181,11 @@ def test_memory_is_an_eighth_of_all_logits() -> None:
         jax.ShapeDtypeStruct(tokens, jnp.int32),
     ]
     compiled = (
-        jax.jit(jax.grad(lambda h, m, t: smoothed_cross_entropy(h, m, t, 0.1, 2**20).loss, argnums=(0, 1)))
+        jax.jit(
+            jax.grad(
+                lambda h, m, t: smoothed_cross_entropy(h, m, t, 0.1, 2**20).loss, argnums=(0, 1)
+            )
+        )
         .lower(*shapes)
         .compile()
     )

@@ -10,7 +10,7 @@ from runs import entries
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from transformer_jax.training.metrics import Reporter
+from transformer_jax.training.reporting import Reporter
 
 
 def events(workdir: Path) -> list[Any]:
@@ -31,7 +31,8 @@ def test_curves(tmp_path: Path) -> None:
     version, start, entry = events(tmp_path)  # before it is closed: training may go on for days
     reporter.close()
     assert version.file_version == "brain.Event:2"
-    assert (start.step, start.session_log.status) == (4, SessionLog.START)  # what an earlier run wrote from here on is void
+    # what an earlier run wrote from here on is void
+    assert (start.step, start.session_log.status) == (4, SessionLog.START)
     assert entry.step == 4 and {value.tag: value.simple_value for value in entry.summary.value} == {
         "dev/loss": 0.5,
         "dev/bleu": 12.0,
@@ -53,4 +54,6 @@ def test_a_full_disk_costs_entries_not_the_run(
     reporter.write("train", 100, {"loss": 2.0})
     reporter.close()
     assert capsys.readouterr().err.count("metrics cannot be written") == 1
-    assert len(entries(tmp_path)) == 100 and events(tmp_path)[-1].summary.value[0].simple_value == 2.0
+    assert (
+        len(entries(tmp_path)) == 100 and events(tmp_path)[-1].summary.value[0].simple_value == 2.0
+    )

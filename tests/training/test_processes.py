@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from runs import command, entries, final_state, no_evaluation, tiny, wait_for
 
-from transformer_jax import processes
+from transformer_jax import distributed
 from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
@@ -29,7 +29,10 @@ def two(workdir: Path, cache: Path, *configs: Config) -> list[subprocess.Popen[s
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     flags = "--coordinator-address", address, "--num-processes", "2", "--process-id"
-    return [command(workdir, cache, configs[i % len(configs)], *flags, str(i), devices=4) for i in range(2)]
+    return [
+        command(workdir, cache, configs[i % len(configs)], *flags, str(i), devices=4)
+        for i in range(2)
+    ]
 
 
 def ends(processes: list[subprocess.Popen[str]], *, within: float = 300) -> list[str]:
@@ -53,15 +56,22 @@ def test_two_processes_learn_what_one_learns(finished: Path, tmp_path: Path) -> 
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     for name in ("loss", "source_fill", "gradient_norm"):
-        several, one = ([entry[name] for entry in entries(workdir)] for workdir in (finished, tmp_path / "run"))
+        several, one = (
+            [entry[name] for entry in entries(workdir)] for workdir in (finished, tmp_path / "run")
+        )
         np.testing.assert_allclose(several, one, rtol=1e-5)
-    summaries = [json.loads((workdir / "summary.json").read_text()) for workdir in (finished, tmp_path / "run")]
+    summaries = [
+        json.loads((workdir / "summary.json").read_text())
+        for workdir in (finished, tmp_path / "run")
+    ]
     assert [summary["processes"] for summary in summaries] == [2, 1]
     assert summaries[0]["test"] == summaries[1]["test"]
 
 
 def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Path) -> None:
-    """SIGKILL for one: the other ends by itself, telling why. Both go on exactly, and so does one process of two devices."""
+    """SIGKILL for one: the other ends by itself, telling why. Both go on exactly, and so does one
+    process of two devices.
+    """
     workdir, cache = tmp_path / "run", finished.parent / "cache"
     both = two(workdir, cache, STEPS)
     wait_for(lambda: any(entry["step"] >= 5 for entry in entries(workdir)), both[0], "step 5")
@@ -70,34 +80,54 @@ def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Pat
     said = ends(both, within=120)
     assert time.monotonic() - killed < 60
     assert both[0].returncode not in (0, None)
-    # It waits until its sign of life is missed, or hears of it at once: from JAX, or (one time in ten) gloo ends the process.
-    waited = "Process 0 of 2 has been busy with one thing for" in said[0] and "tasks have crashed" in said[0]
-    heard = "Process 0 of 2 cannot work with the others any more" in said[0] or "gloo::EnforceNotMet" in said[0]
+    # It waits until its sign of life is missed, or hears of it at once: from JAX, or (one time in
+    # ten) gloo ends the process.
+    waited = (
+        "Process 0 of 2 has been busy with one thing for" in said[0]
+        and "tasks have crashed" in said[0]
+    )
+    heard = (
+        "Process 0 of 2 cannot work with the others any more" in said[0]
+        or "gloo::EnforceNotMet" in said[0]
+    )
     assert waited or heard, said[0]
     shutil.copytree(workdir, tmp_path / "alone")
     both = two(workdir, cache, STEPS)
     said = ends(both)
     assert [process.returncode for process in both] == [0, 0], "\n".join(said)
     assert "resuming at step" in said[0]
-    assert [entry["loss"] for entry in entries(workdir)] == [entry["loss"] for entry in entries(finished)]
+    assert [entry["loss"] for entry in entries(workdir)] == [
+        entry["loss"] for entry in entries(finished)
+    ]
     chex.assert_trees_all_equal(final_state(STEPS, workdir), final_state(WHOLE, finished))
     alone = command(tmp_path / "alone", tmp_path / "cache", STEPS, devices=2)
     [said_alone] = ends([alone])
     assert alone.returncode == 0, said_alone
     for name in ("loss", "source_fill"):
-        one, several = ([entry[name] for entry in entries(folder)] for folder in (tmp_path / "alone", finished))
+        one, several = (
+            [entry[name] for entry in entries(folder)] for folder in (tmp_path / "alone", finished)
+        )
         np.testing.assert_allclose(one, several, rtol=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_saves_and_ends_both(finished: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_one_saves_and_ends_both(
+    finished: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     workdir, cache = tmp_path / "run", finished.parent / "cache"
-    both = two(workdir, cache, dataclasses.replace(STEPS, training=dataclasses.replace(STEPS.training, steps=100_000)))
+    both = two(
+        workdir,
+        cache,
+        dataclasses.replace(STEPS, training=dataclasses.replace(STEPS.training, steps=100_000)),
+    )
     wait_for(lambda: len(entries(workdir)) > 3, both[0], "step 3")
     both[1].send_signal(number)
     said = ends(both, within=60)
     assert [process.returncode for process in both] == [128 + signal.SIGTERM] * 2, "\n".join(said)
-    assert complete_steps(workdir / "checkpoints")[-1] == json.loads((workdir / "summary.json").read_text())["steps"]
+    assert (
+        complete_steps(workdir / "checkpoints")[-1]
+        == json.loads((workdir / "summary.json").read_text())["steps"]
+    )
     assert "Run the same command again" in said[0]
 
 
@@ -114,11 +144,18 @@ def test_a_file_that_one_process_lacks_ends_both(finished: Path, tmp_path: Path)
     (tmp_path / "text").write_text("1 2\n" * 50)
     pairs = PairsConfig("text", ("text",), ("text",))
     configs = [
-        dataclasses.replace(STEPS, data=dataclasses.replace(STEPS.data, root=str(root), train=pairs, dev=PairsConfig("none")))
+        dataclasses.replace(
+            STEPS,
+            data=dataclasses.replace(
+                STEPS.data, root=str(root), train=pairs, dev=PairsConfig("none")
+            ),
+        )
         for root in (tmp_path, tmp_path / "elsewhere")
     ]
     both = two(tmp_path / "run", finished.parent / "cache", *configs)
-    for process, said, whose in zip(both, ends(both, within=60), ("Process 1 could not go on: ", ""), strict=True):
+    for process, said, whose in zip(
+        both, ends(both, within=60), ("Process 1 could not go on: ", ""), strict=True
+    ):
         assert process.returncode == 2
         assert f"error: {whose}File '{tmp_path}/elsewhere/text' does not exist" in said, said
 
@@ -128,7 +165,9 @@ def test_a_coordinator_that_does_not_answer_is_named() -> None:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     with pytest.raises(UserError, match=f"The coordinator at {address} did not answer within 1 s"):
-        processes.start(Processes(coordinator_address=address, num_processes=2, process_id=1), timeout=1)
+        distributed.start(
+            Processes(coordinator_address=address, num_processes=2, process_id=1), timeout=1
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,24 +175,36 @@ def test_a_coordinator_that_does_not_answer_is_named() -> None:
     [
         (Processes(num_processes=2), "expected all three of them, or --distributed alone"),
         (Processes(False, "localhost:1", 2, 2), "--process-id is 2; expected 0 to 1"),
-        (Processes(False, "localhost", 2, 0), "--coordinator-address is 'localhost'; expected HOST:PORT"),
+        (
+            Processes(False, "localhost", 2, 0),
+            "--coordinator-address is 'localhost'; expected HOST:PORT",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(settings: Processes, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        processes.start(settings)
+        distributed.start(settings)
 
 
 def test_two_begin_from_another_run(finished: Path, tmp_path: Path) -> None:
-    """One process reads the checkpoints' names for both, and neither waits for the other in vain."""
-    config = dataclasses.replace(STEPS, training=dataclasses.replace(STEPS.training, steps=2, start_from=str(finished)))
+    """One process reads the checkpoints' names for both, and neither waits for the other in
+    vain.
+    """
+    config = dataclasses.replace(
+        STEPS, training=dataclasses.replace(STEPS.training, steps=2, start_from=str(finished))
+    )
     both = two(tmp_path / "run", finished.parent / "cache", config)
     said = ends(both, within=120)
     assert [process.returncode for process in both] == [0, 0], "\n".join(said)
     alone = command(tmp_path / "alone", tmp_path / "cache", config, devices=8)
     [said_alone] = ends([alone])
     assert alone.returncode == 0, said_alone
-    assert "Beginning with the parameters of" in said[0] and "Beginning with the parameters of" in said_alone
-    several, one = ([entry["loss"] for entry in entries(tmp_path / name)] for name in ("run", "alone"))
+    assert (
+        "Beginning with the parameters of" in said[0]
+        and "Beginning with the parameters of" in said_alone
+    )
+    several, one = (
+        [entry["loss"] for entry in entries(tmp_path / name)] for name in ("run", "alone")
+    )
     np.testing.assert_allclose(several, one, rtol=1e-5)
     assert one[0] < entries(finished)[0]["loss"] - 0.1  # not a fresh model's

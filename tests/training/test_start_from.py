@@ -11,12 +11,12 @@ import pytest
 from flax import nnx
 from runs import ONE, no_evaluation, tiny
 
+from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, ModelConfig, PairsConfig, TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.saved_model import load_model
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loop import Run, train
-from transformer_jax.training.workdir import claimed
+from transformer_jax.training.prepare import claimed
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,13 @@ def _own_text(folder: Path, start_from: Path, **training: Any) -> Config:
     """Other text than the general run's, in letters that its tokenizer may not know."""
     (folder / "source").write_text("eins zwei\nzwei drei\nÖl\n" * 20, encoding="utf-8")
     (folder / "target").write_text("one two\ntwo three\noil\n" * 20, encoding="utf-8")
-    config = no_evaluation(tiny(steps=4, checkpoint_every=2, start_from=str(start_from), **training))
+    config = no_evaluation(
+        tiny(steps=4, checkpoint_every=2, start_from=str(start_from), **training)
+    )
     pairs = PairsConfig("text", ("source",), ("target",))
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(folder), train=pairs))
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, root=str(folder), train=pairs)
+    )
 
 
 def _parameters(workdir: Path, **which: Any) -> Any:
@@ -41,9 +45,13 @@ def _parameters(workdir: Path, **which: Any) -> Any:
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-def test_the_first_step_has_the_other_runs_parameters_and_tokenizer(general: Path, tmp_path: Path, ema_decay: float) -> None:
+def test_the_first_step_has_the_other_runs_parameters_and_tokenizer(
+    general: Path, tmp_path: Path, ema_decay: float
+) -> None:
     config = _own_text(tmp_path, general)
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, ema_decay=ema_decay))
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, ema_decay=ema_decay)
+    )
     with claimed(tmp_path / "run", config):
         run = Run(config, tmp_path / "run", ONE)
         state, _ = run._start()
@@ -52,25 +60,35 @@ def test_the_first_step_has_the_other_runs_parameters_and_tokenizer(general: Pat
     chex.assert_trees_all_equal(state.parameters, expected)
     if ema_decay:
         chex.assert_trees_all_equal(state.ema, expected)
-    assert int(state.step) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+    assert int(state.step) == 0 and not any(
+        np.any(leaf) for leaf in jax.tree.leaves(state.optimizer)
+    )
     assert Tokenizer.load(tmp_path / "run").fingerprint == Tokenizer.load(general).fingerprint
 
 
 def test_the_vocabulary_grows_by_new_tags(general: Path, tmp_path: Path) -> None:
-    """Old pieces keep their parameters; a new one begins as the mean of all."""
+    """Old tokens keep their parameters; a new one begins as the mean of all."""
     config = _own_text(tmp_path, general)
     (tmp_path / "source").write_text("<2en> eins zwei\n" * 60)
-    config = dataclasses.replace(config, tokenizer=TokenizerConfig(vocab_size=150, user_defined_symbols=("<2en>",)))
+    config = dataclasses.replace(
+        config, tokenizer=TokenizerConfig(vocab_size=150, user_defined_symbols=("<2en>",))
+    )
     with claimed(tmp_path / "run", config):
         run = Run(config, tmp_path / "run", ONE)
         state, _ = run._start()
         run.close()
-    old, new = _parameters(general)["target_embedding"]["matrix"], state.parameters["target_embedding"]["matrix"]
+    old, new = (
+        _parameters(general)["target_embedding"]["matrix"],
+        state.parameters["target_embedding"]["matrix"],
+    )
     np.testing.assert_array_equal(new[:-1], old)
     np.testing.assert_allclose(new[-1], old.mean(axis=0), rtol=1e-5)
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 4
     tokenizer = Tokenizer.load(tmp_path / "run")
-    assert tokenizer.source_pieces([len(old)]) == ["<2en>"] and len(old) in tokenizer.encode_source(["<2en> eins"])[0]
+    assert (
+        tokenizer.source_tokens([len(old)]) == ["<2en>"]
+        and len(old) in tokenizer.encode_source(["<2en> eins"])[0]
+    )
     assert load_model(tmp_path / "run")[0].model.vocab_size == len(old) + 1
 
 
@@ -95,10 +113,16 @@ def test_the_same_command_goes_on_without_the_other_run(general: Path, tmp_path:
         train(_own_text(tmp_path, Path("")), tmp_path / "run", devices=ONE)
 
 
-def test_another_shape_of_model_is_refused_before_the_text_is_read(general: Path, tmp_path: Path) -> None:
+def test_another_shape_of_model_is_refused_before_the_text_is_read(
+    general: Path, tmp_path: Path
+) -> None:
     config = _own_text(tmp_path, general)
-    wrong = dataclasses.replace(config, model=ModelConfig(d_model=32, d_ff=32, num_heads=2, num_layers=1, dropout=0.3))
-    with pytest.raises(UserError, match=r"other settings than this run's.*\n  model.d_model: 16 in .*run, 32 now$"):
+    wrong = dataclasses.replace(
+        config, model=ModelConfig(d_model=32, d_ff=32, num_heads=2, num_layers=1, dropout=0.3)
+    )
+    with pytest.raises(
+        UserError, match=r"other settings than this run's.*\n  model.d_model: 16 in .*run, 32 now$"
+    ):
         train(wrong, tmp_path / "run", devices=ONE)
     assert not (tmp_path / "run" / "corpus").exists()
     free = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.3))
@@ -106,5 +130,7 @@ def test_another_shape_of_model_is_refused_before_the_text_is_read(general: Path
 
 
 def test_no_model_to_begin_with(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"training.start_from is '.*nowhere': .* holds no checkpoint"):
+    with pytest.raises(
+        UserError, match=r"training.start_from is '.*nowhere': .* holds no checkpoint"
+    ):
         train(_own_text(tmp_path, tmp_path / "nowhere"), tmp_path / "run", devices=ONE)

@@ -1,4 +1,6 @@
-"""The training step: the same on any mesh, accumulation, skipped bad steps, the paper's schedule."""
+"""The training step: the same on any mesh, accumulation, skipped bad steps, the paper's
+schedule.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +12,15 @@ import numpy as np
 import pytest
 
 from benchmarks import hlo
-from transformer_jax.config import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from transformer_jax.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
@@ -28,7 +38,10 @@ CONFIG = Config(
 
 def batch(seed: int = 0, rows: int = 16) -> Batch:
     rng = np.random.default_rng(seed)
-    source, target = rng.integers(4, 24, (rows, 7)).astype(np.int32), rng.integers(4, 24, (rows, 6)).astype(np.int32)
+    source, target = (
+        rng.integers(4, 24, (rows, 7)).astype(np.int32),
+        rng.integers(4, 24, (rows, 6)).astype(np.int32),
+    )
     source[1, 3:] = target[1, 4:] = 0
     return Batch(source, target)
 
@@ -52,11 +65,18 @@ def on_one_device() -> list[float]:
     return losses(CONFIG, 1)[0]
 
 
-MESHES = [(data, fsdp, 8 // data // fsdp) for data in (1, 2, 4, 8) for fsdp in (1, 2, 4, 8) if data * fsdp <= 8]
+MESHES = [
+    (data, fsdp, 8 // data // fsdp)
+    for data in (1, 2, 4, 8)
+    for fsdp in (1, 2, 4, 8)
+    if data * fsdp <= 8
+]
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1), *MESHES], ids=str)
-def test_losses_are_those_of_one_device(mesh: tuple[int, int, int], on_one_device: list[float]) -> None:
+def test_losses_are_those_of_one_device(
+    mesh: tuple[int, int, int], on_one_device: list[float]
+) -> None:
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(*mesh))
     several, state = losses(config, int(np.prod(mesh)))
     np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
@@ -66,7 +86,9 @@ def test_losses_are_those_of_one_device(mesh: tuple[int, int, int], on_one_devic
 
 @pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)], ids=str)
 def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
-    """What crosses them is parameters and gradients; of a batch it is what the embeddings' gradient needs, not every layer."""
+    """What crosses them is parameters and gradients; of a batch it is what the embeddings' gradient
+    needs, not every layer.
+    """
     model = dataclasses.replace(CONFIG.model, vocab_size=256, d_model=64, d_ff=256, num_layers=2)
     config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(*mesh))
     run = programs(config, 8)
@@ -82,7 +104,9 @@ def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
 
 def test_fsdp_leaves_each_device_its_share() -> None:
     """At the base size with its vocabulary; the few parameters that are everywhere weigh little."""
-    config = dataclasses.replace(CONFIG, model=ModelConfig(vocab_size=37_000), mesh=MeshConfig(fsdp=8))
+    config = dataclasses.replace(
+        CONFIG, model=ModelConfig(vocab_size=37_000), mesh=MeshConfig(fsdp=8)
+    )
     state = make_programs(config, make_mesh(config.mesh)).abstract_state
     for part in (state.parameters, state.optimizer):
         leaves = jax.tree.leaves(part)
@@ -91,7 +115,9 @@ def test_fsdp_leaves_each_device_its_share() -> None:
 
 
 def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
-    run = programs(dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0)))
+    run = programs(
+        dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
+    )
     state = run.init()
     first = None
     for _ in range(30):
@@ -103,15 +129,21 @@ def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
 @pytest.mark.parametrize(("devices", "accumulate_steps"), [(1, 4), (4, 2)])
 def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> None:
     plain = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
-    parts = dataclasses.replace(plain, optimizer=dataclasses.replace(plain.optimizer, accumulate_steps=accumulate_steps))
+    parts = dataclasses.replace(
+        plain, optimizer=dataclasses.replace(plain.optimizer, accumulate_steps=accumulate_steps)
+    )
     whole_losses, whole = losses(plain, 1)
     part_losses, split = losses(parts, devices)
     np.testing.assert_allclose(part_losses, whole_losses, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), split.parameters, whole.parameters)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), split.parameters, whole.parameters
+    )
 
 
 def test_rows_of_padding_change_nothing() -> None:
-    run = programs(dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0)))
+    run = programs(
+        dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
+    )
     padded = Batch(*(np.pad(side, ((0, 8), (0, 0))) for side in batch()[:2]))
     one, one_metrics = run.train_step(run.init(), batch())
     two, two_metrics = run.train_step(run.init(), padded)
@@ -125,7 +157,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
     run = programs(CONFIG)
     state, _ = run.train_step(run.init(), batch())
     scale = state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"]
-    state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"] = scale.at[0].set(jnp.nan)
+    state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"] = scale.at[
+        0
+    ].set(jnp.nan)
     before = jax.tree.map(np.asarray, (state.parameters, state.optimizer))
     for count in (1, 2):
         state, metrics = run.train_step(state, batch())
@@ -138,10 +172,14 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
 
 
 def test_a_bad_step_leaves_the_moving_average_alone() -> None:
-    run = programs(dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.9)))
+    run = programs(
+        dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.9))
+    )
     state, _ = run.train_step(run.init(), batch())
     before = jax.tree.map(np.asarray, state.ema)
-    state.parameters["target_embedding"]["matrix"] = state.parameters["target_embedding"]["matrix"].at[5].set(jnp.nan)
+    state.parameters["target_embedding"]["matrix"] = (
+        state.parameters["target_embedding"]["matrix"].at[5].set(jnp.nan)
+    )
     state, metrics = run.train_step(state, batch())
     assert int(metrics.bad_steps) == 1
     chex.assert_trees_all_equal(state.ema, before)
@@ -155,8 +193,14 @@ def test_gradients_are_clipped_to_a_global_norm() -> None:
     for clip_norm, scale in ((0.0, 1.0), (2.0, 2.0 / norm), (1e3, 1.0)):
         optimizer = make_optimizer(OptimizerConfig(clip_norm=clip_norm, beta1=0.9), 16)
         _, state = optimizer.update(gradient, optimizer.init(parameters), parameters)
-        [moment] = [part.mu for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")]
-        chex.assert_trees_all_close(moment, jax.tree.map(lambda g, s=scale: 0.1 * s * g, gradient), rtol=1e-5)
+        [moment] = [
+            part.mu
+            for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu"))
+            if hasattr(part, "mu")
+        ]
+        chex.assert_trees_all_close(
+            moment, jax.tree.map(lambda g, s=scale: 0.1 * s * g, gradient), rtol=1e-5
+        )
 
 
 def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
@@ -167,23 +211,40 @@ def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
     )
     np.testing.assert_allclose(low_metrics.sums.loss, metrics.sums.loss, rtol=1e-2)
     np.testing.assert_allclose(low_metrics.gradient_norm, metrics.gradient_norm, rtol=0.1)
-    floats = [leaf for leaf in jax.tree.leaves(low_state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floats = [
+        leaf for leaf in jax.tree.leaves(low_state) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     assert len(floats) > 60 and all(leaf.dtype == jnp.float32 for leaf in floats)
 
 
 def test_remat_gives_the_same_gradients() -> None:
     remat = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, remat=True))
-    (state, _), (plain, _) = (programs(each).train_step(programs(each).init(), batch()) for each in (remat, CONFIG))
+    (state, _), (plain, _) = (
+        programs(each).train_step(programs(each).init(), batch()) for each in (remat, CONFIG)
+    )
     chex.assert_trees_all_close(state.optimizer, plain.optimizer, rtol=1e-4, atol=1e-6)
 
 
 def test_weight_decay_acts_on_matrices_only() -> None:
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, attention_bias=True, tie_embeddings="none"))
-    ones = jax.tree.map(lambda p: np.ones(p.shape, np.float32), programs(config).abstract_state.parameters)
+    config = dataclasses.replace(
+        CONFIG, model=dataclasses.replace(CONFIG.model, attention_bias=True, tie_embeddings="none")
+    )
+    ones = jax.tree.map(
+        lambda p: np.ones(p.shape, np.float32), programs(config).abstract_state.parameters
+    )
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1), 16)
     updates, _ = optimizer.update(jax.tree.map(np.zeros_like, ones), optimizer.init(ones), ones)
-    decayed = {(str(path[-1]), bool((update != 0).all())) for path, update in jax.tree_util.tree_leaves_with_path(updates)}
-    names = {"['kernel']": True, "['matrix']": True, "['softmax_matrix']": True, "['bias']": False, "['scale']": False}
+    decayed = {
+        (str(path[-1]), bool((update != 0).all()))
+        for path, update in jax.tree_util.tree_leaves_with_path(updates)
+    }
+    names = {
+        "['kernel']": True,
+        "['matrix']": True,
+        "['softmax_matrix']": True,
+        "['bias']": False,
+        "['scale']": False,
+    }
     assert decayed == set(names.items())
 
 
@@ -199,10 +260,15 @@ def test_dropout_differs_between_steps_and_rows() -> None:
 
 
 def test_r_drop_compares_two_draws_of_dropout() -> None:
-    """Its tokens count once, its divergence is there and, where training goes by it, becomes small."""
+    """Its tokens count once, its divergence is there and, where training goes by it, becomes
+    small.
+    """
 
     def run(r_drop: float, steps: int) -> StepMetrics:
-        config = dataclasses.replace(CONFIG, training=dataclasses.replace(CONFIG.training, label_smoothing=0.0, r_drop=r_drop))
+        config = dataclasses.replace(
+            CONFIG,
+            training=dataclasses.replace(CONFIG.training, label_smoothing=0.0, r_drop=r_drop),
+        )
         step = programs(config, 2)
         state = step.init()
         for _ in range(steps):
@@ -228,7 +294,8 @@ def test_schedule_is_equation_3_with_steps_from_1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decay", "at_half", "at_end"), [("constant", 1, 1), ("linear", 0.5, 0.01), ("cosine", 0.5, (1 - np.cos(np.pi / 100)) / 2)]
+    ("decay", "at_half", "at_end"),
+    [("constant", 1, 1), ("linear", 0.5, 0.01), ("cosine", 0.5, (1 - np.cos(np.pi / 100)) / 2)],
 )
 def test_other_decays_end_with_the_training(decay: str, at_half: float, at_end: float) -> None:
     config = OptimizerConfig(warmup_steps=10, peak_learning_rate=2.0, decay=decay)  # type: ignore[arg-type]
@@ -236,18 +303,24 @@ def test_other_decays_end_with_the_training(decay: str, at_half: float, at_end: 
     np.testing.assert_allclose([schedule(4), schedule(9)], [1.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose([schedule(59), schedule(108)], [2 * at_half, 2 * at_end], rtol=1e-3)
     if decay != "constant":
-        with pytest.raises(UserError, match=r"training.steps is 10; expected more than optimizer.warmup_steps = 10"):
+        with pytest.raises(
+            UserError, match=r"training.steps is 10; expected more than optimizer.warmup_steps = 10"
+        ):
             learning_rate_schedule(config, 512, 10)
 
 
 def test_the_moving_average_follows_closely_at_first() -> None:
-    run = programs(dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.2)))
+    run = programs(
+        dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.2))
+    )
     state = run.init()
     for decay in (2 / 11, 0.2, 0.2):  # (1 + t) / (10 + t), at most ema_decay
         before = np.asarray(state.ema["target_embedding"]["matrix"])
         state, _ = run.train_step(state, batch())
         now = np.asarray(state.parameters["target_embedding"]["matrix"])
-        np.testing.assert_allclose(state.ema["target_embedding"]["matrix"], decay * before + (1 - decay) * now, atol=1e-6)
+        np.testing.assert_allclose(
+            state.ema["target_embedding"]["matrix"], decay * before + (1 - decay) * now, atol=1e-6
+        )
 
 
 def test_first_update_has_the_size_of_the_learning_rate() -> None:

@@ -23,18 +23,25 @@ def _seen_three_times(watchdog: Watchdog, seconds: float = 0.0) -> None:
     watchdog.enter("step", "training step 7")
 
 
-def test_a_late_phase_is_reported_again_when_its_time_has_doubled(watchdog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_phase_is_reported_again_when_its_time_has_doubled(
+    watchdog: Watchdog, caplog: pytest.LogCaptureFixture
+) -> None:
     _seen_three_times(watchdog)
     deadline = time.monotonic() + 20
     while len(caplog.records) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     said = caplog.records[0].getMessage()
-    assert "Process 0 of 1 has been busy with one thing for" in said and "training step 7 (usual: 0.0 s)" in said
+    assert (
+        "Process 0 of 1 has been busy with one thing for" in said
+        and "training step 7 (usual: 0.0 s)" in said
+    )
     first, second, third = (record.created for record in caplog.records[:3])
     assert third - second > 1.5 * (second - first)
 
 
-def test_a_phase_of_usual_length_or_a_new_one_is_not_reported(watchdog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_phase_of_usual_length_or_a_new_one_is_not_reported(
+    watchdog: Watchdog, caplog: pytest.LogCaptureFixture
+) -> None:
     _seen_three_times(watchdog, 0.03)
     time.sleep(0.1)  # more than the patience, not ten times as long as usual
     watchdog.enter("compilation")

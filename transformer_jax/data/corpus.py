@@ -1,7 +1,9 @@
-"""The tokenised corpus: flat token arrays on disk, built once by several processes, then opened by memory map.
+"""The tokenised corpus: flat token arrays on disk, built once by several processes, then opened by
+memory map.
 
-A corpus lives in ``<directory>/<fingerprint>``. It is written under another name and renamed when whole, so what opens
-is whole: a crash leaves a temporary folder that nobody opens. Of two builders the second waits, and finds the first one's work.
+A corpus lives in ``<directory>/<fingerprint>``. It is written under another name and renamed when
+whole, so what opens is whole: a crash leaves a temporary folder that nobody opens. Of two builders
+the second waits, and finds the first one's work.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from transformer_jax.config import DataConfig, PairsConfig
 from transformer_jax.data.files import one_file_each
 from transformer_jax.data.joined import Array
 from transformer_jax.data.sources import read_pairs
-from transformer_jax.data.tokenising import TokeniseJob, flatten, tokenised
+from transformer_jax.data.tokenize import TokeniseJob, flatten, tokenised
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
 
@@ -40,9 +42,11 @@ _SIDES = ("source", "target")
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """N pairs in K segmentations (1 unless sampled): sequence ``v * N + i`` is pair ``i`` in segmentation ``v``.
+    """N pairs in K segmentations (1 unless sampled): sequence ``v * N + i`` is pair ``i`` in
+    segmentation ``v``.
 
-    Sequence ``j`` of a side is ``tokens[offsets[j] : offsets[j + 1]]``. Each ends with EOS; there is no BOS.
+    Sequence ``j`` of a side is ``tokens[offsets[j] : offsets[j + 1]]``. Each ends with EOS; there
+    is no BOS.
     """
 
     fingerprint: str
@@ -70,7 +74,9 @@ class Corpus:
         return self.lengths(0, self.num_pairs)[1]
 
     def lengths(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and target lengths of the pairs from start to stop, each int32 [K, stop - start], EOS counted."""
+        """Source and target lengths of the pairs from start to stop, each int32 [K, stop - start],
+        EOS counted.
+        """
         sides = np.empty((2, self.num_samples, stop - start), np.int32)
         for side, offsets in zip(sides, (self.source_offsets, self.target_offsets)):
             for v in range(self.num_samples):
@@ -79,18 +85,35 @@ class Corpus:
         return sides[0], sides[1]
 
     @classmethod
-    def from_lists(cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Corpus:
-        """A corpus in memory from piece ids without EOS, which is added here."""
+    def from_lists(
+        cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+    ) -> Corpus:
+        """A corpus in memory from token ids without EOS, which is added here."""
         if len(sources) != len(targets):
-            raise UserError(f"There are {len(sources)} sources and {len(targets)} targets; expected as many of both.")
-        arrays = [array for side in (sources, targets) for array in flatten(side, np.dtype(np.int32))]
-        offsets = [np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) for lengths in arrays[1::2]]
+            raise UserError(
+                f"There are {len(sources)} sources and {len(targets)} targets; expected as many of both."
+            )
+        arrays = [
+            array for side in (sources, targets) for array in flatten(side, np.dtype(np.int32))
+        ]
+        offsets = [
+            np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) for lengths in arrays[1::2]
+        ]
         digest = hashlib.sha256()
         for array in arrays:
             digest.update(array.tobytes())
         n = len(sources)
-        statistics = {"read": n, "kept": n, "empty": 0, "too_long": 0, "ratio": 0, "invalid_utf8": 0}
-        return cls(digest.hexdigest(), n, 1, arrays[0], offsets[0], arrays[2], offsets[1], statistics)
+        statistics = {
+            "read": n,
+            "kept": n,
+            "empty": 0,
+            "too_long": 0,
+            "ratio": 0,
+            "invalid_utf8": 0,
+        }
+        return cls(
+            digest.hexdigest(), n, 1, arrays[0], offsets[0], arrays[2], offsets[1], statistics
+        )
 
 
 def build_corpus(
@@ -103,18 +126,22 @@ def build_corpus(
     num_samples: int = 1,
     seed: int = 0,
 ) -> Corpus:
-    """Tokenise ``pairs`` into ``directory``, or open what an earlier call with the same inputs and settings left there.
+    """Tokenise ``pairs`` into ``directory``, or open what an earlier call with the same inputs and
+    settings left there.
 
-    Pairs that are empty, longer than ``data`` allows or of too unequal length (in any segmentation) are left out and
-    counted; ``UserError`` if none is left. With ``sampling`` (see ``Tokenizer.encode_source``) ``num_samples``
-    segmentations are drawn. The result does not depend on ``data.workers``.
+    Pairs that are empty, longer than ``data`` allows or of too unequal length (in any segmentation)
+    are left out and counted; ``UserError`` if none is left. With ``sampling`` (see
+    ``Tokenizer.encode_source``) ``num_samples`` segmentations are drawn. The result does not depend
+    on ``data.workers``.
     """
     num_samples = num_samples if sampling else 1
     job = TokeniseJob(tokenizer, data, float(sampling), num_samples, seed if sampling else 0)
     return build(job, pairs, Path(directory))
 
 
-def build(job: TokeniseJob, pairs: PairsConfig, directory: Path, *, may_be_empty: bool = False) -> Corpus:
+def build(
+    job: TokeniseJob, pairs: PairsConfig, directory: Path, *, may_be_empty: bool = False
+) -> Corpus:
     """``build_corpus`` for a job; one part of many may be empty."""
     directory.mkdir(parents=True, exist_ok=True)
     final, fingerprint = locate(job, pairs, directory)
@@ -150,15 +177,22 @@ def locate(job: TokeniseJob, pairs: PairsConfig, directory: Path) -> tuple[Path,
 def require_pairs(statistics: dict[str, int], pairs: PairsConfig) -> None:
     """``UserError`` if no pair was kept."""
     if not statistics["kept"]:
-        where = ", ".join(map(repr, pairs.source[:3])) + ", ..." * (len(pairs.source) > 3) or f"data of kind {pairs.kind!r}"
+        where = (
+            ", ".join(map(repr, pairs.source[:3])) + ", ..." * (len(pairs.source) > 3)
+            or f"data of kind {pairs.kind!r}"
+        )
         raise UserError(
             "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} longer than "
             "data.max_source_length or data.max_target_length, {ratio:,} beyond data.max_length_ratio, {invalid_utf8:,} not "
-            "UTF-8; expected at least one: check the text, or relax these settings.".format(**statistics, where=where)
+            "UTF-8; expected at least one: check the text, or relax these settings.".format(
+                **statistics, where=where
+            )
         )
 
 
-def _write(folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob, may_be_empty: bool) -> None:
+def _write(
+    folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob, may_be_empty: bool
+) -> None:
     counts = {"read": 0, "kept": 0, "empty": 0, "too_long": 0, "ratio": 0, "invalid_utf8": 0}
     files = (
         read_pairs(file, job.data.root, invalid_utf8=job.data.invalid_utf8, counts=counts)
@@ -208,12 +242,15 @@ def _write(folder: Path, fingerprint: str, pairs: PairsConfig, job: TokeniseJob,
 
 
 def _append(path: Path, array: np.ndarray) -> None:
-    with open(path, "ab") as file:  # opened anew each time: with many segmentations there are many files
+    # opened anew each time: with many segmentations there are many files
+    with open(path, "ab") as file:
         file.write(array.data)
 
 
 def _publish(temporary: Path, final: Path, fingerprint: str) -> Corpus:
-    """Give the finished folder its name, unless another builder's corpus bears it: locks do not reach everywhere."""
+    """Give the finished folder its name, unless another builder's corpus bears it: locks do not
+    reach everywhere.
+    """
     for path in (*temporary.iterdir(), temporary):
         _sync(path)
     corpus = open_corpus(final, fingerprint)
@@ -232,11 +269,14 @@ def open_corpus(folder: Path, fingerprint: str) -> Corpus | None:
     """The corpus in ``folder``; None if it is absent or damaged."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
-        whole = all((folder / name).stat().st_size == size for name, size in manifest["sizes"].items())
+        whole = all(
+            (folder / name).stat().st_size == size for name, size in manifest["sizes"].items()
+        )
         if not whole or manifest["fingerprint"] != fingerprint:
             return None
         tokens = [
-            _map(folder / f"{side}_tokens", np.dtype(dtype)) for side, dtype in zip(_SIDES, manifest["dtypes"], strict=True)
+            _map(folder / f"{side}_tokens", np.dtype(dtype))
+            for side, dtype in zip(_SIDES, manifest["dtypes"], strict=True)
         ]
         offsets = [_map(folder / f"{side}_offsets", np.dtype(np.int64)) for side in _SIDES]
         return Corpus(
@@ -255,7 +295,8 @@ def open_corpus(folder: Path, fingerprint: str) -> Corpus | None:
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)  # nothing cannot be mapped
+    # nothing cannot be mapped
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 def _remove_stale(directory: Path) -> None:
@@ -271,9 +312,11 @@ def _remove_stale(directory: Path) -> None:
 
 @contextmanager
 def _locked(final: Path, *, wait: bool = True) -> Iterator[None]:
-    """Be the only builder of a corpus, or with ``wait=False`` raise ``OSError``; the lock ends with the process.
+    """Be the only builder of a corpus, or with ``wait=False`` raise ``OSError``; the lock ends with
+    the process.
 
-    A file is locked, not a folder, whose lock would not be seen by other machines on a file system of the network.
+    A file is locked, not a folder, whose lock would not be seen by other machines on a file system
+    of the network.
     """
     with open(final.parent / f".{final.name}.lock", "ab") as file:
         try:

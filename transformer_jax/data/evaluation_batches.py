@@ -13,9 +13,11 @@ _LENGTH_STEP = 16  # lengths are rounded up to a multiple of this: few shapes to
 
 
 def whole_corpus(corpus: Corpus, *, tokens: int, row_multiple: int) -> Iterator[Batch]:
-    """Every pair of the first segmentation once, short ones first; rows that are left in a batch hold padding alone.
+    """Every pair of the first segmentation once, short ones first; rows that are left in a batch
+    hold padding alone.
 
-    A batch of sentences up to L long has ``tokens // L`` rows, as a multiple of ``row_multiple`` and at least that.
+    A batch of sentences up to L long has ``tokens // L`` rows, as a multiple of ``row_multiple``
+    and at least that.
     """
     longest_N = np.maximum(corpus.source_lengths[0], corpus.target_lengths[0])
     length_N = np.minimum(-(-longest_N // _LENGTH_STEP) * _LENGTH_STEP, longest_N.max())
@@ -26,8 +28,12 @@ def whole_corpus(corpus: Corpus, *, tokens: int, row_multiple: int) -> Iterator[
             chosen = pairs[start : start + rows]
             source_BS, target_BT = np.zeros((2, rows, int(length)), np.int32)
             for row, pair in enumerate(chosen):
-                source = corpus.source_tokens[corpus.source_offsets[pair] : corpus.source_offsets[pair + 1]]
-                target = corpus.target_tokens[corpus.target_offsets[pair] : corpus.target_offsets[pair + 1]]
+                source = corpus.source_tokens[
+                    corpus.source_offsets[pair] : corpus.source_offsets[pair + 1]
+                ]
+                target = corpus.target_tokens[
+                    corpus.target_offsets[pair] : corpus.target_offsets[pair + 1]
+                ]
                 source_BS[row, : len(source)] = source
                 target_BT[row, : len(target)] = target
             yield Batch(source_BS, target_BT)

@@ -1,4 +1,6 @@
-"""The files of a text, on disk or in an object store: globs expanded, and digests of contents that are remembered."""
+"""The files of a text, on disk or in an object store: globs expanded, and digests of contents that
+are remembered.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,30 @@ def store_of(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:  # a package that is not installed; no such protocol
-        raise UserError(f"{url!r} cannot be opened: {error}. Expected a path, or a URL that fsspec knows.") from None
+        raise UserError(
+            f"{url!r} cannot be opened: {error}. Expected a path, or a URL that fsspec knows."
+        ) from None
 
 
 def is_stored(store: Any, path: str) -> bool:
-    """Whether a store has this file; ``UserError`` where it does not tell, for want of a password or a network say."""
+    """Whether a store has this file; ``UserError`` where it does not tell, for want of a password
+    or a network say.
+    """
     try:  # not isfile() or exists(), which with some stores are False for any error
         return bool(store.info(path)["type"] == "file")
     except FileNotFoundError:
         return False
     except Exception as error:
-        raise UserError(f"{store.unstrip_protocol(path)!r} cannot be read: {str(error) or type(error).__name__}") from error
+        raise UserError(
+            f"{store.unstrip_protocol(path)!r} cannot be read: {str(error) or type(error).__name__}"
+        ) from error
 
 
 @dataclass(frozen=True)
 class Url:
-    """What pathlib's Path is to a file on disk, to one that fsspec reads: s3://, gs://, az://, https:// and others."""
+    """What pathlib's Path is to a file on disk, to one that fsspec reads: s3://, gs://, az://,
+    https:// and others.
+    """
 
     name: str
 
@@ -64,7 +74,9 @@ class Url:
         return store.open(path, mode)
 
     def version(self) -> str:
-        """Another one when the content has changed, as the store tells (its ETag, or size and date); '' if it does not tell."""
+        """Another one when the content has changed, as the store tells (its ETag, or size and
+        date); '' if it does not tell.
+        """
         store, path = store_of(self.name)
         return "" if self.name.startswith(("http:", "https:")) else str(store.ukey(path))
 
@@ -80,10 +92,12 @@ def open_file(file: str | File) -> BinaryIO:
 
 
 def files_of(config: PairsConfig, root: str) -> list[tuple[File, ...]]:
-    """The (source, target) files of a text, or the (file,) of each TSV or JSONL, in order; empty for other kinds.
+    """The (source, target) files of a text, or the (file,) of each TSV or JSONL, in order; empty
+    for other kinds.
 
-    A name that is no file but has ``*``, ``?`` or ``[`` is a glob: it stands for all files that it matches, sorted. Raises
-    ``UserError`` if that is none, or if source and target of a text match different numbers of them.
+    A name that is no file but has ``*``, ``?`` or ``[`` is a glob: it stands for all files that it
+    matches, sorted. Raises ``UserError`` if that is none, or if source and target of a text match
+    different numbers of them.
     """
     if config.kind in ("tsv", "jsonl"):
         return [(path,) for name in config.source for path in expanded(name, root)]
@@ -110,17 +124,30 @@ def one_file_each(config: PairsConfig, root: str = "") -> list[PairsConfig]:
     if len(files) < 2 or config.limit is not None:
         return [config]
     names = [[(_absolute(file),) for file in sides] for sides in files]
-    return [dataclasses.replace(config, source=source, target=target[0] if target else ()) for source, *target in names]
+    return [
+        dataclasses.replace(config, source=source, target=target[0] if target else ())
+        for source, *target in names
+    ]
 
 
 def digest(file: File, memory: Path | None = None) -> str:
-    """SHA-256 (hex) of a file's content, or what the folder ``memory`` has for its name, size and time of last change.
+    """SHA-256 (hex) of a file's content, or what the folder ``memory`` has for its name, size and
+    time of last change.
 
-    A file on disk that changed in the last seconds is not remembered: a second change might leave its time as it was.
+    A file on disk that changed in the last seconds is not remembered: a second change might leave
+    its time as it was.
     """
     state = _state(file)
-    record = memory / hashlib.sha256(json.dumps(state).encode()).hexdigest() if memory and state[-1] else None
-    if record is not None and record.is_file() and len(known := record.read_text()) == _DIGEST_CHARACTERS:
+    record = (
+        memory / hashlib.sha256(json.dumps(state).encode()).hexdigest()
+        if memory and state[-1]
+        else None
+    )
+    if (
+        record is not None
+        and record.is_file()
+        and len(known := record.read_text()) == _DIGEST_CHARACTERS
+    ):
         return known
     with open_file(file) as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -128,7 +155,8 @@ def digest(file: File, memory: Path | None = None) -> str:
     if record is not None and settled and _state(file) == state:
         with suppress(OSError):  # what is not remembered is only slower
             record.parent.mkdir(parents=True, exist_ok=True)
-            record.write_text(found)  # one torn by a crash is too short, and all who write it write the same
+            # one torn by a crash is too short, and all who write it write the same
+            record.write_text(found)
     return found
 
 
@@ -144,7 +172,8 @@ def _absolute(file: File) -> str:
 
 
 def expanded(name: str, root: str = "") -> list[File]:
-    """The files that a name stands for, from the folder or URL ``root``: itself, or if it is a glob all that match, sorted.
+    """The files that a name stands for, from the folder or URL ``root``: itself, or if it is a glob
+    all that match, sorted.
 
     Raises ``UserError`` if a glob matches none.
     """
@@ -153,7 +182,11 @@ def expanded(name: str, root: str = "") -> list[File]:
         if not glob.has_magic(url.name) or url.is_file():
             return [url]
         store, pattern = store_of(url.name)
-        files: list[File] = [Url(store.unstrip_protocol(path)) for path in sorted(store.glob(pattern)) if store.isfile(path)]
+        files: list[File] = [
+            Url(store.unstrip_protocol(path))
+            for path in sorted(store.glob(pattern))
+            if store.isfile(path)
+        ]
     else:
         name, root = os.path.expanduser(name), os.path.expanduser(root)
         path = Path(root, name)

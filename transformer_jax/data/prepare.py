@@ -1,10 +1,12 @@
-"""Tokenise the training text ahead of training, in parts that many processes or machines work on at the same time:
+"""Tokenise the training text ahead of training, in parts that many processes or machines work on at
+the same time:
 
-    python -m transformer_jax.data.prepare --config C --workdir W --tokenizer-only
-    python -m transformer_jax.data.prepare --config C --workdir W --part 0/16    # and 1/16 to 15/16, anywhere
+    python -m transformer_jax.data.prepare --config C --workdir W --tokenizer-only python -m
+    transformer_jax.data.prepare --config C --workdir W --part 0/16    # and 1/16 to 15/16, anywhere
     python train.py --config C --workdir W --data.parts 16
 
-All see the same work directory (or ``data.cache`` and a copy of it). A part is whole files; see ``parts.py``.
+All see the same work directory (or ``data.cache`` and a copy of it). A part is whole files; see
+``parts.py``.
 """
 
 from __future__ import annotations
@@ -17,25 +19,34 @@ from typing import Annotated
 
 import tyro
 
+from transformer_jax.cli import run_program
 from transformer_jax.config import Config
-from transformer_jax.config_files import config_in_flags, differences_on_resume, fields_that_differ, from_json
-from transformer_jax.data.parts import prepare_part
+from transformer_jax.config_io import (
+    config_in_flags,
+    differences_on_resume,
+    fields_that_differ,
+    from_json,
+)
+from transformer_jax.data.shards import prepare_part
 from transformer_jax.decoding.parts import parse_part
 from transformer_jax.errors import UserError
-from transformer_jax.program import run_program
-from transformer_jax.remote import require_folder
+from transformer_jax.remote_workdir import require_folder
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.workdir import check_inputs, claimed, has_tokenizer, prepare_tokenizer
+from transformer_jax.training.prepare import check_inputs, claimed, has_tokenizer, prepare_tokenizer
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Tokenise the training text in parts, for train.py with data.parts. Takes the flags of train.py."""
+    """Tokenise the training text in parts, for train.py with data.parts. Takes the flags of
+    train.py.
+    """
 
     workdir: str
     """Folder of the run."""
     config: str = ""
-    """Config file, as in configs/, or a work directory's config.json; without one: the paper's base model."""
+    """Config file, as in configs/, or a work directory's config.json; without one: the paper's base
+    model.
+    """
     tokenizer_only: bool = False
     """Make the work directory and its tokenizer, which all parts need."""
     part: str | None = None
@@ -51,9 +62,13 @@ def main(argv: list[str] | None = None) -> int:
 def _prepare(argv: list[str]) -> None:
     path, config = config_in_flags(argv)
     defaults = Arguments(tyro.MISSING, path, settings=config)
-    a = tyro.cli(Arguments, args=argv, prog="python -m transformer_jax.data.prepare", default=defaults)
+    a = tyro.cli(
+        Arguments, args=argv, prog="python -m transformer_jax.data.prepare", default=defaults
+    )
     if a.tokenizer_only == (a.part is not None):
-        raise UserError(f"part is {a.part!r} and tokenizer_only {a.tokenizer_only}; expected one of the two.")
+        raise UserError(
+            f"part is {a.part!r} and tokenizer_only {a.tokenizer_only}; expected one of the two."
+        )
     if a.part is None:
         make_tokenizer(a.settings, require_folder(a.workdir))
     else:
@@ -68,16 +83,21 @@ def make_tokenizer(config: Config, workdir: Path) -> None:
 
 
 def make_part(config: Config, workdir: Path, part: tuple[int, int]) -> None:
-    """Tokenise part i of n; changes nothing else in the work directory, where others may be at work."""
+    """Tokenise part i of n; changes nothing else in the work directory, where others may be at
+    work.
+    """
     number, count = part
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, parts=count))
     check_inputs(config)
     path = workdir / "config.json"
     if not path.is_file() or not has_tokenizer(workdir):
-        raise UserError(f"{str(workdir)!r} has no tokenizer; expected one: run this with --tokenizer-only first.")
+        raise UserError(
+            f"{str(workdir)!r} has no tokenizer; expected one: run this with --tokenizer-only first."
+        )
     if differences := differences_on_resume(from_json(path.read_text()), config):
         raise UserError(
-            f"{str(workdir)!r} was made with another config; expected the same settings. " + fields_that_differ(differences)
+            f"{str(workdir)!r} was made with another config; expected the same settings. "
+            + fields_that_differ(differences)
         )
     prepare_part(workdir, config, Tokenizer.load(workdir), number)
 

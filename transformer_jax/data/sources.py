@@ -1,7 +1,7 @@
 """Sentence pairs from plain text, TSV, JSONL, TensorFlow Datasets, or generated number names.
 
-Everything streams: no file is ever held in memory. Lines end at "\\n" alone (``str.splitlines`` would also break at
-control characters inside sentences); one "\\r" before it is dropped.
+Everything streams: no file is ever held in memory. Lines end at "\\n" alone (``str.splitlines``
+would also break at control characters inside sentences); one "\\r" before it is dropped.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def read_pairs(
 ) -> Iterator[tuple[str, str]]:
     """The (source, target) sentences that ``config`` describes, in order.
 
-    Relative file names and globs start from ``root``; for TFDS, a ``root`` is the folder of prepared datasets. A pair with
-    invalid UTF-8 on either side raises ``UserError`` or, with "skip", is left out and counted in ``counts["invalid_utf8"]``.
-    Missing files are reported by the call itself, faults inside files while reading.
+    Relative file names and globs start from ``root``; for TFDS, a ``root`` is the folder of
+    prepared datasets. A pair with invalid UTF-8 on either side raises ``UserError`` or, with
+    "skip", is left out and counted in ``counts["invalid_utf8"]``. Missing files are reported by the
+    call itself, faults inside files while reading.
     """
     check_files(config, root)
     if config.kind == "numbers":
@@ -63,22 +64,35 @@ def read_pairs(
 
 
 def read_lines(source: str | File | BinaryIO) -> Iterator[str]:
-    """Lines of a file (``.gz`` is unpacked; a URL is read by fsspec) or of a binary stream, without their ends.
+    """Lines of a file (``.gz`` is unpacked; a URL is read by fsspec) or of a binary stream, without
+    their ends.
 
     Raises ``UserError`` with file and line number where a line is not UTF-8.
     """
-    name = str(source) if isinstance(source, str | Path | Url) else str(getattr(source, "name", "the input"))
+    name = (
+        str(source)
+        if isinstance(source, str | Path | Url)
+        else str(getattr(source, "name", "the input"))
+    )
     for number, line in enumerate(_raw_lines(source), 1):
         yield _decode(line, name, number)
 
 
 def pairs_fingerprint(config: PairsConfig, root: str = "", *, digests: Path | None = None) -> str:
-    """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names or dates.
+    """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names
+    or dates.
 
-    In the folder ``digests`` those of files are remembered, so that large ones are not read again; see ``files.digest``.
+    In the folder ``digests`` those of files are remembered, so that large ones are not read again;
+    see ``files.digest``.
     """
     check_files(config, root)
-    fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split, config.limit]
+    fields: list[Any] = [
+        config.kind,
+        config.source_field,
+        config.target_field,
+        config.split,
+        config.limit,
+    ]
     if config.kind == "tfds":
         examples = _tfds_examples(config, root)
         fields += [examples.dataset_info.full_name, len(examples)]
@@ -90,7 +104,9 @@ def pairs_fingerprint(config: PairsConfig, root: str = "", *, digests: Path | No
 def check_files(config: PairsConfig, root: str = "") -> None:
     """``UserError`` if there is nothing to read or a file is missing; opens nothing."""
     if not config.is_given:
-        raise UserError(f"kind is {config.kind!r} and no file is named; expected source and target, or another kind.")
+        raise UserError(
+            f"kind is {config.kind!r} and no file is named; expected source and target, or another kind."
+        )
     for file in chain.from_iterable(files_of(config, root)):
         if not file.is_file():
             raise UserError(
@@ -98,9 +114,14 @@ def check_files(config: PairsConfig, root: str = "") -> None:
                 f"train, dev or test) names. Relative names start from data.root = {root!r}."
             )
     if config.kind == "tsv":
-        for name, column in (("source_field", config.source_field), ("target_field", config.target_field)):
+        for name, column in (
+            ("source_field", config.source_field),
+            ("target_field", config.target_field),
+        ):
             if not column.isdecimal():
-                raise UserError(f"{name} is {column!r}; expected the number of a TSV column, counted from 0.")
+                raise UserError(
+                    f"{name} is {column!r}; expected the number of a TSV column, counted from 0."
+                )
 
 
 class _InvalidText(UserError):
@@ -121,9 +142,13 @@ def _raw_lines(source: str | File | BinaryIO) -> Iterator[bytes]:
         return
     try:
         with open_file(source) as file:
-            yield from _lines_of(gzip.GzipFile(fileobj=file) if str(source).endswith(".gz") else file)
+            yield from _lines_of(
+                gzip.GzipFile(fileobj=file) if str(source).endswith(".gz") else file
+            )
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(f"File {str(source)!r} is damaged or is no gzip file ({error}); expected one by its name.") from None
+        raise UserError(
+            f"File {str(source)!r} is damaged or is no gzip file ({error}); expected one by its name."
+        ) from None
 
 
 def _lines_of(stream: Iterable[bytes]) -> Iterator[bytes]:
@@ -199,12 +224,20 @@ def _parse_json(record: _Record, config: PairsConfig) -> tuple[str, str]:
     pair = []
     for field in (config.source_field, config.target_field):
         if not isinstance(values.get(field), str):
-            found = f"{values[field]!r} in field {field!r}" if field in values else f"no field {field!r}"
-            raise UserError(f"{where} has {found}; expected text there. Fields of this line: {', '.join(values)}.")
+            found = (
+                f"{values[field]!r} in field {field!r}"
+                if field in values
+                else f"no field {field!r}"
+            )
+            raise UserError(
+                f"{where} has {found}; expected text there. Fields of this line: {', '.join(values)}."
+            )
         try:
             values[field].encode()
         except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
-            raise _InvalidText(f"{where}: field {field!r} is not valid Unicode; expected whole characters.") from None
+            raise _InvalidText(
+                f"{where}: field {field!r} is not valid Unicode; expected whole characters."
+            ) from None
         pair.append(values[field].replace("\n", " "))
     return pair[0], pair[1]
 
@@ -215,7 +248,12 @@ def _tfds_examples(config: PairsConfig, root: str) -> Any:
     name = config.source[0]
     try:
         # array_record is the format that is read without TensorFlow.
-        return tfds.data_source(name, split=config.split, data_dir=root or None, builder_kwargs={"file_format": "array_record"})
+        return tfds.data_source(
+            name,
+            split=config.split,
+            data_dir=root or None,
+            builder_kwargs={"file_format": "array_record"},
+        )
     except (tfds.core.DatasetNotFoundError, ValueError, KeyError) as error:
         text = " ".join(str(error).split())
         raise UserError(
@@ -241,7 +279,13 @@ def _read_tfds(config: PairsConfig, root: str) -> Iterator[_Record]:
             yield _Record((sides[0], sides[1]), names, number)
 
 
-_KINDS: dict[str, tuple[Callable[[PairsConfig, str], Iterator[_Record]], Callable[[_Record, PairsConfig], tuple[str, str]]]] = {
+_KINDS: dict[
+    str,
+    tuple[
+        Callable[[PairsConfig, str], Iterator[_Record]],
+        Callable[[_Record, PairsConfig], tuple[str, str]],
+    ],
+] = {
     "text": (_read_text, _parse_text),
     "tsv": (_read_one, _parse_tsv),
     "jsonl": (_read_one, _parse_json),
@@ -253,16 +297,22 @@ def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
     numbers = _numbers(config.split)
     limit = config.limit or min(_NUMBERS_DEFAULT, len(numbers))
     if limit > len(numbers):
-        raise UserError(f"limit is {limit}; expected at most {len(numbers)} for split {config.split!r} of kind 'numbers'.")
-    return ((_name(n, "en", ", ", " and "), _name(n, "de", "", "")) for n in map(int, numbers[:limit]))
+        raise UserError(
+            f"limit is {limit}; expected at most {len(numbers)} for split {config.split!r} of kind 'numbers'."
+        )
+    return (
+        (_name(n, "en", ", ", " and "), _name(n, "de", "", "")) for n in map(int, numbers[:limit])
+    )
 
 
 def _numbers(split: str) -> np.ndarray:
     """Numbers below a million in a fixed random order; dev and test are kept out of train.
 
-    In train those below 1,000 come first: they are a thousandth of all, but the first that people try.
+    In train those below 1,000 come first: they are a thousandth of all, but the first that people
+    try.
     """
-    order = np.random.RandomState(0).permutation(_NUMBERS)  # of all generators, the one whose stream is frozen
+    # of all generators, the one whose stream is frozen
+    order = np.random.RandomState(0).permutation(_NUMBERS)
     held_out = _NUMBERS_HELD_OUT
     if split != "train":
         return order[:held_out] if split == "test" else order[held_out : 2 * held_out]
@@ -271,7 +321,8 @@ def _numbers(split: str) -> np.ndarray:
 
 
 def _name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:
-    # num2words takes about 50 us; putting the name together from those of thousands and rest makes that a lookup.
+    # num2words takes about 50 us; putting the name together from those of thousands and rest makes
+    # that a lookup.
     rest = n % 1000
     if n < 1000 or not rest:
         return _words(n, language)

@@ -1,4 +1,6 @@
-"""A large corpus cut into windows that are all alike: each has stripes from the whole length of it."""
+"""A large corpus cut into windows that are all alike: each has stripes from the whole length of
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ _PER_WINDOW = 1024  # stripes; each is read in one go
 
 @dataclass(frozen=True)
 class Stripes:
-    """The pairs of one window: of the corpus' blocks of ``width`` pairs, number ``first`` and every ``stride``-th from there.
+    """The pairs of one window: of the corpus' blocks of ``width`` pairs, number ``first`` and every
+    ``stride``-th from there.
 
-    Where files of different kinds stand one after another, each window so has its share of every file.
+    Where files of different kinds stand one after another, each window so has its share of every
+    file.
     """
 
     corpus: Corpus
@@ -31,7 +35,9 @@ class Stripes:
         return rounds * self.width + min(max(rest - self.first * self.width, 0), self.width)
 
     def lengths(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """As those of the corpus, of pairs start to stop of this window: source and target, each int32 [K, stop - start]."""
+        """As those of the corpus, of pairs start to stop of this window: source and target, each
+        int32 [K, stop - start].
+        """
         sides = np.empty((2, self.corpus.num_samples, stop - start), np.int32)
         for here, there, count in self._runs(start, stop):
             for side, lengths in zip(sides, self.corpus.lengths(there, there + count)):
@@ -44,7 +50,9 @@ class Stripes:
         return (stripe_N * self.stride + self.first) * self.width + within_N
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Pairs start to stop as runs of neighbours in the corpus: number here, number there, how many."""
+        """Pairs start to stop as runs of neighbours in the corpus: number here, number there, how
+        many.
+        """
         while start < stop:
             stripe, within = divmod(start, self.width)
             count = min(self.width - within, stop - start)
@@ -53,7 +61,9 @@ class Stripes:
 
 
 def windows_of(corpus: Corpus, window: int) -> list[Stripes]:
-    """The fewest windows of at most ``window`` pairs that have stripes of one width, some thousand each; or one, the corpus."""
+    """The fewest windows of at most ``window`` pairs that have stripes of one width, some thousand
+    each; or one, the corpus.
+    """
     if corpus.num_pairs <= window:
         return [Stripes(corpus, 0, 1, corpus.num_pairs)]
     width = max(1, window // _PER_WINDOW)

@@ -7,18 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.program import run_program
+from transformer_jax.cli import run_program
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C), 141 (nobody reads the output)."""
+    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C), 141 (nobody reads
+    the output).
+    """
     status = run_program(lambda: _decode(argv))
     signal.setitimer(signal.ITIMER_REAL, 0)  # see _insist_on_ctrl_c
     return status
 
 
 def _decode(argv: list[str] | None) -> None:
-    # Imports stand where they are needed: --help and wrong flags answer at once, and Ctrl-C is quiet from the start.
+    # Imports stand where they are needed: --help and wrong flags answer at once, and Ctrl-C is
+    # quiet from the start.
     import tyro
 
     from transformer_jax.decoding.flags import Arguments
@@ -37,13 +40,16 @@ def run() -> None:
 
 
 def _insist_on_ctrl_c() -> None:
-    """Python drops what callbacks of its garbage collector raise, and JAX has such a callback: then Ctrl-C comes once more."""
+    """Python drops what callbacks of its garbage collector raise, and JAX has such a callback: then
+    Ctrl-C comes once more.
+    """
 
     def interrupt(*_: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 1)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not where a shell has it ignored
+    # not where a shell has it ignored
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         for number in (signal.SIGINT, signal.SIGALRM):
             signal.signal(number, interrupt)
 

@@ -1,4 +1,6 @@
-"""Piece ids in, piece ids out: sentences of all lengths through few compiled programs, on one or several devices."""
+"""Token ids in, token ids out: sentences of all lengths through few compiled programs, on one or
+several devices.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,30 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding import ensemble
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.queue import Queue, QueueResult, search_queue
-from transformer_jax.decoding.reduced_softmax import ShortlistedModel
+from transformer_jax.decoding.continuous_batching import Queue, QueueResult, search_queue
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import NOT_FORCED, padded_length
 from transformer_jax.decoding.shortlist import Shortlist
+from transformer_jax.decoding.shortlisted_model import ShortlistedModel
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.sharding import row_shardings
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 logger = logging.getLogger(__name__)
 
-_BATCHES = 32  # a queue holds so many batches; its end, where no sentence waits any more, is what costs
+# a queue holds so many batches; its end, where no sentence waits any more, is what costs
+_BATCHES = 32
 _PREFIX_STEP = 8  # prefixes are padded to a multiple of this: few shapes
 
 
 class Sentence(NamedTuple):
     """What to search."""
 
-    pieces: Sequence[int]
-    """Source pieces without EOS, fewer than ``Engine.longest_source``."""
+    tokens: Sequence[int]
+    """Source tokens without EOS, fewer than ``Engine.longest_source``."""
     prefix: Sequence[int] = ()
-    """Target pieces that the translation must begin with."""
+    """Target tokens that the translation must begin with."""
     seed: int = 0
     """Tells the samples of sentences apart."""
 
@@ -48,31 +51,35 @@ class Sentence(NamedTuple):
 class Hypothesis(NamedTuple):
     """What was found."""
 
-    pieces: list[int]
-    """Target pieces without EOS."""
+    tokens: list[int]
+    """Target tokens without EOS."""
     score: float
     log_prob: float
-    piece_log_probs: list[float]
-    """One more than ``pieces``: the end symbol's is the last."""
+    token_log_probs: list[float]
+    """One more than ``tokens``: the end symbol's is the last."""
 
 
 class _Inputs(NamedTuple):
     source_QS: Any
     shape_Q: Any  # which of a program's lengths to encode in; the same in all of a block
-    own_QK: Any  # pieces that a shortlist adds, or None
+    own_QK: Any  # tokens that a shortlist adds, or None
 
 
 class Program(NamedTuple):
     """What is compiled once: a search of sentences of similar lengths."""
 
     lengths: tuple[int, ...]
-    """Source lengths, end symbol included, that sentences are encoded in; the search has room for the last one."""
+    """Source lengths, end symbol included, that sentences are encoded in; the search has room for
+    the last one.
+    """
     rows: int
     """Sentences that each device has under way."""
 
     @property
     def block_size(self) -> int:
-        """Sentences that a device encodes at a time, all in one shape: few, as seldom just as many of a length wait."""
+        """Sentences that a device encodes at a time, all in one shape: few, as seldom just as many
+        of a length wait.
+        """
         return max(1, self.rows // 4)
 
     @property
@@ -84,14 +91,16 @@ class Program(NamedTuple):
 class Engine:
     """The search of one model, or of several whose probabilities are averaged.
 
-    A sentence's own length says in which shape it is encoded and by which of few programs it is searched. What it gets does
-    not depend on the sentences around it.
+    A sentence's own length says in which shape it is encoded and by which of few programs it is
+    searched. What it gets does not depend on the sentences around it.
 
     Attributes:
-      programs: one for sources of up to 128 pieces, one with a quarter of the rows for those of up to 512, and so on.
-      longest_source: pieces, end symbol included.
+      programs: one for sources of up to 128 tokens, one with a quarter of the rows for those of up
+        to 512, and so on.
+      longest_source: tokens, end symbol included.
       num_compiled: how many programs have been compiled so far.
-      slots_computed, slots_used: rows times steps of the searches so far, and those of them in which a sentence was under way.
+      slots_computed, slots_used: rows times steps of the searches so far, and those of them in
+        which a sentence was under way.
     """
 
     def __init__(
@@ -103,20 +112,27 @@ class Engine:
         shortlist: Shortlist | None = None,
         devices: Sequence[jax.Device] = (),
     ):
-        """``suppress`` holds the ids of ``config.suppress``, ``shortlist`` what the file ``config.shortlist`` says.
+        """``suppress`` holds the ids of ``config.suppress``, ``shortlist`` what the file
+        ``config.shortlist`` says.
 
-        Each of ``devices`` searches an equal share of the rows, for as long as that takes. Without them the search runs where
-        the parameters are. In a run of several processes all must ask for the same search, and all get its result.
+        Each of ``devices`` searches an equal share of the rows, for as long as that takes. Without
+        them the search runs where the parameters are. In a run of several processes all must ask
+        for the same search, and all get its result.
 
         Raises:
-          UserError: a batch size that does not divide over the devices, a beam wider than the vocabulary, models with other
-            vocabularies than the first one's.
+          UserError: a batch size that does not divide over the devices, a beam wider than the
+            vocabulary, models with other vocabularies than the first one's.
         """
         self.config = config
         self._shares = max(1, len(devices))
-        sizes = [(model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size) for model in models]
+        sizes = [
+            (model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size)
+            for model in models
+        ]
         if len(set(sizes)) > 1:
-            raise UserError(f"The models have {sizes} source and target pieces; expected models of one vocabulary.")
+            raise UserError(
+                f"The models have {sizes} source and target tokens; expected models of one vocabulary."
+            )
         self._everywhere, self._rows = row_shardings(devices)
         self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
         self.parameters = states
@@ -126,59 +142,74 @@ class Engine:
             raise UserError(
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of {self._shares}, the devices that share it."
             )
-        num_pieces = models[0].config.vocab_size if self._shared_C is None else len(self._shared_C)
-        if config.method == "beam" and config.beam_size > num_pieces:
+        num_tokens = models[0].config.vocab_size if self._shared_C is None else len(self._shared_C)
+        if config.method == "beam" and config.beam_size > num_tokens:
             there_are = "there are" if shortlist is None else "that every sentence may use"
-            expected = f"expected at most {num_pieces}, the pieces {there_are}"
+            expected = f"expected at most {num_tokens}, the tokens {there_are}"
             raise UserError(f"decoding.beam_size is {config.beam_size}; {expected}.")
         # Learned positions end somewhere.
-        self._max_positions = [model.config.max_positions for model in models if model.config.positions == "learned"]
+        self._max_positions = [
+            model.config.max_positions for model in models if model.config.positions == "learned"
+        ]
         self.longest_source = min([config.max_source_length, *self._max_positions])
         self.programs = _programs(self.longest_source, config.batch_size // self._shares)
         self.num_compiled = self.slots_computed = self.slots_used = 0
         # Without this, XLA's CPU compiler copies caches that could be updated in place.
-        options = {"xla_cpu_copy_insertion_use_region_analysis": True} if jax.default_backend() == "cpu" else None
+        options = (
+            {"xla_cpu_copy_insertion_use_region_analysis": True}
+            if jax.default_backend() == "cpu"
+            else None
+        )
         self._search = jax.jit(
             self._search_queue,
             static_argnames=("program", "num_hypotheses"),
             donate_argnames="caches",
             compiler_options=options,
         )
-        # Kept from search to search on a CPU, where new memory costs; elsewhere training may need it back.
+        # Kept from search to search on a CPU, where new memory costs; elsewhere training may need
+        # it back.
         self._caches: dict[Program, ensemble.Caches] = {}
 
     @property
     def parameters(self) -> tuple[Any, ...]:
         """Each model's, as ``nnx.to_pure_dict`` gives them.
 
-        Newer ones may be assigned, as such dicts or as ``nnx.State``, and go to the devices at once; nothing is compiled again.
+        Newer ones may be assigned, as such dicts or as ``nnx.State``, and go to the devices at
+        once; nothing is compiled again.
         """
         return self._parameters
 
     @parameters.setter
     def parameters(self, parameters: Sequence[Any]) -> None:
-        pure = tuple(nnx.to_pure_dict(each) if isinstance(each, nnx.State) else each for each in parameters)
+        pure = tuple(
+            nnx.to_pure_dict(each) if isinstance(each, nnx.State) else each for each in parameters
+        )
         self._parameters = jax.device_put(pure, self._everywhere)  # now, not in every search
 
     @property
     def models(self) -> list[Transformer]:
         """The models, with the parameters they have now."""
-        return [nnx.merge(graph, parameters) for graph, parameters in zip(self._graphs, self.parameters, strict=True)]
+        return [
+            nnx.merge(graph, parameters)
+            for graph, parameters in zip(self._graphs, self.parameters, strict=True)
+        ]
 
-    def search(self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1) -> list[list[Hypothesis]]:
+    def search(
+        self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1
+    ) -> list[list[Hypothesis]]:
         """The best hypotheses of each sentence, best first; none where the search finds none.
 
         Raises:
           UserError: a source that is too long.
         """
         for index, sentence in enumerate(sentences):
-            if len(sentence.pieces) >= self.longest_source:
+            if len(sentence.tokens) >= self.longest_source:
                 raise UserError(
-                    f"Sentence {index} has {len(sentence.pieces)} source pieces; expected at most {self.longest_source - 1}, "
+                    f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most {self.longest_source - 1}, "
                     "one less than decoding.max_source_length (or model.max_positions of learned ones), for the end symbol."
                 )
         of_length: dict[int, list[int]] = defaultdict(list)
-        for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].pieces)):
+        for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens)):
             of_length[self._encoded_length(sentences[index])].append(index)
         # The device gets everything before the first result is waited for.
         running = []
@@ -191,19 +222,29 @@ class Engine:
             ]
             for first in range(0, len(blocks), program.num_blocks):
                 places = self._places(program, blocks[first : first + program.num_blocks])
-                queue, counts, pieces_QX = self._queue(program, {place: sentences[index] for index, place in places.items()})
-                caches = self._caches.pop(program, None) or self._new_caches(program)  # gone if the search is interrupted
-                result, self._caches[program] = self._search(
-                    self.parameters, queue, counts, caches, program=program, num_hypotheses=num_hypotheses
+                queue, counts, tokens_QX = self._queue(
+                    program, {place: sentences[index] for index, place in places.items()}
                 )
-                running.append((places, pieces_QX, result))
+                # gone if the search is interrupted
+                caches = self._caches.pop(program, None) or self._new_caches(program)
+                result, self._caches[program] = self._search(
+                    self.parameters,
+                    queue,
+                    counts,
+                    caches,
+                    program=program,
+                    num_hypotheses=num_hypotheses,
+                )
+                running.append((places, tokens_QX, result))
         if jax.default_backend() != "cpu":
             self._caches.clear()
         found: list[list[Hypothesis]] = [[] for _ in sentences]
-        for places, pieces_QX, result in running:
+        for places, tokens_QX, result in running:
             fetched: Any = jax.tree.map(np.asarray, result)
-            if pieces_QX is not None:  # from places in shortlists to pieces
-                tokens_QNL = np.take_along_axis(pieces_QX[:, None], fetched.found.tokens_BNL, axis=2)
+            if tokens_QX is not None:  # from places in shortlists to tokens
+                tokens_QNL = np.take_along_axis(
+                    tokens_QX[:, None], fetched.found.tokens_BNL, axis=2
+                )
                 fetched = fetched._replace(found=fetched.found._replace(tokens_BNL=tokens_QNL))
             self.slots_computed += int(fetched.slots_computed.sum())
             self.slots_used += int(fetched.slots_used.sum())
@@ -212,65 +253,93 @@ class Engine:
         return found
 
     def lowered(
-        self, program: Program, *, num_hypotheses: int = 1, sharding: jax.sharding.Sharding | None = None
+        self,
+        program: Program,
+        *,
+        num_hypotheses: int = 1,
+        sharding: jax.sharding.Sharding | None = None,
     ) -> jax.stages.Lowered:
-        """One of ``programs``, not yet compiled: to look at, or to compile ahead; for ``sharding``'s devices, if given."""
+        """One of ``programs``, not yet compiled: to look at, or to compile ahead; for
+        ``sharding``'s devices, if given.
+        """
         queue, counts, _ = self._queue(program, {0: Sentence([EOS_ID])})
         given = self.parameters, queue, counts, self.cache_shapes(program)
         if sharding is not None:
-            given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given)
+            given = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
+            )
         return self._search.lower(*given, program=program, num_hypotheses=num_hypotheses)
 
     def cache_shapes(self, program: Program) -> ensemble.Caches:
         """Of the caches of one of ``programs``: all rows of all devices."""
-        source_BS = jax.ShapeDtypeStruct((program.rows * self._shares, program.lengths[0]), jnp.int32)
+        source_BS = jax.ShapeDtypeStruct(
+            (program.rows * self._shares, program.lengths[0]), jnp.int32
+        )
         max_length = self._longest(program.lengths[-1])
-        return jax.eval_shape(lambda source_BS: self._start_caches(program, self.models, source_BS, max_length), source_BS)
+        return jax.eval_shape(
+            lambda source_BS: self._start_caches(program, self.models, source_BS, max_length),
+            source_BS,
+        )
 
     def _encoded_length(self, sentence: Sentence) -> int:
         lengths = (length for program in self.programs for length in program.lengths)
-        return next(length for length in lengths if len(sentence.pieces) < length)
+        return next(length for length in lengths if len(sentence.tokens) < length)
 
     def _longest(self, source_length: int) -> int:
         """Positions that any translation of a source of this shape can need."""
         return min([source_length + self.config.max_extra_length, *self._max_positions])
 
     def _places(self, program: Program, blocks: list[list[int]]) -> dict[int, int]:
-        """Where in the queue the sentences of each block stand: dealt out to the devices in turn, from block to block."""
+        """Where in the queue the sentences of each block stand: dealt out to the devices in turn,
+        from block to block.
+        """
         places: dict[int, int] = {}
         for block, indices in enumerate(blocks):
             for i, index in enumerate(indices):
                 device = len(places) % self._shares
-                places[index] = (device * program.num_blocks + block) * program.block_size + i // self._shares
+                places[index] = (
+                    device * program.num_blocks + block
+                ) * program.block_size + i // self._shares
         return places
 
-    def _queue(self, program: Program, sentences: dict[int, Sentence]) -> tuple[Queue, np.ndarray, np.ndarray | None]:
-        """The sentences at their places as arrays, how many each device has in each block, and their shortlists, if any."""
+    def _queue(
+        self, program: Program, sentences: dict[int, Sentence]
+    ) -> tuple[Queue, np.ndarray, np.ndarray | None]:
+        """The sentences at their places as arrays, how many each device has in each block, and
+        their shortlists, if any.
+        """
         blocks = self._shares * program.num_blocks
         size, room = blocks * program.block_size, program.lengths[-1]
         longest_prefix = max(len(sentence.prefix) for sentence in sentences.values())
         source_QS = np.full((size, room), PAD_ID, np.int32)
         limit_Q, seed_Q = np.zeros(size, np.int32), np.zeros(size, np.uint32)
-        prefix_QP = np.full((size, -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP), NOT_FORCED, np.int32)
+        prefix_QP = np.full(
+            (size, -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP), NOT_FORCED, np.int32
+        )
         shape_Q, counts = np.zeros(size, np.int32), np.zeros(blocks, np.int32)
         for place, sentence in sentences.items():
-            pieces, prefix = sentence.pieces, sentence.prefix
-            source_QS[place, : len(pieces) + 1] = [*pieces, EOS_ID]
-            limit_Q[place] = min(len(pieces) + 1 + self.config.max_extra_length, self._longest(room))
+            tokens, prefix = sentence.tokens, sentence.prefix
+            source_QS[place, : len(tokens) + 1] = [*tokens, EOS_ID]
+            limit_Q[place] = min(
+                len(tokens) + 1 + self.config.max_extra_length, self._longest(room)
+            )
             prefix_QP[place, : len(prefix)] = prefix
             seed_Q[place] = sentence.seed
             shape_Q[place] = program.lengths.index(self._encoded_length(sentence))
             counts[place // program.block_size] += 1
-        pieces_QX = own_QK = None
+        tokens_QX = own_QK = None
         if self._shortlist is not None and self._shared_C is not None:
-            pieces_QX = self._shortlist.of_sentences(source_QS, self._shared_C, prefix_BP=prefix_QP)
-            own_QK = pieces_QX[:, len(self._shared_C) :]
-            places_QP = (pieces_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
+            tokens_QX = self._shortlist.of_sentences(source_QS, self._shared_C, prefix_BP=prefix_QP)
+            own_QK = tokens_QX[:, len(self._shared_C) :]
+            places_QP = (tokens_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
             prefix_QP = np.where(prefix_QP < 0, NOT_FORCED, places_QP)
-        arrays: Any = _Inputs(source_QS, shape_Q, own_QK), limit_Q, prefix_QP, seed_Q  # they go to the devices with the call
-        return Queue(*arrays), counts.reshape(self._shares, program.num_blocks), pieces_QX
+        # they go to the devices with the call
+        arrays: Any = _Inputs(source_QS, shape_Q, own_QK), limit_Q, prefix_QP, seed_Q
+        return Queue(*arrays), counts.reshape(self._shares, program.num_blocks), tokens_QX
 
-    def _start_caches(self, program: Program, models: Sequence[Transformer], source_BS: jax.Array, max_length: int) -> Any:
+    def _start_caches(
+        self, program: Program, models: Sequence[Transformer], source_BS: jax.Array, max_length: int
+    ) -> Any:
         return ensemble.start_caches(
             models,
             source_BS,
@@ -283,7 +352,10 @@ class Engine:
 
     def _new_caches(self, program: Program) -> ensemble.Caches:
         shapes = self.cache_shapes(program)
-        return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=self._rows)()
+        return jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+            out_shardings=self._rows,
+        )()
 
     def _search_queue(
         self,
@@ -298,16 +370,26 @@ class Engine:
         """``caches`` are overwritten, and come back for the next queue of this program."""
         self.num_compiled += 1  # this runs when a shape is traced, which is once
         inputs: _Inputs = queue.inputs
-        own = "" if inputs.own_QK is None else f" and {inputs.own_QK.shape[1]} target pieces of their own"
+        own = (
+            ""
+            if inputs.own_QK is None
+            else f" and {inputs.own_QK.shape[1]} target tokens of their own"
+        )
         sizes = program.rows * self._shares, program.lengths[-1]
         devices = "" if self._shares == 1 else f" on {self._shares} devices"
-        logger.info("Compiling the search for %d sentences of up to %d pieces%s%s.", *sizes, own, devices)
+        logger.info(
+            "Compiling the search for %d sentences of up to %d tokens%s%s.", *sizes, own, devices
+        )
         search = partial(self._search_share, program, num_hypotheses=num_hypotheses)
         if self._shares == 1:
             return search(parameters, queue, counts, caches)
         everywhere, rows = self._everywhere.spec, self._rows.spec
         search_shares = jax.shard_map(
-            search, mesh=self._rows.mesh, in_specs=(everywhere, rows, rows, rows), out_specs=rows, check_vma=False
+            search,
+            mesh=self._rows.mesh,
+            in_specs=(everywhere, rows, rows, rows),
+            out_specs=rows,
+            check_vma=False,
         )
         result, caches = search_shares(parameters, queue, counts, caches)
         return jax.lax.with_sharding_constraint(result, self._everywhere), caches
@@ -322,26 +404,43 @@ class Engine:
         *,
         num_hypotheses: int,
     ) -> tuple[QueueResult, ensemble.Caches]:
-        models = [with_cast_weights(nnx.merge(graph, each)) for graph, each in zip(self._graphs, parameters, strict=True)]
+        models = [
+            with_cast_weights(nnx.merge(graph, each))
+            for graph, each in zip(self._graphs, parameters, strict=True)
+        ]
         source_room = program.lengths[-1]
-        shortlisted = [] if self._shared_C is None else [ShortlistedModel(model, self._shared_C) for model in models]
+        shortlisted = (
+            []
+            if self._shared_C is None
+            else [ShortlistedModel(model, self._shared_C) for model in models]
+        )
 
         def with_own(caches: ensemble.Caches, own_BK: jax.Array | None) -> ensemble.Caches:
             if own_BK is None:
                 return caches
-            return tuple(model.with_own(cache, own_BK) for model, cache in zip(shortlisted, caches, strict=True))
+            return tuple(
+                model.with_own(cache, own_BK)
+                for model, cache in zip(shortlisted, caches, strict=True)
+            )
 
         def start_cache(inputs: _Inputs) -> ensemble.Caches:
-            """Encodes the block in its own shape, which all its sentences have, to the caches that all shapes share."""
+            """Encodes the block in its own shape, which all its sentences have, to the caches that
+            all shapes share.
+            """
 
             def start_at(length: int, source_BS: jax.Array) -> ensemble.Caches:
                 return self._start_caches(program, models, source_BS[:, :length], 0)
 
             branches = [partial(start_at, length) for length in program.lengths]
-            return with_own(jax.lax.switch(inputs.shape_Q[0], branches, inputs.source_QS), inputs.own_QK)
+            return with_own(
+                jax.lax.switch(inputs.shape_Q[0], branches, inputs.source_QS), inputs.own_QK
+            )
 
-        # Rows begin without pieces of their own (-1), where sentences have such.
-        nobodys_BK = jax.tree.map(lambda own_QK: jnp.full((program.rows, own_QK.shape[1]), -1, jnp.int32), queue.inputs.own_QK)
+        # Rows begin without tokens of their own (-1), where sentences have such.
+        nobodys_BK = jax.tree.map(
+            lambda own_QK: jnp.full((program.rows, own_QK.shape[1]), -1, jnp.int32),
+            queue.inputs.own_QK,
+        )
         result, caches = search_queue(
             self._method(num_hypotheses),
             ensemble.ensemble_step(shortlisted or models),
@@ -358,14 +457,18 @@ class Engine:
         )
         if shortlisted:
             caches = tuple(cache.decoder for cache in caches)
-        return result._replace(slots_computed=result.slots_computed[None], slots_used=result.slots_used[None]), caches
+        return result._replace(
+            slots_computed=result.slots_computed[None], slots_used=result.slots_used[None]
+        ), caches
 
     def _method(self, num_hypotheses: int) -> BeamSearch | Sampling:
         config = self.config
         suppress = self._suppress
-        if self._shared_C is not None:  # all searches number pieces by their places
-            suppress = tuple(self._shared_C.tolist().index(piece) for piece in suppress)
-        constraints = Constraints(config.min_length, suppress, config.no_repeat_ngram, config.repetition_penalty)
+        if self._shared_C is not None:  # all searches number tokens by their places
+            suppress = tuple(self._shared_C.tolist().index(token) for token in suppress)
+        constraints = Constraints(
+            config.min_length, suppress, config.no_repeat_ngram, config.repetition_penalty
+        )
         if config.method == "sample":
             return Sampling(
                 BOS_ID,
@@ -395,19 +498,29 @@ class Engine:
 
 
 def _hypotheses(
-    tokens_NL: np.ndarray, scores_N: np.ndarray, log_probs_N: np.ndarray, lengths_N: np.ndarray, piece_log_probs_NL: np.ndarray
+    tokens_NL: np.ndarray,
+    scores_N: np.ndarray,
+    log_probs_N: np.ndarray,
+    lengths_N: np.ndarray,
+    token_log_probs_NL: np.ndarray,
 ) -> list[Hypothesis]:
     return [
-        Hypothesis(tokens[: length - 1], score, log_prob, piece_log_probs[:length])
-        for tokens, score, log_prob, length, piece_log_probs in zip(
-            *(x.tolist() for x in (tokens_NL, scores_N, log_probs_N, lengths_N, piece_log_probs_NL)), strict=True
+        Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
+        for tokens, score, log_prob, length, token_log_probs in zip(
+            *(
+                x.tolist()
+                for x in (tokens_NL, scores_N, log_probs_N, lengths_N, token_log_probs_NL)
+            ),
+            strict=True,
         )
         if length
     ]
 
 
 def _programs(longest: int, batch_size: int) -> tuple[Program, ...]:
-    """A program for the lengths 16, 24, 32, ..., 128, one for those up to 512, one up to 2,048, ..., to the longest."""
+    """A program for the lengths 16, 24, 32, ..., 128, one for those up to 512, one up to 2,048,
+    ..., to the longest.
+    """
     lengths = sorted({min(padded_length(length, 16), longest) for length in range(1, longest + 1)})
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
     return tuple(Program(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.reduced_softmax import ShortlistedModel
 from transformer_jax.decoding.search import StepFn
+from transformer_jax.decoding.shortlisted_model import ShortlistedModel
 from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.transformer import Transformer
 
@@ -18,14 +18,23 @@ Caches = tuple[Any, ...]  # one a model: DecoderCache, or ShortlistedCache
 
 
 def ensemble_step(models: Sequence[Transformer | ShortlistedModel]) -> StepFn:
-    """A step over one cache a model: logits of one model as they are, log of the mean probability of several."""
+    """A step over one cache a model: logits of one model as they are, log of the mean probability
+    of several.
+    """
 
     def step(tokens_BW: Array, caches: Caches) -> tuple[Array, Caches]:
-        logits, new_caches = zip(*(model.decode_step(tokens_BW, cache) for model, cache in zip(models, caches, strict=True)))
+        logits, new_caches = zip(
+            *(
+                model.decode_step(tokens_BW, cache)
+                for model, cache in zip(models, caches, strict=True)
+            )
+        )
         if len(models) == 1:
             return logits[0], new_caches
         log_probs_MBWV = jnp.stack([jax.nn.log_softmax(x.astype(jnp.float32)) for x in logits])
-        return jax.nn.logsumexp(log_probs_MBWV, axis=0) - jnp.log(jnp.float32(len(models))), new_caches
+        return jax.nn.logsumexp(log_probs_MBWV, axis=0) - jnp.log(
+            jnp.float32(len(models))
+        ), new_caches
 
     return step
 
@@ -66,4 +75,6 @@ def replace_rows(caches: Caches, rows_R: Array, fresh: Caches) -> Caches:
 
 def attention(caches: Caches) -> Array:
     """Where the last step looked, [B, W, S]: the mean over the models."""
-    return jnp.stack([cache.attention_BWS for cache in caches if cache.attention_BWS is not None]).mean(axis=0)
+    return jnp.stack(
+        [cache.attention_BWS for cache in caches if cache.attention_BWS is not None]
+    ).mean(axis=0)

@@ -1,4 +1,6 @@
-"""What decode.py does, from files to files: check, translate or score, write, compare with references."""
+"""What decode.py does, from files to files: check, translate or score, write, compare with
+references.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from typing import Any
 
 import jax
 
+from transformer_jax.cli import check_output
 from transformer_jax.config import Config
-from transformer_jax.config_files import from_json
+from transformer_jax.config_io import from_json
 from transformer_jax.data.sources import read_lines
-from transformer_jax.decoding.alignments import aligned
+from transformer_jax.decoding.alignment import aligned
 from transformer_jax.decoding.flags import Arguments, Results
 from transformer_jax.decoding.output import Output
 from transformer_jax.decoding.parts import join_parts, parse_part, part_path
@@ -28,8 +31,7 @@ from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Request, Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu, check_pairs, chrf
-from transformer_jax.program import check_output
-from transformer_jax.remote import local_workdir
+from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import devices_for_rows
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,9 @@ _SECONDS_BETWEEN_REPORTS = 60
 
 
 def run_job(a: Arguments) -> None:
-    """Do what the flags ask for; ``UserError`` where they, the model or the input do not allow it."""
+    """Do what the flags ask for; ``UserError`` where they, the model or the input do not allow
+    it.
+    """
     _check_flags(a)
     if a.files.join:
         logger.info("%d sentences joined.", join_parts(str(a.files.output)))
@@ -49,8 +53,8 @@ def run_job(a: Arguments) -> None:
     part = parse_part(a.files.part) if a.files.part else (0, 1)
     path = part_path(str(a.files.output), part) if a.files.part else a.files.output
     scoring = a.evaluation.score is not None
-    piece_scores = a.results.piece_scores or (scoring and a.files.format == "jsonl")
-    shape = Output(a.files.format, a.results.nbest, scoring, piece_scores, a.results.alignments)
+    token_scores = a.results.token_scores or (scoring and a.files.format == "jsonl")
+    shape = Output(a.files.format, a.results.nbest, scoring, token_scores, a.results.alignments)
     read = open_records(
         a.files.input or sys.stdin.buffer,
         format=a.files.format,
@@ -59,7 +63,9 @@ def run_job(a: Arguments) -> None:
         targets=a.evaluation.score,
         hold=a.evaluation.reference is not None,
     )
-    references = None if a.evaluation.reference is None else list(read_lines(a.evaluation.reference))
+    references = (
+        None if a.evaluation.reference is None else list(read_lines(a.evaluation.reference))
+    )
     tokenize = a.evaluation.bleu_tokenize or config.training.bleu_tokenize
     if references is not None:  # before the work, not after it
         check_pairs([record.text for record in read()], references)
@@ -84,12 +90,21 @@ def run_job(a: Arguments) -> None:
         print(chrf(best, references), file=sys.stderr)
         if models.translator is not None and models.translator.config.shortlist:
             requests = [record.request() for record in read()]
-            _compare(models.translator, requests, references, tokenize, nbest=a.results.nbest, devices=models.devices)
+            _compare(
+                models.translator,
+                requests,
+                references,
+                tokenize,
+                nbest=a.results.nbest,
+                devices=models.devices,
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Models:
-    """What translates, if given targets are not scored, and what scores and aligns, if anything is to be."""
+    """What translates, if given targets are not scored, and what scores and aligns, if anything is
+    to be.
+    """
 
     translator: Translator | None
     scorer: Scorer | None
@@ -102,20 +117,30 @@ class _Models:
     def load(cls, a: Arguments, config: Config) -> _Models:
         at_terminal = a.files.input is None and sys.stdin.isatty()
         window = a.files.window or (1 if at_terminal else None)
-        search = {name: value for name, value in dataclasses.asdict(a.search).items() if value is not None}
+        search = {
+            name: value for name, value in dataclasses.asdict(a.search).items() if value is not None
+        }
         if window == 1:
             search.setdefault("batch_size", 1)
-        if a.search.method == "sample" and config.decoding.method == "beam":  # whose beam_size says nothing of samples
+        # whose beam_size says nothing of samples
+        if a.search.method == "sample" and config.decoding.method == "beam":
             search.setdefault("beam_size", a.results.nbest)
         devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
-        which: dict[str, Any] = {"checkpoint": a.checkpoint, "average": a.average, "devices": devices}
+        which: dict[str, Any] = {
+            "checkpoint": a.checkpoint,
+            "average": a.average,
+            "devices": devices,
+        }
         translator = scorer = None
-        if a.evaluation.score is not None:  # nothing is searched: the run's shortlist need not be there
+        # nothing is searched: the run's shortlist need not be there
+        if a.evaluation.score is not None:
             scorer = Scorer.from_workdir(a.workdir, **which, **search, shortlist="")
         else:
             translator = Translator.from_workdir(a.workdir, **which, **search)
             if a.results.alignments:
-                scorer = Scorer(translator.models, translator.tokenizer, translator.config, devices=devices)
+                scorer = Scorer(
+                    translator.models, translator.tokenizer, translator.config, devices=devices
+                )
         return cls(translator, scorer, devices, a.results, window)
 
     @property
@@ -129,11 +154,15 @@ class _Models:
         """For each record its translations, best first; or its target, scored."""
         if self.translator is not None:
             requests = (record.request() for record in records)
-            return self.translator.stream(requests, num_hypotheses=self.results.nbest, window=self.window)
+            return self.translator.stream(
+                requests, num_hypotheses=self.results.nbest, window=self.window
+            )
         assert self.scorer is not None
         pairs, numbers = tee(records)
         found = self.scorer.score(
-            ((r.text, r.target) for r in pairs), numbers=(r.number + 1 for r in numbers), window=self.window
+            ((r.text, r.target) for r in pairs),
+            numbers=(r.number + 1 for r in numbers),
+            window=self.window,
         )
         return ([scored] for scored in found)
 
@@ -141,7 +170,7 @@ class _Models:
         """The records; ``UserError`` at one whose prefix cannot be forced."""
         for record in records:
             if record.prefix and self.translator is not None:
-                self.translator.prefix_pieces(record.request())
+                self.translator.prefix_tokens(record.request())
             yield record
 
     @property
@@ -152,15 +181,24 @@ class _Models:
     def report(self) -> None:
         """Log what did not go as it should."""
         if self.translator is not None and self.translator.num_failed:
-            logger.warning("%d lines could not be translated; their output is empty.", self.translator.num_failed)
+            logger.warning(
+                "%d lines could not be translated; their output is empty.",
+                self.translator.num_failed,
+            )
         if self.scorer is not None and self.scorer.num_failed:
-            logger.warning("%d lines were too long to be scored; their figure is nan.", self.scorer.num_failed)
+            logger.warning(
+                "%d lines were too long to be scored; their figure is nan.", self.scorer.num_failed
+            )
         if self.translator is not None and self.translator.num_split:
             logger.warning("%d lines were translated in parts.", self.translator.num_split)
 
 
-def _written(records: Iterable[Record], output: ResumableFile | Stream, shape: Output, models: _Models) -> Iterator[str]:
-    """Answers the records, writes the answers as they come, and gives the text of the best of each that is written."""
+def _written(
+    records: Iterable[Record], output: ResumableFile | Stream, shape: Output, models: _Models
+) -> Iterator[str]:
+    """Answers the records, writes the answers as they come, and gives the text of the best of each
+    that is written.
+    """
     start = said = time.perf_counter()
     sound = UntilFault(models.checked(records))
     results = paired(sound, models.answers)
@@ -187,7 +225,9 @@ def _compare(
     nbest: int,
     devices: Sequence[jax.Device],
 ) -> None:
-    """Say what the shortlist costs in BLEU and what it saves. Its own shapes are compiled already."""
+    """Say what the shortlist costs in BLEU and what it saves. Its own shapes are compiled
+    already.
+    """
 
     def best(of: Translator) -> list[str]:
         return [translations[0].text for translations in of.stream(requests, num_hypotheses=nbest)]
@@ -200,7 +240,9 @@ def _compare(
         start = time.perf_counter()
         lines.append(best(each))
         seconds.append(time.perf_counter() - start)
-    print(f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}", file=sys.stderr)
+    print(
+        f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}", file=sys.stderr
+    )
     differ = sum(one != other for one, other in zip(*lines, strict=True))
     print(
         f"The shortlist changes {differ} of {len(requests)} lines ({differ / len(requests):.1%}) and takes {seconds[0]:.2f} s "
@@ -216,53 +258,94 @@ def _check_flags(a: Arguments) -> None:
         raise UserError("--workdir is missing; expected a work directory written by train.py.")
     for name in ("resume", "part", "join"):
         if getattr(files, name) and files.output is None:
-            raise UserError(f"--{name} is given without --output; expected the file that it is about.")
+            raise UserError(
+                f"--{name} is given without --output; expected the file that it is about."
+            )
     if files.window is not None and files.window < 1:
         raise UserError(f"window is {files.window}; expected 1 or more.")
     if evaluation.score is not None and (a.results.nbest > 1 or evaluation.reference):
-        raise UserError("--score has one given target a line; expected neither --nbest nor --reference with it.")
+        raise UserError(
+            "--score has one given target a line; expected neither --nbest nor --reference with it."
+        )
     _check_for_purpose(a)
     if evaluation.reference and (files.resume or files.part):
-        raise UserError("--reference needs the whole output of one run; score the finished file with sacrebleu instead.")
-    for name, path in (("input", files.input), ("reference", evaluation.reference), ("score", evaluation.score)):
+        raise UserError(
+            "--reference needs the whole output of one run; score the finished file with sacrebleu instead."
+        )
+    for name, path in (
+        ("input", files.input),
+        ("reference", evaluation.reference),
+        ("score", evaluation.score),
+    ):
         if path is not None and not Path(path).is_file():
             what = "is no regular file" if Path(path).exists() else "does not exist"
-            raise UserError(f"{name} is {path!r}, which {what}; expected a text file{' or stdin' * (name == 'input')}.")
-        if path is not None and files.output is not None and Path(path).resolve() == Path(files.output).resolve():
-            raise UserError(f"output and {name} are both {path!r}; expected another file for the output.")
+            raise UserError(
+                f"{name} is {path!r}, which {what}; expected a text file{' or stdin' * (name == 'input')}."
+            )
+        if (
+            path is not None
+            and files.output is not None
+            and Path(path).resolve() == Path(files.output).resolve()
+        ):
+            raise UserError(
+                f"output and {name} are both {path!r}; expected another file for the output."
+            )
     if files.output is not None:
         check_output(files.output)
-    if files.output is not None and files.output.endswith(".gz"):  # which is read as what its name says
-        raise UserError(f"output is {files.output!r}, but what is written is not compressed; expected a name without .gz.")
+    # which is read as what its name says
+    if files.output is not None and files.output.endswith(".gz"):
+        raise UserError(
+            f"output is {files.output!r}, but what is written is not compressed; expected a name without .gz."
+        )
 
 
 def _check_for_purpose(a: Arguments) -> None:
     """Refuse flags that would change nothing."""
     results, evaluation, files = a.results, a.evaluation, a.files
     for name, is_given, other, is_there in (
-        ("--alignment-layer", results.alignment_layer != -1, "--alignments", results.alignments is not None),
-        ("--bleu-tokenize", evaluation.bleu_tokenize is not None, "--reference", evaluation.reference is not None),
+        (
+            "--alignment-layer",
+            results.alignment_layer != -1,
+            "--alignments",
+            results.alignments is not None,
+        ),
+        (
+            "--bleu-tokenize",
+            evaluation.bleu_tokenize is not None,
+            "--reference",
+            evaluation.reference is not None,
+        ),
         ("--text-field", files.text_field != "text", "--format jsonl", files.format == "jsonl"),
     ):
         if is_given and not is_there:
-            raise UserError(f"{name} is given without {other}, which it is about; expected both or neither.")
+            raise UserError(
+                f"{name} is given without {other}, which it is about; expected both or neither."
+            )
     of_scores = ("length_penalty", "length_offset", "batch_size")
     for name, value in dataclasses.asdict(a.search).items():
         if evaluation.score is not None and value is not None and name not in of_scores:
-            raise UserError(f"--{name.replace('_', '-')} is given with --score, which searches nothing; leave it out.")
+            raise UserError(
+                f"--{name.replace('_', '-')} is given with --score, which searches nothing; leave it out."
+            )
 
 
-def _check_against_model(a: Arguments, models: _Models, read: Callable[[], Iterable[Record]]) -> None:
+def _check_against_model(
+    a: Arguments, models: _Models, read: Callable[[], Iterable[Record]]
+) -> None:
     """Refuse what this model cannot do, before the output file is touched."""
     config = models.loaded.config
     if a.results.nbest > config.beam_size:
-        raise UserError(f"num_hypotheses is {a.results.nbest}; expected 1 to decoding.beam_size = {config.beam_size}.")
+        raise UserError(
+            f"num_hypotheses is {a.results.nbest}; expected 1 to decoding.beam_size = {config.beam_size}."
+        )
     if config.method != "sample":
         for name in ("temperature", "top_k", "top_p", "seed"):
             if (value := getattr(a.search, name)) is not None:
-                raise UserError(f"{name} is {value} without sampling; expected --method sample with it.")
+                raise UserError(
+                    f"{name} is {value} without sampling; expected --method sample with it."
+                )
     if models.scorer is not None and a.results.alignments:
-        models.scorer.align_pieces([], layer=a.results.alignment_layer)  # is there such a layer?
+        models.scorer.align_tokens([], layer=a.results.alignment_layer)  # is there such a layer?
     if a.files.input is not None and a.files.format == "jsonl":
         for _ in models.checked(read()):
             pass
@@ -272,28 +355,42 @@ def _config(workdirs: tuple[str, ...]) -> Config:
     """The first run's; every run must be there."""
     for workdir in workdirs:
         if not (Path(workdir) / "config.json").is_file():
-            raise UserError(f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py.")
+            raise UserError(
+                f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py."
+            )
     config = from_json((Path(workdirs[0]) / "config.json").read_text())
     if config.training.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache))
+        jax.config.update(
+            "jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache)
+        )
     return config
 
 
-def _open(path: str | Path | None, a: Arguments, models: _Models, *, group_size: int) -> ResumableFile | Stream:
+def _open(
+    path: str | Path | None, a: Arguments, models: _Models, *, group_size: int
+) -> ResumableFile | Stream:
     if path is None:
         return Stream(sys.stdout.buffer)
     if Path(path).exists() and not Path(path).is_file():
         return Stream(open(path, "wb"))  # a device or a named pipe
     model = models.loaded
     settings: dict[str, Any] = {"task": "translate" if a.evaluation.score is None else "score"}
-    contents = {"input": a.files.input, "targets": a.evaluation.score, "shortlist": model.config.shortlist}
+    contents = {
+        "input": a.files.input,
+        "targets": a.evaluation.score,
+        "shortlist": model.config.shortlist,
+    }
     settings |= dataclasses.asdict(model.config)
     for name, file_name in contents.items():
         if file_name:
             with open(file_name, "rb") as file:
                 settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
     settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
-    settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(a.results)
+    settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(
+        a.results
+    )
     settings |= {"model": fingerprint(model.parameters), "tokenizer": model.tokenizer.fingerprint}
     keep_progress = a.files.part is not None or a.files.resume
-    return ResumableFile(path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress)
+    return ResumableFile(
+        path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress
+    )

@@ -2,7 +2,7 @@
 
     python -m transformer_jax.decoding.learn_shortlist --workdir W [--top 100] [--frequent 100]
 
-learns which pieces go together and writes ``W/shortlist.npz``.
+learns which tokens go together and writes ``W/shortlist.npz``.
 """
 
 from __future__ import annotations
@@ -14,29 +14,32 @@ from pathlib import Path
 
 import tyro
 
-from transformer_jax.config_files import from_json
+from transformer_jax.cli import check_output, run_program
+from transformer_jax.config_io import from_json
 from transformer_jax.data.files import is_url
-from transformer_jax.data.parts import prepare_corpus
+from transformer_jax.data.shards import prepare_corpus
 from transformer_jax.decoding.lexicon import learn
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
-from transformer_jax.program import check_output, run_program
-from transformer_jax.remote import local_workdir
+from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.tokenizer import Tokenizer
 
-log = logging.getLogger("transformer_jax.decoding.learn_shortlist")  # as a program its __name__ is another
+# as a program its __name__ is another
+log = logging.getLogger("transformer_jax.decoding.learn_shortlist")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Learn from a run's training text which target pieces a source piece may need (docs/decoding.md)."""
+    """Learn from a run's training text which target tokens a source token may need
+    (docs/decoding.md).
+    """
 
     workdir: str
     """Work directory of a training run."""
     top: int = 100
-    """Likeliest target pieces of each source piece."""
+    """Likeliest target tokens of each source token."""
     frequent: int = 100
-    """Most frequent target pieces, which any sentence may need."""
+    """Most frequent target tokens, which any sentence may need."""
     pairs: int = 300_000
     """Learn from so many sentence pairs, spread over the training text."""
     output: str = ""
@@ -58,22 +61,38 @@ def _learn(argv: list[str] | None) -> None:
     shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)
     shortlist.save(output)
     mean = len(shortlist.candidates) / (len(shortlist.offsets) - 1)
-    log.info("%s: %.0f target pieces a source piece on average.", output, mean)
+    log.info("%s: %.0f target tokens a source token on average.", output, mean)
 
 
-def learn_shortlist(workdir: str | Path, *, top: int = 100, frequent: int = 100, max_pairs: int = 300_000) -> Shortlist:
-    """A shortlist from the training text of a run; ``UserError`` if there is no run, or it has none."""
+def learn_shortlist(
+    workdir: str | Path, *, top: int = 100, frequent: int = 100, max_pairs: int = 300_000
+) -> Shortlist:
+    """A shortlist from the training text of a run; ``UserError`` if there is no run, or it has
+    none.
+    """
     workdir = local_workdir(workdir)
     if not (workdir / "config.json").is_file():
-        raise UserError(f"workdir is {str(workdir)!r}, which has no config.json; expected one written by train.py.")
+        raise UserError(
+            f"workdir is {str(workdir)!r}, which has no config.json; expected one written by train.py."
+        )
     config, tokenizer = from_json((workdir / "config.json").read_text()), Tokenizer.load(workdir)
     if not config.data.train.is_given:
-        raise UserError(f"The config of {str(workdir)!r} names no training text; expected data.train, or give a text table.")
+        raise UserError(
+            f"The config of {str(workdir)!r} names no training text; expected data.train, or give a text table."
+        )
     if top < 1 or frequent < 0 or max_pairs < 1:  # before the work
-        raise UserError(f"top, frequent and pairs are {top}, {frequent} and {max_pairs}; expected at least 1, 0 and 1.")
-    corpus = prepare_corpus(workdir, config, tokenizer, "train")  # that of the training run, if it is still there
-    sizes = {"source_vocab_size": tokenizer.source_vocab_size, "target_vocab_size": tokenizer.target_vocab_size}
-    return Shortlist.from_lexicon(learn(corpus, **sizes, max_pairs=max_pairs), tokenizer, top=top, frequent=frequent)
+        raise UserError(
+            f"top, frequent and pairs are {top}, {frequent} and {max_pairs}; expected at least 1, 0 and 1."
+        )
+    # that of the training run, if it is still there
+    corpus = prepare_corpus(workdir, config, tokenizer, "train")
+    sizes = {
+        "source_vocab_size": tokenizer.source_vocab_size,
+        "target_vocab_size": tokenizer.target_vocab_size,
+    }
+    return Shortlist.from_lexicon(
+        learn(corpus, **sizes, max_pairs=max_pairs), tokenizer, top=top, frequent=frequent
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Which target pieces go with a source piece, and how likely: learned from a corpus, or read from a text table.
+"""Which target tokens go with a source token, and how likely: learned from a corpus, or read from a
+text table.
 
-Learning is IBM model 1 (Brown et al., 1993): every target piece comes from one source piece of its sentence, or from none
-(NULL), whatever the places of the two. Few EM iterations of it are enough to tell translations from chance company.
+Learning is IBM model 1 (Brown et al., 1993): every target token comes from one source token of its
+sentence, or from none (NULL), whatever the places of the two. Few EM iterations of it are enough to
+tell translations from chance company.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.sources import read_lines
 from transformer_jax.data.windows import ranges
 from transformer_jax.errors import UserError
-from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
+from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -29,29 +32,42 @@ _MOST_ENTRIES = 16_000_000
 
 
 class Lexicon(NamedTuple):
-    """p(target piece | source piece), as far as it is known."""
+    """p(target token | source token), as far as it is known."""
 
     probability: sparse.csr_array
     """float32 [source vocabulary, target vocabulary]."""
     frequency: np.ndarray
-    """float64 [target vocabulary]: how often each target piece occurs, in any unit."""
+    """float64 [target vocabulary]: how often each target token occurs, in any unit."""
 
 
 def learn(
-    corpus: Corpus, *, source_vocab_size: int, target_vocab_size: int, iterations: int = 5, max_pairs: int = 300_000
+    corpus: Corpus,
+    *,
+    source_vocab_size: int,
+    target_vocab_size: int,
+    iterations: int = 5,
+    max_pairs: int = 300_000,
 ) -> Lexicon:
-    """Learn from at most ``max_pairs`` sequences, evenly spread over the corpus; ``iterations`` counts the uniform start.
+    """Learn from at most ``max_pairs`` sequences, evenly spread over the corpus; ``iterations``
+    counts the uniform start.
 
-    Memory is bounded whatever the corpus' size: when the table grows too large, each source piece keeps its strongest.
+    Memory is bounded whatever the corpus' size: when the table grows too large, each source token
+    keeps its strongest.
     """
     total = len(corpus.source_offsets) - 1
     sequences = np.arange(min(total, max_pairs)) * total // min(total, max_pairs)
     shape = source_vocab_size, target_vocab_size
-    counts, waiting, frequency = sparse.csr_array(shape, dtype=np.float32), [], np.zeros(target_vocab_size)
+    counts, waiting, frequency = (
+        sparse.csr_array(shape, dtype=np.float32),
+        [],
+        np.zeros(target_vocab_size),
+    )
     for links in _links(corpus, sequences):
         frequency += np.bincount(links.target_P[links.first_T], minlength=target_vocab_size)
         expected_P = (1 / np.repeat(links.choices_T, links.choices_T)).astype(np.float32)
-        waiting.append(sparse.coo_array((expected_P, (links.source_P, links.target_P)), shape).tocsr())
+        waiting.append(
+            sparse.coo_array((expected_P, (links.source_P, links.target_P)), shape).tocsr()
+        )
         if sum(chunk.nnz for chunk in waiting) > _MOST_ENTRIES // 4:
             counts, waiting = _bounded(sum(waiting, counts)), []
     counts = sum(waiting, counts)
@@ -64,9 +80,13 @@ def learn(
         for links in _links(corpus, sequences):
             keys_P = links.source_P * target_vocab_size + links.target_P
             order_P = np.argsort(keys_P)  # sorted, they are found several times as fast
-            keys_P, target_of_P = keys_P[order_P], np.repeat(np.arange(len(links.choices_T)), links.choices_T)[order_P]
+            keys_P, target_of_P = (
+                keys_P[order_P],
+                np.repeat(np.arange(len(links.choices_T)), links.choices_T)[order_P],
+            )
             places_P = np.minimum(np.searchsorted(keys_E, keys_P), len(keys_E) - 1)
-            p_P = np.where(keys_E[places_P] == keys_P, probability_E[places_P], 0)  # 0: not among the strongest
+            # 0: not among the strongest
+            p_P = np.where(keys_E[places_P] == keys_P, probability_E[places_P], 0)
             sums_T = np.maximum(np.bincount(target_of_P, p_P), 1e-30)
             first_U = np.flatnonzero(np.diff(places_P, prepend=-1))
             expected_E[places_P[first_U]] += np.add.reduceat(p_P / sums_T[target_of_P], first_U)
@@ -76,22 +96,32 @@ def learn(
 
 
 def read_table(path: str | Path, tokenizer: Tokenizer) -> Lexicon:
-    """A text table as Marian and fast_align have it (``.gz`` too): ``target source probability`` a line, in pieces.
+    """A text table as Marian and fast_align have it (``.gz`` too): ``target source probability`` a
+    line, in tokens.
 
-    Entries with NULL or with pieces that the vocabularies lack are passed over.
+    Entries with NULL or with tokens that the vocabularies lack are passed over.
 
     Raises:
-      UserError: a line that is no such entry (with its number), or a table without a single piece of the vocabularies.
+      UserError: a line that is no such entry (with its number), or a table without a single token
+        of the vocabularies.
     """
-    source_ids = {piece: i for i, piece in enumerate(tokenizer.source_pieces(range(tokenizer.source_vocab_size)))}
-    target_ids = {piece: i for i, piece in enumerate(tokenizer.target_pieces(range(tokenizer.target_vocab_size)))}
+    source_ids = {
+        token: i
+        for i, token in enumerate(tokenizer.source_tokens(range(tokenizer.source_vocab_size)))
+    }
+    target_ids = {
+        token: i
+        for i, token in enumerate(tokenizer.target_tokens(range(tokenizer.target_vocab_size)))
+    }
     sources, targets, probabilities, unknown = [], [], [], 0
     for number, line in enumerate(read_lines(path), 1):
         if not line:
             continue
-        fields = line.replace("\t", " ").split(" ")  # only these: a piece may be any other space
+        fields = line.replace("\t", " ").split(" ")  # only these: a token may be any other space
         if len(fields) != 3 or not 0 <= _number(fields[2]) <= 1:
-            raise UserError(f"{path}, line {number} is {line!r}; expected `target source probability`, single spaces between.")
+            raise UserError(
+                f"{path}, line {number} is {line!r}; expected `target source probability`, single spaces between."
+            )
         target, source = target_ids.get(fields[0]), source_ids.get(fields[1])
         if target is not None and source is not None:
             sources.append(source)
@@ -100,16 +130,25 @@ def read_table(path: str | Path, tokenizer: Tokenizer) -> Lexicon:
         elif "NULL" not in fields[:2]:
             unknown += 1
     if not sources:
-        raise UserError(f"{path} has no entry in the pieces of this vocabulary; expected a table made with its tokenizer.")
+        raise UserError(
+            f"{path} has no entry in the tokens of this vocabulary; expected a table made with its tokenizer."
+        )
     if unknown:
-        log.warning("%s: %d entries with pieces that the vocabulary lacks are passed over.", path, unknown)
+        log.warning(
+            "%s: %d entries with tokens that the vocabulary lacks are passed over.", path, unknown
+        )
     shape = len(source_ids), len(target_ids)
-    probability = sparse.coo_array((np.array(probabilities, np.float32), (sources, targets)), shape).tocsr()
-    return Lexicon(probability, np.asarray(probability.sum(axis=0), np.float64))  # what goes with much occurs often
+    probability = sparse.coo_array(
+        (np.array(probabilities, np.float32), (sources, targets)), shape
+    ).tocsr()
+    # what goes with much occurs often
+    return Lexicon(probability, np.asarray(probability.sum(axis=0), np.float64))
 
 
 def strongest(table: sparse.csr_array, most: int) -> sparse.csr_array:
-    """The ``most`` largest positive entries of each row, largest first; among equals the lower column goes before."""
+    """The ``most`` largest positive entries of each row, largest first; among equals the lower
+    column goes before.
+    """
     rows_E = np.repeat(np.arange(table.shape[0]), np.diff(table.indptr))
     order_E = np.lexsort((table.indices, -table.data, rows_E))
     kept = order_E[(np.arange(table.nnz) - table.indptr[rows_E] < most) & (table.data[order_E] > 0)]
@@ -118,12 +157,14 @@ def strongest(table: sparse.csr_array, most: int) -> sparse.csr_array:
 
 
 class _Links(NamedTuple):
-    """Every target piece of some sentences with each source piece (or NULL) of its sentence: P links, T target pieces."""
+    """Every target token of some sentences with each source token (or NULL) of its sentence: P
+    links, T target tokens.
+    """
 
     source_P: np.ndarray
     target_P: np.ndarray
     first_T: np.ndarray
-    """Where in P the links of a target piece begin."""
+    """Where in P the links of a target token begin."""
     choices_T: np.ndarray
     """How many they are."""
 
@@ -132,7 +173,8 @@ def _links(corpus: Corpus, sequences: np.ndarray) -> Iterator[_Links]:
     for start in range(0, len(sequences), 1 << 16):
         block = sequences[start : start + (1 << 16)]
         sources = _Sides(corpus.source_offsets[block], corpus.source_offsets[block + 1])
-        targets = _Sides(corpus.target_offsets[block], corpus.target_offsets[block + 1] - 1)  # without EOS
+        # without EOS
+        targets = _Sides(corpus.target_offsets[block], corpus.target_offsets[block + 1] - 1)
         chunk_of_pair = np.cumsum(sources.lengths * targets.lengths) // _CHUNK
         edges = np.flatnonzero(np.diff(chunk_of_pair)) + 1
         for pairs in np.split(np.arange(len(block)), edges):

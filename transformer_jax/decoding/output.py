@@ -1,4 +1,6 @@
-"""What ``decode.py`` writes about a sentence: plain lines or JSONL, n-best lists, scores, alignments."""
+"""What ``decode.py`` writes about a sentence: plain lines or JSONL, n-best lists, scores,
+alignments.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformer_jax.decoding.alignments import Alignment
+from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.decoding.records import Record
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
@@ -21,29 +23,37 @@ _BEFORE_FIELD = re.compile(r"\s*[{,]\s*(?=\")")
 class Output:
     """What is written about a sentence.
 
-    Text: the translation; with ``scores`` alone its log-probability; with ``nbest`` > 1 so many lines, best first, as
-    ``number ||| translation ||| score``; hard alignments follow as ``||| 0-0 1-2``.
+    Text: the translation; with ``scores`` alone its log-probability; with ``nbest`` > 1 so many
+    lines, best first, as ``number ||| translation ||| score``; hard alignments follow as ``||| 0-0
+    1-2``.
 
-    JSONL: the object that was read, its other fields as they were, and ``translation``, ``score``, ``log_prob``; on request
-    ``hypotheses`` (a list of the same), ``pieces`` and ``piece_scores`` (EOS last), ``alignment``.
+    JSONL: the object that was read, its other fields as they were, and ``translation``, ``score``,
+    ``log_prob``; on request ``hypotheses`` (a list of the same), ``tokens`` and ``token_scores``
+    (EOS last), ``alignment``.
 
-    A hard alignment is a list of pairs i-j: word i of the source (split at white space, from 0) and word j of the
-    translation. A soft one is a matrix: a row for each of ``pieces``, a column for each of ``source_pieces``, EOS included.
+    A hard alignment is a list of pairs i-j: word i of the source (split at white space, from 0) and
+    word j of the translation. A soft one is a matrix: a row for each of ``tokens``, a column for
+    each of ``source_tokens``, EOS included.
     """
 
     format: Literal["text", "jsonl"] = "text"
     nbest: int = 1
     scores: bool = False
     """Text: the log-probability instead of the translation."""
-    piece_scores: bool = False
+    token_scores: bool = False
     alignments: Literal["hard", "soft"] | None = None
 
     def __post_init__(self) -> None:
         if self.nbest < 1:
             raise UserError(f"nbest is {self.nbest}; expected at least 1.")
-        for name, wanted in (("--piece-scores", self.piece_scores), ("--alignments soft", self.alignments == "soft")):
+        for name, wanted in (
+            ("--token-scores", self.token_scores),
+            ("--alignments soft", self.alignments == "soft"),
+        ):
             if wanted and self.format == "text":
-                raise UserError(f"{name} does not go with --format text; expected --format jsonl, which has a place for them.")
+                raise UserError(
+                    f"{name} does not go with --format text; expected --format jsonl, which has a place for them."
+                )
 
     @property
     def group_size(self) -> int:
@@ -51,7 +61,10 @@ class Output:
         return self.nbest if self.format == "text" else 1
 
     def lines(
-        self, record: Record, translations: Sequence[Translation], alignments: Sequence[Alignment | None] | None = None
+        self,
+        record: Record,
+        translations: Sequence[Translation],
+        alignments: Sequence[Alignment | None] | None = None,
     ) -> list[str]:
         """The lines that stand for one sentence."""
         aligned = alignments or [None] * len(translations)
@@ -67,26 +80,46 @@ class Output:
             lines.append(" ||| ".join(columns))
         return lines
 
-    def _json(self, record: Record, translations: Sequence[Translation], alignments: Sequence[Alignment | None]) -> str:
-        hypotheses = [self._fields(t, alignment) for t, alignment in zip(translations, alignments, strict=True)]
+    def _json(
+        self,
+        record: Record,
+        translations: Sequence[Translation],
+        alignments: Sequence[Alignment | None],
+    ) -> str:
+        hypotheses = [
+            self._fields(t, alignment)
+            for t, alignment in zip(translations, alignments, strict=True)
+        ]
         fields = hypotheses[0] | ({"hypotheses": hypotheses} if self.nbest > 1 else {})
         read = record.json or "{}"
         if fields.keys() & json.loads(read).keys():  # from an earlier translation
             read = without_fields(read, set(fields))
-        # What was read is not written anew: no number, escape or order of fields changes on the way.
-        rest, end = read.rstrip().removesuffix("}").rstrip(), json.dumps(fields, ensure_ascii=False)[1:]
+        # What was read is not written anew: no number, escape or order of fields changes on the
+        # way.
+        rest, end = (
+            read.rstrip().removesuffix("}").rstrip(),
+            json.dumps(fields, ensure_ascii=False)[1:],
+        )
         return f"{rest}{'' if rest == '{' else ', '}{end}"
 
     def _fields(self, t: Translation, alignment: Alignment | None) -> dict[str, Any]:
-        fields: dict[str, Any] = {"translation": t.text, "score": _number(t.score), "log_prob": _number(t.log_prob)}
+        fields: dict[str, Any] = {
+            "translation": t.text,
+            "score": _number(t.score),
+            "log_prob": _number(t.log_prob),
+        }
         soft = self.alignments == "soft"
-        if self.piece_scores or soft:
-            fields["pieces"] = [*t.pieces, "</s>"] if t.length else []
-        if self.piece_scores:
-            fields["piece_scores"] = list(map(_number, t.piece_log_probs))
+        if self.token_scores or soft:
+            fields["tokens"] = [*t.tokens, "</s>"] if t.length else []
+        if self.token_scores:
+            fields["token_scores"] = list(map(_number, t.token_log_probs))
         if soft:
-            fields["source_pieces"] = list(alignment.source) if alignment else []
-            fields["alignment"] = [list(map(_number, row)) for row in alignment.weights_TS.tolist()] if alignment else []
+            fields["source_tokens"] = list(alignment.source) if alignment else []
+            fields["alignment"] = (
+                [list(map(_number, row)) for row in alignment.weights_TS.tolist()]
+                if alignment
+                else []
+            )
         elif self.alignments:
             fields["alignment"] = alignment.hard() if alignment else ""
         return fields

@@ -1,4 +1,6 @@
-"""One input shared by several processes: line k belongs to part k mod n, and joining takes a sentence from each in turn."""
+"""One input shared by several processes: line k belongs to part k mod n, and joining takes a
+sentence from each in turn.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.decoding.resuming import describe_differences, progress_path, read_progress, sentence_groups
+from transformer_jax.decoding.resuming import (
+    describe_differences,
+    progress_path,
+    read_progress,
+    sentence_groups,
+)
 from transformer_jax.errors import UserError
 
 
@@ -20,7 +27,9 @@ def parse_part(part: str) -> tuple[int, int]:
     """``0/4`` as (0, 4): the first of four parts."""
     match = re.fullmatch(r"(\d+)/(\d+)", part)
     if not match or not int(match[1]) < int(match[2]):
-        raise UserError(f"part is {part!r}; expected i/n with i from 0 to n - 1, such as 0/4, 1/4, 2/4, 3/4.")
+        raise UserError(
+            f"part is {part!r}; expected i/n with i from 0 to n - 1, such as 0/4, 1/4, 2/4, 3/4."
+        )
     return int(match[1]), int(match[2])
 
 
@@ -30,7 +39,8 @@ def part_path(output: str | Path, part: tuple[int, int]) -> Path:
 
 
 def join_parts(output: str | Path) -> int:
-    """Write ``output`` from its parts, as one process would have written it; returns the number of sentences.
+    """Write ``output`` from its parts, as one process would have written it; returns the number of
+    sentences.
 
     The file appears when it is whole. The parts stay.
 
@@ -42,9 +52,13 @@ def join_parts(output: str | Path) -> int:
     settings = {path: _settings(path) for path in paths}
     for path in paths[1:]:
         if differences := describe_differences(settings[paths[0]], settings[path]):
-            raise UserError(f"{paths[0].name} and {path.name} were written with other settings: {'; '.join(differences)}.")
+            raise UserError(
+                f"{paths[0].name} and {path.name} were written with other settings: {'; '.join(differences)}."
+            )
     numbered = settings[paths[0]]["format"] == "text" and settings[paths[0]]["nbest"] > 1
-    with tempfile.NamedTemporaryFile(dir=output.parent, prefix=f".{output.name}.", delete=False) as joined:
+    with tempfile.NamedTemporaryFile(
+        dir=output.parent, prefix=f".{output.name}.", delete=False
+    ) as joined:
         try:
             count = 0
             for sentence in _in_turn(paths, numbered=numbered):
@@ -73,7 +87,9 @@ def _parts_of(output: Path) -> list[Path]:
     [count] = counts
     paths = [part_path(output, (i, count)) for i in range(count)]
     if missing := [path.name for path in paths if not path.is_file()]:
-        raise UserError(f"The parts of {output} cannot be joined: {', '.join(missing)} missing; run decode.py --part for them.")
+        raise UserError(
+            f"The parts of {output} cannot be joined: {', '.join(missing)} missing; run decode.py --part for them."
+        )
     return paths
 
 
@@ -87,15 +103,22 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _in_turn(paths: list[Path], *, numbered: bool) -> Iterator[list[bytes]]:
-    """A sentence from each part, and again. Parts whose numbers of sentences do not fit together are an error."""
+    """A sentence from each part, and again. Parts whose numbers of sentences do not fit together
+    are an error.
+    """
     with ExitStack() as stack:
-        groups = [sentence_groups(stack.enter_context(open(path, "rb")), numbered=numbered) for path in paths]
+        groups = [
+            sentence_groups(stack.enter_context(open(path, "rb")), numbered=numbered)
+            for path in paths
+        ]
         ended = None
         for row in zip_longest(*groups):
             for path, sentence in zip(paths, row, strict=True):
                 if sentence is None:
                     ended = ended or path
                 elif ended is not None:
-                    raise UserError(f"{ended.name} ends before {path.name}; expected parts of one input, none cut short.")
+                    raise UserError(
+                        f"{ended.name} ends before {path.name}; expected parts of one input, none cut short."
+                    )
                 else:
                     yield sentence

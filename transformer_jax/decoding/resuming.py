@@ -1,11 +1,12 @@
 """An output file that an interrupted run leaves in a state from which the next one goes on.
 
-Beside the file F stands ``F.progress.json`` while F is being written: a state and the settings that decide F's content.
-How far the run came is not in it, for F itself says so: its complete sentences. So a run may be killed at any moment:
+Beside the file F stands ``F.progress.json`` while F is being written: a state and the settings that
+decide F's content. How far the run came is not in it, for F itself says so: its complete sentences.
+So a run may be killed at any moment:
 
-    starting   F is not ours yet (it may be an older one, still to be emptied): begin anew
-    writing    keep F's complete sentences and go on
-    complete   kept of parts of an output (``parts.py``), as proof that nothing is missing, and of what ``--resume`` wrote, so
+    starting   F is not ours yet (it may be an older one, still to be emptied): begin anew writing
+    keep F's complete sentences and go on complete   kept of parts of an output (``parts.py``), as
+    proof that nothing is missing, and of what ``--resume`` wrote, so
                that it is not taken for the output of other settings
 """
 
@@ -35,7 +36,8 @@ class ResumableFile:
     """A file of sentences, of one or (n-best) several lines each, open for appending.
 
     Attributes:
-      kept: how many complete sentences it held when it was opened; as many inputs are to be passed over.
+      kept: how many complete sentences it held when it was opened; as many inputs are to be passed
+        over.
     """
 
     def __init__(
@@ -47,15 +49,16 @@ class ResumableFile:
         resume: bool = False,
         keep_progress: bool = False,
     ):
-        """``settings`` (values that JSON has) must be those of the run that is resumed; without one, or without
-        ``resume``, the file starts empty.
+        """``settings`` (values that JSON has) must be those of the run that is resumed; without
+        one, or without ``resume``, the file starts empty.
 
-        With ``nbest`` > 1 a sentence is a group of up to so many lines that begin with the same number (``number ||| ...``).
-        ``keep_progress`` leaves the progress file, marked complete, at the end.
+        With ``nbest`` > 1 a sentence is a group of up to so many lines that begin with the same
+        number (``number ||| ...``). ``keep_progress`` leaves the progress file, marked complete, at
+        the end.
 
         Raises:
-            UserError: other settings than the interrupted run's, a file with lines that no run is known to have left, or one
-                that another process is writing.
+            UserError: other settings than the interrupted run's, a file with lines that no run is
+                known to have left, or one that another process is writing.
         """
         self.path, self._keep = Path(path), keep_progress
         self._progress = progress_path(path)
@@ -86,7 +89,10 @@ class ResumableFile:
         with self._file:
             os.fsync(self._file.fileno())
         if kind is not None:
-            logger.info("%s keeps what is translated; the same command with --resume goes on from there.", self.path)
+            logger.info(
+                "%s keeps what is translated; the same command with --resume goes on from there.",
+                self.path,
+            )
             return
         if self._keep:
             write_progress(self._progress, "complete", self._settings)
@@ -154,13 +160,17 @@ def progress_path(path: str | Path) -> Path:
 
 
 def read_progress(path: str | Path) -> dict[str, Any] | None:
-    """``{"state": ..., "settings": ...}`` of the run that writes ``path``; None if there is none."""
+    """``{"state": ..., "settings": ...}`` of the run that writes ``path``; None if there is
+    none.
+    """
     file = progress_path(path)
     if not file.is_file():
         return None
     try:
         progress = json.loads(file.read_text())
-        if progress["state"] in ("starting", "writing", "complete") and isinstance(progress["settings"], dict):
+        if progress["state"] in ("starting", "writing", "complete") and isinstance(
+            progress["settings"], dict
+        ):
             return progress
     except (ValueError, KeyError, TypeError):
         pass
@@ -181,12 +191,15 @@ def write_progress(file: Path, state: State, settings: dict[str, Any]) -> None:
 def complete_sentences(path: str | Path, *, nbest: int = 1) -> tuple[int, int]:
     """How many sentences a file holds in full, and how many bytes they take.
 
-    A last line without its end is not one. The last of several groups of n-best lines counts only with all ``nbest``
+    A last line without its end is not one. The last of several groups of n-best lines counts only
+    with all ``nbest``
     lines: a shorter one may have been meant to be longer.
     """
     with open(path, "rb") as file:
         count = size = lines = 0
-        for group in sentence_groups((line for line in file if line.endswith(b"\n")), numbered=nbest > 1):
+        for group in sentence_groups(
+            (line for line in file if line.endswith(b"\n")), numbered=nbest > 1
+        ):
             count, lines, added = count + 1, len(group), sum(map(len, group))
             size += added
         if count and nbest > 1 and lines < nbest:
@@ -195,7 +208,9 @@ def complete_sentences(path: str | Path, *, nbest: int = 1) -> tuple[int, int]:
 
 
 def sentence_groups(file: Iterable[bytes], *, numbered: bool) -> Iterator[list[bytes]]:
-    """The lines of each sentence: one, or (``numbered``) those that begin with the same ``number |||``."""
+    """The lines of each sentence: one, or (``numbered``) those that begin with the same ``number
+    |||``.
+    """
     if not numbered:
         yield from ([line] for line in file)
         return
@@ -214,4 +229,8 @@ def fingerprint(parameters: Any) -> str:
 def describe_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """``beam_size: 4 then, 5 now`` for each setting that differs."""
     names = {**old, **new}
-    return [f"{name}: {old.get(name)!r} then, {new.get(name)!r} now" for name in names if old.get(name) != new.get(name)]
+    return [
+        f"{name}: {old.get(name)!r} then, {new.get(name)!r} now"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]

@@ -1,4 +1,6 @@
-"""Force-decoding: the log-probabilities that a model gives to targets it did not choose, and their soft alignments."""
+"""Force-decoding: the log-probabilities that a model gives to targets it did not choose, and their
+soft alignments.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,23 @@ from flax import nnx
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.search import length_divisor, padded_length
-from transformer_jax.decoding.translator import Translation, check_tokenizer, check_window, load_runs, warn_first
+from transformer_jax.decoding.translator import (
+    Translation,
+    check_tokenizer,
+    check_window,
+    load_runs,
+    warn_first,
+)
 from transformer_jax.errors import UserError
 from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import row_shardings
-from transformer_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
+from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Pieces = Sequence[int]
+Tokens = Sequence[int]
 
 _MAX_LOGITS = 2**22
 _FULL_LENGTH = 64
@@ -35,11 +44,13 @@ _LONGEST = 4096  # attention takes memory as the square of the length
 class Scorer:
     """One model, or several with one vocabulary, that says how likely given targets are.
 
-    Several score by the mean of their probabilities, as an ensemble translates. A batch has ``config.batch_size`` pairs of up
-    to 64 pieces and fewer of longer ones. Each shape is compiled once.
+    Several score by the mean of their probabilities, as an ensemble translates. A batch has
+    ``config.batch_size`` pairs of up to 64 tokens and fewer of longer ones. Each shape is compiled
+    once.
 
     Attributes:
-      longest: pieces that a sentence may have, the end symbol included: 4,096, or as many as learned positions are.
+      longest: tokens that a sentence may have, the end symbol included: 4,096, or as many as
+        learned positions are.
       parameters: the models', a list of what ``nnx.to_pure_dict`` gives.
       num_compiled: how many programs have been compiled so far.
       num_failed: how many pairs ``score`` could not score because they are longer.
@@ -53,7 +64,8 @@ class Scorer:
         *,
         devices: Sequence[jax.Device] = (),
     ):
-        """``config`` gives the batch size and the length penalty of the scores; ``devices`` share the rows of a batch.
+        """``config`` gives the batch size and the length penalty of the scores; ``devices`` share
+        the rows of a batch.
 
         Raises:
             UserError: a model with another vocabulary than the tokenizer's.
@@ -64,7 +76,9 @@ class Scorer:
         self.config = DecodingConfig() if config is None else config
         self.num_compiled = self.num_failed = 0
         self._layers = [model.config.decoder_layers for model in models]
-        limits = [model.config.max_positions for model in models if model.config.positions == "learned"]
+        limits = [
+            model.config.max_positions for model in models if model.config.positions == "learned"
+        ]
         self.longest = min([_LONGEST, *limits])
         split = [nnx.split(model, nnx.Param) for model in models]
         self._graphs = [graph for graph, _ in split]
@@ -85,18 +99,27 @@ class Scorer:
         devices: Sequence[jax.Device] = (),
         **settings: Any,
     ) -> Scorer:
-        """The scorer of a training run, or of several; everything is as in ``Translator.from_workdir``."""
+        """The scorer of a training run, or of several; everything is as in
+        ``Translator.from_workdir``.
+        """
         config, models, tokenizer = load_runs(workdir, checkpoint=checkpoint, average=average)
-        return cls(models, tokenizer, dataclasses.replace(config.decoding, **settings), devices=devices)
+        return cls(
+            models, tokenizer, dataclasses.replace(config.decoding, **settings), devices=devices
+        )
 
     def score(
-        self, pairs: Iterable[tuple[str, str]], *, numbers: Iterable[int] | None = None, window: int | None = None
+        self,
+        pairs: Iterable[tuple[str, str]],
+        *,
+        numbers: Iterable[int] | None = None,
+        window: int | None = None,
     ) -> Iterator[Translation]:
-        """Each (source, target), in order, as a ``Translation``: the target with its log-probabilities, EOS included.
+        """Each (source, target), in order, as a ``Translation``: the target with its
+        log-probabilities, EOS included.
 
-        Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS alone. A pair with a
-        sentence of more than ``longest`` pieces gets no figures but NaN, with a warning. ``numbers`` are the lines' numbers in
-        messages (default: from 1).
+        Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS
+        alone. A pair with a sentence of more than ``longest`` tokens gets no figures but NaN, with
+        a warning. ``numbers`` are the lines' numbers in messages (default: from 1).
 
         Raises:
             UserError: a window below 1.
@@ -104,22 +127,27 @@ class Scorer:
         check_window(window)
         return self._score(iter(pairs), iter(count(1) if numbers is None else numbers), window)
 
-    def _score(self, pairs: Iterator[tuple[str, str]], numbers: Iterator[int], window: int | None) -> Iterator[Translation]:
+    def _score(
+        self, pairs: Iterator[tuple[str, str]], numbers: Iterator[int], window: int | None
+    ) -> Iterator[Translation]:
         while block := list(islice(pairs, window or 100 * self.config.batch_size)):
             block_numbers = list(islice(numbers, len(block)))
             sources, targets = zip(*block, strict=True)
-            targets_pieces = self.tokenizer.encode_target(targets)
-            pieces = list(zip(self.tokenizer.encode_source(sources), targets_pieces, strict=True))
-            scored = iter(self.score_pieces([pair for pair in pieces if self.fits(pair)]))
-            for number, target, pair in zip(block_numbers, targets, pieces, strict=True):
+            targets_tokens = self.tokenizer.encode_target(targets)
+            tokens = list(zip(self.tokenizer.encode_source(sources), targets_tokens, strict=True))
+            scored = iter(self.score_tokens([pair for pair in tokens if self.fits(pair)]))
+            for number, target, pair in zip(block_numbers, targets, tokens, strict=True):
                 if not self.fits(pair):
                     self.num_failed += 1
-                    warn_first(self.num_failed, "Line %d is not scored: %s", number, self._too_long(pair))
+                    warn_first(
+                        self.num_failed, "Line %d is not scored: %s", number, self._too_long(pair)
+                    )
                 log_probs = next(scored) if self.fits(pair) else np.full(len(pair[1]) + 1, np.nan)
                 yield self._translation(target, pair[1], log_probs)
 
-    def score_pieces(self, pairs: Sequence[tuple[Pieces, Pieces]]) -> list[np.ndarray]:
-        """Natural log-probability of each target's pieces and, last, of EOS; float32. Pieces are given without EOS.
+    def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
+        """Natural log-probability of each target's tokens and, last, of EOS; float32. Tokens are
+        given without EOS.
 
         Raises:
             UserError: a pair that does not fit (``fits``).
@@ -128,59 +156,86 @@ class Scorer:
         def run(source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
             return self._log_probs_BT(self.parameters, source_BS, target_BT)
 
-        return [row[: len(target) + 1] for row, (_, target) in zip(self._in_batches(run, pairs), pairs, strict=True)]
+        return [
+            row[: len(target) + 1]
+            for row, (_, target) in zip(self._in_batches(run, pairs), pairs, strict=True)
+        ]
 
-    def align_pieces(self, pairs: Sequence[tuple[Pieces, Pieces]], *, layer: int = -1) -> list[np.ndarray]:
-        """Each pair's soft alignment, float32 [T, S], both with EOS last: row t is where piece t of the target looked.
+    def align_tokens(
+        self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int = -1
+    ) -> list[np.ndarray]:
+        """Each pair's soft alignment, float32 [T, S], both with EOS last: row t is where token t of
+        the target looked.
 
-        Mean over the heads of decoder layer ``layer`` (and over the models); each row sums to 1. All of them are held.
+        Mean over the heads of decoder layer ``layer`` (and over the models); each row sums to 1.
+        All of them are held.
 
         Raises:
             UserError: no such layer, or a pair that does not fit (``fits``).
         """
         if not all(-count <= layer < count for count in self._layers):
             count = min(self._layers)
-            raise UserError(f"The alignment layer is {layer}; expected {-count} to {count - 1}, one of the decoder's layers.")
+            raise UserError(
+                f"The alignment layer is {layer}; expected {-count} to {count - 1}, one of the decoder's layers."
+            )
 
         def run(source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
             return self._weights_BTS(self.parameters, source_BS, target_BT, layer=layer)
 
         weights = self._in_batches(run, pairs)
-        return [w[: len(target) + 1, : len(source) + 1] for w, (source, target) in zip(weights, pairs, strict=True)]
+        return [
+            w[: len(target) + 1, : len(source) + 1]
+            for w, (source, target) in zip(weights, pairs, strict=True)
+        ]
 
     def _in_batches(
-        self, run: Callable[[jax.Array, jax.Array], jax.Array], pairs: Sequence[tuple[Pieces, Pieces]]
+        self,
+        run: Callable[[jax.Array, jax.Array], jax.Array],
+        pairs: Sequence[tuple[Tokens, Tokens]],
     ) -> list[np.ndarray]:
-        """``run(source_BS, target_BT)`` on pairs of similar length at a time; its rows in the order of ``pairs``."""
+        """``run(source_BS, target_BT)`` on pairs of similar length at a time; its rows in the order
+        of ``pairs``.
+        """
         for number, pair in enumerate(pairs, 1):
             if not self.fits(pair):
                 raise UserError(f"Pair {number} is too long: {self._too_long(pair)}")
         lengths = [min(padded_length(1 + max(map(len, pair)), 16), self.longest) for pair in pairs]
         running = []
         # The device gets the longest first, and all batches before the first result is waited for.
-        for length, same in groupby(sorted(range(len(pairs)), key=lambda i: -lengths[i]), key=lambda i: lengths[i]):
+        for length, same in groupby(
+            sorted(range(len(pairs)), key=lambda i: -lengths[i]), key=lambda i: lengths[i]
+        ):
             rows = min(self.config.batch_size, self.config.batch_size * _FULL_LENGTH // length)
             rows = max(1, rows // self._shares) * self._shares
             while batch := list(islice(same, rows)):
                 sources, targets = (np.full((rows, length), PAD_ID, np.int32) for _ in range(2))
                 for row, i in enumerate(batch):
-                    for array, pieces in zip((sources, targets), pairs[i], strict=True):
-                        array[row, : len(pieces) + 1] = [*pieces, EOS_ID]
+                    for array, tokens in zip((sources, targets), pairs[i], strict=True):
+                        array[row, : len(tokens) + 1] = [*tokens, EOS_ID]
                 running.append((batch, run(*jax.device_put((sources, targets), self._rows))))
         results: dict[int, np.ndarray] = {}
         for batch, result in running:
-            results |= zip(batch, np.asarray(result), strict=False)  # the rows left over are padding
+            # the rows left over are padding
+            results |= zip(batch, np.asarray(result), strict=False)
         return [results[i] for i in range(len(pairs))]
 
-    def _score_batch(self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
+    def _score_batch(
+        self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array
+    ) -> jax.Array:
         self._count(source_BS, "scoring")
         each = []
         for graph, values in zip(self._graphs, parameters, strict=True):
             model = nnx.merge(graph, values)
             each.append(_label_log_probs(model, model.hidden(source_BS, target_BT), target_BT))
-        return each[0] if len(each) == 1 else jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
+        return (
+            each[0]
+            if len(each) == 1
+            else jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
+        )
 
-    def _align_batch(self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array, *, layer: int) -> jax.Array:
+    def _align_batch(
+        self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array, *, layer: int
+    ) -> jax.Array:
         self._count(source_BS, "alignment")
         each = [
             cross_attention_weights(nnx.merge(graph, values), source_BS, target_BT, layer=layer)
@@ -190,29 +245,37 @@ class Scorer:
 
     def _count(self, source_BS: jax.Array, what: str) -> None:
         self.num_compiled += 1  # this runs when a shape is traced, which is once
-        logger.info("Compiling the %s of %d pairs of up to %d pieces.", what, *source_BS.shape)
+        logger.info("Compiling the %s of %d pairs of up to %d tokens.", what, *source_BS.shape)
 
-    def _translation(self, text: str, pieces: Pieces, log_probs: np.ndarray) -> Translation:
+    def _translation(self, text: str, tokens: Tokens, log_probs: np.ndarray) -> Translation:
         log_prob = float(log_probs.sum(dtype=np.float64))
-        divisor = length_divisor(len(log_probs), self.config.length_penalty, self.config.length_offset)
+        divisor = length_divisor(
+            len(log_probs), self.config.length_penalty, self.config.length_offset
+        )
         score = log_prob / float(divisor)
         return Translation(
             text,
             score,
             log_prob,
             len(log_probs),
-            pieces=tuple(self.tokenizer.target_pieces(pieces)),
-            piece_log_probs=tuple(map(float, log_probs)),
+            tokens=tuple(self.tokenizer.target_tokens(tokens)),
+            token_log_probs=tuple(map(float, log_probs)),
         )
 
-    def fits(self, pair: tuple[Pieces, Pieces]) -> bool:
-        """Whether the source and the target, given without EOS, have at most ``longest`` pieces with it."""
+    def fits(self, pair: tuple[Tokens, Tokens]) -> bool:
+        """Whether the source and the target, given without EOS, have at most ``longest`` tokens
+        with it.
+        """
         return max(map(len, pair)) < self.longest
 
-    def _too_long(self, pair: tuple[Pieces, Pieces]) -> str:
-        lengths = " and ".join(str(len(pieces) + 1) for pieces in pair)
-        why = "" if self.longest == _LONGEST else " = model.max_positions: this model's positions are learned and end there"
-        return f"{lengths} source and target pieces, the end symbols included; expected at most {self.longest}{why}."
+    def _too_long(self, pair: tuple[Tokens, Tokens]) -> str:
+        lengths = " and ".join(str(len(tokens) + 1) for tokens in pair)
+        why = (
+            ""
+            if self.longest == _LONGEST
+            else " = model.max_positions: this model's positions are learned and end there"
+        )
+        return f"{lengths} source and target tokens, the end symbols included; expected at most {self.longest}{why}."
 
 
 def _label_log_probs(model: Transformer, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:

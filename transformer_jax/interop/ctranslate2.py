@@ -1,4 +1,6 @@
-"""A model as a folder that ``ctranslate2.Translator`` loads; every variant of ``ModelConfig`` can be expressed."""
+"""A model as a folder that ``ctranslate2.Translator`` loads; every variant of ``ModelConfig`` can
+be expressed.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,46 @@ from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.interop.search_settings import length_limits, search_notes
 from transformer_jax.interop.vocabulary import TAG, write_sentencepiece
-from transformer_jax.interop.weights import Attention, Layer, Linear, Norm, plain_weights, position_tables
+from transformer_jax.interop.weights import (
+    Attention,
+    Layer,
+    Linear,
+    Norm,
+    plain_weights,
+    position_tables,
+)
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenizer import Tokenizer
 
 _POSITIONS = 2048  # the table's length for sinusoids, which have no end here
 
 
-def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Write ``model`` in float32 into ``folder``, which exists; returns what cannot travel exactly, a line each.
+def export_ctranslate2(
+    config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
+) -> list[str]:
+    """Write ``model`` in float32 into ``folder``, which exists; returns what cannot travel exactly,
+    a line each.
 
-    ``model.bin``, ``config.json`` and the vocabulary are what CTranslate2 reads. ``source.spm`` and ``target.spm`` turn text
-    into pieces and back; ``generation_config.json`` has the keywords of ``translate_batch``, which the format has no place for.
+    ``model.bin``, ``config.json`` and the vocabulary are what CTranslate2 reads. ``source.spm`` and
+    ``target.spm`` turn text into pieces and back; ``generation_config.json`` has the keywords of
+    ``translate_batch``, which the format has no place for.
     """
     try:
         from ctranslate2.specs import common_spec, transformer_spec
     except ImportError as error:
-        raise UserError(f"Exporting to CTranslate2 needs its Python package: pip install ctranslate2 ({error}).") from None
+        raise UserError(
+            f"Exporting to CTranslate2 needs its Python package: pip install ctranslate2 ({error})."
+        ) from None
     shape = config.model
     weights = plain_weights(model)
     kinds = common_spec.Activation
     head_width = max(shape.head_width_k, shape.head_width_v)
     same: dict[str, Any] = {
         "pre_norm": shape.norm == "pre",
-        "activation": {"relu": kinds.RELU, "gelu": kinds.GELUTanh, "silu": kinds.SWISH}[shape.activation],
+        "activation": {"relu": kinds.RELU, "gelu": kinds.GELUTanh, "silu": kinds.SWISH}[
+            shape.activation
+        ],
     }
     if head_width * shape.num_heads != shape.d_model:  # older versions do not know it
         same["head_dim"] = head_width
@@ -61,18 +79,21 @@ def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer,
         for layer_spec, layer in zip(stack.layer, layers, strict=True):
             _set_layer(layer_spec, layer)
 
-    source_pieces, target_pieces = write_sentencepiece(tokenizer, folder)
-    spec.register_source_vocabulary(source_pieces)
-    spec.register_target_vocabulary(target_pieces)
-    spec.config.bos_token = spec.config.decoder_start_token = target_pieces[BOS_ID]
-    spec.config.eos_token, spec.config.unk_token = target_pieces[EOS_ID], target_pieces[UNK_ID]
+    source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
+    spec.register_source_vocabulary(source_tokens)
+    spec.register_target_vocabulary(target_tokens)
+    spec.config.bos_token = spec.config.decoder_start_token = target_tokens[BOS_ID]
+    spec.config.eos_token, spec.config.unk_token = target_tokens[EOS_ID], target_tokens[UNK_ID]
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = shape.norm_epsilon
     spec.validate()
     spec.optimize(quantization="float32")
     spec.save(str(folder))
 
-    suppressed = [PAD_ID, *tokenizer.require_target_ids(config.decoding.suppress, "decoding.suppress")]
+    suppressed = [
+        PAD_ID,
+        *tokenizer.require_target_ids(config.decoding.suppress, "decoding.suppress"),
+    ]
     longest_source, longest_target = length_limits(config)
     settings = {
         "beam_size": config.decoding.beam_size,
@@ -81,11 +102,13 @@ def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer,
         "max_input_length": longest_source,
         "min_decoding_length": config.decoding.min_length,
         "max_decoding_length": longest_target,
-        "suppress_sequences": [[target_pieces[i]] for i in suppressed],
+        "suppress_sequences": [[target_tokens[i]] for i in suppressed],
     }
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    notes = ["translate_batch takes its settings as keywords: those of this run are in generation_config.json."]
-    if (tags := [piece for piece in source_pieces if TAG.fullmatch(piece)]) and tokenizer.imported:
+    notes = [
+        "translate_batch takes its settings as keywords: those of this run are in generation_config.json."
+    ]
+    if (tags := [piece for piece in source_tokens if TAG.fullmatch(piece)]) and tokenizer.imported:
         notes.append(
             f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its pieces, "
             f"[{tags[0]!r}, *sp.encode(line, out_type=str)]."
@@ -95,7 +118,10 @@ def export_ctranslate2(config: Config, model: Transformer, tokenizer: Tokenizer,
 
 def _set_layer(spec: Any, layer: Layer) -> None:
     attention = layer.self_attention
-    _set_linear(spec.self_attention.linear[0], _side_by_side(attention.query, attention.key, attention.value))
+    _set_linear(
+        spec.self_attention.linear[0],
+        _side_by_side(attention.query, attention.key, attention.value),
+    )
     _set_output(spec.self_attention, attention)
     if layer.cross_attention is not None:
         attention = layer.cross_attention

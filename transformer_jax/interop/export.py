@@ -1,4 +1,6 @@
-"""Take a trained model to another library: python -m transformer_jax.interop.export --workdir W --format F --output DIR."""
+"""Take a trained model to another library: python -m transformer_jax.interop.export --workdir W
+--format F --output DIR.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,33 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from transformer_jax.program import run_program
+from transformer_jax.cli import run_program
 
 logger = logging.getLogger("transformer_jax.export")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write a trained model in the format of another library: weights, vocabulary and search settings."""
+    """Write a trained model in the format of another library: weights, vocabulary and search
+    settings.
+    """
 
     workdir: str
     """Work directory of a training run."""
     format: Literal["ctranslate2", "marian", "safetensors"]
-    """CTranslate2's folder, Marian's model.npz, or a Hugging Face MarianMT folder with safetensors."""
+    """CTranslate2's folder, Marian's model.npz, or a Hugging Face MarianMT folder with
+    safetensors.
+    """
     output: str
     """Folder to write; it must not exist, or be empty."""
     checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on dev, or that of a step. Default: the newest; the best if training.patience ended the
-    run."""
+    """The newest checkpoint, the best on dev, or that of a step. Default: the newest; the best if
+    training.patience ended the run.
+    """
     average: int | None = None
-    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's training.average; with --checkpoint best
-    or a step, 1."""
+    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's
+    training.average; with --checkpoint best or a step, 1.
+    """
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,16 +47,22 @@ def _export(argv: list[str] | None) -> None:
     import tyro  # here, and what follows, so that Ctrl-C is quiet from the start
 
     arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.export", args=argv)
+    from transformer_jax.checkpoint import load_model
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_safetensors
     from transformer_jax.interop.marian import export_marian
     from transformer_jax.interop.new_folder import new_folder
-    from transformer_jax.remote import require_folder
-    from transformer_jax.saved_model import load_model
+    from transformer_jax.remote_workdir import require_folder
 
-    exports = {"ctranslate2": export_ctranslate2, "marian": export_marian, "safetensors": export_safetensors}
+    exports = {
+        "ctranslate2": export_ctranslate2,
+        "marian": export_marian,
+        "safetensors": export_safetensors,
+    }
     with new_folder(require_folder(arguments.output, "output"), "output") as folder:
-        config, model, tokenizer = load_model(arguments.workdir, average=arguments.average, checkpoint=arguments.checkpoint)
+        config, model, tokenizer = load_model(
+            arguments.workdir, average=arguments.average, checkpoint=arguments.checkpoint
+        )
         notes = exports[arguments.format](config, model, tokenizer, folder)
     for note in notes:
         logger.info("note: %s", note)

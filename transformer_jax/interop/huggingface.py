@@ -22,33 +22,51 @@ from transformer_jax.interop.weights import (
     square_head_width,
 )
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.tokenizer import Tokenizer
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
 _POSITIONS = 1024  # the table's length for sinusoids, which have no end here
 
 
-def export_safetensors(config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Write ``model`` into ``folder``, which exists; returns what cannot travel exactly, a line each.
+def export_safetensors(
+    config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
+) -> list[str]:
+    """Write ``model`` into ``folder``, which exists; returns what cannot travel exactly, a line
+    each.
 
-    ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Piece ids stay what they are.
+    ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Piece ids
+    stay what they are.
     """
     try:
         from safetensors.numpy import save_file
     except ImportError as error:
-        raise UserError(f"Exporting to safetensors needs that package: pip install safetensors ({error}).") from None
+        raise UserError(
+            f"Exporting to safetensors needs that package: pip install safetensors ({error})."
+        ) from None
     shape = config.model
     if shape.norm == "pre":
-        raise UserError("model.norm is 'pre'; MarianMT has the paper's post-norm only. Export to ctranslate2 instead.")
+        raise UserError(
+            "model.norm is 'pre'; MarianMT has the paper's post-norm only. Export to ctranslate2 instead."
+        )
     long_lines = "cuts them off with truncation=True, and may fail without"
-    notes = check_epsilon(shape, NORM_EPSILON, "transformers") + search_notes(config, "transformers", long_lines=long_lines)
+    notes = check_epsilon(shape, NORM_EPSILON, "transformers") + search_notes(
+        config, "transformers", long_lines=long_lines
+    )
     weights = plain_weights(model, head_width=square_head_width(shape, "MarianMT"))
-    longest = max(_POSITIONS, *length_limits(config)) if shape.positions != "learned" else shape.max_positions
+    longest = (
+        max(_POSITIONS, *length_limits(config))
+        if shape.positions != "learned"
+        else shape.max_positions
+    )
     if shape.positions == "interleaved":
-        weights = reordered(weights, sines_first(shape.d_model))  # MarianMT's own table from here on
+        # MarianMT's own table from here on
+        weights = reordered(weights, sines_first(shape.d_model))
     tensors = dict(tensors_of(weights))
     if shape.positions != "interleaved":
-        for side, table_LD in zip(("encoder", "decoder"), position_tables(weights, shape, longest), strict=True):
+        for side, table_LD in zip(
+            ("encoder", "decoder"), position_tables(weights, shape, longest), strict=True
+        ):
             tensors[f"model.{side}.embed_positions.weight"] = table_LD
         notes.append(
             f"model.positions is {shape.positions!r}: the tables stand in model.safetensors, where from_pretrained reads them, "
@@ -58,8 +76,12 @@ def export_safetensors(config: Config, model: Transformer, tokenizer: Tokenizer,
     tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     generation = _generation_config(config, tokenizer)
-    # What from_pretrained needs to pad and to start; all that concerns the search stands in the other file alone.
-    _write_json(folder / "config.json", _config(config, longest) | {k: v for k, v in generation.items() if k.endswith("_id")})
+    # What from_pretrained needs to pad and to start; all that concerns the search stands in the
+    # other file alone.
+    _write_json(
+        folder / "config.json",
+        _config(config, longest) | {k: v for k, v in generation.items() if k.endswith("_id")},
+    )
     _write_json(folder / "generation_config.json", generation)
     return notes + _write_tokenizer(config, tokenizer, folder)
 
@@ -81,7 +103,9 @@ def _config(config: Config, positions: int) -> dict[str, Any]:
         "decoder_attention_heads": shape.num_heads,
         "encoder_ffn_dim": shape.d_ff,
         "decoder_ffn_dim": shape.d_ff,
-        "activation_function": {"relu": "relu", "gelu": "gelu_new", "silu": "silu"}[shape.activation],
+        "activation_function": {"relu": "relu", "gelu": "gelu_new", "silu": "silu"}[
+            shape.activation
+        ],
         "dropout": shape.dropout,
         "attention_dropout": shape.attention_dropout,
         "activation_dropout": shape.feed_forward_dropout,
@@ -97,7 +121,8 @@ def _generation_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "num_beams": decoding.beam_size,
         "length_penalty": decoding.length_penalty,
-        "max_length": length_limits(config)[1] + 1,  # the symbol that decoding starts from counts there
+        # the symbol that decoding starts from counts there
+        "max_length": length_limits(config)[1] + 1,
         "min_new_tokens": decoding.min_length,
         "no_repeat_ngram_size": decoding.no_repeat_ngram,
         "bad_words_ids": [[piece] for piece in (PAD_ID, *suppressed)],
@@ -111,25 +136,29 @@ def _generation_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> list[str]:
     """Returns what MarianTokenizer does otherwise, a line each."""
-    source_pieces, target_pieces = write_sentencepiece(tokenizer, folder)
-    pad, eos, unk = (target_pieces[i] for i in (PAD_ID, EOS_ID, UNK_ID))
+    source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
+    pad, eos, unk = (target_tokens[i] for i in (PAD_ID, EOS_ID, UNK_ID))
     settings = {
         "tokenizer_class": "MarianTokenizer",
         "model_max_length": length_limits(config)[0],
         "pad_token": pad,
         "eos_token": eos,
         "unk_token": unk,
-        "separate_vocabs": source_pieces != target_pieces,
+        "separate_vocabs": source_tokens != target_tokens,
     }
-    _write_json(folder / "vocab.json", {piece: i for i, piece in enumerate(source_pieces)})
+    _write_json(folder / "vocab.json", {piece: i for i, piece in enumerate(source_tokens)})
     if settings["separate_vocabs"]:
-        _write_json(folder / "target_vocab.json", {piece: i for i, piece in enumerate(target_pieces)})
+        _write_json(
+            folder / "target_vocab.json", {piece: i for i, piece in enumerate(target_tokens)}
+        )
     _write_json(folder / "tokenizer_config.json", settings)
-    tags = [(i, piece) for i, piece in enumerate(source_pieces) if TAG.fullmatch(piece)]
+    tags = [(i, piece) for i, piece in enumerate(source_tokens) if TAG.fullmatch(piece)]
     cut_here = [piece for i, piece in tags if tokenizer.encode_source([piece]) != [[i]]]
     if not cut_here:
         return []
-    return [f"MarianTokenizer takes {', '.join(cut_here[:3])} off a line before it cuts it: no '▁' comes before it, as here."]
+    return [
+        f"MarianTokenizer takes {', '.join(cut_here[:3])} off a line before it cuts it: no '▁' comes before it, as here."
+    ]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

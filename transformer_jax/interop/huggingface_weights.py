@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.errors import UserError
-from transformer_jax.interop.weights import Attention, FeedForward, Layer, Linear, Norm, Weights, reordered, sines_first
+from transformer_jax.interop.weights import (
+    Attention,
+    FeedForward,
+    Layer,
+    Linear,
+    Norm,
+    Weights,
+    reordered,
+    sines_first,
+)
 from transformer_jax.model.layers import sinusoidal_positions
 
 _POSITION_TABLES = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
@@ -41,11 +50,15 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         try:
             from safetensors.flax import load_file
         except ImportError as error:
-            raise UserError(f"Reading model.safetensors needs the package: pip install safetensors ({error}).") from None
+            raise UserError(
+                f"Reading model.safetensors needs the package: pip install safetensors ({error})."
+            ) from None
         try:
             tensors = load_file(folder / "model.safetensors")
         except Exception as error:  # its own type, which the package does not export everywhere
-            raise UserError(f"{str(folder / 'model.safetensors')!r} is damaged; fetch it again ({error}).") from None
+            raise UserError(
+                f"{str(folder / 'model.safetensors')!r} is damaged; fetch it again ({error})."
+            ) from None
     elif (folder / "pytorch_model.bin").exists():
         try:
             import torch
@@ -56,29 +69,46 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         try:
             read = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
         except Exception as error:  # pickle's, zipfile's and its own
-            raise UserError(f"{str(folder / 'pytorch_model.bin')!r} cannot be read: {error}") from None
+            raise UserError(
+                f"{str(folder / 'pytorch_model.bin')!r} cannot be read: {error}"
+            ) from None
         tensors = {name: tensor.float().numpy() for name, tensor in read.items()}
     else:
-        raise UserError(f"No weights in {str(folder)!r}; expected model.safetensors or pytorch_model.bin.")
+        raise UserError(
+            f"No weights in {str(folder)!r}; expected model.safetensors or pytorch_model.bin."
+        )
     return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
 
 
 def weights_from(
-    tensors: dict[str, np.ndarray], theirs: dict[str, Any], vocab_sizes: tuple[int, int], folder: Path
+    tensors: dict[str, np.ndarray],
+    theirs: dict[str, Any],
+    vocab_sizes: tuple[int, int],
+    folder: Path,
 ) -> tuple[Weights, str]:
-    """The weights of a state dict, checked against its config ``theirs``, with dimensions in our order; and the kind of
-    positions. Takes what it reads out of ``tensors``."""
+    """The weights of a state dict, checked against its config ``theirs``, with dimensions in our
+    order; and the kind of positions. Takes what it reads out of ``tensors``.
+    """
     shared, tied = theirs["share_encoder_decoder_embeddings"], theirs["tie_word_embeddings"]
     d_model = theirs["d_model"]
     tables = [tensors.pop(name) for name in _POSITION_TABLES if name in tensors]
     _merge_names(tensors, shared=shared, tied=tied)
     tensors.setdefault("final_logits_bias", np.zeros((1, vocab_sizes[1]), np.float32))
     depths = theirs["encoder_layers"], theirs["decoder_layers"]
-    expected = _expected_shapes(*depths, d_model, theirs["encoder_ffn_dim"], vocab_sizes, shared=shared, tied=tied)
-    for what, names in (("lack", sorted(expected.keys() - tensors)), ("have unknown", sorted(tensors.keys() - expected))):
+    expected = _expected_shapes(
+        *depths, d_model, theirs["encoder_ffn_dim"], vocab_sizes, shared=shared, tied=tied
+    )
+    for what, names in (
+        ("lack", sorted(expected.keys() - tensors)),
+        ("have unknown", sorted(tensors.keys() - expected)),
+    ):
         if names:
-            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise UserError(f"The weights in {str(folder)!r} {what} {listed}; expected those that config.json describes.")
+            listed = ", ".join(names[:3]) + (
+                f" and {len(names) - 3} more" if len(names) > 3 else ""
+            )
+            raise UserError(
+                f"The weights in {str(folder)!r} {what} {listed}; expected those that config.json describes."
+            )
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise UserError(
@@ -87,7 +117,9 @@ def weights_from(
     if shared:
         source = target = tensors["model.shared.weight"]
     else:
-        source, target = (tensors[f"model.{side}.embed_tokens.weight"] for side in ("encoder", "decoder"))
+        source, target = (
+            tensors[f"model.{side}.embed_tokens.weight"] for side in ("encoder", "decoder")
+        )
     positions, learned = _positions(tables, d_model, folder, shared=shared and tied)
     weights = Weights(
         source_matrix_VD=source,
@@ -102,30 +134,47 @@ def weights_from(
         decoder_norm=None,
     )
     # MarianMT's sinusoids are the paper's with all sines first.
-    return (reordered(weights, np.argsort(sines_first(d_model))) if positions == "interleaved" else weights), positions
+    return (
+        reordered(weights, np.argsort(sines_first(d_model)))
+        if positions == "interleaved"
+        else weights
+    ), positions
 
 
 def _merge_names(tensors: dict[str, np.ndarray], *, shared: bool, tied: bool) -> None:
-    """Give a tied matrix the first of its names alone: files may have it under any of them, or under several."""
+    """Give a tied matrix the first of its names alone: files may have it under any of them, or
+    under several.
+    """
     names = ["model.decoder.embed_tokens.weight"] + (["lm_head.weight"] if tied else [])
     if shared:
         names = ["model.shared.weight", "model.encoder.embed_tokens.weight", *names]
     for name in names[1:]:
-        if name in tensors and np.array_equal(tensors.setdefault(names[0], tensors[name]), tensors[name]):
+        if name in tensors and np.array_equal(
+            tensors.setdefault(names[0], tensors[name]), tensors[name]
+        ):
             del tensors[name]
 
 
-def _positions(tables: list[np.ndarray], d_model: int, folder: Path, *, shared: bool) -> tuple[str, list[np.ndarray] | None]:
-    """Which positions the tables hold: sinusoids, ours or the model's own, or anything else, which is learned."""
+def _positions(
+    tables: list[np.ndarray], d_model: int, folder: Path, *, shared: bool
+) -> tuple[str, list[np.ndarray] | None]:
+    """Which positions the tables hold: sinusoids, ours or the model's own, or anything else, which
+    is learned.
+    """
     if not tables:
         return "interleaved", None
     length = len(tables[0])
     interleaved_LD = sinusoidal_positions(length, d_model)[:, sines_first(d_model)]
-    for kind, table_LD in (("interleaved", interleaved_LD), ("split", sinusoidal_positions(length, d_model, layout="split"))):
+    for kind, table_LD in (
+        ("interleaved", interleaved_LD),
+        ("split", sinusoidal_positions(length, d_model, layout="split")),
+    ):
         if all(t.shape == table_LD.shape and np.allclose(t, table_LD, atol=1e-3) for t in tables):
             return kind, None
     if len(tables) != 2 or any(t.shape != (length, d_model) for t in tables):
-        raise UserError(f"The position tables in {str(folder)!r} are not two of width {d_model}; expected one for each side.")
+        raise UserError(
+            f"The position tables in {str(folder)!r} are not two of width {d_model}; expected one for each side."
+        )
     if shared and not np.array_equal(tables[0], tables[1]):
         raise UserError(
             f"Encoder and decoder have different learned positions in {str(folder)!r}, but one embedding; here positions are "
@@ -144,14 +193,18 @@ def _layers_from(tensors: dict[str, np.ndarray], side: str, count: int) -> tuple
         return Norm(tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias"))
 
     def attention(name: str) -> Attention:
-        query, key, value, output = (linear(f"{name}.{part}_proj") for part in ("q", "k", "v", "out"))
+        query, key, value, output = (
+            linear(f"{name}.{part}_proj") for part in ("q", "k", "v", "out")
+        )
         return Attention(query, key, value, output, norm(f"{name}_layer_norm"))
 
     layers = []
     for i in range(count):
         prefix = f"model.{side}.layers.{i}."
         cross = attention(prefix + "encoder_attn") if side == "decoder" else None
-        feed_forward = FeedForward(linear(prefix + "fc1"), linear(prefix + "fc2"), norm(prefix + "final_layer_norm"))
+        feed_forward = FeedForward(
+            linear(prefix + "fc1"), linear(prefix + "fc2"), norm(prefix + "final_layer_norm")
+        )
         layers.append(Layer(attention(prefix + "self_attn"), cross, feed_forward))
     return tuple(layers)
 
@@ -180,7 +233,11 @@ def _expected_shapes(
         ("encoder", encoder_layers, ["self_attn"]),
         ("decoder", decoder_layers, ["self_attn", "encoder_attn"]),
     ):
-        linears = {f"{a}.{part}_proj": (d_model, d_model) for a in attentions for part in ("q", "k", "v", "out")}
+        linears = {
+            f"{a}.{part}_proj": (d_model, d_model)
+            for a in attentions
+            for part in ("q", "k", "v", "out")
+        }
         linears |= {"fc1": (d_ff, d_model), "fc2": (d_model, d_ff)}
         norms = [f"{a}_layer_norm" for a in attentions] + ["final_layer_norm"]
         for prefix in (f"model.{side}.layers.{i}." for i in range(count)):

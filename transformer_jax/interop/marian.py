@@ -1,4 +1,6 @@
-"""A model in Marian's own format: ``model.npz`` with its settings inside, vocabularies, and a ready decoder config."""
+"""A model in Marian's own format: ``model.npz`` with its settings inside, vocabularies, and a ready
+decoder config.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,34 @@ from transformer_jax.interop.weights import (
     square_head_width,
 )
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.tokenizer import BOS_ID, Tokenizer
+from transformer_jax.special_ids import BOS_ID
+from transformer_jax.tokenizer import Tokenizer
 
 _NORM_EPSILON = 1e-9  # fixed in Marian's layerNorm
 _POSITIONS = 2048
 _LENGTH_FACTOR = 3  # Marian's default
 
 
-def export_marian(config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Write ``model`` into ``folder``, which exists; returns what cannot travel exactly, a line each.
+def export_marian(
+    config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
+) -> list[str]:
+    """Write ``model`` into ``folder``, which exists; returns what cannot travel exactly, a line
+    each.
 
-    ``marian-decoder -c decoder.yml`` reads text and writes text. ``*.vocab.yml`` hold the piece ids for other tools.
+    ``marian-decoder -c decoder.yml`` reads text and writes text. ``*.vocab.yml`` hold the piece ids
+    for other tools.
 
-    Marian starts a translation from a zero vector where ours starts from the embedding of BOS. The copy is exact all the
-    same: that embedding is taken off every target embedding, which shifts all scores of a step alike, and given back by the
-    biases of the first layer, the only one that sees embeddings.
+    Marian starts a translation from a zero vector where ours starts from the embedding of BOS. The
+    copy is exact all the
+    same: that embedding is taken off every target embedding, which shifts all scores of a step
+    alike, and given back by the biases of the first layer, the only one that sees embeddings.
     """
     shape = config.model
     _check(config, tokenizer)
     if config.decoding.suppress or config.decoding.min_length or config.decoding.no_repeat_ngram:
-        left_out = ["decoding.suppress, min_length and no_repeat_ngram are left out: marian-decoder has none of them."]
+        left_out = [
+            "decoding.suppress, min_length and no_repeat_ngram are left out: marian-decoder has none of them."
+        ]
     else:
         left_out = []
     notes = (
@@ -55,27 +65,40 @@ def export_marian(config: Config, model: Transformer, tokenizer: Tokenizer, fold
     start_D = weights.target_matrix_VD[BOS_ID]
     shift_D = start_D * np.float32(shape.d_model**0.5)
     shared = weights.source_matrix_VD is weights.target_matrix_VD
-    tensors = dict(_stack("decoder", (_with_shift(weights.decoder[0], shift_D), *weights.decoder[1:])))
+    tensors = dict(
+        _stack("decoder", (_with_shift(weights.decoder[0], shift_D), *weights.decoder[1:]))
+    )
     first = _with_shift(weights.encoder[0], shift_D) if shared else weights.encoder[0]
     tensors |= _stack("encoder", (first, *weights.encoder[1:]))
     if shared:
         tensors["Wemb"] = weights.target_matrix_VD - start_D
     else:
-        tensors["encoder_Wemb"], tensors["decoder_Wemb"] = weights.source_matrix_VD, weights.target_matrix_VD - start_D
+        tensors["encoder_Wemb"], tensors["decoder_Wemb"] = (
+            weights.source_matrix_VD,
+            weights.target_matrix_VD - start_D,
+        )
     if weights.softmax_matrix_VD is not weights.target_matrix_VD:
         tensors["decoder_ff_logit_out_W"] = weights.softmax_matrix_VD.T
     tensors["decoder_ff_logit_out_b"] = weights.softmax_bias_V[None]
     # Marian computes this table itself; converters that would take other wavelengths find it here.
     tensors["Wpos"] = position_tables(weights, shape, max(_POSITIONS, *length_limits(config)))[0]
-    settings = "".join(f"{key}: {json.dumps(value)}\n" for key, value in _model_settings(config).items())
+    settings = "".join(
+        f"{key}: {json.dumps(value)}\n" for key, value in _model_settings(config).items()
+    )
     tensors["special:model.yml"] = np.frombuffer(settings.encode() + b"\0", np.int8)
     files: dict[str, Any] = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     np.savez(folder / "model.npz", **files)
 
-    for name, pieces in zip(("source", "target"), write_sentencepiece(tokenizer, folder), strict=True):
-        lines = (f"{json.dumps(piece, ensure_ascii=False)}: {i}\n" for i, piece in enumerate(pieces))
+    for name, pieces in zip(
+        ("source", "target"), write_sentencepiece(tokenizer, folder), strict=True
+    ):
+        lines = (
+            f"{json.dumps(piece, ensure_ascii=False)}: {i}\n" for i, piece in enumerate(pieces)
+        )
         (folder / f"{name}.vocab.yml").write_text("".join(lines), encoding="utf-8")
-    decoder = "".join(f"{key}: {json.dumps(value)}\n" for key, value in _decoder_settings(config).items())
+    decoder = "".join(
+        f"{key}: {json.dumps(value)}\n" for key, value in _decoder_settings(config).items()
+    )
     (folder / "decoder.yml").write_text(decoder)
     return notes
 
@@ -108,14 +131,18 @@ def _check(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _with_shift(layer: Layer, shift_D: np.ndarray) -> Layer:
-    """The first layer for inputs from which ``shift_D`` was taken: projections see it in their biases, the residual too."""
+    """The first layer for inputs from which ``shift_D`` was taken: projections see it in their
+    biases, the residual too.
+    """
 
     def reads(linear: Linear) -> Linear:
         return Linear(linear.kernel_IO, linear.bias_O + shift_D @ linear.kernel_IO)
 
     a = layer.self_attention
     output = Linear(a.output.kernel_IO, a.output.bias_O + shift_D)
-    return layer._replace(self_attention=Attention(reads(a.query), reads(a.key), reads(a.value), output, a.norm))
+    return layer._replace(
+        self_attention=Attention(reads(a.query), reads(a.key), reads(a.value), output, a.norm)
+    )
 
 
 def _stack(side: str, layers: tuple[Layer, ...]) -> Iterator[tuple[str, np.ndarray]]:

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, OptimizerConfig, TokenizerConfig
+from transformer_jax.config import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+)
 from transformer_jax.errors import UserError
 from transformer_jax.interop.huggingface import NORM_EPSILON
 from transformer_jax.interop.huggingface_weights import read_tensors, weights_from
@@ -16,7 +23,8 @@ from transformer_jax.interop.vocabulary import Arrangement, SpecialIds, arrange,
 from transformer_jax.interop.weights import Weights, parameters
 from transformer_jax.tokenizer import Tokenizer
 
-# Added to the score of a piece that must never be generated: e^-100 is less than any float32 probability that counts.
+# Added to the score of a piece that must never be generated: e^-100 is less than any float32
+# probability that counts.
 _NEVER = np.float32(-100)
 _TOP_K = 50  # what transformers takes where a folder that asks for sampling does not say
 # Settings of transformers' search that nothing here is like, and the values that switch them off.
@@ -47,7 +55,13 @@ _NO_COUNTERPART: dict[str, Any] = {
     "dola_layers": None,
     "watermarking_config": {},
 }
-_ACTIVATIONS = {"relu": "relu", "swish": "silu", "silu": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
+_ACTIVATIONS = {
+    "relu": "relu",
+    "swish": "silu",
+    "silu": "silu",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+}
 
 
 class Imported(NamedTuple):
@@ -60,9 +74,11 @@ class Imported(NamedTuple):
 
 
 def read_marian(folder: Path) -> Imported:
-    """Read a MarianMT folder; ``UserError`` if something is missing, too much, or cannot be expressed here.
+    """Read a MarianMT folder; ``UserError`` if something is missing, too much, or cannot be
+    expressed here.
 
-    Piece ids are arranged anew, since ours are fixed for PAD, BOS, EOS and UNK; what the model computes stays the same.
+    Piece ids are arranged anew, since ours are fixed for PAD, BOS, EOS and UNK; what the model
+    computes stays the same.
     """
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -89,7 +105,9 @@ def read_marian(folder: Path) -> Imported:
         d_ff=theirs["encoder_ffn_dim"],
         num_heads=theirs["encoder_attention_heads"],
         num_layers=theirs["encoder_layers"],
-        num_decoder_layers=theirs["decoder_layers"] if theirs["decoder_layers"] != theirs["encoder_layers"] else None,
+        num_decoder_layers=theirs["decoder_layers"]
+        if theirs["decoder_layers"] != theirs["encoder_layers"]
+        else None,
         dropout=theirs.get("dropout", 0.1),
         attention_dropout=theirs.get("attention_dropout", 0.0),
         feed_forward_dropout=theirs.get("activation_dropout", 0.0),
@@ -97,17 +115,22 @@ def read_marian(folder: Path) -> Imported:
         attention_bias=_has_attention_bias(weights),
         activation=_ACTIVATIONS[theirs["activation_function"]],  # type: ignore[arg-type]
         positions=positions,  # type: ignore[arg-type]
-        max_positions=1024 if weights.source_positions_LD is None else len(weights.source_positions_LD),
+        max_positions=1024
+        if weights.source_positions_LD is None
+        else len(weights.source_positions_LD),
         tie_embeddings=tied,  # type: ignore[arg-type]
         softmax_bias=bool(weights.softmax_bias_V.any()),
     )
-    decoding, notes = _decoding(theirs | _read_json(folder / "generation_config.json", {}), target, folder)
+    decoding, notes = _decoding(
+        theirs | _read_json(folder / "generation_config.json", {}), target, folder
+    )
     longest = min(256, model.max_positions)
     config = Config(
         model=model,
         data=DataConfig(max_source_length=longest, max_target_length=longest),
         tokenizer=TokenizerConfig(vocab_size=len(target.pieces), joint=tokenizer.joint),
-        optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),  # to go on gently from trained weights
+        # to go on gently from trained weights
+        optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
         decoding=decoding,
     )
     return Imported(config, parameters(weights, model), tokenizer, notes)
@@ -128,9 +151,15 @@ def _check(theirs: dict[str, Any], folder: Path) -> None:
     if theirs.get("model_type") != "marian":
         raise UserError(f"model_type in {file} is {theirs.get('model_type')!r}; expected 'marian'.")
     needed = ("d_model", "vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
-    sizes = (f"{side}_{what}" for side in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim"))
+    sizes = (
+        f"{side}_{what}"
+        for side in ("encoder", "decoder")
+        for what in ("layers", "attention_heads", "ffn_dim")
+    )
     if missing := [name for name in (*needed, *sizes) if not isinstance(theirs.get(name), int)]:
-        raise UserError(f"{file} lacks {', '.join(missing)}; expected the config.json of a whole MarianMT folder.")
+        raise UserError(
+            f"{file} lacks {', '.join(missing)}; expected the config.json of a whole MarianMT folder."
+        )
     required = {
         "scale_embedding": True,
         "normalize_before": False,
@@ -141,14 +170,18 @@ def _check(theirs: dict[str, Any], folder: Path) -> None:
     }
     for name, expected in required.items():
         if theirs.get(name, expected) != expected:
-            raise UserError(f"{name} in {file} is {theirs[name]!r}; models here have {expected!r}, so it cannot be imported.")
+            raise UserError(
+                f"{name} in {file} is {theirs[name]!r}; models here have {expected!r}, so it cannot be imported."
+            )
     if theirs["activation_function"] not in _ACTIVATIONS:
         raise UserError(
             f"activation_function in {file} is {theirs['activation_function']!r}; expected one of {', '.join(_ACTIVATIONS)}."
         )
 
 
-def _vocabularies(folder: Path, theirs: dict[str, Any]) -> tuple[tuple[int, int], tuple[Arrangement, Arrangement], Tokenizer]:
+def _vocabularies(
+    folder: Path, theirs: dict[str, Any]
+) -> tuple[tuple[int, int], tuple[Arrangement, Arrangement], Tokenizer]:
     """How many source and target pieces there are, what becomes of them here, and the tokenizer."""
     settings = _read_json(folder / "tokenizer_config.json", {})
     files = [folder / "source.spm", folder / "target.spm"]
@@ -157,15 +190,28 @@ def _vocabularies(folder: Path, theirs: dict[str, Any]) -> tuple[tuple[int, int]
     unk = settings.get("unk_token", "<unk>")
     unk = unk["content"] if isinstance(unk, dict) else unk
     if settings.get("separate_vocabs"):
-        both = vocabulary, _vocabulary(folder / "target_vocab.json", theirs.get("decoder_vocab_size", theirs["vocab_size"]))
+        both = (
+            vocabulary,
+            _vocabulary(
+                folder / "target_vocab.json", theirs.get("decoder_vocab_size", theirs["vocab_size"])
+            ),
+        )
     else:
         both = vocabulary, vocabulary
     start, pad, eos = (theirs[f"{name}_token_id"] for name in ("decoder_start", "pad", "eos"))
-    for name, id_ in (("decoder_start_token_id", start), ("pad_token_id", pad), ("eos_token_id", eos)):
+    for name, id_ in (
+        ("decoder_start_token_id", start),
+        ("pad_token_id", pad),
+        ("eos_token_id", eos),
+    ):
         if id_ not in both[1].values():
-            raise UserError(f"{name} in {str(folder / 'config.json')!r} is {id_}, which is no id of the vocabulary.")
+            raise UserError(
+                f"{name} in {str(folder / 'config.json')!r} is {id_}, which is no id of the vocabulary."
+            )
     if not all(unk in vocabulary for vocabulary in both):
-        raise UserError(f"The vocabulary in {str(folder)!r} has no {unk!r}; expected the piece that unknown text becomes.")
+        raise UserError(
+            f"The vocabulary in {str(folder)!r} has no {unk!r}; expected the piece that unknown text becomes."
+        )
     special = SpecialIds(pad, start, eos, both[1][unk])
     if both[0] is both[1]:
         target = source = arrange(vocabulary, special)
@@ -173,14 +219,21 @@ def _vocabularies(folder: Path, theirs: dict[str, Any]) -> tuple[tuple[int, int]
         names = {id_: piece for piece, id_ in both[1].items()}
         absent = [names[i] for i in (pad, eos) if names[i] not in both[0]]
         if absent:
-            raise UserError(f"{str(folder / 'vocab.json')!r} lacks {absent[0]!r}, which target_vocab.json has.")
+            raise UserError(
+                f"{str(folder / 'vocab.json')!r} lacks {absent[0]!r}, which target_vocab.json has."
+            )
         there = both[0]
-        at_source = SpecialIds(there[names[pad]], there.get(names[start]), there[names[eos]], there[unk])
+        at_source = SpecialIds(
+            there[names[pad]], there.get(names[start]), there[names[eos]], there[unk]
+        )
         source, target = arrange(there, at_source), arrange(both[1], special)
     source_spm, target_spm = (
-        with_ids(model, side.pieces, name) for side, (name, model) in zip((source, target), models.items(), strict=True)
+        with_ids(model, side.pieces, name)
+        for side, (name, model) in zip((source, target), models.items(), strict=True)
     )
-    tokenizer = Tokenizer(source_spm) if source_spm == target_spm else Tokenizer(source_spm, target_spm)
+    tokenizer = (
+        Tokenizer(source_spm) if source_spm == target_spm else Tokenizer(source_spm, target_spm)
+    )
     return (len(both[0]), len(both[1])), (source, target), tokenizer
 
 
@@ -201,11 +254,15 @@ def _rows(matrix: np.ndarray, arrangement: Arrangement) -> np.ndarray:
 
 
 def _has_attention_bias(weights: Weights) -> bool:
-    attentions = [a for layer in weights.encoder + weights.decoder for a in layer[:2] if a is not None]
+    attentions = [
+        a for layer in weights.encoder + weights.decoder for a in layer[:2] if a is not None
+    ]
     return any(linear.bias_O.any() for a in attentions for linear in a[:4])  # type: ignore[union-attr]
 
 
-def _decoding(theirs: dict[str, Any], target: Arrangement, folder: Path) -> tuple[DecodingConfig, list[str]]:
+def _decoding(
+    theirs: dict[str, Any], target: Arrangement, folder: Path
+) -> tuple[DecodingConfig, list[str]]:
     """Their search settings as ours, and what differs."""
     rows = zip(target.pieces, target.rows_V, target.new_V, strict=True)
     piece_of_row = {int(row): piece for piece, row, new in rows if row >= 0 and not new}
@@ -226,16 +283,30 @@ def _decoding(theirs: dict[str, Any], target: Arrangement, folder: Path) -> tupl
             beam_size=beam_size,
             length_penalty=float(max(penalty, 0)),
             length_offset=0.0,
-            min_length=settings.get("min_new_tokens", max(settings.get("min_length", 0) - 1, 0)),  # the start counts there
+            # the start counts there
+            min_length=settings.get("min_new_tokens", max(settings.get("min_length", 0) - 1, 0)),
             no_repeat_ngram=settings.get("no_repeat_ngram_size", 0),
             repetition_penalty=repetition,
             suppress=tuple(piece for piece in suppress if piece != never),
             **sampling,
         )
     except UserError as error:
-        file = next(file for name in ("generation_config.json", "config.json") if (file := folder / name).exists())
-        raise UserError(f"{str(file)!r} asks for what decoding here refuses: {error} Change or remove it there.") from None
-    limit = next((f"{name} {settings[name]}" for name in ("max_new_tokens", "max_length") if name in settings), "no limit")
+        file = next(
+            file
+            for name in ("generation_config.json", "config.json")
+            if (file := folder / name).exists()
+        )
+        raise UserError(
+            f"{str(file)!r} asks for what decoding here refuses: {error} Change or remove it there."
+        ) from None
+    limit = next(
+        (
+            f"{name} {settings[name]}"
+            for name in ("max_new_tokens", "max_length")
+            if name in settings
+        ),
+        "no limit",
+    )
     notes = [
         f"{limit} there; here a translation has at most source length + {config.max_extra_length} pieces "
         "(decoding.max_extra_length)."
@@ -243,12 +314,20 @@ def _decoding(theirs: dict[str, Any], target: Arrangement, folder: Path) -> tupl
     if any(len(ids) > 1 for ids in words):
         notes.append("bad_words_ids of several pieces are left out.")
     if penalty < 0:
-        notes.append(f"length_penalty is {penalty:g} there, 0 here, where nothing makes short translations better.")
+        notes.append(
+            f"length_penalty is {penalty:g} there, 0 here, where nothing makes short translations better."
+        )
     if repetition != 1 and (beam_size == 1 or sampling):
         notes.append("repetition_penalty works on logits there, on log-probabilities here.")
     if sampling and beam_size > 1:
-        notes.append(f"num_beams {beam_size} with do_sample: here {beam_size} samples are drawn, each by itself.")
-    left_out = [f"{name} {settings[name]}" for name, off in _NO_COUNTERPART.items() if settings.get(name, off) != off]
+        notes.append(
+            f"num_beams {beam_size} with do_sample: here {beam_size} samples are drawn, each by itself."
+        )
+    left_out = [
+        f"{name} {settings[name]}"
+        for name, off in _NO_COUNTERPART.items()
+        if settings.get(name, off) != off
+    ]
     if left_out:
         notes.append(f"left out, since there is nothing like it here: {', '.join(left_out)}.")
     return config, notes
@@ -260,7 +339,9 @@ def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, A
     try:
         content = json.loads(_read_bytes(path))
     except ValueError as error:
-        raise UserError(f"{str(path)!r} is not JSON, or is damaged; fetch it again ({error}).") from None
+        raise UserError(
+            f"{str(path)!r} is not JSON, or is damaged; fetch it again ({error})."
+        ) from None
     if not isinstance(content, dict):
         raise UserError(f"{str(path)!r} holds {type(content).__name__}; expected a JSON object.")
     return content
@@ -268,5 +349,7 @@ def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, A
 
 def _read_bytes(path: Path) -> bytes:
     if not path.is_file():
-        raise UserError(f"{str(path)!r} does not exist; expected a whole Hugging Face MarianMT folder.")
+        raise UserError(
+            f"{str(path)!r} does not exist; expected a whole Hugging Face MarianMT folder."
+        )
     return path.read_bytes()

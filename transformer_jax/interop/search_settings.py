@@ -1,4 +1,6 @@
-"""What exported search settings have in common: the limits of lengths, and what is said of those that cannot travel."""
+"""What exported search settings have in common: the limits of lengths, and what is said of those
+that cannot travel.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from transformer_jax.config import Config
 
 
 def length_limits(config: Config) -> tuple[int, int]:
-    """The longest source and the longest translation in pieces, end symbols included, that decoding here allows."""
+    """The longest source and the longest translation in pieces, end symbols included, that decoding
+    here allows.
+    """
     source = config.decoding.max_source_length
     target = source + config.decoding.max_extra_length
     if config.model.positions == "learned":
@@ -14,11 +18,13 @@ def length_limits(config: Config) -> tuple[int, int]:
     return source, target
 
 
-def search_notes(config: Config, library: str, *, limit: str = "", long_lines: str = "cuts them off") -> list[str]:
+def search_notes(
+    config: Config, library: str, *, limit: str = "", long_lines: str = "cuts them off"
+) -> list[str]:
     """Where the search of ``library`` cannot be that of ours, though it gets the same settings.
 
-    ``limit``: the limit of a translation's length there, in words, if it is not a number of pieces. ``long_lines``: what
-    becomes of too long a source there.
+    ``limit``: the limit of a translation's length there, in words, if it is not a number of pieces.
+    ``long_lines``: what becomes of too long a source there.
     """
     decoding = config.decoding
     longest_source, longest_target = length_limits(config)
@@ -39,11 +45,17 @@ def search_notes(config: Config, library: str, *, limit: str = "", long_lines: s
             "none can."
         )
     if decoding.method == "sample":
-        notes.append(f"decoding.method is 'sample', which is left out: {library} is set up for beam search.")
+        notes.append(
+            f"decoding.method is 'sample', which is left out: {library} is set up for beam search."
+        )
     if decoding.repetition_penalty != 1:
-        notes.append("decoding.repetition_penalty is left out: it works on logits there, on log-probabilities here.")
+        notes.append(
+            "decoding.repetition_penalty is left out: it works on logits there, on log-probabilities here."
+        )
     if decoding.shortlist:
-        notes.append("decoding.shortlist is left out: its file is of another format, and works in this library only.")
+        notes.append(
+            "decoding.shortlist is left out: its file is of another format, and works in this library only."
+        )
     if decoding.coverage_penalty:
         notes.append(f"decoding.coverage_penalty is left out: {library} has none, or another one.")
     return notes

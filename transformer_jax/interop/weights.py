@@ -1,4 +1,5 @@
-"""A model's weights as the plain matrices that other libraries keep: heads side by side, every bias there, float32 NumPy.
+"""A model's weights as the plain matrices that other libraries keep: heads side by side, every bias
+there, float32 NumPy.
 
 Letters beside the package's own: I inputs, O outputs of a linear layer.
 """
@@ -63,7 +64,8 @@ class Weights(NamedTuple):
     target_matrix_VD: np.ndarray
     softmax_matrix_VD: np.ndarray
     softmax_bias_V: np.ndarray
-    source_positions_LD: np.ndarray | None  # learned ones, as they are added to the scaled embeddings; else None
+    # learned ones, as they are added to the scaled embeddings; else None
+    source_positions_LD: np.ndarray | None
     target_positions_LD: np.ndarray | None
     encoder: tuple[Layer, ...]
     decoder: tuple[Layer, ...]
@@ -72,37 +74,59 @@ class Weights(NamedTuple):
 
 
 def plain_weights(model: Transformer, *, head_width: int | None = None) -> Weights:
-    """The weights of ``model``, every head's queries, keys and values ``head_width`` wide (default: the larger of d_k, d_v).
+    """The weights of ``model``, every head's queries, keys and values ``head_width`` wide (default:
+    the larger of d_k, d_v).
 
-    Where heads are narrower they are filled up with zeros, and queries scaled so that what is divided by sqrt(head_width) has
-    the scores of d_k: an exact copy.
+    Where heads are narrower they are filled up with zeros, and queries scaled so that what is
+    divided by sqrt(head_width) has the scores of d_k: an exact copy.
     """
     config = model.config
     tree = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     width = head_width or max(config.head_width_k, config.head_width_v)
     target = _array(tree["target_embedding"]["matrix"])
     source = _array(tree["source_embedding"]["matrix"]) if "source_embedding" in tree else target
-    positions = {name: _learned(tree.get(name), config.d_model) for name in ("source_embedding", "target_embedding")}
+    positions = {
+        name: _learned(tree.get(name), config.d_model)
+        for name in ("source_embedding", "target_embedding")
+    }
     return Weights(
         source_matrix_VD=source,
         target_matrix_VD=target,
         softmax_matrix_VD=_array(tree["softmax_matrix"]) if "softmax_matrix" in tree else target,
-        softmax_bias_V=_array(tree["softmax_bias"]) if "softmax_bias" in tree else np.zeros(config.vocab_size, np.float32),
-        source_positions_LD=positions["source_embedding" if "source_embedding" in tree else "target_embedding"],
+        softmax_bias_V=_array(tree["softmax_bias"])
+        if "softmax_bias" in tree
+        else np.zeros(config.vocab_size, np.float32),
+        source_positions_LD=positions[
+            "source_embedding" if "source_embedding" in tree else "target_embedding"
+        ],
         target_positions_LD=positions["target_embedding"],
-        encoder=tuple(_layer(tree["encoder"]["layers"][i], width) for i in range(config.num_layers)),
-        decoder=tuple(_layer(tree["decoder"]["layers"][i], width) for i in range(config.decoder_layers)),
+        encoder=tuple(
+            _layer(tree["encoder"]["layers"][i], width) for i in range(config.num_layers)
+        ),
+        decoder=tuple(
+            _layer(tree["decoder"]["layers"][i], width) for i in range(config.decoder_layers)
+        ),
         encoder_norm=_norm(tree["encoder"]["final_norm"]) if config.norm == "pre" else None,
         decoder_norm=_norm(tree["decoder"]["final_norm"]) if config.norm == "pre" else None,
     )
 
 
 def parameters(weights: Weights, config: ModelConfig) -> dict[str, Any]:
-    """The way back: parameters, as ``nnx.to_pure_dict`` gives them, of a Transformer of this config."""
+    """The way back: parameters, as ``nnx.to_pure_dict`` gives them, of a Transformer of this
+    config.
+    """
     tree: dict[str, Any] = {
         "target_embedding": {"matrix": weights.target_matrix_VD},
-        "encoder": {"layers": {i: _layer_parameters(layer, config) for i, layer in enumerate(weights.encoder)}},
-        "decoder": {"layers": {i: _layer_parameters(layer, config) for i, layer in enumerate(weights.decoder)}},
+        "encoder": {
+            "layers": {
+                i: _layer_parameters(layer, config) for i, layer in enumerate(weights.encoder)
+            }
+        },
+        "decoder": {
+            "layers": {
+                i: _layer_parameters(layer, config) for i, layer in enumerate(weights.decoder)
+            }
+        },
     }
     if config.tie_embeddings != "all":
         tree["source_embedding"] = {"matrix": weights.source_matrix_VD}
@@ -120,8 +144,12 @@ def parameters(weights: Weights, config: ModelConfig) -> dict[str, Any]:
     return tree
 
 
-def position_tables(weights: Weights, config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """What is added to source and target embeddings at each of ``length`` positions (learned ones: all there are)."""
+def position_tables(
+    weights: Weights, config: ModelConfig, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is added to source and target embeddings at each of ``length`` positions (learned ones:
+    all there are).
+    """
     if weights.source_positions_LD is not None and weights.target_positions_LD is not None:
         return weights.source_positions_LD, weights.target_positions_LD
     table_LD = sinusoidal_positions(length, config.d_model, layout=config.positions)
@@ -129,12 +157,15 @@ def position_tables(weights: Weights, config: ModelConfig, length: int) -> tuple
 
 
 def sines_first(d_model: int) -> np.ndarray:
-    """The order of dimensions that makes interleaved sinusoids split ones, with the same wavelengths: 0 2 4 ... 1 3 5 ..."""
+    """The order of dimensions that makes interleaved sinusoids split ones, with the same
+    wavelengths: 0 2 4 ... 1 3 5 ...
+    """
     return np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)])
 
 
 def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
-    """The same model with its d_model dimensions in another order: new dimension i is old dimension ``order_D[i]``.
+    """The same model with its d_model dimensions in another order: new dimension i is old dimension
+    ``order_D[i]``.
 
     A function of tokens and positions as before if positions are taken in the same order.
     """
@@ -149,11 +180,15 @@ def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
         return Linear(linear.kernel_IO[:, order_D], linear.bias_O[order_D])
 
     def attention(a: Attention) -> Attention:
-        return Attention(reads(a.query), reads(a.key), reads(a.value), writes(a.output), norm(a.norm))
+        return Attention(
+            reads(a.query), reads(a.key), reads(a.value), writes(a.output), norm(a.norm)
+        )
 
     def layer(x: Layer) -> Layer:
         cross = None if x.cross_attention is None else attention(x.cross_attention)
-        feed_forward = FeedForward(reads(x.feed_forward.inner), writes(x.feed_forward.output), norm(x.feed_forward.norm))
+        feed_forward = FeedForward(
+            reads(x.feed_forward.inner), writes(x.feed_forward.output), norm(x.feed_forward.norm)
+        )
         return Layer(attention(x.self_attention), cross, feed_forward)
 
     def table(x_LD: np.ndarray | None) -> np.ndarray | None:
@@ -175,7 +210,9 @@ def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
 
 
 def square_head_width(config: ModelConfig, library: str) -> int:
-    """d_model / num_heads for a library that knows no other width; ``UserError`` where the model's heads are wider."""
+    """d_model / num_heads for a library that knows no other width; ``UserError`` where the model's
+    heads are wider.
+    """
     width = config.d_model // config.num_heads
     for name, ours in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
         if ours > width or config.d_model % config.num_heads:
@@ -187,7 +224,9 @@ def square_head_width(config: ModelConfig, library: str) -> int:
 
 
 def check_epsilon(config: ModelConfig, theirs: float, library: str) -> list[str]:
-    """A note where layer norm adds another epsilon there; ``UserError`` where that would show in the output."""
+    """A note where layer norm adds another epsilon there; ``UserError`` where that would show in
+    the output.
+    """
     if config.norm_epsilon > 1e-5:
         raise UserError(
             f"model.norm_epsilon is {config.norm_epsilon:g}, which {library} does not know: it always adds {theirs:g}. "
@@ -195,7 +234,9 @@ def check_epsilon(config: ModelConfig, theirs: float, library: str) -> list[str]
         )
     if config.norm_epsilon == theirs:
         return []
-    return [f"layer norm adds {theirs:g} to the variance in {library}, {config.norm_epsilon:g} here: a few 1e-6 of its output."]
+    return [
+        f"layer norm adds {theirs:g} to the variance in {library}, {config.norm_epsilon:g} here: a few 1e-6 of its output."
+    ]
 
 
 def _array(x: Any) -> np.ndarray:
@@ -215,7 +256,9 @@ def _layer(tree: dict[str, Any], width: int) -> Layer:
         _attention(tree, "cross_attention", width) if "cross_attention" in tree else None,
         FeedForward(
             Linear(_array(feed_forward["inner"]["kernel"]), _array(feed_forward["inner"]["bias"])),
-            Linear(_array(feed_forward["output"]["kernel"]), _array(feed_forward["output"]["bias"])),
+            Linear(
+                _array(feed_forward["output"]["kernel"]), _array(feed_forward["output"]["bias"])
+            ),
             _norm(tree["feed_forward_residual"]["norm"]),
         ),
     )
@@ -227,16 +270,27 @@ def _attention(tree: dict[str, Any], name: str, width: int) -> Attention:
         bias = tree[name][part].get("bias")
         bias_HK = np.zeros(kernel_DHK.shape[1:], np.float32) if bias is None else _array(bias)
         more = width - kernel_DHK.shape[2]
-        scale = np.float32((width / kernel_DHK.shape[2]) ** 0.5) if part == "query" else np.float32(1)
+        scale = (
+            np.float32((width / kernel_DHK.shape[2]) ** 0.5) if part == "query" else np.float32(1)
+        )
         kernel_DHK = np.pad(kernel_DHK * scale, ((0, 0), (0, 0), (0, more)))
-        return Linear(kernel_DHK.reshape(len(kernel_DHK), -1), np.pad(bias_HK * scale, ((0, 0), (0, more))).reshape(-1))
+        return Linear(
+            kernel_DHK.reshape(len(kernel_DHK), -1),
+            np.pad(bias_HK * scale, ((0, 0), (0, more))).reshape(-1),
+        )
 
     kernel_HKD = _array(tree[name]["output"]["kernel"])
     bias = tree[name]["output"].get("bias")
     bias_D = np.zeros(kernel_HKD.shape[2], np.float32) if bias is None else _array(bias)
     kernel_HKD = np.pad(kernel_HKD, ((0, 0), (0, width - kernel_HKD.shape[1]), (0, 0)))
     output = Linear(kernel_HKD.reshape(-1, kernel_HKD.shape[2]), bias_D)
-    return Attention(heads("query"), heads("key"), heads("value"), output, _norm(tree[f"{name}_residual"]["norm"]))
+    return Attention(
+        heads("query"),
+        heads("key"),
+        heads("value"),
+        output,
+        _norm(tree[f"{name}_residual"]["norm"]),
+    )
 
 
 def _norm(tree: dict[str, Any]) -> Norm:

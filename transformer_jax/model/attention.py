@@ -17,21 +17,28 @@ from flax import nnx
 
 from transformer_jax.errors import UserError
 
-# The score of a forbidden position. Finite, so that a row with nothing to attend to (padding) gives no NaN.
+# The score of a forbidden position. Finite, so that a row with nothing to attend to (padding) gives
+# no NaN.
 MASKED = -1e30
 
 
-def attention_mask(query_segments_BT: jax.Array, key_segments_BS: jax.Array, *, causal: bool = False) -> jax.Array:
-    """Which key each query may look at: one of its own segment and, if causal, not later than itself.
+def attention_mask(
+    query_segments_BT: jax.Array, key_segments_BS: jax.Array, *, causal: bool = False
+) -> jax.Array:
+    """Which key each query may look at: one of its own segment and, if causal, not later than
+    itself.
 
     Args:
-      query_segments_BT: int; 0 marks padding, equal numbers belong together (one sentence, or one of a packed row).
+      query_segments_BT: int; 0 marks padding, equal numbers belong together (one sentence, or one
+        of a packed row).
       key_segments_BS: likewise for the keys. With ``causal``, S = T.
 
     Returns:
       bool [B, 1, T, S], True where attention is allowed. The 1 stands for the heads.
     """
-    same_BTS = (query_segments_BT[:, :, None] == key_segments_BS[:, None, :]) & (key_segments_BS[:, None, :] > 0)
+    same_BTS = (query_segments_BT[:, :, None] == key_segments_BS[:, None, :]) & (
+        key_segments_BS[:, None, :] > 0
+    )
     if causal:
         length = same_BTS.shape[-1]
         same_BTS &= jnp.tril(jnp.ones((length, length), bool))[None]
@@ -39,18 +46,26 @@ def attention_mask(query_segments_BT: jax.Array, key_segments_BS: jax.Array, *, 
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Set a share ``rate`` of the elements to zero and scale the rest so that the mean stays; ``key=None`` does nothing.
+    """Set a share ``rate`` of the elements to zero and scale the rest so that the mean stays;
+    ``key=None`` does nothing.
 
-    16 random bits decide over an element, half of what a float32 Bernoulli draw costs. The rate is exact to 2^-16. The halves
-    of the words go to the halves of the last axis: on a TPU neighbours would cost a sixth of a training step.
+    16 random bits decide over an element, half of what a float32 Bernoulli draw costs. The rate is
+    exact to 2^-16. The halves of the words go to the halves of the last axis: on a TPU neighbours
+    would cost a sixth of a training step.
     """
     if key is None or rate == 0.0:
         return x
     threshold = round(rate * 65536)
     *leading, last = x.shape
     words = jax.random.bits(key, (*leading, -(-last // 2)), jnp.uint32)
-    bits = jnp.concatenate([words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)], axis=-1)[..., :last]
-    return jnp.where(bits >= threshold, x * jnp.asarray(65536 / (65536 - threshold), x.dtype), jnp.zeros((), x.dtype))
+    bits = jnp.concatenate([words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)], axis=-1)[
+        ..., :last
+    ]
+    return jnp.where(
+        bits >= threshold,
+        x * jnp.asarray(65536 / (65536 - threshold), x.dtype),
+        jnp.zeros((), x.dtype),
+    )
 
 
 def dot_product_attention(
@@ -78,7 +93,9 @@ def dot_product_attention(
 
 
 class Projection(nnx.Module):
-    """A matrix product over named axes with Xavier-uniform weights in float32, computed in ``dtype``, and an optional bias."""
+    """A matrix product over named axes with Xavier-uniform weights in float32, computed in
+    ``dtype``, and an optional bias.
+    """
 
     def __init__(
         self,
@@ -90,9 +107,15 @@ class Projection(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``shape`` is the kernel's; its first ``inputs`` axes are contracted by ``equation``, the others remain."""
+        """``shape`` is the kernel's; its first ``inputs`` axes are contracted by ``equation``, the
+        others remain.
+        """
         init = nnx.initializers.variance_scaling(
-            1.0, "fan_avg", "uniform", in_axis=tuple(range(inputs)), out_axis=tuple(range(inputs, len(shape)))
+            1.0,
+            "fan_avg",
+            "uniform",
+            in_axis=tuple(range(inputs)),
+            out_axis=tuple(range(inputs, len(shape))),
         )
         self.equation = equation
         self.dtype = dtype
@@ -123,9 +146,13 @@ class MultiHeadAttention(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` acts on the attention weights."""
+        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` acts on the attention
+        weights.
+        """
         if d_model % num_heads and not (d_k and d_v):
-            raise UserError(f"d_model is {d_model}; expected a multiple of num_heads = {num_heads}, or explicit d_k and d_v.")
+            raise UserError(
+                f"d_model is {d_model}; expected a multiple of num_heads = {num_heads}, or explicit d_k and d_v."
+            )
         d_k, d_v = d_k or d_model // num_heads, d_v or d_model // num_heads
         projection = partial(Projection, use_bias=use_bias, dtype=dtype, rngs=rngs)
         self.query = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k), inputs=1)
@@ -135,7 +162,12 @@ class MultiHeadAttention(nnx.Module):
         self.dropout = dropout
 
     def __call__(
-        self, query_BTD: jax.Array, memory_BSD: jax.Array, mask_BHTS: jax.Array, *, dropout_key: jax.Array | None = None
+        self,
+        query_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        mask_BHTS: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Let each query position gather from the memory; self-attention passes one array twice.
 
@@ -147,7 +179,12 @@ class MultiHeadAttention(nnx.Module):
         """
         k_BSHK, v_BSHK = self.keys_values(memory_BSD)
         out_BTHK = dot_product_attention(
-            self.query(query_BTD), k_BSHK, v_BSHK, mask_BHTS, dropout_rate=self.dropout, dropout_key=dropout_key
+            self.query(query_BTD),
+            k_BSHK,
+            v_BSHK,
+            mask_BHTS,
+            dropout_rate=self.dropout,
+            dropout_key=dropout_key,
         )
         return self.output(out_BTHK)
 

@@ -1,4 +1,6 @@
-"""Positions, feed-forward layer, residual with norm, encoder layer, decoder layer (paper sections 3.1, 3.3, 3.5)."""
+"""Positions, feed-forward layer, residual with norm, encoder layer, decoder layer (paper sections
+3.1, 3.3, 3.5).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """Type of the matrix products: as configured, or by backend (float32 on CPU, bfloat16 elsewhere)."""
+    """Type of the matrix products: as configured, or by backend (float32 on CPU, bfloat16
+    elsewhere).
+    """
     if config.dtype == "auto":
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.dtype)
@@ -25,19 +29,26 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
 def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleaved") -> np.ndarray:
     """Sinusoidal position vectors, float32 [length, d_model] (section 3.5).
 
-    ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same, as the paper has it.
-    ``split``: all sines, then all cosines, with tensor2tensor's wavelengths 10000^(i / (d_model / 2 - 1)).
+    ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the
+    same, as the paper has it. ``split``: all sines, then all cosines, with tensor2tensor's
+    wavelengths 10000^(i / (d_model / 2 - 1)).
     """
     half = d_model // 2
     exponents = np.arange(half) / (half if layout == "interleaved" else max(half - 1, 1))
     angles = np.arange(length)[:, None] * 10000.0 ** -exponents[None, :]
     if layout == "split":
         return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
-    return np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(length, d_model).astype(np.float32)
+    return (
+        np.stack([np.sin(angles), np.cos(angles)], axis=2)
+        .reshape(length, d_model)
+        .astype(np.float32)
+    )
 
 
 def segment_positions(segments_BL: jax.Array) -> jax.Array:
-    """Position of each token within its own segment, int32 [B, L]: 0 1 2 0 1 for segments 1 1 1 2 2."""
+    """Position of each token within its own segment, int32 [B, L]: 0 1 2 0 1 for segments 1 1 1 2
+    2.
+    """
     index_L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)
     starts_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
     start_BL = jax.lax.cummax(jnp.where(starts_BL, index_L[None], 0), axis=1)
@@ -50,14 +61,30 @@ class FeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads d_model, d_ff, activation and feed_forward_dropout."""
         dtype = compute_dtype(config)
-        self.inner = Projection("BLD,DF->BLF", (config.d_model, config.d_ff), inputs=1, use_bias=True, dtype=dtype, rngs=rngs)
-        self.output = Projection("BLF,FD->BLD", (config.d_ff, config.d_model), inputs=1, use_bias=True, dtype=dtype, rngs=rngs)
+        self.inner = Projection(
+            "BLD,DF->BLF",
+            (config.d_model, config.d_ff),
+            inputs=1,
+            use_bias=True,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.output = Projection(
+            "BLF,FD->BLD",
+            (config.d_ff, config.d_model),
+            inputs=1,
+            use_bias=True,
+            dtype=dtype,
+            rngs=rngs,
+        )
         self.activation = config.activation
         self.dropout = config.feed_forward_dropout
 
     def __call__(self, x_BLD: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
         """The same two-layer network at every position; [B, L, D]."""
-        return self.output(dropout(_ACTIVATIONS[self.activation](self.inner(x_BLD)), self.dropout, dropout_key))
+        return self.output(
+            dropout(_ACTIVATIONS[self.activation](self.inner(x_BLD)), self.dropout, dropout_key)
+        )
 
 
 class LayerNorm(nnx.Module):
@@ -76,11 +103,15 @@ class LayerNorm(nnx.Module):
         variance = jnp.square(centred).mean(axis=-1, keepdims=True)
         shape = (1,) * (x.ndim - 1) + (-1,)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
-        return (normal * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)).astype(x_BLD.dtype)
+        return (normal * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)).astype(
+            x_BLD.dtype
+        )
 
 
 class Residual(nnx.Module):
-    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4); pre-norm: x + Dropout(Sublayer(LayerNorm(x)))."""
+    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4); pre-norm: x +
+    Dropout(Sublayer(LayerNorm(x))).
+    """
 
     def __init__(self, config: ModelConfig):
         """Reads d_model, norm, norm_epsilon and dropout."""
@@ -89,7 +120,11 @@ class Residual(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(
-        self, x_BLD: jax.Array, sublayer: Callable[[jax.Array], jax.Array], *, dropout_key: jax.Array | None = None
+        self,
+        x_BLD: jax.Array,
+        sublayer: Callable[[jax.Array], jax.Array],
+        *,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Run ``sublayer`` on x (or on its norm) and join the result to x."""
         if self.pre:
@@ -124,17 +159,25 @@ class EncoderLayer(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
 
-    def __call__(self, x_BSD: jax.Array, mask_BHSS: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_BSD: jax.Array, mask_BHSS: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
         """[B, S, D] to [B, S, D]; dropout acts only when a key is given."""
         key_a, key_b, key_c, key_d = _keys(dropout_key, 4)
         x_BSD = self.self_attention_residual(
-            x_BSD, lambda y: self.self_attention(y, y, mask_BHSS, dropout_key=key_a), dropout_key=key_b
+            x_BSD,
+            lambda y: self.self_attention(y, y, mask_BHSS, dropout_key=key_a),
+            dropout_key=key_b,
         )
-        return self.feed_forward_residual(x_BSD, lambda y: self.feed_forward(y, dropout_key=key_c), dropout_key=key_d)
+        return self.feed_forward_residual(
+            x_BSD, lambda y: self.feed_forward(y, dropout_key=key_c), dropout_key=key_d
+        )
 
 
 class DecoderLayer(nnx.Module):
-    """Causal self-attention, attention over the encoder's memory, feed-forward, each with residual and norm."""
+    """Causal self-attention, attention over the encoder's memory, feed-forward, each with residual
+    and norm.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Layers of one decoder share nothing."""
@@ -171,8 +214,12 @@ class DecoderLayer(nnx.Module):
         *,
         dropout_keys: list[jax.Array | None] | None = None,
     ) -> jax.Array:
-        """The layer with its two attentions given: over whole targets in training, over caches in decoding."""
+        """The layer with its two attentions given: over whole targets in training, over caches in
+        decoding.
+        """
         key_a, key_b, key_c, key_d = dropout_keys or _keys(None, 4)
         x_BTD = self.self_attention_residual(x_BTD, self_attention, dropout_key=key_a)
         x_BTD = self.cross_attention_residual(x_BTD, cross_attention, dropout_key=key_b)
-        return self.feed_forward_residual(x_BTD, lambda y: self.feed_forward(y, dropout_key=key_c), dropout_key=key_d)
+        return self.feed_forward_residual(
+            x_BTD, lambda y: self.feed_forward(y, dropout_key=key_c), dropout_key=key_d
+        )

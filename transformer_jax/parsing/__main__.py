@@ -1,9 +1,10 @@
-"""Constituency parsing as translation (section 6.3): from a treebank to text that train.py reads, and back to trees.
+"""Constituency parsing as translation (section 6.3): from a treebank to text that train.py reads,
+and back to trees.
 
-python -m transformer_jax.parsing prepare --trees 'wsj/22/*.mrg' --output data/wsj/dev
-python decode.py --workdir W --input data/wsj/dev.words --output dev.sequences
-python -m transformer_jax.parsing restore --words data/wsj/dev.words --sequences dev.sequences --output dev.mrg
-python -m transformer_jax.parsing score --gold data/wsj/dev.mrg --parses dev.mrg
+python -m transformer_jax.parsing prepare --trees 'wsj/22/*.mrg' --output data/wsj/dev python
+decode.py --workdir W --input data/wsj/dev.words --output dev.sequences python -m
+transformer_jax.parsing restore --words data/wsj/dev.words --sequences dev.sequences --output
+dev.mrg python -m transformer_jax.parsing score --gold data/wsj/dev.mrg --parses dev.mrg
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from typing import TextIO
 
 import tyro
 
+from transformer_jax.cli import run_program
 from transformer_jax.data.files import expanded
 from transformer_jax.data.sources import read_lines
 from transformer_jax.errors import UserError
 from transformer_jax.parsing.bracketing import bracket_score
 from transformer_jax.parsing.trees import from_sequence, read_parses
-from transformer_jax.program import run_program
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Write OUTPUT.words and OUTPUT.sequences, the two sides of a text for train.py, and OUTPUT.mrg, the same trees cleaned."""
+    """Write OUTPUT.words and OUTPUT.sequences, the two sides of a text for train.py, and
+    OUTPUT.mrg, the same trees cleaned.
+    """
 
     trees: tuple[str, ...]
     """Treebank files in Penn's format, .gz too; globs such as 'wsj/0[2-9]/*.mrg' are sorted."""
@@ -55,7 +58,9 @@ class Restore:
 
 @dataclass(frozen=True)
 class Score:
-    """Print labelled bracket F1, precision and recall, as EVALB computes them with Collins' parameters."""
+    """Print labelled bracket F1, precision and recall, as EVALB computes them with Collins'
+    parameters.
+    """
 
     gold: str
     """File of the right trees."""
@@ -93,16 +98,23 @@ def prepare(task: Prepare) -> str:
     output = Path(task.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     sentences = words = 0
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:  # a text appears whole or not at all
+    # a text appears whole or not at all
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         made = [Path(folder, ending) for ending in ("words", "sequences", "mrg")]
         with ExitStack() as stack:
             sides = [stack.enter_context(path.open("w", encoding="utf-8")) for path in made]
-            for parse in islice(parses, task.skip, None if task.take is None else task.skip + task.take):
-                for side, line in zip(sides, (" ".join(parse.words), parse.sequence(), str(parse)), strict=True):
+            for parse in islice(
+                parses, task.skip, None if task.take is None else task.skip + task.take
+            ):
+                for side, line in zip(
+                    sides, (" ".join(parse.words), parse.sequence(), str(parse)), strict=True
+                ):
                     side.write(f"{line}\n")
                 sentences, words = sentences + 1, words + len(parse.words)
         if not sentences:
-            raise UserError(f"{len(files)} file(s) have no tree after the first {task.skip}; expected at least one.")
+            raise UserError(
+                f"{len(files)} file(s) have no tree after the first {task.skip}; expected at least one."
+            )
         for path in made:
             path.replace(f"{output}.{path.name}")
     return f"{output}.words, .sequences and .mrg: {sentences} trees over {words} words."
@@ -110,7 +122,9 @@ def prepare(task: Prepare) -> str:
 
 @contextmanager
 def _written_whole(path: Path) -> Iterator[TextIO]:
-    """A text file that appears when it is whole; until then an older one, which may be what is read, stays."""
+    """A text file that appears when it is whole; until then an older one, which may be what is
+    read, stays.
+    """
     if path.exists() and not path.is_file():  # a device or a named pipe
         with path.open("w", encoding="utf-8") as file:
             yield file
@@ -126,7 +140,9 @@ def restore(task: Restore) -> str:
     """Do it; returns what was done, in words."""
     total = faulty = 0
     with ExitStack() as stack:
-        output = stack.enter_context(_written_whole(Path(task.output))) if task.output else sys.stdout
+        output = (
+            stack.enter_context(_written_whole(Path(task.output))) if task.output else sys.stdout
+        )
         for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
             total += 1
             if words is None or sequence is None:

@@ -1,4 +1,6 @@
-"""Labelled bracket F1, by which constituency parsers are compared (Black et al., 1991; section 6.3)."""
+"""Labelled bracket F1, by which constituency parsers are compared (Black et al., 1991; section
+6.3).
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ class BracketScore(NamedTuple):
 def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScore:
     """Score trees as the program EVALB does with Collins' parameters, over sentences of any length.
 
-    Punctuation (by the gold tags , : `` '' .) is taken out of both trees, and with it constituents that have nothing else.
-    ADVP and PRT are the same label. A constituent that stands twice in a tree counts twice.
+    Punctuation (by the gold tags , : `` '' .) is taken out of both trees, and with it constituents
+    that have nothing else. ADVP and PRT are the same label. A constituent that stands twice in a
+    tree counts twice.
 
     Raises:
         UserError: different numbers of sentences, none at all, or different words.
@@ -72,7 +75,9 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
         found = (a & b).total(), a.total(), b.total(), int(a == b), 1
         totals = BracketScore(*map(sum, zip(totals, found)))
     if golds != parsed:
-        raise UserError(f"There are {golds} gold trees and {parsed} to score; expected as many of both.")
+        raise UserError(
+            f"There are {golds} gold trees and {parsed} to score; expected as many of both."
+        )
     if not golds:
         raise UserError("There is nothing to score: 0 trees.")
     return totals
@@ -81,5 +86,8 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
 def _brackets(constituents: Iterable[Constituent], tags: Iterable[str]) -> Counter[Constituent]:
     """As they are compared: counted in words that are no punctuation."""
     before = [0, *accumulate(tag not in _PUNCTUATION for tag in tags)]
-    scored = (Constituent(_SAME_LABEL.get(c.label, c.label), before[c.start], before[c.end]) for c in constituents)
+    scored = (
+        Constituent(_SAME_LABEL.get(c.label, c.label), before[c.start], before[c.end])
+        for c in constituents
+    )
     return Counter(c for c in scored if c.start < c.end)

@@ -1,6 +1,8 @@
-"""Parse trees as flat lists of constituents: read from a treebank, and as sequences that a model learns to write (section 6.3).
+"""Parse trees as flat lists of constituents: read from a treebank, and as sequences that a model
+learns to write (section 6.3).
 
-A sequence is that of Vinyals et al. (2015), ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``: XX for each word.
+A sequence is that of Vinyals et al. (2015), ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``: XX
+for each word.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Parse(NamedTuple):
     """In the order in which they open: one stands before those inside it."""
 
     def __str__(self) -> str:
-        """The tree in Penn's brackets, on one line; those that a word has become -LRB- and -RRB-."""
+        """The tree in Penn's brackets, on one line; those that a word has become -LRB- and
+        -RRB-.
+        """
         words = [word.replace("(", "-LRB-").replace(")", "-RRB-") for word in self.words]
         leaves = [f"({tag} {word})" for tag, word in zip(self.tags, words, strict=True)]
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
@@ -75,8 +79,8 @@ class _Node:
 def read_parses(file: str | File) -> Iterator[Parse]:
     """The trees of a treebank file in Penn's format (``.gz`` too), as parsers are compared on them.
 
-    Left out are traces, constituents that have nothing else, the root above S, and all of a label that follows its first part
-    (NP-SBJ-1 is NP). ``( )`` is the tree of an empty line.
+    Left out are traces, constituents that have nothing else, the root above S, and all of a label
+    that follows its first part (NP-SBJ-1 is NP). ``( )`` is the tree of an empty line.
 
     Raises:
         UserError: another format, with file and line; not UTF-8.
@@ -100,15 +104,20 @@ def read_parses(file: str | File) -> Iterator[Parse]:
                 elif node.word is None and not inside:
                     node.word = token
                 else:
-                    raise _not_a_tree(file, line, f"a word {token!r} beside another word or a constituent")
+                    raise _not_a_tree(
+                        file, line, f"a word {token!r} beside another word or a constituent"
+                    )
             else:
                 path.pop()
-                if not path and node.label is None and len(constituents) == 1:  # how no words are written
+                # how no words are written
+                if not path and node.label is None and len(constituents) == 1:
                     yield Parse((), (), ())
                     constituents = []
                     continue
                 if node.word is None and len(constituents) == node.number + 1:
-                    raise _not_a_tree(file, line, f"({node.label or ''}) without a word or a constituent")
+                    raise _not_a_tree(
+                        file, line, f"({node.label or ''}) without a word or a constituent"
+                    )
                 if node.word is not None and node.label != _EMPTY:
                     words.append(node.word)
                     tags.append(str(node.label))
@@ -117,17 +126,23 @@ def read_parses(file: str | File) -> Iterator[Parse]:
                     constituents[node.number] = Constituent(label, node.start, len(words))
                 if not path:
                     if words:
-                        yield Parse(tuple(words), tuple(tags), tuple(c for c in constituents if c is not None))
+                        yield Parse(
+                            tuple(words),
+                            tuple(tags),
+                            tuple(c for c in constituents if c is not None),
+                        )
                     words, tags, constituents = [], [], []
     if path:
         raise _not_a_tree(file, line, f"the end of the file inside {len(path)} open bracket(s)")
 
 
 def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
-    """The tree of ``words`` that a sequence describes, and whether the sequence is a whole one of so many words.
+    """The tree of ``words`` that a sequence describes, and whether the sequence is a whole one of
+    so many words.
 
-    Any sequence gives a tree. An end closes what was opened last, whatever its label; ends and words too many count for
-    nothing; words too few are added to the last constituent before it ends, and what has no words is left out.
+    Any sequence gives a tree. An end closes what was opened last, whatever its label; ends and
+    words too many count for nothing; words too few are added to the last constituent before it
+    ends, and what has no words is left out.
     """
     count, place, faultless = len(words), 0, True
     open_, constituents = list[tuple[str, int, int]](), list[Constituent | None]()
@@ -153,8 +168,14 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
         constituents[outer] = last._replace(end=count)
     for label, start, number in open_:
         constituents[number] = Constituent(label, start, count)
-    return Parse(tuple(words), (WORD,) * count, tuple(c for c in constituents if c is not None and c.start < c.end)), faultless
+    return Parse(
+        tuple(words),
+        (WORD,) * count,
+        tuple(c for c in constituents if c is not None and c.start < c.end),
+    ), faultless
 
 
 def _not_a_tree(file: str | File, line: int, found: str) -> UserError:
-    return UserError(f"{file}, line {line}: {found}; expected trees such as ( (S (NP (DT the) (NN dog)) (VP (VBZ barks))) ).")
+    return UserError(
+        f"{file}, line {line}: {found}; expected trees such as ( (S (NP (DT the) (NN dog)) (VP (VBZ barks))) )."
+    )

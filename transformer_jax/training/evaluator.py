@@ -1,4 +1,6 @@
-"""Figures of a model in training: loss on dev, BLEU on dev and test by real beam search, on all devices of all processes."""
+"""Figures of a model in training: loss on dev, BLEU on dev and test by real beam search, on all
+devices of all processes.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +14,55 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from transformer_jax import evaluation
+from transformer_jax.checkpoint import choose_checkpoints, load_parameters
 from transformer_jax.config import Config
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.evaluation_batches import whole_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.processes import from_first
-from transformer_jax.saved_model import choose_checkpoints, load_parameters
+from transformer_jax.distributed import from_first
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loss import LossSums
-from transformer_jax.training.metrics import means
+from transformer_jax.training.prepare import read_all
+from transformer_jax.training.reporting import means
 from transformer_jax.training.step import Parameters, Programs
-from transformer_jax.training.workdir import read_all
 
 log = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """What dev and test say of parameters. Every process asks for the same figures at the same time, and gets them.
+    """What dev and test say of parameters. Every process asks for the same figures at the same
+    time, and gets them.
 
     Attributes:
       dev_pairs, test_pairs: (source, target) lines that are translated; empty where there are none.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, programs: Programs, mesh: Mesh, dev_corpus: Corpus | None):
-        """Reads the text of dev and test. What would fail late fails now: a tokenisation that sacreBLEU cannot do, too."""
-        self.dev_pairs = read_all(config, "dev", limit=config.training.bleu_sentences) if config.training.bleu_every else []
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        programs: Programs,
+        mesh: Mesh,
+        dev_corpus: Corpus | None,
+    ):
+        """Reads the text of dev and test. What would fail late fails now: a tokenisation that
+        sacreBLEU cannot do, too.
+        """
+        self.dev_pairs = (
+            read_all(config, "dev", limit=config.training.bleu_sentences)
+            if config.training.bleu_every
+            else []
+        )
         self.test_pairs = read_all(config, "test")
         evaluation.bleu(["a"], ["a"], tokenize=config.training.bleu_tokenize)
-        self._config, self._tokenizer, self._programs, self._mesh = config, tokenizer, programs, mesh
+        self._config, self._tokenizer, self._programs, self._mesh = (
+            config,
+            tokenizer,
+            programs,
+            mesh,
+        )
         self._dev_corpus = dev_corpus
         self._translator: Translator | None = None
         self._shapes_seen: set[tuple[int, ...]] = set()
@@ -64,7 +85,9 @@ class Evaluator:
         return bool(every) and number % every == 0
 
     def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
-        """Figures (``dev_loss``, ...; ``dev_bleu`` when evaluation ``number`` is to translate) and a text to show."""
+        """Figures (``dev_loss``, ...; ``dev_bleu`` when evaluation ``number`` is to translate) and
+        a text to show.
+        """
         assert self._dev_corpus is not None
         values: dict[str, Any] = means(self._loss(parameters, self._dev_corpus), "dev_")
         text = f"dev loss {values['dev_loss']:.4f}, perplexity {values['dev_perplexity']:.3f}"
@@ -79,14 +102,18 @@ class Evaluator:
         return values, text
 
     def test(self, workdir: Path) -> tuple[dict[str, Any], str]:
-        """BLEU and chrF on the test pairs of the parameters that ``load_model`` takes, and a text to show."""
+        """BLEU and chrF on the test pairs of the parameters that ``load_model`` takes, and a text
+        to show.
+        """
         names = from_first(lambda: [path.name for path in choose_checkpoints(workdir)])
         parameters = load_parameters([workdir / "checkpoints" / name for name in names])
         shardings = jax.tree.map(lambda s: s.sharding, self._programs.abstract_state.parameters)
         pairs = self.test_pairs
         translations, score = self._translate(place(parameters, shardings), pairs)
         chrf = evaluation.chrf(translations, [target for _, target in pairs])
-        exact = sum(ours == target for ours, (_, target) in zip(translations, pairs, strict=True)) / len(pairs)
+        exact = sum(
+            ours == target for ours, (_, target) in zip(translations, pairs, strict=True)
+        ) / len(pairs)
         values = {
             "sentences": len(pairs),
             "checkpoint": int(names[0]),
@@ -97,7 +124,11 @@ class Evaluator:
             "chrf_signature": chrf.signature,
             "exact_match": exact,
         }
-        which = f"mean of {len(names)} checkpoints, the last of step" if len(names) > 1 else "checkpoint of step"
+        which = (
+            f"mean of {len(names)} checkpoints, the last of step"
+            if len(names) > 1
+            else "checkpoint of step"
+        )
         return values, f"test, {which} {int(names[0])}: {score}\n{chrf}\nexact match {exact:.2%}"
 
     def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
@@ -105,19 +136,27 @@ class Evaluator:
         sharding = batch_sharding(self._mesh)
         # What fits into memory in training fits here: there a batch is worked through in parts.
         tokens = self._config.batch.tokens // self._config.optimizer.accumulate_steps
-        for batch in whole_corpus(corpus, tokens=tokens, row_multiple=self._config.batch.row_multiple):
+        for batch in whole_corpus(
+            corpus, tokens=tokens, row_multiple=self._config.batch.row_multiple
+        ):
             shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
             if shape not in self._shapes_seen:
                 self._shapes_seen.add(shape)
-                log.info("Compiling the evaluation step for %d rows of %d + %d pieces.", *shape)
-            sums = self._programs.eval_step(parameters, place(batch, jax.tree.map(lambda _: sharding, batch)))
+                log.info("Compiling the evaluation step for %d rows of %d + %d tokens.", *shape)
+            sums = self._programs.eval_step(
+                parameters, place(batch, jax.tree.map(lambda _: sharding, batch))
+            )
             total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
         return jax.device_get(total)
 
-    def _translate(self, parameters: Parameters, pairs: list[tuple[str, str]]) -> tuple[list[str], evaluation.Score]:
+    def _translate(
+        self, parameters: Parameters, pairs: list[tuple[str, str]]
+    ) -> tuple[list[str], evaluation.Score]:
         assert self._translator is not None
         self._translator.parameters = parameters  # newer ones need no new compilation
         translations = self._translator.translate([source for source, _ in pairs])
         self._translator.parameters = ()
         tokenize = self._config.training.bleu_tokenize
-        return translations, evaluation.bleu(translations, [target for _, target in pairs], tokenize=tokenize)
+        return translations, evaluation.bleu(
+            translations, [target for _, target in pairs], tokenize=tokenize
+        )

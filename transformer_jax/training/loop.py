@@ -21,15 +21,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from transformer_jax.checkpoint import load_parameters, patience_is_over
 from transformer_jax.config import Config
-from transformer_jax.config_files import FREE_BETWEEN_PROCESSES, flatten
+from transformer_jax.config_io import FREE_BETWEEN_PROCESSES, flatten
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.files import is_url
 from transformer_jax.data.loader import load_batches, place
-from transformer_jax.data.parts import prepare_corpus
-from transformer_jax.errors import UserError
-from transformer_jax.processes import (
+from transformer_jax.data.shards import prepare_corpus
+from transformer_jax.distributed import (
     all_or_none,
     check_agreement,
     first_then_others,
@@ -39,16 +39,12 @@ from transformer_jax.processes import (
     size,
     wait_for_others,
 )
-from transformer_jax.remote import RemoteWorkdir, local_workdir
-from transformer_jax.saved_model import load_parameters, patience_is_over
+from transformer_jax.errors import UserError
+from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluator import Evaluator
-from transformer_jax.training.metrics import Meter, Reporter, environment, peak_memory_bytes
-from transformer_jax.training.step import Parameters, Programs, StepMetrics, TrainState, make_programs
-from transformer_jax.training.watchdog import Watchdog
-from transformer_jax.training.workdir import (
+from transformer_jax.training.prepare import (
     check_inputs,
     claimed,
     fetch,
@@ -57,12 +53,24 @@ from transformer_jax.training.workdir import (
     with_vocabulary,
     write_config,
 )
+from transformer_jax.training.reporting import Meter, Reporter, environment, peak_memory_bytes
+from transformer_jax.training.saver import Checkpoints
+from transformer_jax.training.step import (
+    Parameters,
+    Programs,
+    StepMetrics,
+    TrainState,
+    make_programs,
+)
+from transformer_jax.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on (loss not finite several steps in a row, other processes gone). The last checkpoint is older."""
+    """Training cannot go on (loss not finite several steps in a row, other processes gone). The
+    last checkpoint is older.
+    """
 
 
 class _StoppedEvaluation(BaseException):
@@ -70,18 +78,24 @@ class _StoppedEvaluation(BaseException):
 
 
 def train(
-    config: Config, workdir: str | Path, *, devices: Sequence[jax.Device] | None = None, allow_changes: bool = False
+    config: Config,
+    workdir: str | Path,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    allow_changes: bool = False,
 ) -> dict[str, Any]:
-    """Train as ``config`` says in ``workdir``, going on from its newest checkpoint; on all devices, or those given.
+    """Train as ``config`` says in ``workdir``, going on from its newest checkpoint; on all devices,
+    or those given.
 
-    A URL is trained in a folder of this machine that is kept in step with it (``remote.py``); one process only.
+    A URL is trained in a folder of this machine that is kept in step with it (``remote.py``); one
+    process only.
 
-    A run that goes on must have the config it had; ``allow_changes`` frees those that are ``changeable``
-    (``config_files.Difference``).
+    A run that goes on must have the config it had; ``allow_changes`` frees those that are
+    ``changeable`` (``config_files.Difference``).
 
-    Returns the contents of summary.json; its ``stopped_by`` names the signal, if SIGTERM or Ctrl-C ended the run early.
-    Raises ``UserError`` for bad input and ``TrainingError`` when the loss stays non-finite or the other processes cannot be
-    reached any more.
+    Returns the contents of summary.json; its ``stopped_by`` names the signal, if SIGTERM or Ctrl-C
+    ended the run early. Raises ``UserError`` for bad input and ``TrainingError`` when the loss
+    stays non-finite or the other processes cannot be reached any more.
     """
     remote = RemoteWorkdir(str(workdir)) if is_url(str(workdir)) else None
     if remote is not None and size() > 1:
@@ -89,7 +103,13 @@ def train(
             f"workdir is {str(workdir)!r} and there are {size()} processes; expected a folder that all of them share."
         )
     folder = Path(workdir).absolute() if remote is None else remote.folder
-    check_agreement({name: value for name, value in flatten(config).items() if not name.startswith(FREE_BETWEEN_PROCESSES)})
+    check_agreement(
+        {
+            name: value
+            for name, value in flatten(config).items()
+            if not name.startswith(FREE_BETWEEN_PROCESSES)
+        }
+    )
     all_or_none(lambda: check_inputs(config))
     if remote is not None:
         fetch(remote)
@@ -121,7 +141,7 @@ def train(
 
 
 class Run:
-    """The pieces of one training run, put together."""
+    """The tokens of one training run, put together."""
 
     def __init__(
         self,
@@ -130,9 +150,13 @@ class Run:
         devices: Sequence[jax.Device] | None = None,
         remote: RemoteWorkdir | None = None,
     ):
-        """Prepare everything in a work directory that was claimed for this config; nothing is trained yet."""
+        """Prepare everything in a work directory that was claimed for this config; nothing is
+        trained yet.
+        """
         if config.training.compilation_cache:
-            jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache))
+            jax.config.update(
+                "jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache)
+            )
         self.mesh = make_mesh(config.mesh, devices)
         check_rows(self.mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
         self.workdir = workdir
@@ -140,16 +164,24 @@ class Run:
             lambda: prepare_tokenizer(workdir, config) if is_first() else Tokenizer.load(workdir)
         )
         self.config = config = with_vocabulary(config, self.tokenizer)
-        self.train_corpus = first_then_others(lambda: prepare_corpus(workdir, config, self.tokenizer, "train"))
+        self.train_corpus = first_then_others(
+            lambda: prepare_corpus(workdir, config, self.tokenizer, "train")
+        )
         self.plan = BatchPlan(self.train_corpus, config.batch, seed=config.seed)
         self.dev_corpus: Corpus | None = None
         if config.data.dev.is_given:
-            self.dev_corpus = first_then_others(lambda: prepare_corpus(workdir, config, self.tokenizer, "dev"))
+            self.dev_corpus = first_then_others(
+                lambda: prepare_corpus(workdir, config, self.tokenizer, "dev")
+            )
         self.programs: Programs = make_programs(config, self.mesh)
-        self.evaluator = all_or_none(lambda: Evaluator(config, self.tokenizer, self.programs, self.mesh, self.dev_corpus))
+        self.evaluator = all_or_none(
+            lambda: Evaluator(config, self.tokenizer, self.programs, self.mesh, self.dev_corpus)
+        )
         self._check_agreement()
         self._remote = remote
-        self.checkpoints = Checkpoints(workdir, config, self.tokenizer, when_saved=self._copy_to_store)
+        self.checkpoints = Checkpoints(
+            workdir, config, self.tokenizer, when_saved=self._copy_to_store
+        )
         self.stop_signal: int | None = None
         self._evaluating = False
         self._shapes_seen: set[tuple[int, ...]] = set()
@@ -162,18 +194,23 @@ class Run:
         state, progress = self._start()
         if is_first():  # only now: what is refused leaves the config as it is
             write_config(self.workdir, self.config)
-        self._copy_to_store(must=True)  # a store that cannot be written is known before the first step
+        # a store that cannot be written is known before the first step
+        self._copy_to_store(must=True)
         start = int(state.step)
         self.evaluator.start(state.parameters)
         evaluation_due = progress.pop("evaluation_due", False) and self.dev_corpus is not None
-        self.reporter = Reporter(self.workdir, steps=training.steps, start_step=start, evaluation_due=evaluation_due)
+        self.reporter = Reporter(
+            self.workdir, steps=training.steps, start_step=start, evaluation_due=evaluation_due
+        )
         self._announce(start)
         meter = Meter(progress, self.plan, start)
         if evaluation_due:
             self._evaluate_or_save(start, state, progress, meter)
             self.checkpoints.save(state, progress, regular=self._is_due(start))
         step, pending, stopped_early = start, None, patience_is_over(progress, self.config)
-        loader = load_batches(self.plan, sharding=batch_sharding(self.mesh), start=start, stop=training.steps)
+        loader = load_batches(
+            self.plan, sharding=batch_sharding(self.mesh), start=start, stop=training.steps
+        )
         with self._signals(), loader as batches:
             self.watchdog.enter("waiting for data")
             for batch in [] if stopped_early else batches:
@@ -255,24 +292,37 @@ class Run:
         if training.select_by == "loss":
             selection.append(training.label_smoothing)
         else:
-            search = dataclasses.replace(self.config.decoding, batch_size=1, shortlist="")  # which change nothing here
-            selection += [training.bleu_sentences, training.bleu_tokenize, json.loads(json.dumps(dataclasses.asdict(search)))]
+            # which change nothing here
+            search = dataclasses.replace(self.config.decoding, batch_size=1, shortlist="")
+            selection += [
+                training.bleu_sentences,
+                training.bleu_tokenize,
+                json.loads(json.dumps(dataclasses.asdict(search))),
+            ]
         return selection
 
     def _forget_best_of_another_dev(self, progress: dict[str, Any]) -> None:
         if progress["selected"] != self._selection():
-            log.info("Dev, or what is looked at there, is not what it was: the best so far is forgotten.")
+            log.info(
+                "Dev, or what is looked at there, is not what it was: the best so far is forgotten."
+            )
             for name in [name for name in progress if name.startswith("best_")]:
                 del progress[name]
             progress |= {"since_best": 0, "selected": self._selection()}
 
     def _parameters_from_elsewhere(self) -> Parameters | None:
-        """Those to begin with instead of random ones, if there are any: of ``training.start_from``, or imported."""
+        """Those to begin with instead of random ones, if there are any: of ``training.start_from``,
+        or imported.
+        """
         places = self.programs.abstract_state.parameters
         if self.config.training.start_from:
             folder = local_workdir(self.config.training.start_from)
-            names = from_first(lambda: [str(path.relative_to(folder)) for path in start_checkpoints(self.config)])
-            parameters = jax.tree.map(_grown, load_parameters([folder / name for name in names]), places)
+            names = from_first(
+                lambda: [str(path.relative_to(folder)) for path in start_checkpoints(self.config)]
+            )
+            parameters = jax.tree.map(
+                _grown, load_parameters([folder / name for name in names]), places
+            )
             log.info("Beginning with the parameters of %s.", self.config.training.start_from)
             return place(parameters, jax.tree.map(lambda place: place.sharding, places))
         imported = self.checkpoints.imported_parameters(places)
@@ -283,10 +333,15 @@ class Run:
     def _announce(self, start: int) -> None:
         assert self.reporter is not None
         config, say = self.config, self.reporter.say
-        count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(self.programs.abstract_state.parameters))
+        count = sum(
+            int(np.prod(leaf.shape))
+            for leaf in jax.tree.leaves(self.programs.abstract_state.parameters)
+        )
         source_fill, target_fill = self.plan.fill
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        say(f"{self.train_corpus.num_pairs:,} training pairs; vocabulary {config.model.vocab_size:,}; {count:,} parameters")
+        say(
+            f"{self.train_corpus.num_pairs:,} training pairs; vocabulary {config.model.vocab_size:,}; {count:,} parameters"
+        )
         say(f"devices: {axes}; {self.plan.steps_per_epoch:.1f} steps an epoch")
         say(
             f"batches of {config.batch.tokens:,} tokens a side, {len(self.plan.shapes)} shapes; "
@@ -294,11 +349,15 @@ class Run:
         )
         if start:
             say(f"resuming at step {start} of {config.training.steps}")
-        self.reporter.write("start", start, {"source_fill": source_fill, "target_fill": target_fill, "parameters": count})
+        self.reporter.write(
+            "start",
+            start,
+            {"source_fill": source_fill, "target_fill": target_fill, "parameters": count},
+        )
 
     def _enter_step(self, step: int, batch: Batch) -> None:
         shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
-        said = "{} rows of {} + {} pieces".format(*shape)
+        said = "{} rows of {} + {} tokens".format(*shape)
         if shape in self._shapes_seen:
             self.watchdog.enter("training step", f"training step {step}, {said}")
         else:
@@ -307,7 +366,9 @@ class Run:
             log.info("Compiling the training step for %s.", said)
 
     def _told_to_stop(self, step: int) -> bool:
-        """By a signal to this process, or to any of several: then all of them learn it at the same step."""
+        """By a signal to this process, or to any of several: then all of them learn it at the same
+        step.
+        """
         if size() == 1:
             return self.stop_signal is not None
         if multihost_utils.reached_preemption_sync_point(step):
@@ -320,8 +381,15 @@ class Run:
         texts = {"dev": self.evaluator.dev_pairs, "test": self.evaluator.test_pairs}
         check_agreement(
             {"tokenizer": self.tokenizer.fingerprint}
-            | {f"corpus of data.{name}": corpus.fingerprint for name, corpus in corpora.items() if corpus is not None}
-            | {f"text of data.{name}": hashlib.sha256(repr(text).encode()).hexdigest() for name, text in texts.items()}
+            | {
+                f"corpus of data.{name}": corpus.fingerprint
+                for name, corpus in corpora.items()
+                if corpus is not None
+            }
+            | {
+                f"text of data.{name}": hashlib.sha256(repr(text).encode()).hexdigest()
+                for name, text in texts.items()
+            }
         )
 
     def _look_at(self, step: int, metrics: StepMetrics, meter: Meter, batches: Any) -> None:
@@ -330,7 +398,9 @@ class Run:
         metrics = jax.device_get(metrics)
         meter.add(metrics)
         if metrics.bad_in_a_row:
-            self.reporter.write("bad_step", step, {"gradient_norm": repr(float(metrics.gradient_norm))})
+            self.reporter.write(
+                "bad_step", step, {"gradient_norm": repr(float(metrics.gradient_norm))}
+            )
             log.warning("Step %d had a non-finite loss or gradient; it changed nothing.", step)
         if metrics.bad_in_a_row >= self.config.training.max_bad_steps:
             raise TrainingError(
@@ -350,15 +420,25 @@ class Run:
 
     def _is_due(self, step: int) -> bool:
         """Whether there is a regular checkpoint at this step."""
-        return step % self.config.training.checkpoint_every == 0 or step == self.config.training.steps
+        return (
+            step % self.config.training.checkpoint_every == 0 or step == self.config.training.steps
+        )
 
-    def _evaluate_or_save(self, step: int, state: TrainState, progress: dict[str, Any], meter: Meter) -> bool:
-        """As ``_evaluate``; if that fails, for want of memory say, what was trained is saved, and resuming evaluates it.
+    def _evaluate_or_save(
+        self, step: int, state: TrainState, progress: dict[str, Any], meter: Meter
+    ) -> bool:
+        """As ``_evaluate``; if that fails, for want of memory say, what was trained is saved, and
+        resuming evaluates it.
 
-        So it does where a signal cuts it short; then ``progress`` says so, and saving is the caller's.
+        So it does where a signal cuts it short; then ``progress`` says so, and saving is the
+        caller's.
         """
         before = dict(progress)
-        kind = "evaluation with BLEU" if self.evaluator.translates(progress["evaluations"] + 1) else "evaluation"
+        kind = (
+            "evaluation with BLEU"
+            if self.evaluator.translates(progress["evaluations"] + 1)
+            else "evaluation"
+        )
         self.watchdog.enter(kind, f"{kind} after step {step}")
         try:
             with meter.paused():
@@ -389,9 +469,12 @@ class Run:
         self.reporter.say(f"step {step}: {text}")
         better = {
             "dev_loss": values["dev_loss"] < progress.get("best_dev_loss", math.inf),
-            "dev_bleu": values.get("dev_bleu", -math.inf) > progress.get("best_dev_bleu", -math.inf),
+            "dev_bleu": values.get("dev_bleu", -math.inf)
+            > progress.get("best_dev_bleu", -math.inf),
         }
-        progress |= {f"best_{name}": values[name] for name, is_better in better.items() if is_better}
+        progress |= {
+            f"best_{name}": values[name] for name, is_better in better.items() if is_better
+        }
         selected = f"dev_{self.config.training.select_by}"
         if selected not in values:  # BLEU was not due
             return False
@@ -403,7 +486,11 @@ class Run:
     def _finish(self, step: int, state: TrainState, progress: dict[str, Any]) -> dict[str, Any]:
         assert self.reporter is not None
         if self._saved_step() != step:
-            self.checkpoints.save(state, progress, regular=self._is_due(step) or patience_is_over(progress, self.config))
+            self.checkpoints.save(
+                state,
+                progress,
+                regular=self._is_due(step) or patience_is_over(progress, self.config),
+            )
             if self._saved_step() != step:
                 raise UserError(
                     f"The last checkpoint (step {step}) could not be saved in {self.checkpoints.folder}; "
@@ -413,7 +500,9 @@ class Run:
         seconds = progress["train_seconds"]
         tokens = progress["source_tokens"] + progress["target_tokens"]
         summary: dict[str, Any] = {
-            "stopped_by": None if self.stop_signal is None else signal.Signals(self.stop_signal).name,
+            "stopped_by": None
+            if self.stop_signal is None
+            else signal.Signals(self.stop_signal).name,
             "steps": step,
             "epochs": self.plan.epoch(step),
             "bad_steps": int(state.bad_steps),
@@ -432,14 +521,18 @@ class Run:
             self._write_summary(summary)
         self._copy_to_store(must=True)
         if not finished:
-            self.reporter.say(f"{summary['stopped_by']}: saved at step {step}. Run the same command again to go on from there.")
+            self.reporter.say(
+                f"{summary['stopped_by']}: saved at step {step}. Run the same command again to go on from there."
+            )
         else:
             folder = self.workdir if self._remote is None else self._remote.url
             self.reporter.say(f"done at step {step}; figures in {folder}/summary.json")
         return summary
 
     def _copy_to_store(self, *, must: bool = False) -> None:
-        """Where the work directory is a URL: what is new in its folder; a failure is an error only if it ``must``."""
+        """Where the work directory is a URL: what is new in its folder; a failure is an error only
+        if it ``must``.
+        """
         if self._remote is None:
             return
         try:
@@ -447,7 +540,9 @@ class Run:
         except Exception as error:
             failed = f"{self._remote.folder} could not be copied to {self._remote.url}: {' '.join(str(error).split())}"
             if must:
-                raise UserError(f"{failed}. Nothing is lost: the same command on this machine goes on from there.") from error
+                raise UserError(
+                    f"{failed}. Nothing is lost: the same command on this machine goes on from there."
+                ) from error
             log.error("%s. Training goes on; the next checkpoint tries again.", failed)
 
     def _saved_step(self) -> int:
@@ -462,7 +557,9 @@ class Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C end the run after the step under way; a second Ctrl-C ends it at once."""
+        """SIGTERM and the first Ctrl-C end the run after the step under way; a second Ctrl-C ends
+        it at once.
+        """
 
         def handle(number: int, frame: Any) -> None:
             if self.stop_signal is not None and number == signal.SIGINT:
@@ -472,11 +569,15 @@ class Run:
                 signal.raise_signal(signal.SIGTERM)
                 return
             self.stop_signal = number
-            print(f"stopping{'' if self._evaluating else ' after this step'}; saving ...", file=sys.stderr)
+            print(
+                f"stopping{'' if self._evaluating else ' after this step'}; saving ...",
+                file=sys.stderr,
+            )
             if self._evaluating:
                 raise _StoppedEvaluation
 
-        if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread only
+        # Python gives signals to the main thread only
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         numbers = (signal.SIGTERM, signal.SIGINT) if size() == 1 else (signal.SIGINT,)
@@ -489,6 +590,10 @@ class Run:
 
 
 def _grown(values_VD: np.ndarray, place: jax.ShapeDtypeStruct) -> np.ndarray:
-    """A parameter, with rows for pieces that the vocabulary has got since: the mean of those that were there."""
-    new = np.broadcast_to(values_VD.mean(axis=0), (place.shape[0] - len(values_VD), *place.shape[1:]))
+    """A parameter, with rows for tokens that the vocabulary has got since: the mean of those that
+    were there.
+    """
+    new = np.broadcast_to(
+        values_VD.mean(axis=0), (place.shape[0] - len(values_VD), *place.shape[1:])
+    )
     return np.concatenate([values_VD, new])

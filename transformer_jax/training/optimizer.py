@@ -12,10 +12,14 @@ from transformer_jax.config import OptimizerConfig
 from transformer_jax.errors import UserError
 
 
-def learning_rate_schedule(config: OptimizerConfig, d_model: int, steps: int | None = None) -> optax.Schedule:
-    """Equation 3, d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5), or with another peak or decay.
+def learning_rate_schedule(
+    config: OptimizerConfig, d_model: int, steps: int | None = None
+) -> optax.Schedule:
+    """Equation 3, d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5), or with another peak or
+    decay.
 
-    The paper counts steps from 1, optax from 0: the schedule adds one. A linear or cosine decay ends after ``steps``.
+    The paper counts steps from 1, optax from 0: the schedule adds one. A linear or cosine decay
+    ends after ``steps``.
     """
     peak = config.peak_learning_rate or d_model**-0.5 * config.warmup_steps**-0.5
     if config.decay in ("linear", "cosine") and (steps is None or steps <= config.warmup_steps):
@@ -27,7 +31,8 @@ def learning_rate_schedule(config: OptimizerConfig, d_model: int, steps: int | N
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         step = jnp.asarray(count, jnp.float32) + 1
         after = jnp.maximum(step - config.warmup_steps, 0)
-        share = after / (steps + 1 - config.warmup_steps) if steps else after  # of the decay; the last step has a rate, too
+        # of the decay; the last step has a rate, too
+        share = after / (steps + 1 - config.warmup_steps) if steps else after
         factor = {
             "inverse_sqrt": lambda: jnp.sqrt(config.warmup_steps / step),
             "constant": lambda: jnp.ones_like(step),
@@ -39,19 +44,29 @@ def learning_rate_schedule(config: OptimizerConfig, d_model: int, steps: int | N
     return schedule
 
 
-def make_optimizer(config: OptimizerConfig, d_model: int, steps: int | None = None) -> optax.GradientTransformation:
-    """Clip (optional), Adam, decoupled weight decay on matrices (optional), learning rate (``steps`` as for its schedule).
+def make_optimizer(
+    config: OptimizerConfig, d_model: int, steps: int | None = None
+) -> optax.GradientTransformation:
+    """Clip (optional), Adam, decoupled weight decay on matrices (optional), learning rate
+    (``steps`` as for its schedule).
 
     The state has the same structure whatever is on, so that a run can go on with other settings.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-        optax.masked(optax.add_decayed_weights(config.weight_decay) if config.weight_decay else optax.identity(), _matrices),
+        optax.masked(
+            optax.add_decayed_weights(config.weight_decay)
+            if config.weight_decay
+            else optax.identity(),
+            _matrices,
+        ),
         optax.scale_by_learning_rate(learning_rate_schedule(config, d_model, steps)),
     )
 
 
 def _matrices(parameters: Any) -> Any:
     """Attention's biases have an axis for the heads; they are no matrices for that."""
-    return jax.tree_util.tree_map_with_path(lambda path, p: p.ndim > 1 and path[-1].key != "bias", parameters)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, p: p.ndim > 1 and path[-1].key != "bias", parameters
+    )

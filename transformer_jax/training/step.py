@@ -23,7 +23,9 @@ Parameters = Any  # nested dict of float32 arrays, as nnx.to_pure_dict gives it
 
 @struct.dataclass
 class TrainState:
-    """All that a step changes. What a step computes depends on this, the config and the corpus, on nothing else."""
+    """All that a step changes. What a step computes depends on this, the config and the corpus, on
+    nothing else.
+    """
 
     step: jax.Array  # int32: batches consumed; the next step's number, counted from 0
     parameters: Parameters
@@ -48,7 +50,8 @@ class Programs(NamedTuple):
     """The compiled functions of a run and the shardings they expect."""
 
     init: Callable[[], TrainState]
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # the old state is donated
+    # the old state is donated
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     eval_step: Callable[[Parameters, Batch], LossSums]
     abstract_state: TrainState  # shapes, types and shardings, for restoring
     graph: Any  # nnx graph definition: nnx.merge(graph, parameters) is the model
@@ -58,8 +61,11 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
     """Build init, train_step and eval_step for this config on this mesh."""
     optimizer = make_optimizer(config.optimizer, config.model.d_model, config.training.steps)
     schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.training.steps)
-    graph = nnx.split(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param)[0]
-    # An accelerator wants large chunks. On a CPU small ones stay in its cache, but each reads and writes matrices of V x D.
+    graph = nnx.split(
+        nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param
+    )[0]
+    # An accelerator wants large chunks. On a CPU small ones stay in its cache, but each reads and
+    # writes matrices of V x D.
     vocab_size, d_model = config.model.vocab_size, config.model.d_model
     max_logits = max(2**20, vocab_size * d_model // 2) if jax.default_backend() == "cpu" else 2**25
 
@@ -75,7 +81,9 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
             bad_in_a_row=jnp.zeros((), jnp.int32),
         )
 
-    def loss_sums(parameters: Parameters, batch: Batch, dropout_key: jax.Array | None, r_drop: float = 0.0) -> LossSums:
+    def loss_sums(
+        parameters: Parameters, batch: Batch, dropout_key: jax.Array | None, r_drop: float = 0.0
+    ) -> LossSums:
         model = nnx.merge(graph, parameters)
         hidden_BTD = model.hidden(
             batch.source_BS,
@@ -95,11 +103,15 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
             r_drop,
         )
 
-    def gradients(parameters: Parameters, batch: Batch, dropout_key: jax.Array) -> tuple[Parameters, LossSums]:
+    def gradients(
+        parameters: Parameters, batch: Batch, dropout_key: jax.Array
+    ) -> tuple[Parameters, LossSums]:
         """Gradient of the summed loss, and the sums."""
         r_drop = config.training.r_drop
         if r_drop:  # each row twice, one after the other, for two draws of dropout
-            batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
+            batch = jax.tree.map(
+                lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch
+            )
 
         def loss(parameters: Parameters) -> tuple[jax.Array, LossSums]:
             sums = loss_sums(parameters, batch, dropout_key, r_drop)
@@ -109,25 +121,38 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
 
         return jax.grad(loss, has_aux=True)(parameters)
 
-    def accumulated_gradients(parameters: Parameters, batch: Batch, dropout_key: jax.Array) -> tuple[Parameters, LossSums]:
+    def accumulated_gradients(
+        parameters: Parameters, batch: Batch, dropout_key: jax.Array
+    ) -> tuple[Parameters, LossSums]:
         parts = config.optimizer.accumulate_steps
         if parts == 1:
             return gradients(parameters, batch, dropout_key)
-        # Row r goes to part r % parts: devices keep their own rows wherever these divide by the parts.
+        # Row r goes to part r % parts: devices keep their own rows wherever these divide by the
+        # parts.
         split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
         def add_part(total: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             number, rows = part
-            return jax.tree.map(jnp.add, total, gradients(parameters, rows, jax.random.fold_in(dropout_key, number))), None
+            return jax.tree.map(
+                jnp.add, total, gradients(parameters, rows, jax.random.fold_in(dropout_key, number))
+            ), None
 
-        zeros = (jax.tree.map(jnp.zeros_like, parameters), LossSums(*(jnp.zeros((), jnp.float32),) * 4))
+        zeros = (
+            jax.tree.map(jnp.zeros_like, parameters),
+            LossSums(*(jnp.zeros((), jnp.float32),) * 4),
+        )
         return jax.lax.scan(add_part, zeros, (jnp.arange(parts), split))[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         dropout_key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        grads, sums = accumulated_gradients(gathered(state.parameters, shardings.parameters), batch, dropout_key)
-        # Whole, then in parts: told only the latter, XLA hands rows of the batch around to compute parts of the embeddings'.
-        grads = jax.lax.with_sharding_constraint(gathered(grads, shardings.parameters), shardings.parameters)
+        grads, sums = accumulated_gradients(
+            gathered(state.parameters, shardings.parameters), batch, dropout_key
+        )
+        # Whole, then in parts: told only the latter, XLA hands rows of the batch around to compute
+        # parts of the embeddings'.
+        grads = jax.lax.with_sharding_constraint(
+            gathered(grads, shardings.parameters), shardings.parameters
+        )
         # Sums over the global batch, divided by its number of real target tokens.
         grads = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), grads)
         norm = optax.tree.norm(grads)
@@ -170,11 +195,20 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
     shapes = jax.eval_shape(init)
     shardings = state_shardings(shapes, mesh)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
-    abstract_state = jax.tree.map(lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), shapes, shardings)
+    abstract_state = jax.tree.map(
+        lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), shapes, shardings
+    )
     return Programs(
         init=jax.jit(init, out_shardings=shardings),
-        train_step=jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, rows), out_shardings=(shardings, everywhere)),
-        eval_step=jax.jit(eval_step, in_shardings=(shardings.parameters, rows), out_shardings=everywhere),
+        train_step=jax.jit(
+            train_step,
+            donate_argnums=0,
+            in_shardings=(shardings, rows),
+            out_shardings=(shardings, everywhere),
+        ),
+        eval_step=jax.jit(
+            eval_step, in_shardings=(shardings.parameters, rows), out_shardings=everywhere
+        ),
         abstract_state=abstract_state,
         graph=graph,
     )

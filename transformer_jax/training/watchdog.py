@@ -1,4 +1,6 @@
-"""Says what a run is busy with when it has been busy for far too long: a step that hangs tells nothing by itself."""
+"""Says what a run is busy with when it has been busy for far too long: a step that hangs tells
+nothing by itself.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,29 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """A thread that looks at the clock. The loop says what it begins; each kind of phase has a usual length of its own.
+    """A thread that looks at the clock. The loop says what it begins; each kind of phase has a
+    usual length of its own.
 
-    A phase is late after ``factor`` times its usual length, at least ``patience`` seconds; one that has not been seen three
-    times (it may compile), after ``patience_at_first``. A late one is told again whenever its time has doubled.
+    A phase is late after ``factor`` times its usual length, at least ``patience`` seconds; one that
+    has not been seen three times (it may compile), after ``patience_at_first``. A late one is told
+    again whenever its time has doubled.
     """
 
-    def __init__(self, *, who: str, patience: float = 15.0, patience_at_first: float = 600.0, factor: float = 10.0):
+    def __init__(
+        self,
+        *,
+        who: str,
+        patience: float = 15.0,
+        patience_at_first: float = 600.0,
+        factor: float = 10.0,
+    ):
         """``who`` names this process in messages."""
-        self._who, self._patience, self._patience_at_first, self._factor = who, patience, patience_at_first, factor
+        self._who, self._patience, self._patience_at_first, self._factor = (
+            who,
+            patience,
+            patience_at_first,
+            factor,
+        )
         self._lengths: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=50))
         self._phase: tuple[str, str, float] | None = None  # kind, what it is called, since when
         self._next_message = 0.0
@@ -51,7 +67,11 @@ class Watchdog:
 
     def _limit(self, kind: str) -> float:
         lengths = self._lengths[kind]
-        return max(self._patience, self._factor * median(lengths)) if len(lengths) >= 3 else self._patience_at_first
+        return (
+            max(self._patience, self._factor * median(lengths))
+            if len(lengths) >= 3
+            else self._patience_at_first
+        )
 
     def _watch(self) -> None:
         while not self._ended:
@@ -63,4 +83,10 @@ class Watchdog:
             self._next_message = now + (now - since)
             lengths = self._lengths[kind]
             usual = f" (usual: {median(lengths):.1f} s)" if lengths else ""
-            log.warning("%s has been busy with one thing for %.0f s: %s%s.", self._who, now - since, what, usual)
+            log.warning(
+                "%s has been busy with one thing for %.0f s: %s%s.",
+                self._who,
+                now - since,
+                what,
+                usual,
+            )

@@ -1,4 +1,6 @@
-"""What a work directory holds before the first step: the config it belongs to, and the tokenizer."""
+"""What a work directory holds before the first step: the config it belongs to, and the
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from transformer_jax.checkpoint import choose_checkpoints
 from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_files import differences_on_resume, fields_that_differ, from_json, to_json
-from transformer_jax.data.parts import digests_folder
+from transformer_jax.config_io import differences_on_resume, fields_that_differ, from_json, to_json
+from transformer_jax.data.shards import digests_folder
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
-from transformer_jax.remote import RemoteWorkdir, local_workdir
-from transformer_jax.saved_model import choose_checkpoints
+from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -38,23 +40,31 @@ def check_inputs(config: Config) -> None:
 
 @contextmanager
 def claimed(workdir: Path, config: Config, *, allow_changes: bool = False) -> Iterator[None]:
-    """Hold the work directory, made for this config if need be, for as long as the context lasts; no second run can.
+    """Hold the work directory, made for this config if need be, for as long as the context lasts;
+    no second run can.
 
-    With ``allow_changes`` the fields that are ``changeable`` may differ from those of the run that is already there; what that
-    means is logged.
+    With ``allow_changes`` the fields that are ``changeable`` may differ from those of the run that
+    is already there; what that means is logged.
 
-    A folder where no step was ever trained, for bad input say, is taken over; only its tokenised corpora can be of use. One
-    with imported parameters gets the new config if that leaves their model and tokenizer as they are.
+    A folder where no step was ever trained, for bad input say, is taken over; only its tokenised
+    corpora can be of use. One with imported parameters gets the new config if that leaves their
+    model and tokenizer as they are.
 
     Raises:
-      UserError: another run holds it, or was begun in it with another config; a path that is no work directory. Nothing in it
-        was changed.
+      UserError: another run holds it, or was begun in it with another config; a path that is no
+        work directory. Nothing in it was changed.
     """
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"{str(workdir)!r} is a file; expected a new folder or a work directory.")
     has_config = (workdir / "config.json").exists()
-    if workdir.is_dir() and not has_config and any(not _may_be_there(entry.name) for entry in workdir.iterdir()):
-        raise UserError(f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a work directory.")
+    if (
+        workdir.is_dir()
+        and not has_config
+        and any(not _may_be_there(entry.name) for entry in workdir.iterdir())
+    ):
+        raise UserError(
+            f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a work directory."
+        )
     workdir.mkdir(parents=True, exist_ok=True)
     with lock(workdir):
         _claim(workdir, config, allow_changes=allow_changes)
@@ -62,7 +72,9 @@ def claimed(workdir: Path, config: Config, *, allow_changes: bool = False) -> It
 
 
 def _may_be_there(name: str) -> bool:
-    """In a folder that is to become a work directory: hidden files, and corpora of an earlier one (``RemoteWorkdir.pull``)."""
+    """In a folder that is to become a work directory: hidden files, and corpora of an earlier one
+    (``RemoteWorkdir.pull``).
+    """
     return name.startswith(".") or name == "corpus"
 
 
@@ -74,7 +86,9 @@ def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
         differences = differences_on_resume(from_json(path.read_text()), config)
         untrained = not _was_trained(workdir)
         if untrained and complete_steps(workdir / "checkpoints"):
-            of_model = [each for each in differences if each.name.startswith(("model.", "tokenizer."))]
+            of_model = [
+                each for each in differences if each.name.startswith(("model.", "tokenizer."))
+            ]
             if fixed := [each for each in of_model if not each.changeable]:
                 raise UserError(
                     f"{str(workdir)!r} holds an imported model; expected its own settings, which --config {path} gives. "
@@ -102,11 +116,15 @@ def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
 
 
 def _was_trained(workdir: Path) -> bool:
-    """Whether a step is left of any run: in a checkpoint (an import is step 0), or in more metrics than that it started."""
+    """Whether a step is left of any run: in a checkpoint (an import is step 0), or in more metrics
+    than that it started.
+    """
     if any(step > 0 for step in complete_steps(workdir / "checkpoints")):
         return True
     metrics = workdir / "metrics.jsonl"
-    return metrics.exists() and any('"kind": "start"' not in line for line in metrics.read_text().splitlines())
+    return metrics.exists() and any(
+        '"kind": "start"' not in line for line in metrics.read_text().splitlines()
+    )
 
 
 def fetch(remote: RemoteWorkdir) -> None:
@@ -118,7 +136,9 @@ def fetch(remote: RemoteWorkdir) -> None:
 
 @contextmanager
 def lock(workdir: Path) -> Iterator[None]:
-    """Keep a second run out of the work directory; the lock ends with the context, at the latest with this process."""
+    """Keep a second run out of the work directory; the lock ends with the context, at the latest
+    with this process.
+    """
     with (workdir / ".lock").open("wb") as file:
         _take(file, workdir)
         yield
@@ -128,9 +148,13 @@ def _take(file: BinaryIO, workdir: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"Another run is at work in {str(workdir)!r}; wait for it or choose another --workdir.") from None
+        raise UserError(
+            f"Another run is at work in {str(workdir)!r}; wait for it or choose another --workdir."
+        ) from None
     except OSError:
-        log.warning("%s is on a file system without locks: do not start a second run in it.", workdir)
+        log.warning(
+            "%s is on a file system without locks: do not start a second run in it.", workdir
+        )
 
 
 def write_config(workdir: Path, config: Config) -> None:
@@ -141,7 +165,8 @@ def write_config(workdir: Path, config: Config) -> None:
 
 
 def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
-    """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one trained on the text.
+    """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one
+    trained on the text.
 
     ``tokenizer.origin`` has the fingerprint of the text, or of the tokenizer, that it comes from.
     """
@@ -150,13 +175,17 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     # Before the first checkpoint the text may still be corrected.
     tokenizer = None
     if config.training.start_from:
-        tokenizer = Tokenizer.load(start_checkpoints(config)[0]).with_symbols(config.tokenizer.user_defined_symbols)
+        tokenizer = Tokenizer.load(start_checkpoints(config)[0]).with_symbols(
+            config.tokenizer.user_defined_symbols
+        )
     elif config.tokenizer.model:
         tokenizer = Tokenizer.train([], config.tokenizer)  # no text is needed
     if tokenizer is not None:
         origin = tokenizer.fingerprint
     else:
-        origin = pairs_fingerprint(config.data.train, config.data.root, digests=digests_folder(workdir, config))
+        origin = pairs_fingerprint(
+            config.data.train, config.data.root, digests=digests_folder(workdir, config)
+        )
     noted = workdir / "tokenizer.origin"
     if has_tokenizer(workdir) and (not noted.is_file() or noted.read_text() == origin):
         return Tokenizer.load(workdir)
@@ -175,16 +204,21 @@ def _remove_tokenizer(workdir: Path) -> None:
 
 
 def start_checkpoints(config: Config) -> list[Path]:
-    """The folders of the checkpoints whose mean ``training.start_from`` names, as ``load_model`` takes it; newest first.
+    """The folders of the checkpoints whose mean ``training.start_from`` names, as ``load_model``
+    takes it; newest first.
 
-    Raises ``UserError`` if none are there, or those of a model that is not of the shape of ``config.model``.
+    Raises ``UserError`` if none are there, or those of a model that is not of the shape of
+    ``config.model``.
     """
     name = config.training.start_from
     try:
         chosen = choose_checkpoints(local_workdir(name))
     except UserError as error:
         raise UserError(f"training.start_from is {name!r}: {error}") from None
-    theirs, tokenizer = from_json((chosen[0] / "config.json").read_text()), Tokenizer.load(chosen[0])
+    theirs, tokenizer = (
+        from_json((chosen[0] / "config.json").read_text()),
+        Tokenizer.load(chosen[0]),
+    )
     ours = with_vocabulary(config, tokenizer).model
     differences = differences_on_resume(theirs, dataclasses.replace(theirs, model=ours))
     if fixed := [each for each in differences if not each.changeable]:
@@ -217,7 +251,9 @@ def read_all(config: Config, name: str, *, limit: int | None = None) -> list[tup
         return []
     found = list(islice(_read(config, pairs), limit))
     if not found:
-        raise UserError(f"data.{name} has no pairs; expected at least one, or data.{name}.kind none.")
+        raise UserError(
+            f"data.{name} has no pairs; expected at least one, or data.{name}.kind none."
+        )
     return found
 
 

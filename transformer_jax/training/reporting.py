@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.processes import is_first
+from transformer_jax.distributed import is_first
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.step import StepMetrics
 
@@ -64,7 +64,9 @@ class Meter:
         self._progress["target_tokens"] += int(metrics.sums.tokens)
 
     def entry(self, waited: float) -> dict[str, Any]:
-        """Means since the last entry (NaN: of no step); ``waited``: seconds the loop has waited for data so far."""
+        """Means since the last entry (NaN: of no step); ``waited``: seconds the loop has waited for
+        data so far.
+        """
         nothing = np.full((1, len(LossSums._fields)), np.nan)
         sums = LossSums(*np.sum(np.asarray(self._sums) if self._sums else nothing, axis=0))
         now = time.perf_counter()
@@ -76,7 +78,13 @@ class Meter:
             "target_fill": self._target_tokens / self._positions[1],
             "data_wait_share": (waited - self._waited) / seconds,
         }
-        self._sums, self._source_tokens, self._target_tokens, self._waited, self._since = [], 0.0, 0.0, waited, now
+        self._sums, self._source_tokens, self._target_tokens, self._waited, self._since = (
+            [],
+            0.0,
+            0.0,
+            waited,
+            now,
+        )
         self._positions[:] = 0
         return values
 
@@ -99,12 +107,15 @@ class Meter:
 
 
 class _Board:
-    """TensorBoard's file. Of tensorboardX it takes what writes at once: the thread of its ``SummaryWriter`` ends with the first
-    error of the disk, and who writes to it waits for ever from then on."""
+    """TensorBoard's file. Of tensorboardX it takes what writes at once: the thread of its
+    ``SummaryWriter`` ends with the first error of the disk, and who writes to it waits for ever
+    from then on.
+    """
 
     def __init__(self, folder: Path, purge_step: int):
         """What was written from ``purge_step`` on shall not be shown any more."""
-        # Where PyTorch is installed tensorboardX would load that too: two seconds and much memory, for nothing here.
+        # Where PyTorch is installed tensorboardX would load that too: two seconds and much memory,
+        # for nothing here.
         hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
         try:
             from tensorboardX.event_file_writer import EventsWriter
@@ -129,10 +140,13 @@ class _Board:
 
 
 class Reporter:
-    """Writes entries of one run to metrics.jsonl and TensorBoard and shows its progress on stderr."""
+    """Writes entries of one run to metrics.jsonl and TensorBoard and shows its progress on
+    stderr.
+    """
 
     def __init__(self, workdir: Path, *, steps: int, start_step: int, evaluation_due: bool = False):
-        """Entries after ``start_step`` come from a run that went on unsaved; they are dropped, the run writes them again.
+        """Entries after ``start_step`` come from a run that went on unsaved; they are dropped, the
+        run writes them again.
 
         So is a dev entry of that step, if its evaluation is due once more.
         """
@@ -162,14 +176,23 @@ class Reporter:
         self._progress.start()
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """One line in metrics.jsonl, with null for what is not finite, and one point a number in TensorBoard."""
-        told = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in values.items()}
+        """One line in metrics.jsonl, with null for what is not finite, and one point a number in
+        TensorBoard.
+        """
+        told = {
+            name: None if isinstance(x, float) and not math.isfinite(x) else x
+            for name, x in values.items()
+        }
         entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **told}
         with self._reporting_errors():
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
         if self._board is not None:
-            numbers = {f"{kind}/{name}": value for name, value in told.items() if isinstance(value, int | float)}
+            numbers = {
+                f"{kind}/{name}": value
+                for name, value in told.items()
+                if isinstance(value, int | float)
+            }
             with self._reporting_errors():
                 self._board.write(step, numbers)
 
@@ -235,29 +258,47 @@ def peak_memory_bytes() -> dict[str, int]:
 
 def environment() -> dict[str, Any]:
     """Versions and hardware, for summary.json."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "sacrebleu", "numpy")
+    packages = (
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "grain",
+        "sentencepiece",
+        "sacrebleu",
+        "numpy",
+    )
     return {
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "platform": platform.platform(),
         "cpu": _processor(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "devices": [str(device.device_kind) for device in jax.devices()],
         "processes": jax.process_count(),
     }
 
 
 def _processor() -> str:
-    """Name, family and widest vectors of the CPU; virtual machines hide the exact name, and the speed hangs on the vectors."""
+    """Name, family and widest vectors of the CPU; virtual machines hide the exact name, and the
+    speed hangs on the vectors.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].split("\n")
     except OSError:
         return platform.machine()
-    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    known = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
     name = known.get("model name", platform.machine())
     family = f", family {known['cpu family']}" if "cpu family" in known else ""
     features = known.get("flags", known.get("Features", "")).split()
-    widest = next((f", {each}" for each in ("avx512f", "avx2", "avx", "sve", "asimd") if each in features), "")
+    widest = next(
+        (f", {each}" for each in ("avx512f", "avx2", "avx", "sve", "asimd") if each in features), ""
+    )
     return name + family + widest
 
 

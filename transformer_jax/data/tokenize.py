@@ -1,4 +1,4 @@
-"""Sentence pairs to arrays of pieces, by several processes: the working half of ``corpus``.
+"""Sentence pairs to arrays of tokens, by several processes: the working half of ``corpus``.
 
 This module is what the worker processes run: nothing that it imports may import jax.
 """
@@ -28,10 +28,12 @@ from transformer_jax.config import DataConfig, PairsConfig
 from transformer_jax.data.files import one_file_each
 from transformer_jax.data.sources import pairs_fingerprint
 from transformer_jax.errors import UserError
-from transformer_jax.tokenizer import EOS_ID, Tokenizer
+from transformer_jax.special_ids import EOS_ID
+from transformer_jax.tokenizer import Tokenizer
 
 _FORMAT = 1  # part of the fingerprint: raise it when the same input would give other arrays
-_CHUNK_PAIRS, _CHUNK_CHARACTERS = 8192, 2**21  # part of the fingerprint too: each chunk is segmented by a seed of its own
+# part of the fingerprint too: each chunk is segmented by a seed of its own
+_CHUNK_PAIRS, _CHUNK_CHARACTERS = 8192, 2**21
 _SMALL = 100_000  # pairs x segmentations up to which starting processes costs more than they save
 
 Pairs = list[tuple[str, str]]
@@ -60,13 +62,20 @@ class TokeniseJob:
     """Where the text is part of a longer one: how many files stand before it."""
 
     def fingerprint(self, pairs: PairsConfig, *, digests: Path | None = None) -> str:
-        """SHA-256 (hex) of the text, this job's settings and the format. ``digests``: see ``pairs_fingerprint``."""
+        """SHA-256 (hex) of the text, this job's settings and the format. ``digests``: see
+        ``pairs_fingerprint``.
+        """
         data = self.data
         settings: list[object] = [
             (_FORMAT, _CHUNK_PAIRS, _CHUNK_CHARACTERS),
             pairs_fingerprint(pairs, data.root, digests=digests),
             self.tokenizer.fingerprint,
-            (data.max_source_length, data.max_target_length, float(data.max_length_ratio), data.invalid_utf8),
+            (
+                data.max_source_length,
+                data.max_target_length,
+                float(data.max_length_ratio),
+                data.invalid_utf8,
+            ),
             (self.sampling, self.num_samples, self.seed),
         ]
         if self.sampling and (self.first_file or len(one_file_each(pairs, data.root)) > 1):
@@ -86,21 +95,33 @@ class TokeniseJob:
             lines = [pair[side] for pair in pairs]
             for v in range(self.num_samples):
                 digest = hashlib.sha256(repr((self.seed, number, v, side)).encode()).digest()
-                ids = encode(lines, sampling=self.sampling, seed=int.from_bytes(digest[:4], "little"))
+                ids = encode(
+                    lines, sampling=self.sampling, seed=int.from_bytes(digest[:4], "little")
+                )
                 flat[side].append(flatten(ids, self.dtypes()[side]))
         # A pair stays if it passes in every segmentation: then all of them hold the same pairs.
         source_KN, target_KN = (np.stack([lengths for _, lengths in side]) for side in flat)
         blank = np.array([not (source.strip() and target.strip()) for source, target in pairs])
         empty = blank | ((source_KN == 1) | (target_KN == 1)).any(0)
-        long = ((source_KN > self.data.max_source_length) | (target_KN > self.data.max_target_length)).any(0) & ~empty
-        shorter_KN, longer_KN = np.minimum(source_KN, target_KN) + 4, np.maximum(source_KN, target_KN) + 4  # EOS + 4 = 5
+        long = (
+            (source_KN > self.data.max_source_length) | (target_KN > self.data.max_target_length)
+        ).any(0) & ~empty
+        # EOS + 4 = 5
+        shorter_KN, longer_KN = (
+            np.minimum(source_KN, target_KN) + 4,
+            np.maximum(source_KN, target_KN) + 4,
+        )
         most = self.data.max_length_ratio or np.inf
         ratio = (longer_KN > most * shorter_KN).any(0) & ~empty & ~long
         keep = ~(empty | long | ratio)
         left_out = {"empty": empty, "too_long": long, "ratio": ratio}
         return TokenisedChunk(
-            [[(tokens[np.repeat(keep, lengths)], lengths[keep]) for tokens, lengths in side] for side in flat],
-            {"read": len(pairs), "kept": int(keep.sum())} | {name: int(mask.sum()) for name, mask in left_out.items()},
+            [
+                [(tokens[np.repeat(keep, lengths)], lengths[keep]) for tokens, lengths in side]
+                for side in flat
+            ],
+            {"read": len(pairs), "kept": int(keep.sum())}
+            | {name: int(mask.sum()) for name, mask in left_out.items()},
         )
 
 
@@ -124,15 +145,23 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[Pairs]:
         yield chunk
 
 
-def _numbered_chunks(files: Iterable[Iterable[tuple[str, str]]], first_file: int) -> Iterator[tuple[Number, Pairs]]:
-    """Chunks end with their file, and are numbered within it: so they are the same if other files are worked on apart."""
+def _numbered_chunks(
+    files: Iterable[Iterable[tuple[str, str]]], first_file: int
+) -> Iterator[tuple[Number, Pairs]]:
+    """Chunks end with their file, and are numbered within it: so they are the same if other files
+    are worked on apart.
+    """
     for file, pairs in enumerate(files, first_file):
         for number, chunk in enumerate(_chunks(pairs)):
             yield (file, number) if file else number, chunk
 
 
-def tokenised(files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob) -> Generator[TokenisedChunk, None, None]:
-    """The files' chunks in order, tokenised here if few, else by worker processes with a bounded number in flight."""
+def tokenised(
+    files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob
+) -> Generator[TokenisedChunk, None, None]:
+    """The files' chunks in order, tokenised here if few, else by worker processes with a bounded
+    number in flight.
+    """
     numbered = _numbered_chunks(files, job.first_file)
     head = list(islice(numbered, _SMALL // (_CHUNK_PAIRS * job.num_samples) + 1))
     more = list(islice(numbered, 1))
@@ -154,15 +183,20 @@ def tokenised(files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob) -> G
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-# The processes are plain ones that read chunks from a pipe, not those of ``multiprocessing``: those import the program that
-# was started (jax included) or fork (unsafe beside JAX's threads), and stay for ever when their parent is killed.
+# The processes are plain ones that read chunks from a pipe, not those of ``multiprocessing``: those
+# import the program that was started (jax included) or fork (unsafe beside JAX's threads), and stay
+# for ever when their parent is killed.
 
 _WORKER_PROGRAM = f"from {__name__} import _serve; _serve()"
 
 
 @contextmanager
-def _workers(job: TokeniseJob, count: int) -> Iterator[Callable[[tuple[Number, Pairs]], TokenisedChunk]]:
-    """A function, for several threads, that has a chunk tokenised by the next idle one of ``count`` processes."""
+def _workers(
+    job: TokeniseJob, count: int
+) -> Iterator[Callable[[tuple[Number, Pairs]], TokenisedChunk]]:
+    """A function, for several threads, that has a chunk tokenised by the next idle one of ``count``
+    processes.
+    """
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     idle: SimpleQueue[Popen[bytes]] = SimpleQueue()
 
@@ -193,7 +227,8 @@ def _workers(job: TokeniseJob, count: int) -> Iterator[Callable[[tuple[Number, P
             )
             stack.callback(_end, process)
             processes.append(process)
-        for process in processes:  # only now, as the job is more than a pipe holds: they start side by side
+        # only now, as the job is more than a pipe holds: they start side by side
+        for process in processes:
             with suppress(BrokenPipeError):  # it died at once, as its first chunk will find
                 _send(process.stdin, job)
             idle.put(process)

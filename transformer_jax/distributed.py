@@ -1,8 +1,9 @@
 """Several processes as one run: how they find each other, and what one of them does for all.
 
-JAX's own runtime joins them (``jax.distributed``): every process runs the same program on its own devices, arrays and
-compiled programs span all devices. Short messages between processes go through that runtime's key-value store, which,
-unlike a collective, may be waited for for hours. With one process all functions here do nothing out of the ordinary.
+JAX's own runtime joins them (``jax.distributed``): every process runs the same program on its own
+devices, arrays and compiled programs span all devices. Short messages between processes go through
+that runtime's key-value store, which, unlike a collective, may be waited for for hours. With one
+process all functions here do nothing out of the ordinary.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _START_SECONDS = 300  # a cluster may start its processes minutes apart
-_HEARTBEAT_SECONDS = 40  # after so long without a sign of life a process is given up, and all others end
+# after so long without a sign of life a process is given up, and all others end
+_HEARTBEAT_SECONDS = 40
 _PREPARING_MILLISECONDS = 7 * 24 * 3600 * 1000  # tokenising a large corpus takes hours
 _numbers = itertools.count()  # all processes ask for the same things in the same order
 
@@ -34,7 +36,8 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
     """Join the other processes; must come before anything else that JAX does.
 
     Raises:
-      UserError: flags that do not go together, no cluster that JAX knows, a coordinator that does not answer.
+      UserError: flags that do not go together, no cluster that JAX knows, a coordinator that does
+        not answer.
     """
     explicit = (settings.coordinator_address, settings.num_processes, settings.process_id)
     if not settings.distributed and explicit == (None, None, None):
@@ -47,13 +50,19 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
                 "them, or --distributed alone where the cluster tells."
             )
         if not (0 <= number < count):
-            raise UserError(f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes.")
+            raise UserError(
+                f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes."
+            )
         if not address.rpartition(":")[2].isdigit():
-            raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
+            raise UserError(
+                f"--coordinator-address is {address!r}; expected HOST:PORT of process 0."
+            )
         if number:
             _wait_for(address, timeout)
         else:
-            log.info("Process 0 of %d: waiting up to %d s for the others at %s.", count, timeout, address)
+            log.info(
+                "Process 0 of %d: waiting up to %d s for the others at %s.", count, timeout, address
+            )
     try:
         jax.distributed.initialize(
             address,
@@ -69,7 +78,13 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
             f"The processes did not find each other: {' '.join(str(error).split())} Expected a cluster that JAX knows (Slurm, "
             "Open MPI, Kubernetes, Cloud TPU), or --coordinator-address, --num-processes and --process-id."
         ) from None
-    log.info("Process %d of %d; %d devices of %d.", rank(), size(), jax.local_device_count(), jax.device_count())
+    log.info(
+        "Process %d of %d; %d devices of %d.",
+        rank(),
+        size(),
+        jax.local_device_count(),
+        jax.device_count(),
+    )
 
 
 def _wait_for(address: str, timeout: float) -> None:
@@ -128,7 +143,8 @@ def from_first(compute: Callable[[], T]) -> T:
 
 
 def first_then_others(prepare: Callable[[], T]) -> T:
-    """``prepare()``: first in process 0, then in all others, which find what it left in a folder that all share.
+    """``prepare()``: first in process 0, then in all others, which find what it left in a folder
+    that all share.
 
     Raises as ``from_first`` does.
     """
@@ -141,7 +157,8 @@ def all_or_none(work: Callable[[], T]) -> T:
     """``work()`` in every process; where one's fails, the others do not wait for it in vain.
 
     Raises:
-      UserError: in those whose work succeeded, with the number and the message of one whose did not.
+      UserError: in those whose work succeeded, with the number and the message of one whose did
+        not.
     """
     try:
         result = work()
@@ -157,7 +174,9 @@ def all_or_none(work: Callable[[], T]) -> T:
 def wait_for_others() -> None:
     """Until all processes are here."""
     if size() > 1:
-        _client().wait_at_barrier(f"transformer_jax/barrier/{next(_numbers)}", _PREPARING_MILLISECONDS)
+        _client().wait_at_barrier(
+            f"transformer_jax/barrier/{next(_numbers)}", _PREPARING_MILLISECONDS
+        )
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
@@ -178,7 +197,8 @@ def check_agreement(values: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise UserError(
-            "The processes of this run differ; expected the same command and the same files.\n  " + "\n  ".join(problems)
+            "The processes of this run differ; expected the same command and the same files.\n  "
+            + "\n  ".join(problems)
         )
 
 
@@ -189,7 +209,10 @@ def _from_all(value: Any) -> dict[int, Any]:
     folder, client = f"transformer_jax/from_all/{next(_numbers)}", _client()
     client.key_value_set(f"{folder}/{rank()}", json.dumps(value))
     wait_for_others()
-    found = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(folder)}
+    found = {
+        int(key.rpartition("/")[2]): json.loads(text)
+        for key, text in client.key_value_dir_get(folder)
+    }
     return dict(sorted(found.items()))
 
 

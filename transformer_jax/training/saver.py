@@ -1,4 +1,6 @@
-"""Checkpoints: saved in the background by Orbax, kept as configured, restored exactly; format: ``checkpoint_files.py``."""
+"""Checkpoints: saved in the background by Orbax, kept as configured, restored exactly; format:
+``checkpoint_files.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,16 @@ from transformer_jax.checkpoint_files import (
     write_manifest,
 )
 from transformer_jax.config import Config
-from transformer_jax.config_files import from_json, to_json
+from transformer_jax.config_io import from_json, to_json
+from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError
-from transformer_jax.processes import from_first, is_first
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.step import Parameters, TrainState
 
 log = logging.getLogger(__name__)
 
-Progress = dict[str, Any]  # what the loop must remember besides the state: best dev value, seconds trained, ...
+# what the loop must remember besides the state: best dev value, seconds trained, ...
+Progress = dict[str, Any]
 
 _SAVING = ".saving"  # ending of a checkpoint's folder until it is whole
 _REPLACED = ".replaced"  # of one whose step was saved again, while the new one gets its name
@@ -42,8 +45,17 @@ _REPLACED = ".replaced"  # of one whose step was saved again, while the new one 
 class Checkpoints:
     """The checkpoints of one work directory."""
 
-    def __init__(self, workdir: Path, config: Config, tokenizer: Tokenizer, *, when_saved: Callable[[], None] = lambda: None):
-        """Removes what an interrupted save left behind. ``when_saved`` is called, beside training, after each save."""
+    def __init__(
+        self,
+        workdir: Path,
+        config: Config,
+        tokenizer: Tokenizer,
+        *,
+        when_saved: Callable[[], None] = lambda: None,
+    ):
+        """Removes what an interrupted save left behind. ``when_saved`` is called, beside training,
+        after each save.
+        """
         self.folder = workdir.absolute() / "checkpoints"  # Orbax wants absolute paths
         self._config, self._tokenizer, self._when_saved = config, tokenizer, when_saved
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -53,10 +65,11 @@ class Checkpoints:
         from_first(self._clean)
 
     def save(self, state: TrainState, progress: Progress, *, regular: bool = True) -> None:
-        """Start saving; returns once the state is copied. A failure is logged and leaves older checkpoints as they are.
+        """Start saving; returns once the state is copied. A failure is logged and leaves older
+        checkpoints as they are.
 
-        One that is not ``regular`` stays until the next is saved, or as long as it is the best on dev. With
-        ``training.patience`` those that are averaged with the best stay with it.
+        One that is not ``regular`` stays until the next is saved, or as long as it is the best on
+        dev. With ``training.patience`` those that are averaged with the best stay with it.
         """
         self.wait()
         step = int(state.step)
@@ -73,7 +86,9 @@ class Checkpoints:
         except Exception as error:
             self._discard(path, error)
         else:
-            self._pending = self._worker.submit(self._finish, path, response, progress.get("best_step"))
+            self._pending = self._worker.submit(
+                self._finish, path, response, progress.get("best_step")
+            )
 
     def wait(self) -> None:
         """Until the save under way, if any, is on disk."""
@@ -86,10 +101,15 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint that training saved, oldest first."""
-        return [step for step in complete_steps(self.folder) if not is_imported(self.folder / checkpoint_name(step))]
+        return [
+            step
+            for step in complete_steps(self.folder)
+            if not is_imported(self.folder / checkpoint_name(step))
+        ]
 
     def restore_latest(self, abstract_state: TrainState) -> tuple[TrainState, Progress] | None:
-        """The newest checkpoint that is whole, placed on devices as ``abstract_state`` says; None if training saved none.
+        """The newest checkpoint that is whole, placed on devices as ``abstract_state`` says; None
+        if training saved none.
 
         Damaged newer ones are set aside under another name. ``UserError`` if all are damaged.
         """
@@ -109,15 +129,21 @@ class Checkpoints:
             ) from error
 
     def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
-        """The parameters that ``save_imported`` left to begin with, placed as ``abstract_parameters`` says, if it did."""
+        """The parameters that ``save_imported`` left to begin with, placed as
+        ``abstract_parameters`` says, if it did.
+        """
         path = self.folder / checkpoint_name(0)
         if not (path / MANIFEST).exists() or not is_imported(path):
             return None
         try:
             from_first(lambda: verify(path))
         except DamagedError as error:
-            raise UserError(f"The imported parameters in {path} are damaged ({error}); import the model again.") from None
-        return ocp.load_checkpointables(path / "state", {"parameters": abstract_parameters})["parameters"]
+            raise UserError(
+                f"The imported parameters in {path} are damaged ({error}); import the model again."
+            ) from None
+        return ocp.load_checkpointables(path / "state", {"parameters": abstract_parameters})[
+            "parameters"
+        ]
 
     def _clean(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -125,8 +151,11 @@ class Checkpoints:
             whole = (path / MANIFEST).exists()
             if path.suffix == _SAVING and whole:  # stopped just before it had its name
                 _publish(path)
-            elif path.suffix == _REPLACED or (not whole and (path.suffix == _SAVING or path.name.isdigit())):
-                shutil.rmtree(path, ignore_errors=True)  # it may have gone when another one was given its name
+            elif path.suffix == _REPLACED or (
+                not whole and (path.suffix == _SAVING or path.name.isdigit())
+            ):
+                # it may have gone when another one was given its name
+                shutil.rmtree(path, ignore_errors=True)
 
     def _begin(self, path: Path, progress: Progress) -> None:
         """All of a checkpoint but its arrays."""
@@ -147,7 +176,9 @@ class Checkpoints:
                 log.warning("Checkpoint %s is damaged (%s); trying the one before it.", path, error)
                 continue
             # Only now: with all of them renamed, the next start would find none and begin anew.
-            for damaged in (self.folder / checkpoint_name(later) for later in steps if later > step):
+            for damaged in (
+                self.folder / checkpoint_name(later) for later in steps if later > step
+            ):
                 aside = damaged.with_suffix(".damaged")
                 shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
                 damaged.rename(aside)
@@ -171,8 +202,14 @@ class Checkpoints:
         try:
             _publish(path)
             self._tidy(best_step)
-        except OSError as error:  # of the file system; the next start, or the next save, makes up for it
-            log.warning("Checkpoint %s is saved, but %s could not be put in order: %s.", path, self.folder, _reason(error))
+        # of the file system; the next start, or the next save, makes up for it
+        except OSError as error:
+            log.warning(
+                "Checkpoint %s is saved, but %s could not be put in order: %s.",
+                path,
+                self.folder,
+                _reason(error),
+            )
         self._when_saved()
 
     def _tidy(self, best_step: int | None) -> None:
@@ -182,7 +219,8 @@ class Checkpoints:
             self._best_step = best_step
         regular = [step for step in steps if is_regular(self.folder / checkpoint_name(step))]
         kept = {*regular[-training.keep_checkpoints :], steps[-1], self._best_step}
-        if training.patience and self._best_step is not None:  # the run may end with the mean up to the best
+        # the run may end with the mean up to the best
+        if training.patience and self._best_step is not None:
             before = [step for step in regular if step < self._best_step]
             kept |= set(before[max(0, len(before) - training.average + 1) :])
         for step in steps:
@@ -194,18 +232,27 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
         self.last_saved = -1
         final = path.with_suffix("")
-        log.error("Checkpoint %s could not be saved: %s. Older checkpoints are untouched.", final, _reason(error))
+        log.error(
+            "Checkpoint %s could not be saved: %s. Older checkpoints are untouched.",
+            final,
+            _reason(error),
+        )
 
 
-def save_imported(workdir: Path, config: Config, tokenizer: Tokenizer, parameters: Parameters) -> None:
-    """Make a work directory whose training begins with ``parameters`` (nested dict of arrays) instead of random ones."""
+def save_imported(
+    workdir: Path, config: Config, tokenizer: Tokenizer, parameters: Parameters
+) -> None:
+    """Make a work directory whose training begins with ``parameters`` (nested dict of arrays)
+    instead of random ones.
+    """
     path = workdir.absolute() / "checkpoints" / checkpoint_name(0)
     path.mkdir(parents=True)
     (path / "progress.json").write_text(json.dumps({"imported": True}, indent=2))
     ocp.save_checkpointables(path / "state", {"parameters": jax.tree.map(jnp.asarray, parameters)})
     for folder in (path, workdir):
         tokenizer.save(folder)
-        (folder / "config.json").write_text(to_json(config))  # the work directory's last: without it, it is none
+        # the work directory's last: without it, it is none
+        (folder / "config.json").write_text(to_json(config))
         if folder == path:
             write_manifest(path)
 
@@ -221,7 +268,8 @@ def _publish(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    (path / MANIFEST).unlink(missing_ok=True)  # from now on no checkpoint, however far deleting gets
+    # from now on no checkpoint, however far deleting gets
+    (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 

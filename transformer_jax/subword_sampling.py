@@ -1,8 +1,10 @@
-"""Random segmentations for subword regularisation: BPE-dropout and unigram sampling, drawn by a seed.
+"""Random segmentations for subword regularisation: BPE-dropout and unigram sampling, drawn by a
+seed.
 
-SentencePiece samples too, but mixes random salt of each process into its generator (seen in 0.2.3): no seed brings a
-segmentation back. Here the model's pieces and scores come from SentencePiece, the draws from ``random.Random``.
-Words are segmented one by one, which loses nothing: no piece of our models reaches over a space.
+SentencePiece samples too, but mixes random salt of each process into its generator (seen in 0.2.3):
+no seed brings a segmentation back. Here the model's pieces and scores come from SentencePiece, the
+draws from ``random.Random``. Words are segmented one by one, which loses nothing: no piece of our
+models reaches over a space.
 """
 
 from __future__ import annotations
@@ -46,21 +48,24 @@ def model_proto(processor: sentencepiece.SentencePieceProcessor) -> Any:
 class SubwordSampler:
     """Draws segmentations of lines from one SentencePiece model.
 
-    ``strength``: the merge dropout p of a BPE model (Provilkov et al., 2020), or the smoothing alpha of a unigram model,
-    whose segmentations have probability P(pieces)^alpha / Z (Kudo, 2018).
+    ``strength``: the merge dropout p of a BPE model (Provilkov et al., 2020), or the smoothing
+    alpha of a unigram model, whose segmentations have probability P(pieces)^alpha / Z (Kudo, 2018).
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, strength: float) -> None:
         model = model_proto(processor)
         trainer = model.trainer_spec
         if trainer.model_type not in (trainer.BPE, trainer.UNIGRAM):
-            raise UserError("tokenizer.sampling needs a BPE or unigram model; set it to 0 for this tokenizer.model.")
+            raise UserError(
+                "tokenizer.sampling needs a BPE or unigram model; set it to 0 for this tokenizer.model."
+            )
         self._processor = processor
         self._strength = strength
         self._ids: dict[str, int] = {}
         self._scores: dict[str, float] = {}
         self._bytes: dict[int, int] = {}
-        self._unused: dict[str, int] = {}  # in an imported model: of the vocabulary, but text is not cut into them
+        # in an imported model: of the vocabulary, but text is not cut into them
+        self._unused: dict[str, int] = {}
         for i, piece in enumerate(model.pieces):
             if piece.type == piece.NORMAL:
                 self._ids[piece.piece], self._scores[piece.piece] = i, piece.score
@@ -87,15 +92,26 @@ class SubwordSampler:
         return ids
 
     def _sample(self, text: str, generator: random.Random) -> list[int]:
-        words = re.findall(f"{_SPACE}?[^{_SPACE}]+|{_SPACE}", text) if self._split_words else [text] if text else []
+        words = (
+            re.findall(f"{_SPACE}?[^{_SPACE}]+|{_SPACE}", text)
+            if self._split_words
+            else [text]
+            if text
+            else []
+        )
         draw = self._sample_bpe if self._bpe else self._sample_unigram
         return [piece for word in words for piece in draw(word, generator)]
 
     def _sample_bpe(self, word: str, generator: random.Random) -> tuple[int, ...]:
-        # The merges up to the first one dropped are geometrically distributed; often that is all of them.
+        # The merges up to the first one dropped are geometrically distributed; often that is all of
+        # them.
         first_drop = self._merges_before_drop(generator)
         plain = self._merged(word)
-        return plain.ids if first_drop >= plain.merges else self._merge(word, generator, first_drop).ids
+        return (
+            plain.ids
+            if first_drop >= plain.merges
+            else self._merge(word, generator, first_drop).ids
+        )
 
     def _merges_before_drop(self, generator: random.Random) -> int:
         return int(math.log(1.0 - generator.random()) / math.log1p(-self._strength))
@@ -143,13 +159,17 @@ class SubwordSampler:
         position = len(word)
         while position:  # backwards: each last piece by the weight of all paths that end in it
             starts, cumulative = lattice[position]
-            start = starts[min(bisect(cumulative, generator.random() * cumulative[-1]), len(starts) - 1)]
+            start = starts[
+                min(bisect(cumulative, generator.random() * cumulative[-1]), len(starts) - 1)
+            ]
             parts.append(word[start:position])
             position = start
         return self._to_ids(reversed(parts))
 
     def _make_lattice(self, word: str) -> list[tuple[list[int], list[float]]]:
-        """For each position, where the pieces that end there begin, and their cumulative weights."""
+        """For each position, where the pieces that end there begin, and their cumulative
+        weights.
+        """
         log_totals = [0.0]  # log of the summed weights of all paths to each position
         lattice: list[tuple[list[int], list[float]]] = [([], [])]
         for position in range(1, len(word) + 1):
@@ -176,7 +196,8 @@ class SubwordSampler:
                 ids += (self._bytes[byte] for byte in part.encode())
             elif part in self._unused:
                 ids.append(self._unused[part])
-            elif not ids or ids[-1] != self._unknown_id:  # unknown characters in a row are one unknown piece
+            # unknown characters in a row are one unknown piece
+            elif not ids or ids[-1] != self._unknown_id:
                 ids.append(self._unknown_id)
         return tuple(ids)
 

@@ -44,7 +44,8 @@ _FREE_ON_RESUME = (
     "training.compilation_cache",
 )
 
-# Fields that a trained model can go on with changed; but what comes out is not what either setting alone would give.
+# Fields that a trained model can go on with changed; but what comes out is not what either setting
+# alone would give.
 _CHANGEABLE = (
     "batch.",
     "optimizer.",
@@ -67,19 +68,27 @@ def load_config_file(path: str | Path) -> Config:
     """Run a config file's ``get_config()``, or read the config.json of a work directory."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"Config file {str(path)!r} does not exist; expected a Python file with get_config(), as in configs/.")
+        raise UserError(
+            f"Config file {str(path)!r} does not exist; expected a Python file with get_config(), as in configs/."
+        )
     if path.suffix == ".json":
         return from_json(path.read_text())
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise UserError(f"Config file {str(path)!r} is not a Python file; expected one with get_config(), as in configs/.")
+        raise UserError(
+            f"Config file {str(path)!r} is not a Python file; expected one with get_config(), as in configs/."
+        )
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise UserError(f"Config file {str(path)!r}, line {error.lineno}, is not valid Python: {error.msg}.") from None
+        raise UserError(
+            f"Config file {str(path)!r}, line {error.lineno}, is not valid Python: {error.msg}."
+        ) from None
     if not hasattr(module, "get_config"):
-        raise UserError(f"Config file {str(path)!r} has no get_config(); expected `def get_config() -> Config`.")
+        raise UserError(
+            f"Config file {str(path)!r} has no get_config(); expected `def get_config() -> Config`."
+        )
     try:
         config = module.get_config()
     except TypeError as error:  # most often a misspelt field
@@ -89,12 +98,16 @@ def load_config_file(path: str | Path) -> Config:
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(f"Config file {str(path)!r}: {said}.{hint}") from error
     if not isinstance(config, Config):
-        raise UserError(f"get_config() of {str(path)!r} returned {type(config).__name__}; expected a transformer_jax Config.")
+        raise UserError(
+            f"get_config() of {str(path)!r} returned {type(config).__name__}; expected a transformer_jax Config."
+        )
     return config
 
 
 def config_in_flags(argv: Sequence[str]) -> tuple[str, Config]:
-    """What ``--config`` names among a program's flags ('' without it), and the config whose values all others replace."""
+    """What ``--config`` names among a program's flags ('' without it), and the config whose values
+    all others replace.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default="")
     path = parser.parse_known_args(argv)[0].config
@@ -107,7 +120,9 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """The config that ``to_json`` wrote. Unknown fields and values of a wrong type raise ``UserError``."""
+    """The config that ``to_json`` wrote. Unknown fields and values of a wrong type raise
+    ``UserError``.
+    """
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -143,15 +158,19 @@ class Difference(NamedTuple):
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:
     """The fields that differ and would change what the resumed run computes."""
     old_flat, new_flat = flatten(old), flatten(new)
-    ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})  # the rate depends on where
+    # the rate depends on where
+    ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})
     return [
         Difference(name, old_flat[name], new_flat[name])
         for name in old_flat
-        if old_flat[name] != new_flat[name] and (not _is_among(name, _FREE_ON_RESUME) or (ends and name == "training.steps"))
+        if old_flat[name] != new_flat[name]
+        and (not _is_among(name, _FREE_ON_RESUME) or (ends and name == "training.steps"))
     ]
 
 
-def fields_that_differ(differences: Sequence[Difference], *, where: str = "in the work directory") -> str:
+def fields_that_differ(
+    differences: Sequence[Difference], *, where: str = "in the work directory"
+) -> str:
     """Differences as the end of a message; the old values are those ``where`` says."""
     lines = [f"\n  {each.name}: {each.old!r} {where}, {each.new!r} now" for each in differences]
     return "Fields that differ:" + "".join(lines)
@@ -159,18 +178,26 @@ def fields_that_differ(differences: Sequence[Difference], *, where: str = "in th
 
 def _is_among(name: str, entries: Sequence[str]) -> bool:
     """``entries``: names of fields, and sections, which end in a dot."""
-    return name in entries or any(entry.endswith(".") and name.startswith(entry) for entry in entries)
+    return name in entries or any(
+        entry.endswith(".") and name.startswith(entry) for entry in entries
+    )
 
 
 def _build(cls: Any, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        raise UserError(f"{prefix.rstrip('.') or 'config'} is {values!r}; expected an object with fields of {cls.__name__}.")
+        raise UserError(
+            f"{prefix.rstrip('.') or 'config'} is {values!r}; expected an object with fields of {cls.__name__}."
+        )
     fields = {f.name: f for f in dataclasses.fields(cls)}
     arguments = {}
     for name, value in values.items():
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known fields: {', '.join(fields)}."
+            hint = (
+                f"; did you mean {prefix}{near[0]}?"
+                if near
+                else f"; known fields: {', '.join(fields)}."
+            )
             raise UserError(f"Unknown config field {prefix}{name}{hint}")
         section = fields[name].default_factory
         if dataclasses.is_dataclass(section):

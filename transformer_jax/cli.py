@@ -1,4 +1,6 @@
-"""What the command-line programs have in common: where they log, and how what ends them becomes an exit status."""
+"""What the command-line programs have in common: where they log, and how what ends them becomes an
+exit status.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from transformer_jax.errors import UserError
 def run_program(work: Callable[[], int | None]) -> int:
     """Do the work of a program; returns its exit status.
 
-    That is what ``work`` returns (None: 0), 2 on wrong input (``UserError`` or ``OSError``, told in one line), 130 on
-    Ctrl-C and 141 when nobody reads stdout any more, as in ``| head``. What it logs at INFO and above goes to stderr.
+    That is what ``work`` returns (None: 0), 2 on wrong input (``UserError`` or ``OSError``, told in
+    one line), 130 on Ctrl-C and 141 when nobody reads stdout any more, as in ``| head``. What it
+    logs at INFO and above goes to stderr.
     """
     try:
         logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's; what goes wrong in a save is reported here
+        # Orbax's; what goes wrong in a save is reported here
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         logging.getLogger("transformer_jax").setLevel(logging.INFO)
         return work() or 0
     except BrokenPipeError:

@@ -1,8 +1,10 @@
-"""A work directory's corpora; that of the training text may be prepared in parts, by many processes or machines.
+"""A work directory's corpora; that of the training text may be prepared in parts, by many processes
+or machines.
 
-Of F files in the text, part k of n (both from 0) is files floor(k F / n) <= f < floor((k + 1) F / n). It is a corpus of its
-own, named after a hash of its files and the settings. The parts in order, opened as one, are the corpus that a single
-process would have built: same pairs, same order, same segmentations, same fingerprint.
+Of F files in the text, part k of n (both from 0) is files floor(k F / n) <= f < floor((k + 1) F /
+n). It is a corpus of its own, named after a hash of its files and the settings. The parts in order,
+opened as one, are the corpus that a single process would have built: same pairs, same order, same
+segmentations, same fingerprint.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from transformer_jax.config import Config, PairsConfig
 from transformer_jax.data.corpus import Corpus, build, locate, open_corpus, require_pairs
 from transformer_jax.data.files import one_file_each
 from transformer_jax.data.joined import Joined
-from transformer_jax.data.tokenising import TokeniseJob
+from transformer_jax.data.tokenize import TokeniseJob
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
 
@@ -28,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: str) -> Corpus:
-    """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be; only train is segmented at random.
+    """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be; only train is
+    segmented at random.
 
     With ``data.parts`` above 1 those of train are opened; ``UserError`` if one is missing.
     """
@@ -43,7 +46,9 @@ def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: st
 
 
 def prepare_part(workdir: Path, config: Config, tokenizer: Tokenizer, part: int) -> Corpus:
-    """Part ``part`` (from 0) of the ``config.data.parts`` parts of the training text, built if need be; it may be empty."""
+    """Part ``part`` (from 0) of the ``config.data.parts`` parts of the training text, built if need
+    be; it may be empty.
+    """
     pairs, first_file = _shares(config)[part]
     job = dataclasses.replace(_job(config, tokenizer, "train"), first_file=first_file)
     corpus = build(job, pairs, _directory(workdir, config), may_be_empty=config.data.parts > 1)
@@ -59,22 +64,34 @@ def join(parts: Sequence[Corpus], fingerprint: str) -> Corpus:
         tokens, offsets, shifts, total = [], [], [], 0
         for v in range(K):
             for part, N in zip(parts, lengths, strict=True):
-                part_tokens, part_offsets = getattr(part, f"{side}_tokens"), getattr(part, f"{side}_offsets")
+                part_tokens, part_offsets = (
+                    getattr(part, f"{side}_tokens"),
+                    getattr(part, f"{side}_offsets"),
+                )
                 begin, end = int(part_offsets[v * N]), int(part_offsets[(v + 1) * N])
                 tokens.append(part_tokens[begin:end])
                 offsets.append(part_offsets[v * N : (v + 1) * N])
                 shifts.append(total - begin)
                 total += end - begin
-        arrays |= {f"{side}_tokens": Joined(tokens), f"{side}_offsets": Joined([*offsets, np.array([total])], [*shifts, 0])}
-    statistics = {name: sum(part.statistics[name] for part in parts) for name in parts[0].statistics}
-    return Corpus(fingerprint, sum(lengths), K, **arrays, statistics=statistics, directory=parts[0].directory)
+        arrays |= {
+            f"{side}_tokens": Joined(tokens),
+            f"{side}_offsets": Joined([*offsets, np.array([total])], [*shifts, 0]),
+        }
+    statistics = {
+        name: sum(part.statistics[name] for part in parts) for name in parts[0].statistics
+    }
+    return Corpus(
+        fingerprint, sum(lengths), K, **arrays, statistics=statistics, directory=parts[0].directory
+    )
 
 
 def _open_parts(workdir: Path, config: Config, tokenizer: Tokenizer) -> Corpus:
     directory, job = _directory(workdir, config), _job(config, tokenizer, "train")
     parts = []
     for k, (pairs, first_file) in enumerate(_shares(config)):
-        folder, fingerprint = locate(dataclasses.replace(job, first_file=first_file), pairs, directory)
+        folder, fingerprint = locate(
+            dataclasses.replace(job, first_file=first_file), pairs, directory
+        )
         corpus = open_corpus(folder, fingerprint)
         if corpus is None:
             part, path = f"{k}/{config.data.parts}", workdir / "config.json"
@@ -108,7 +125,13 @@ def _shares(config: Config) -> list[tuple[PairsConfig, int]]:
 def _job(config: Config, tokenizer: Tokenizer, name: str) -> TokeniseJob:
     if name != "train" or not config.tokenizer.sampling:
         return TokeniseJob(tokenizer, config.data, 0.0, 1, 0)
-    return TokeniseJob(tokenizer, config.data, config.tokenizer.sampling, config.tokenizer.sampled_epochs, config.seed)
+    return TokeniseJob(
+        tokenizer,
+        config.data,
+        config.tokenizer.sampling,
+        config.tokenizer.sampled_epochs,
+        config.seed,
+    )
 
 
 def _directory(workdir: Path, config: Config) -> Path:
@@ -121,4 +144,8 @@ def digests_folder(workdir: Path, config: Config) -> Path:
 
 
 def _log_statistics(name: str, corpus: Corpus) -> None:
-    _log.info("%s pairs: %s", name, ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items()))
+    _log.info(
+        "%s pairs: %s",
+        name,
+        ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items()),
+    )
