@@ -1,8 +1,5 @@
-"""Configs: round trip, validation messages, config files, what may change on resume, the
-recipes.
-"""
+"""Configs: round trip through JSON, messages for bad values, config files, the recipes."""
 
-import dataclasses
 import re
 import tomllib
 from pathlib import Path
@@ -19,13 +16,7 @@ from transformer_jax.config import (
     PairsConfig,
     TrainingConfig,
 )
-from transformer_jax.config_io import (
-    differences_on_resume,
-    flatten,
-    from_json,
-    load_config_file,
-    to_json,
-)
+from transformer_jax.config_io import flatten, from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -184,17 +175,6 @@ def test_bad_config_files_are_named(tmp_path: Path, text: str, message: str) -> 
 def test_missing_config_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
-
-
-def test_only_fields_that_matter_stop_a_resume() -> None:
-    old = Config()
-    new = dataclasses.replace(
-        old,
-        seed=1,
-        training=dataclasses.replace(old.training, steps=5),
-        data=dataclasses.replace(old.data, workers=3),
-    )
-    assert differences_on_resume(old, new) == [("seed", 0, 1)]
 
 
 def test_requirements_file_starts_with_the_packages_own() -> None:

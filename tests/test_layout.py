@@ -66,6 +66,7 @@ ORDER = [
     "decoding.flags",
     "decoding.job",
     "decoding.__main__",
+    "training.resuming",
     "training.loss",
     "training.optimizer",
     "training.step",

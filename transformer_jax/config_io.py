@@ -1,4 +1,4 @@
-"""Configs from files and to JSON, and which fields may change when a run is resumed."""
+"""Configs from files, from flags, and to and from JSON."""
 
 from __future__ import annotations
 
@@ -10,58 +10,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-
-# Fields that may differ when a run is resumed: they do not change what a given step computes.
-_FREE_ON_RESUME = (
-    "model.vocab_size",  # these two follow from the tokenizer
-    "model.source_vocab_size",
-    "mesh.",
-    "decoding.",
-    "data.root",
-    "data.cache",
-    "data.workers",
-    "data.parts",
-    "data.dev.",  # the best so far is forgotten where it could not be compared
-    "data.test.",
-    "data.train.source",  # what the files contain is checked when the run goes on
-    "data.train.target",
-    "training.steps",
-    "training.log_every",
-    "training.eval_every",
-    "training.bleu_every",
-    "training.bleu_sentences",
-    "training.bleu_tokenize",
-    "training.checkpoint_every",
-    "training.keep_checkpoints",
-    "training.average",
-    "training.patience",
-    "training.select_by",
-    "training.max_bad_steps",
-    "training.compilation_cache",
-)
-
-# Fields that a trained model can go on with changed; but what comes out is not what either setting
-# alone would give.
-_CHANGEABLE = (
-    "batch.",
-    "optimizer.",
-    "training.label_smoothing",
-    "training.r_drop",
-    "training.steps",
-    "training.start_from",  # was read before the first step
-    "model.dropout",
-    "model.attention_dropout",
-    "model.feed_forward_dropout",
-    "model.remat",
-    "model.dtype",
-)
-
-FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers", "training.compilation_cache")
-"""Fields that the processes of one run may set apart: paths and sizes of their machines."""
 
 
 def load_config_file(path: str | Path) -> Config:
@@ -140,47 +92,6 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{f.name}"] = value
     return flat
-
-
-class Difference(NamedTuple):
-    """A field that another config has otherwise."""
-
-    name: str
-    old: Any
-    new: Any
-
-    @property
-    def changeable(self) -> bool:
-        """Whether a run may go on with it changed, if it is asked to (``--allow-changes``)."""
-        return _is_among(self.name, _CHANGEABLE)
-
-
-def differences_on_resume(old: Config, new: Config) -> list[Difference]:
-    """The fields that differ and would change what the resumed run computes."""
-    old_flat, new_flat = flatten(old), flatten(new)
-    # the rate depends on where
-    ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})
-    return [
-        Difference(name, old_flat[name], new_flat[name])
-        for name in old_flat
-        if old_flat[name] != new_flat[name]
-        and (not _is_among(name, _FREE_ON_RESUME) or (ends and name == "training.steps"))
-    ]
-
-
-def fields_that_differ(
-    differences: Sequence[Difference], *, where: str = "in the work directory"
-) -> str:
-    """Differences as the end of a message; the old values are those ``where`` says."""
-    lines = [f"\n  {each.name}: {each.old!r} {where}, {each.new!r} now" for each in differences]
-    return "Fields that differ:" + "".join(lines)
-
-
-def _is_among(name: str, entries: Sequence[str]) -> bool:
-    """``entries``: names of fields, and sections, which end in a dot."""
-    return name in entries or any(
-        entry.endswith(".") and name.startswith(entry) for entry in entries
-    )
 
 
 def _build(cls: Any, values: Any, prefix: str) -> Any:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from transformer_jax.config import BatchConfig, Config, DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.config_io import differences_on_resume, to_json
-from transformer_jax.data import files, prepare, tokenising
+from transformer_jax.config_io import to_json
+from transformer_jax.data import files, prepare, tokenize
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.shards import prepare_corpus, prepare_part
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.resuming import differences_on_resume
 
 PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=420)))
 TOKENIZER_CONFIG = TokenizerConfig(vocab_size=80)
@@ -24,7 +25,7 @@ SIZES = (90, 1, 200, 0, 60, 9, 60)  # of the files, in pairs
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(tokenising, "_CHUNK_PAIRS", 32)
+    monkeypatch.setattr(tokenize, "_CHUNK_PAIRS", 32)
 
 
 def config_of(tmp_path, *, sampling=0.0, longest=11, **data):
@@ -73,9 +74,9 @@ def test_the_number_of_parts_changes_nothing(tmp_path, monkeypatch, sampling):
     plan = BatchPlan(whole, config.batch, seed=0)
     for count in (1, 2, 5, 7):
         if count == 5:  # by processes
-            monkeypatch.setattr(tokenising, "_SMALL", 0)
+            monkeypatch.setattr(tokenize, "_SMALL", 0)
         corpus = prepared(tmp_path / str(count), config, count, workers=2 if count == 5 else 1)
-        monkeypatch.setattr(tokenising, "_SMALL", 10**6)
+        monkeypatch.setattr(tokenize, "_SMALL", 10**6)
         assert_same_corpus(corpus, whole)
         other = BatchPlan(corpus, config.batch, seed=0)
         assert (other.shapes, other.fill) == (plan.shapes, plan.fill)

@@ -21,18 +21,14 @@ import tyro
 
 from transformer_jax.cli import run_program
 from transformer_jax.config import Config
-from transformer_jax.config_io import (
-    config_in_flags,
-    differences_on_resume,
-    fields_that_differ,
-    from_json,
-)
+from transformer_jax.config_io import config_in_flags, from_json
 from transformer_jax.data.shards import prepare_part
 from transformer_jax.decoding.parts import parse_part
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import require_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.prepare import check_inputs, claimed, has_tokenizer, prepare_tokenizer
+from transformer_jax.training.resuming import differences_on_resume, fields_that_differ
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from transformer_jax.checkpoint import load_parameters, patience_is_over
 from transformer_jax.config import Config
-from transformer_jax.config_io import FREE_BETWEEN_PROCESSES, flatten
+from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.files import is_url
@@ -54,6 +54,7 @@ from transformer_jax.training.prepare import (
     write_config,
 )
 from transformer_jax.training.reporting import Meter, Reporter, environment, peak_memory_bytes
+from transformer_jax.training.resuming import FREE_BETWEEN_PROCESSES
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import (
     Parameters,

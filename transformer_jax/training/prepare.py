@@ -16,12 +16,13 @@ from typing import BinaryIO
 from transformer_jax.checkpoint import choose_checkpoints
 from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_io import differences_on_resume, fields_that_differ, from_json, to_json
+from transformer_jax.config_io import from_json, to_json
 from transformer_jax.data.shards import digests_folder
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.resuming import differences_on_resume, fields_that_differ
 
 log = logging.getLogger(__name__)
 

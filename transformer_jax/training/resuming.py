@@ -1,0 +1,98 @@
+"""Which settings may change when a run is resumed, and which may differ between its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from transformer_jax.config import Config
+from transformer_jax.config_io import flatten
+
+# Settings that do not change what a given step computes. A name ending in a dot is a section.
+_FREE_ON_RESUME = (
+    "model.vocab_size",  # these two follow from the tokenizer
+    "model.source_vocab_size",
+    "mesh.",
+    "decoding.",
+    "data.root",
+    "data.cache",
+    "data.workers",
+    "data.parts",
+    "data.dev.",  # if it changed, the best result so far is forgotten
+    "data.test.",
+    "data.train.source",  # names only: what the files contain is checked
+    "data.train.target",
+    "training.steps",
+    "training.log_every",
+    "training.eval_every",
+    "training.bleu_every",
+    "training.bleu_sentences",
+    "training.bleu_tokenize",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.average",
+    "training.patience",
+    "training.select_by",
+    "training.max_bad_steps",
+    "training.compilation_cache",
+)
+
+# Settings that --allow-changes lets a run change midway. The result is not what either value alone
+# would have given.
+_CHANGEABLE = (
+    "batch.",
+    "optimizer.",
+    "training.label_smoothing",
+    "training.r_drop",
+    "training.steps",
+    "training.start_from",  # only read before the first step
+    "model.dropout",
+    "model.attention_dropout",
+    "model.feed_forward_dropout",
+    "model.remat",
+    "model.dtype",
+)
+
+FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers", "training.compilation_cache")
+"""Settings that each process of a run may choose for its own machine."""
+
+
+class Difference(NamedTuple):
+    """A setting whose value changed."""
+
+    name: str
+    old: Any
+    new: Any
+
+    @property
+    def changeable(self) -> bool:
+        """Whether ``--allow-changes`` lets a run resume with the new value."""
+        return _is_among(self.name, _CHANGEABLE)
+
+
+def differences_on_resume(old: Config, new: Config) -> list[Difference]:
+    """The settings that differ and would change what the resumed run computes."""
+    old_flat, new_flat = flatten(old), flatten(new)
+    # These schedules reach zero at training.steps, so that every step's rate depends on it.
+    ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})
+    return [
+        Difference(name, old_flat[name], new_flat[name])
+        for name in old_flat
+        if old_flat[name] != new_flat[name]
+        and (not _is_among(name, _FREE_ON_RESUME) or (ends and name == "training.steps"))
+    ]
+
+
+def fields_that_differ(
+    differences: Sequence[Difference], *, where: str = "in the work directory"
+) -> str:
+    """The last lines of a message: each difference, with the old value as the one ``where``."""
+    lines = [f"\n  {each.name}: {each.old!r} {where}, {each.new!r} now" for each in differences]
+    return "Fields that differ:" + "".join(lines)
+
+
+def _is_among(name: str, entries: Sequence[str]) -> bool:
+    """Whether ``entries`` has this setting or a section that it is in."""
+    return name in entries or any(
+        entry.endswith(".") and name.startswith(entry) for entry in entries
+    )
