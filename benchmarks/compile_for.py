@@ -55,7 +55,7 @@ from transformer_jax.decoding.engine import Engine
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
-from transformer_jax.training.step import make_programs
+from transformer_jax.training.step import make_step_functions
 
 # compute capability, multiprocessors, shared bytes of each and of a block, GB/s, GB, GHz, L2 bytes,
 # name
@@ -84,7 +84,7 @@ class Arguments:
 
 
 def main() -> int:
-    """Compile both programs and print what they need."""
+    """Compile the training step and the search, and print what they need."""
     return run_program(_main)
 
 
@@ -110,7 +110,7 @@ def _main() -> int:
 
 
 def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
-    """The platform, and devices that programs can be compiled for but not run on."""
+    """The platform, and devices to compile for but not to run on."""
     kind, _, count = name.partition(":")
     if kind in _GPUS:
         flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
@@ -164,8 +164,8 @@ def _train_step(config: Config, devices: list[Any], length: int) -> dict[str, An
     check_rows(mesh, multiple, config.optimizer.accumulate_steps)
     rows = max(multiple, config.batch.tokens // length // multiple * multiple)
     side = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=batch_sharding(mesh))
-    programs = make_programs(config, mesh)
-    lowered = programs.train_step.lower(programs.abstract_state, Batch(side, side))  # type: ignore[attr-defined]
+    functions = make_step_functions(config, mesh)
+    lowered = functions.train_step.lower(functions.abstract_state, Batch(side, side))  # type: ignore[attr-defined]
     compiled, figures = _compile(lowered)
     return {
         "rows": rows,

@@ -14,7 +14,7 @@ from transformer_jax.config import Config, MeshConfig, ModelConfig, OptimizerCon
 from transformer_jax.data.batching import Batch
 from transformer_jax.sharding import batch_sharding, make_mesh
 from transformer_jax.training.reporting import environment
-from transformer_jax.training.step import make_programs
+from transformer_jax.training.step import make_step_functions
 
 
 def prepare() -> dict[str, Any]:
@@ -23,7 +23,7 @@ def prepare() -> dict[str, Any]:
 
 
 class Ours(Turns):
-    """``make_programs(...).train_step`` on one device, its state donated."""
+    """``make_step_functions(...).train_step`` on one device, its state donated."""
 
     def __init__(self, job: Job, batches: list[tuple[np.ndarray, np.ndarray]]):
         """Initialise the state and move the batches to the device."""
@@ -40,9 +40,9 @@ class Ours(Turns):
             training=TrainingConfig(label_smoothing=job.label_smoothing),
         )
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-        programs = make_programs(config, mesh)
-        self._state = programs.init()
-        self._train_step = programs.train_step
+        step_functions = make_step_functions(config, mesh)
+        self._state = step_functions.init()
+        self._train_step = step_functions.train_step
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self._state.parameters))
         self.about = {"precision": job.dtype, "version": jax.__version__, "parameters": parameters}
         placed = [

@@ -134,7 +134,7 @@ def measure(
     from transformer_jax.data.batching import Batch
     from transformer_jax.sharding import batch_sharding, make_mesh
     from transformer_jax.training.reporting import peak_memory_bytes
-    from transformer_jax.training.step import make_programs
+    from transformer_jax.training.step import make_step_functions
 
     heads = max(1, d_model // 64)
     model = ModelConfig(
@@ -146,14 +146,14 @@ def measure(
         dtype=dtype,
     )
     mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
-    programs = make_programs(Config(model=model), mesh)
+    step_functions = make_step_functions(Config(model=model), mesh)
     rows = tokens // length
     token_ids = np.random.default_rng(0).integers(4, _VOCAB, (2, rows, length), dtype=np.int32)
     batch = jax.device_put(Batch(*token_ids), batch_sharding(mesh))
-    state, times = programs.init(), []
+    state, times = step_functions.init(), []
     for _ in range(steps + 1):
         began = time.perf_counter()
-        state, _ = jax.block_until_ready(programs.train_step(state, batch))
+        state, _ = jax.block_until_ready(step_functions.train_step(state, batch))
         times.append(time.perf_counter() - began)
     lengths = np.full(rows, length)
     job = Job(

@@ -5,7 +5,7 @@ batches, in turn.
     float32 python -m benchmarks.train_speed                 # on a GPU: base, 25,000 + 25,000
     tokens a step, bfloat16
 
-Engines: ``ours`` (``make_programs(...).train_step``), ``torch_eager``, and ``torch_compile``, where
+Engines: ``ours`` (``make_step_functions(...).train_step``), ``torch_eager``, and ``torch_compile``, where
 the model and its loss are compiled. Each is a process of its own and only one of them works at a
 time (in_turn.py): A B C A B C ... after a round that is not timed. A turn is ``--steps`` whole
 steps (forward, backward, Adam) on batches that are on the device already; loading data is left out.

@@ -29,7 +29,7 @@ from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.reporting import environment, peak_memory_bytes
-from transformer_jax.training.step import make_programs
+from transformer_jax.training.step import make_step_functions
 
 
 def main() -> None:
@@ -74,23 +74,23 @@ def main() -> None:
 def _measure(
     config: Config, mesh: jax.sharding.Mesh, plan: BatchPlan, steps: int
 ) -> dict[str, object]:
-    programs = make_programs(config, mesh)
-    state = jax.block_until_ready(programs.init())
+    step_functions = make_step_functions(config, mesh)
+    state = jax.block_until_ready(step_functions.init())
     compile_seconds = {}
     with load_batches(plan, sharding=batch_sharding(mesh), start=0, stop=steps) as batches:
         for batch in batches:  # every shape that will occur, compiled and run once
             shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
             if shape not in compile_seconds:
                 begin = time.perf_counter()
-                programs.train_step.lower(state, batch).compile()  # type: ignore[attr-defined]
+                step_functions.train_step.lower(state, batch).compile()  # type: ignore[attr-defined]
                 compile_seconds[shape] = time.perf_counter() - begin
-                state, _ = jax.block_until_ready(programs.train_step(state, batch))
+                state, _ = jax.block_until_ready(step_functions.train_step(state, batch))
     step_seconds, source_tokens, target_tokens, positions = [], 0.0, 0.0, 0
     with load_batches(plan, sharding=batch_sharding(mesh), start=0, stop=steps) as batches:
         begin = last = time.perf_counter()
         pending = None
         for batch in batches:
-            state, metrics = programs.train_step(state, batch)
+            state, metrics = step_functions.train_step(state, batch)
             if pending is not None:  # one step late, as in training
                 source_tokens += float(pending.source_tokens)
                 target_tokens += float(pending.sums.tokens)

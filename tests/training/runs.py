@@ -109,7 +109,7 @@ def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
 def final_state(config: Config, workdir: Path) -> Any:
     """Everything in the last checkpoint."""
     run = Run(config, workdir, ONE)
-    restored = run.checkpoints.restore_latest(run.programs.abstract_state)
+    restored = run.checkpoints.restore_latest(run.step_functions.abstract_state)
     assert restored is not None
     run.close()
     return jax.tree.map(np.asarray, restored[0])

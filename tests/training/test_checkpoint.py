@@ -33,7 +33,7 @@ from transformer_jax.sharding import make_mesh
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training import saver as checkpoint_module
 from transformer_jax.training.saver import Checkpoints
-from transformer_jax.training.step import Programs, TrainState, make_programs
+from transformer_jax.training.step import StepFunctions, TrainState, make_step_functions
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,11 @@ def config(tokenizer: Tokenizer) -> Config:
 
 
 @pytest.fixture(scope="module")
-def run(config: Config) -> Programs:
-    return make_programs(config, make_mesh(config.mesh))
+def run(config: Config) -> StepFunctions:
+    return make_step_functions(config, make_mesh(config.mesh))
 
 
-def _state(run: Programs, step: int) -> TrainState:
+def _state(run: StepFunctions, step: int) -> TrainState:
     state = run.init()
     shift = jax.tree.map(lambda x: x + step, state.parameters)
     return TrainState(
@@ -69,14 +69,14 @@ def _state(run: Programs, step: int) -> TrainState:
     )
 
 
-def _save(checkpoints: Checkpoints, run: Programs, *steps: int, **progress: object) -> None:
+def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress: object) -> None:
     for step in steps:
         checkpoints.save(_state(run, step), progress)
     checkpoints.wait()
 
 
 def test_restored_state_is_the_saved_one(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     assert checkpoints.restore_latest(run.abstract_state) is None
@@ -87,7 +87,7 @@ def test_restored_state_is_the_saved_one(
 
 
 def test_newest_and_best_are_kept(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     _save(checkpoints, run, 1, 2, 3, 4, best_step=1)
@@ -97,7 +97,7 @@ def test_newest_and_best_are_kept(
 
 
 def test_a_checkpoint_is_usable_from_its_folder_alone(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     _save(Checkpoints(tmp_path / "run", config, tokenizer), run, 3)
     shutil.move(tmp_path / "run" / "checkpoints" / "00000003", tmp_path / "elsewhere")
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_usable_from_its_folder_alone(
 
 
 def test_how_to_decode_is_what_the_work_directory_says_now(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 1, best_step=9)
     now = dataclasses.replace(config, decoding=DecodingConfig(beam_size=7), seed=3)
@@ -121,7 +121,7 @@ def test_how_to_decode_is_what_the_work_directory_says_now(
 
 
 def test_averaging_and_choice(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 10, 20, best_step=10)
     start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
@@ -147,7 +147,7 @@ def test_averaging_and_choice(
 
 
 def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     training = dataclasses.replace(config.training, patience=3, average=2, keep_checkpoints=2)
     data = dataclasses.replace(config.data, dev=PairsConfig("numbers", split="dev"))
@@ -184,7 +184,7 @@ def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
 
 def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
     tmp_path: Path,
-    run: Programs,
+    run: StepFunctions,
     config: Config,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -201,7 +201,7 @@ def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_last_checkpoint_gives_way_to_the_one_before(
     tmp_path: Path,
-    run: Programs,
+    run: StepFunctions,
     config: Config,
     tokenizer: Tokenizer,
     damage: str,
@@ -233,7 +233,7 @@ def test_damaged_last_checkpoint_gives_way_to_the_one_before(
 
 
 def test_when_all_are_damaged_nothing_is_deleted_or_begun_anew(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
     _save(checkpoints, run, 1, 2)
@@ -249,7 +249,7 @@ def test_when_all_are_damaged_nothing_is_deleted_or_begun_anew(
 
 def test_an_error_while_restoring_is_not_taken_for_damage(
     tmp_path: Path,
-    run: Programs,
+    run: StepFunctions,
     config: Config,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -267,7 +267,7 @@ def test_an_error_while_restoring_is_not_taken_for_damage(
 
 
 def test_a_save_that_was_cut_off_is_no_checkpoint(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2)
     folder = tmp_path / "checkpoints"
@@ -279,7 +279,7 @@ def test_a_save_that_was_cut_off_is_no_checkpoint(
 
 
 def test_a_save_that_was_cut_off_before_it_had_its_name_counts(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     """Also where an older checkpoint of its step was half deleted to make room for it."""
     _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2)
@@ -299,7 +299,7 @@ def test_a_save_that_was_cut_off_before_it_had_its_name_counts(
 
 def test_a_step_that_is_saved_again_is_there_until_the_new_one_is_whole(
     tmp_path: Path,
-    run: Programs,
+    run: StepFunctions,
     config: Config,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -321,7 +321,7 @@ def test_a_step_that_is_saved_again_is_there_until_the_new_one_is_whole(
 
 def test_full_disk_is_reported_and_older_checkpoints_stay(
     tmp_path: Path,
-    run: Programs,
+    run: StepFunctions,
     config: Config,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -350,7 +350,7 @@ def test_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
 
 
 def test_manifest_lists_every_file(
-    tmp_path: Path, run: Programs, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     _save(Checkpoints(tmp_path, config, tokenizer), run, 1)
     folder = tmp_path / "checkpoints" / "00000001"

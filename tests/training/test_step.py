@@ -25,7 +25,12 @@ from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from transformer_jax.training.step import Programs, StepMetrics, TrainState, make_programs
+from transformer_jax.training.step import (
+    StepFunctions,
+    StepMetrics,
+    TrainState,
+    make_step_functions,
+)
 
 CONFIG = Config(
     model=ModelConfig(vocab_size=24, d_model=16, d_ff=32, num_heads=8, num_layers=1, dropout=0.1),
@@ -47,12 +52,12 @@ def batch(seed: int = 0, rows: int = 16) -> Batch:
 
 
 @functools.cache
-def programs(config: Config, devices: int = 1) -> Programs:
-    return make_programs(config, make_mesh(config.mesh, jax.devices()[:devices]))
+def step_functions(config: Config, devices: int = 1) -> StepFunctions:
+    return make_step_functions(config, make_mesh(config.mesh, jax.devices()[:devices]))
 
 
 def losses(config: Config, devices: int, steps: int = 4) -> tuple[list[float], TrainState]:
-    run = programs(config, devices)
+    run = step_functions(config, devices)
     state, result = run.init(), []
     for step in range(steps):
         state, metrics = run.train_step(state, batch(step))
@@ -63,6 +68,33 @@ def losses(config: Config, devices: int, steps: int = 4) -> tuple[list[float], T
 @pytest.fixture(scope="module")
 def on_one_device() -> list[float]:
     return losses(CONFIG, 1)[0]
+
+
+def test_numbers_of_three_steps() -> None:
+    """Initial parameters, dropout bits and losses of seed 0 stay what they were, to float32's
+    rounding.
+    """
+    model = ModelConfig(
+        vocab_size=32,
+        d_model=16,
+        d_ff=32,
+        num_heads=4,
+        num_layers=2,
+        attention_dropout=0.1,
+        feed_forward_dropout=0.1,
+        dtype="float32",
+    )
+    rng = np.random.default_rng(0)
+    source, target = (rng.integers(4, 32, (8, n)).astype(np.int32) for n in (9, 7))
+    source[1, 5:] = target[2, 3:] = 0
+    run = step_functions(Config(model=model, optimizer=OptimizerConfig(warmup_steps=10)))
+    state, losses, norms = run.init(), [], []
+    for _ in range(3):
+        state, metrics = run.train_step(state, Batch(source, target))
+        losses.append(metrics.sums.loss)
+        norms.append(metrics.gradient_norm)
+    np.testing.assert_allclose(losses, [199.18835, 189.71454, 172.07535], rtol=2e-6)
+    np.testing.assert_allclose(norms, [1.7586148, 1.2274232, 0.8513129], rtol=2e-6)
 
 
 MESHES = [
@@ -91,7 +123,7 @@ def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
     """
     model = dataclasses.replace(CONFIG.model, vocab_size=256, d_model=64, d_ff=256, num_layers=2)
     config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(*mesh))
-    run = programs(config, 8)
+    run = step_functions(config, 8)
 
     def crossing_mb(rows: int) -> float:
         side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
@@ -107,7 +139,7 @@ def test_fsdp_leaves_each_device_its_share() -> None:
     config = dataclasses.replace(
         CONFIG, model=ModelConfig(vocab_size=37_000), mesh=MeshConfig(fsdp=8)
     )
-    state = make_programs(config, make_mesh(config.mesh)).abstract_state
+    state = make_step_functions(config, make_mesh(config.mesh)).abstract_state
     for part in (state.parameters, state.optimizer):
         leaves = jax.tree.leaves(part)
         held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
@@ -115,7 +147,7 @@ def test_fsdp_leaves_each_device_its_share() -> None:
 
 
 def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
-    run = programs(
+    run = step_functions(
         dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
     )
     state = run.init()
@@ -141,7 +173,7 @@ def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> No
 
 
 def test_rows_of_padding_change_nothing() -> None:
-    run = programs(
+    run = step_functions(
         dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
     )
     padded = Batch(*(np.pad(side, ((0, 8), (0, 0))) for side in batch()[:2]))
@@ -154,7 +186,7 @@ def test_rows_of_padding_change_nothing() -> None:
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
-    run = programs(CONFIG)
+    run = step_functions(CONFIG)
     state, _ = run.train_step(run.init(), batch())
     scale = state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"]
     state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"] = scale.at[
@@ -172,7 +204,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
 
 
 def test_a_bad_step_leaves_the_moving_average_alone() -> None:
-    run = programs(
+    run = step_functions(
         dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.9))
     )
     state, _ = run.train_step(run.init(), batch())
@@ -207,7 +239,8 @@ def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
     """Parameters and Adam's moments stay float32."""
     low = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="bfloat16"))
     (low_state, low_metrics), (_, metrics) = (
-        programs(each).train_step(programs(each).init(), batch()) for each in (low, CONFIG)
+        step_functions(each).train_step(step_functions(each).init(), batch())
+        for each in (low, CONFIG)
     )
     np.testing.assert_allclose(low_metrics.sums.loss, metrics.sums.loss, rtol=1e-2)
     np.testing.assert_allclose(low_metrics.gradient_norm, metrics.gradient_norm, rtol=0.1)
@@ -220,7 +253,8 @@ def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
 def test_remat_gives_the_same_gradients() -> None:
     remat = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, remat=True))
     (state, _), (plain, _) = (
-        programs(each).train_step(programs(each).init(), batch()) for each in (remat, CONFIG)
+        step_functions(each).train_step(step_functions(each).init(), batch())
+        for each in (remat, CONFIG)
     )
     chex.assert_trees_all_close(state.optimizer, plain.optimizer, rtol=1e-4, atol=1e-6)
 
@@ -230,7 +264,7 @@ def test_weight_decay_acts_on_matrices_only() -> None:
         CONFIG, model=dataclasses.replace(CONFIG.model, attention_bias=True, tie_embeddings="none")
     )
     ones = jax.tree.map(
-        lambda p: np.ones(p.shape, np.float32), programs(config).abstract_state.parameters
+        lambda p: np.ones(p.shape, np.float32), step_functions(config).abstract_state.parameters
     )
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1), 16)
     updates, _ = optimizer.update(jax.tree.map(np.zeros_like, ones), optimizer.init(ones), ones)
@@ -249,7 +283,7 @@ def test_weight_decay_acts_on_matrices_only() -> None:
 
 
 def test_dropout_differs_between_steps_and_rows() -> None:
-    run = programs(CONFIG)
+    run = step_functions(CONFIG)
     same = Batch(*(np.repeat(side[:1], 16, axis=0) for side in batch()[:2]))
     state = run.init()
     first = float(run.train_step(run.init(), same)[1].sums.nll)
@@ -269,7 +303,7 @@ def test_r_drop_compares_two_draws_of_dropout() -> None:
             CONFIG,
             training=dataclasses.replace(CONFIG.training, label_smoothing=0.0, r_drop=r_drop),
         )
-        step = programs(config, 2)
+        step = step_functions(config, 2)
         state = step.init()
         for _ in range(steps):
             state, metrics = step.train_step(state, batch())
@@ -310,7 +344,7 @@ def test_other_decays_end_with_the_training(decay: str, at_half: float, at_end: 
 
 
 def test_the_moving_average_follows_closely_at_first() -> None:
-    run = programs(
+    run = step_functions(
         dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.2))
     )
     state = run.init()
@@ -325,7 +359,7 @@ def test_the_moving_average_follows_closely_at_first() -> None:
 
 def test_first_update_has_the_size_of_the_learning_rate() -> None:
     """Adam's first step is the learning rate times the gradient's sign."""
-    run = programs(CONFIG)
+    run = step_functions(CONFIG)
     before = run.init().parameters["target_embedding"]["matrix"]
     state, metrics = run.train_step(run.init(), batch())
     step = np.abs(np.asarray(state.parameters["target_embedding"]["matrix"]) - np.asarray(before))
@@ -343,14 +377,14 @@ def test_mesh_errors() -> None:
     check_rows(make_mesh(MeshConfig()), 32, 2)
     with pytest.raises(UserError, match="mesh.tensor is 8; expected a divisor"):
         four_heads = dataclasses.replace(CONFIG.model, num_heads=4)
-        programs(dataclasses.replace(CONFIG, model=four_heads, mesh=MeshConfig(tensor=8)), 8)
+        step_functions(dataclasses.replace(CONFIG, model=four_heads, mesh=MeshConfig(tensor=8)), 8)
     with pytest.raises(UserError, match="mesh.fsdp is 3; expected a divisor of model.d_model"):
-        programs(dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=3)), 3)
+        step_functions(dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=3)), 3)
 
 
 def test_optimizer_state_is_sharded_like_its_parameters() -> None:
     mesh = make_mesh(MeshConfig(fsdp=8))
-    abstract = jax.eval_shape(programs(CONFIG).init)
+    abstract = jax.eval_shape(step_functions(CONFIG).init)
     shardings = state_shardings(abstract, mesh)
     parameters = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings.parameters))
     moments = jax.tree.leaves(jax.tree.map(lambda s: s.spec, shardings.optimizer[1].mu))

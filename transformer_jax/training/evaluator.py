@@ -26,7 +26,7 @@ from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import read_all
 from transformer_jax.training.reporting import means
-from transformer_jax.training.step import Parameters, Programs
+from transformer_jax.training.step import Parameters, StepFunctions
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Evaluator:
         self,
         config: Config,
         tokenizer: Tokenizer,
-        programs: Programs,
+        step_functions: StepFunctions,
         mesh: Mesh,
         dev_corpus: Corpus | None,
     ):
@@ -57,10 +57,10 @@ class Evaluator:
         )
         self.test_pairs = read_all(config, "test")
         evaluation.bleu(["a"], ["a"], tokenize=config.training.bleu_tokenize)
-        self._config, self._tokenizer, self._programs, self._mesh = (
+        self._config, self._tokenizer, self._step_functions, self._mesh = (
             config,
             tokenizer,
-            programs,
+            step_functions,
             mesh,
         )
         self._dev_corpus = dev_corpus
@@ -75,7 +75,7 @@ class Evaluator:
         batch_size = -(-self._config.decoding.batch_size // len(devices)) * len(devices)
         # A shortlist cannot be there before the tokenizer.
         config = dataclasses.replace(self._config.decoding, shortlist="", batch_size=batch_size)
-        model = nnx.merge(self._programs.graph, parameters)
+        model = nnx.merge(self._step_functions.graph, parameters)
         self._translator = Translator(model, self._tokenizer, config, devices=devices)
         self._translator.parameters = ()  # each evaluation brings its own
 
@@ -107,7 +107,9 @@ class Evaluator:
         """
         names = from_first(lambda: [path.name for path in choose_checkpoints(workdir)])
         parameters = load_parameters([workdir / "checkpoints" / name for name in names])
-        shardings = jax.tree.map(lambda s: s.sharding, self._programs.abstract_state.parameters)
+        shardings = jax.tree.map(
+            lambda s: s.sharding, self._step_functions.abstract_state.parameters
+        )
         pairs = self.test_pairs
         translations, score = self._translate(place(parameters, shardings), pairs)
         chrf = evaluation.chrf(translations, [target for _, target in pairs])
@@ -143,7 +145,7 @@ class Evaluator:
             if shape not in self._shapes_seen:
                 self._shapes_seen.add(shape)
                 log.info("Compiling the evaluation step for %d rows of %d + %d tokens.", *shape)
-            sums = self._programs.eval_step(
+            sums = self._step_functions.eval_step(
                 parameters, place(batch, jax.tree.map(lambda _: sharding, batch))
             )
             total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)

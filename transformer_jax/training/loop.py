@@ -58,10 +58,10 @@ from transformer_jax.training.resuming import FREE_BETWEEN_PROCESSES
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import (
     Parameters,
-    Programs,
+    StepFunctions,
     StepMetrics,
     TrainState,
-    make_programs,
+    make_step_functions,
 )
 from transformer_jax.training.watchdog import Watchdog
 
@@ -174,9 +174,11 @@ class Run:
             self.dev_corpus = first_then_others(
                 lambda: prepare_corpus(workdir, config, self.tokenizer, "dev")
             )
-        self.programs: Programs = make_programs(config, self.mesh)
+        self.step_functions: StepFunctions = make_step_functions(config, self.mesh)
         self.evaluator = all_or_none(
-            lambda: Evaluator(config, self.tokenizer, self.programs, self.mesh, self.dev_corpus)
+            lambda: Evaluator(
+                config, self.tokenizer, self.step_functions, self.mesh, self.dev_corpus
+            )
         )
         self._check_agreement()
         self._remote = remote
@@ -216,7 +218,7 @@ class Run:
             self.watchdog.enter("waiting for data")
             for batch in [] if stopped_early else batches:
                 self._enter_step(step, batch)
-                state, metrics = self.programs.train_step(state, batch)
+                state, metrics = self.step_functions.train_step(state, batch)
                 # The host looks at a step's figures only when the next step is already under way.
                 if pending is not None:
                     self._look_at(*pending, meter, batches)
@@ -259,7 +261,7 @@ class Run:
             self.reporter.close()
 
     def _start(self) -> tuple[TrainState, dict[str, Any]]:
-        restored = self.checkpoints.restore_latest(self.programs.abstract_state)
+        restored = self.checkpoints.restore_latest(self.step_functions.abstract_state)
         if restored is not None:
             if restored[1]["corpus"] != self.train_corpus.fingerprint:
                 raise UserError(
@@ -278,7 +280,7 @@ class Run:
             "since_best": 0,
             "selected": self._selection(),
         }
-        state = self.programs.init()
+        state = self.step_functions.init()
         parameters = self._parameters_from_elsewhere()
         if parameters is not None:
             ema = None if state.ema is None else jax.tree.map(lambda p: p.copy(), parameters)
@@ -315,7 +317,7 @@ class Run:
         """Those to begin with instead of random ones, if there are any: of ``training.start_from``,
         or imported.
         """
-        places = self.programs.abstract_state.parameters
+        places = self.step_functions.abstract_state.parameters
         if self.config.training.start_from:
             folder = local_workdir(self.config.training.start_from)
             names = from_first(
@@ -336,7 +338,7 @@ class Run:
         config, say = self.config, self.reporter.say
         count = sum(
             int(np.prod(leaf.shape))
-            for leaf in jax.tree.leaves(self.programs.abstract_state.parameters)
+            for leaf in jax.tree.leaves(self.step_functions.abstract_state.parameters)
         )
         source_fill, target_fill = self.plan.fill
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())

@@ -46,7 +46,7 @@ class StepMetrics(NamedTuple):
     bad_in_a_row: jax.Array
 
 
-class Programs(NamedTuple):
+class StepFunctions(NamedTuple):
     """The compiled functions of a run and the shardings they expect."""
 
     init: Callable[[], TrainState]
@@ -57,7 +57,7 @@ class Programs(NamedTuple):
     graph: Any  # nnx graph definition: nnx.merge(graph, parameters) is the model
 
 
-def make_programs(config: Config, mesh: Mesh) -> Programs:
+def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     """Build init, train_step and eval_step for this config on this mesh."""
     optimizer = make_optimizer(config.optimizer, config.model.d_model, config.training.steps)
     schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.training.steps)
@@ -198,7 +198,7 @@ def make_programs(config: Config, mesh: Mesh) -> Programs:
     abstract_state = jax.tree.map(
         lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), shapes, shardings
     )
-    return Programs(
+    return StepFunctions(
         init=jax.jit(init, out_shardings=shardings),
         train_step=jax.jit(
             train_step,
