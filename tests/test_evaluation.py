@@ -6,7 +6,7 @@ import pytest
 import sacrebleu
 
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import bleu, check_pairs, chrf
+from transformer_jax.evaluation import bleu, check_bleu_tokenizer, check_pairs, chrf, evaluate
 
 HYPOTHESES = ["The cat sat on the mat.", "Two dogs run, fast!", "It is raining today ."]
 REFERENCES = ["The cat sat on a mat.", "Two dogs run fast!", "It's raining today."]
@@ -41,7 +41,15 @@ def test_case_counts():
     assert bleu([line.lower() for line in REFERENCES], REFERENCES).value < 100
 
 
-@pytest.mark.parametrize("score", [bleu, chrf, check_pairs])
+def test_an_evaluation_has_all_three_figures():
+    found = evaluate(HYPOTHESES, [HYPOTHESES[0], *REFERENCES[1:]], tokenize="char")
+    assert found.bleu == bleu(HYPOTHESES, [HYPOTHESES[0], *REFERENCES[1:]], tokenize="char")
+    assert found.chrf == chrf(HYPOTHESES, [HYPOTHESES[0], *REFERENCES[1:]])
+    assert found.exact_match == 1 / 3
+    assert str(found) == f"{found.bleu}\n{found.chrf}\nexact match 33.33%"
+
+
+@pytest.mark.parametrize("score", [bleu, chrf, evaluate, check_pairs])
 def test_other_counts_and_nothing_at_all(score):
     with pytest.raises(UserError, match="3 lines to score and 2 reference lines"):
         score(HYPOTHESES, REFERENCES[:2])
@@ -52,3 +60,6 @@ def test_other_counts_and_nothing_at_all(score):
 def test_unknown_tokenisation():
     with pytest.raises(UserError, match=r"'13b' cannot be used .* sacreBLEU knows .*13a"):
         bleu(HYPOTHESES, REFERENCES, tokenize="13b")
+    with pytest.raises(UserError, match=r"'13b' cannot be used"):
+        check_bleu_tokenizer("13b")
+    check_bleu_tokenizer("none")

@@ -12,9 +12,7 @@ from transformer_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Score:
-    """A corpus score, printed in sacreBLEU's own form: all that another paper needs to compare with
-    it.
-    """
+    """A corpus score; prints in sacreBLEU's own form, with all that another paper needs."""
 
     name: str
     """BLEU or chrF2."""
@@ -23,10 +21,35 @@ class Score:
     signature: str
     """sacreBLEU's: tokenisation, case, smoothing, version."""
     details: str = ""
-    """BLEU: the n-gram precisions, the brevity penalty and the lengths."""
+    """BLEU: n-gram precisions, brevity penalty and lengths."""
 
     def __str__(self) -> str:
         return f"{self.name}|{self.signature} = {self.value:.2f} {self.details}".rstrip()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How close translations are to their references."""
+
+    bleu: Score
+    chrf: Score
+    exact_match: float
+    """Share of the lines that equal their reference, 0 to 1."""
+
+    def __str__(self) -> str:
+        return f"{self.bleu}\n{self.chrf}\nexact match {self.exact_match:.2%}"
+
+
+def evaluate(
+    hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a"
+) -> Evaluation:
+    """BLEU, chrF and exact match of translations, as train.py and decode.py report them.
+
+    Arguments and errors as in ``bleu``.
+    """
+    equal = sum(ours == theirs for ours, theirs in zip(hypotheses, references, strict=False))
+    bleu_score = bleu(hypotheses, references, tokenize=tokenize)
+    return Evaluation(bleu_score, chrf(hypotheses, references), equal / len(references))
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a") -> Score:
@@ -39,14 +62,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
           no package for.
     """
     check_pairs(hypotheses, references)
-    try:
-        metric = BLEU(tokenize=tokenize, force=tokenize == "none")
-    # unknown; a package or a download is missing
-    except (KeyError, ImportError, RuntimeError, OSError) as error:
-        reason, known = " ".join(str(error).split()), ", ".join(BLEU.TOKENIZERS)
-        raise UserError(
-            f"BLEU tokenisation {tokenize!r} cannot be used ({reason}); sacreBLEU knows {known}."
-        ) from None
+    metric = _bleu_metric(tokenize)
     result = metric.corpus_score(hypotheses, [references])
     details = str(result).split(" ", 3)[3]  # after "BLEU = 41.02 "
     return Score("BLEU", result.score, str(metric.get_signature()), details)
@@ -64,11 +80,28 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     return Score("chrF2", result.score, str(metric.get_signature()))
 
 
+def check_bleu_tokenizer(tokenize: str) -> None:
+    """Raise ``UserError`` unless sacreBLEU can tokenise this way here: checked before long work."""
+    _bleu_metric(tokenize)
+
+
 def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
     """Raise ``UserError`` unless there is one reference for each line, and at least one line."""
     if len(hypotheses) != len(references):
         raise UserError(
-            f"{len(hypotheses)} lines to score and {len(references)} reference lines; expected as many references as lines."
+            f"{len(hypotheses)} lines to score and {len(references)} reference lines; "
+            "expected as many references as lines."
         )
     if not hypotheses:
         raise UserError("There is nothing to score: 0 lines and 0 references.")
+
+
+def _bleu_metric(tokenize: str) -> BLEU:
+    try:
+        return BLEU(tokenize=tokenize, force=tokenize == "none")
+    # unknown; a package or a download is missing
+    except (KeyError, ImportError, RuntimeError, OSError) as error:
+        reason, known = " ".join(str(error).split()), ", ".join(BLEU.TOKENIZERS)
+        raise UserError(
+            f"BLEU tokenisation {tokenize!r} cannot be used ({reason}); sacreBLEU knows {known}."
+        ) from None

@@ -13,7 +13,6 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from transformer_jax import evaluation
 from transformer_jax.checkpoint import choose_checkpoints, load_parameters
 from transformer_jax.config import Config
 from transformer_jax.data.corpus import Corpus
@@ -21,6 +20,7 @@ from transformer_jax.data.evaluation_batches import whole_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import from_first
+from transformer_jax.evaluation import bleu, check_bleu_tokenizer, evaluate
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loss import LossSums
@@ -56,7 +56,7 @@ class Evaluator:
             else []
         )
         self.test_pairs = read_all(config, "test")
-        evaluation.bleu(["a"], ["a"], tokenize=config.training.bleu_tokenize)
+        check_bleu_tokenizer(config.training.bleu_tokenize)
         self._config, self._tokenizer, self._step_functions, self._mesh = (
             config,
             tokenizer,
@@ -93,7 +93,9 @@ class Evaluator:
         text = f"dev loss {values['dev_loss']:.4f}, perplexity {values['dev_perplexity']:.3f}"
         text += f", accuracy {values['dev_accuracy']:.2%}"
         if self.translates(number):
-            translations, score = self._translate(parameters, self.dev_pairs)
+            translations = self._translate(parameters, self.dev_pairs)
+            references = [target for _, target in self.dev_pairs]
+            score = bleu(translations, references, tokenize=self._config.training.bleu_tokenize)
             values["dev_bleu"] = score.value
             chosen = number * 7919 % len(translations)
             source, target = self.dev_pairs[chosen]
@@ -111,27 +113,25 @@ class Evaluator:
             lambda s: s.sharding, self._step_functions.abstract_state.parameters
         )
         pairs = self.test_pairs
-        translations, score = self._translate(place(parameters, shardings), pairs)
-        chrf = evaluation.chrf(translations, [target for _, target in pairs])
-        exact = sum(
-            ours == target for ours, (_, target) in zip(translations, pairs, strict=True)
-        ) / len(pairs)
+        translations = self._translate(place(parameters, shardings), pairs)
+        tokenize = self._config.training.bleu_tokenize
+        scores = evaluate(translations, [target for _, target in pairs], tokenize=tokenize)
         values = {
             "sentences": len(pairs),
             "checkpoint": int(names[0]),
             "averaged_checkpoints": len(names),
-            "bleu": score.value,
-            "bleu_signature": score.signature,
-            "chrf": chrf.value,
-            "chrf_signature": chrf.signature,
-            "exact_match": exact,
+            "bleu": scores.bleu.value,
+            "bleu_signature": scores.bleu.signature,
+            "chrf": scores.chrf.value,
+            "chrf_signature": scores.chrf.signature,
+            "exact_match": scores.exact_match,
         }
         which = (
             f"mean of {len(names)} checkpoints, the last of step"
             if len(names) > 1
             else "checkpoint of step"
         )
-        return values, f"test, {which} {int(names[0])}: {score}\n{chrf}\nexact match {exact:.2%}"
+        return values, f"test, {which} {int(names[0])}: {scores}"
 
     def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
         total: Any = None
@@ -151,14 +151,9 @@ class Evaluator:
             total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
         return jax.device_get(total)
 
-    def _translate(
-        self, parameters: Parameters, pairs: list[tuple[str, str]]
-    ) -> tuple[list[str], evaluation.Score]:
+    def _translate(self, parameters: Parameters, pairs: list[tuple[str, str]]) -> list[str]:
         assert self._translator is not None
         self._translator.parameters = parameters  # newer ones need no new compilation
         translations = self._translator.translate([source for source, _ in pairs])
         self._translator.parameters = ()
-        tokenize = self._config.training.bleu_tokenize
-        return translations, evaluation.bleu(
-            translations, [target for _, target in pairs], tokenize=tokenize
-        )
+        return translations
