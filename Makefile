@@ -1,32 +1,48 @@
-# `make demo` and `make test` do all their own set-up. PYTHON may name another interpreter (3.11 or newer).
+# Every target does its own set-up in .venv. PYTHON may name another interpreter (3.11 or newer);
+# run `make clean` before you change it.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-LINES := 'forty-two' 'seventeen thousand, six hundred and eight' 'nine hundred and ninety-nine thousand and one'
+NUMBERS := 'forty-two' 'seventeen thousand, six hundred and eight' \
+	'nine hundred and ninety-nine thousand and one'
 
-.PHONY: demo test lint types unit format clean
+# What `make quick` runs: no training runs, no search is compiled, no other toolkit is loaded.
+QUICK := tests/test_layout.py tests/test_config.py tests/test_docs.py tests/test_launch.py \
+	tests/test_tokenizer.py tests/data tests/parsing
 
-demo: $(VENV)/.installed  ## train on number names for a few minutes, then translate
+.DEFAULT_GOAL := help
+.PHONY: help demo quick test lint types unit format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## train on number names for a few minutes, then translate three
 	$(RUN) train.py --config configs/demo.py --workdir runs/demo
-	@printf '\nThree lines to translate:\n' && printf '  %s\n' $(LINES)
-	@printf '%s\n' $(LINES) | $(RUN) decode.py --workdir runs/demo
+	@printf '\nThree lines to translate:\n' && printf '  %s\n' $(NUMBERS)
+	@printf '%s\n' $(NUMBERS) | $(RUN) decode.py --workdir runs/demo
 
-test: lint types unit  ## what CI runs
+quick: lint types  ## lint, types and the fast tests: about 90 s on 2 cores
+	$(RUN) -m pytest -n 2 --dist loadfile $(QUICK)
 
-lint: $(VENV)/.installed
+test: lint types unit  ## lint, types and every test: what CI runs
+
+lint: $(VENV)/.installed  ## ruff: style and formatting
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-types: $(VENV)/.installed
+types: $(VENV)/.installed  ## mypy
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.installed-compare
+unit: $(VENV)/.installed-compare  ## every test; also installs PyTorch and CTranslate2 to compare with
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-format: $(VENV)/.installed
+format: $(VENV)/.installed  ## rewrite the code in the project's style
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+clean:  ## remove .venv, caches and build output; runs/ and data/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 
 $(VENV)/.installed: requirements.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -36,6 +52,3 @@ $(VENV)/.installed: requirements.txt
 $(VENV)/.installed-compare: requirements-compare.txt $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-compare.txt
 	@touch $@
-
-clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -17,7 +17,7 @@ from transformer_jax.config_io import config_in_flags, flatten, load_config_file
 from transformer_jax.training.__main__ import Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TABLE_3 = re.findall(
     r"^\| (.+?) \| (?:`(.+?)`)? *\| (\d+) \| ([\d.]+) \| [\d.]+ \| [\d.]+ \|$",
     (ROOT / "docs" / "results.md").read_text(),
@@ -25,15 +25,25 @@ TABLE_3 = re.findall(
 )
 
 
+def _anchors(path: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        assert target.startswith("http") or (path.parent / target).exists(), (
-            f"{path.name} links to {target}"
-        )
+    for target, anchor in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", path.read_text()):
+        if not target.startswith("http"):
+            linked = path.parent / target if target else path
+            assert linked.exists(), f"{path.name} links to {target}"
+            if anchor:
+                assert anchor[1:] in _anchors(linked), f"{path.name} links to {target}{anchor}"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in DOCUMENTS if p.name != "CHANGELOG.md"], ids=lambda p: p.name
+)
 def test_named_files_and_fields_exist(path: Path) -> None:
     text = path.read_text()
     for name in re.findall(r"\b(?:configs|benchmarks|docs)/\w+\.(?:py|md)", text):
