@@ -1,7 +1,7 @@
 """What a batch plan costs as the corpus grows: time to open and plan, time for a batch, memory.
 
     python -m benchmarks.plan_scale --pairs 100000 1000000 10000000 [--layout packed] [--window
-    1048576] [--parts 16]
+    1048576] [--shards 16]
 
 The corpora have lengths like WMT14's (log-normal, up to 256 tokens) on disk; their tokens are a
 file of zeros that takes no room. Each is measured in a process of its own. Memory is what the
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=["bucketed", "packed"], default="bucketed")
     parser.add_argument("--window", type=int, default=BatchConfig().window)
     parser.add_argument(
-        "--parts", type=int, default=1, help="corpora of equal size that are opened as one"
+        "--shards", type=int, default=1, help="corpora of equal size that are opened as one corpus"
     )
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--output", type=Path, help="JSON as well")
@@ -198,8 +198,8 @@ def main() -> None:
     results = []
     for pairs in arguments.pairs:
         with tempfile.TemporaryDirectory() as name:
-            for k in range(arguments.parts):
-                size = (k + 1) * pairs // arguments.parts - k * pairs // arguments.parts
+            for k in range(arguments.shards):
+                size = (k + 1) * pairs // arguments.shards - k * pairs // arguments.shards
                 write_corpus(Path(name) / f"{k:05}", size, seed=k)
             inner = [sys.executable, "-m", "benchmarks.plan_scale", *sys.argv[1:], "--folder", name]
             results.append(
@@ -207,7 +207,7 @@ def main() -> None:
                     subprocess.run(inner, stdout=subprocess.PIPE, text=True, check=True).stdout
                 )
             )
-    settings = {"layout": arguments.layout, "window": arguments.window, "parts": arguments.parts}
+    settings = {"layout": arguments.layout, "window": arguments.window, "shards": arguments.shards}
     report = json.dumps(settings | {"results": results}, indent=2)
     print(report)
     if arguments.output:

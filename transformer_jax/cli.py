@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,3 +43,13 @@ def check_output(name: str) -> None:
     path = Path(name).absolute()
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"output is {name!r}; expected the name of a file in a folder that exists.")
+
+
+def parse_shard(shard: str) -> tuple[int, int]:
+    """``0/4`` as (0, 4): the first of four shards."""
+    match = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if not match or not int(match[1]) < int(match[2]):
+        raise UserError(
+            f"shard is {shard!r}; expected i/n with i from 0 to n - 1, such as 0/4, 1/4, 2/4, 3/4."
+        )
+    return int(match[1]), int(match[2])

@@ -364,9 +364,9 @@ class DataConfig:
     """
     workers: int = 0
     """Processes that tokenise; 0: one for each CPU core."""
-    parts: int = 1
-    """Parts in which the training text was prepared by `python -m transformer_jax.data.prepare`; 1:
-    as a whole.
+    shards: int = 1
+    """Shards of the training text that `python -m transformer_jax.training.tokenize_ahead` made; 1:
+    training tokenises the text itself.
     """
 
     def __post_init__(self) -> None:
@@ -381,19 +381,19 @@ class DataConfig:
         ratio_ok = self.max_length_ratio == 0 or self.max_length_ratio >= 1
         _require(ratio_ok, "data.max_length_ratio", self.max_length_ratio, "0 (off) or at least 1")
         _require(self.workers >= 0, "data.workers", self.workers, "0 or more")
-        _require(self.parts > 0, "data.parts", self.parts, "a positive number")
+        _require(self.shards > 0, "data.shards", self.shards, "a positive number")
         _require(
             "://" not in self.cache,
             "data.cache",
             self.cache,
             "a folder: corpora are mapped into memory",
         )
-        if self.parts > 1:
+        if self.shards > 1:
             in_files = self.train.kind in ("text", "tsv", "jsonl") and self.train.limit is None
             _require(
                 in_files,
-                "data.parts",
-                self.parts,
+                "data.shards",
+                self.shards,
                 "1 unless data.train is text, tsv or jsonl files without a limit",
             )
 

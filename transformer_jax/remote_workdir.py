@@ -24,8 +24,8 @@ from transformer_jax.checkpoint_files import (
     steps_of,
     verify,
 )
-from transformer_jax.data.files import is_stored, is_url, store_of
 from transformer_jax.errors import UserError
+from transformer_jax.storage import is_stored, is_url, store_of
 
 log = logging.getLogger(__name__)
 

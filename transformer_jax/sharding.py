@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
+from transformer_jax.machine import num_cores
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def devices_for_rows(rows: int) -> tuple[jax.Device, ...]:
     """
     most = max(1, rows // _ROWS_OF_A_CORE)
     with contextlib.suppress(RuntimeError):  # it has started
-        jax.config.update("jax_num_cpu_devices", min(most, len(os.sched_getaffinity(0))))
+        jax.config.update("jax_num_cpu_devices", min(most, num_cores()))
     devices = jax.devices()
     if devices[0].platform == "cpu":
         devices = devices[:most]

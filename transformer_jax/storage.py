@@ -1,4 +1,4 @@
-"""Files on this machine: one atomic write, one lock."""
+"""Files here and in object stores: which names are URLs, one atomic write, one lock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,42 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from transformer_jax.errors import UserError
 
 log = logging.getLogger(__name__)
+
+
+def is_url(name: str) -> bool:
+    """Whether a name is a URL for fsspec rather than a path."""
+    return "://" in name
+
+
+def store_of(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a URL, and what the URL is called there."""
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a package that is not installed; no such protocol
+        raise UserError(
+            f"{url!r} cannot be opened: {error}. Expected a path, or a URL that fsspec knows."
+        ) from None
+
+
+def is_stored(store: Any, path: str) -> bool:
+    """Whether a store has this file; ``UserError`` where it does not tell, for want of a password
+    or a network say.
+    """
+    try:  # not isfile() or exists(), which with some stores are False for any error
+        return bool(store.info(path)["type"] == "file")
+    except FileNotFoundError:
+        return False
+    except Exception as error:
+        raise UserError(
+            f"{store.unstrip_protocol(path)!r} cannot be read: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
@@ -25,17 +59,24 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file ``path`` for as long as the context, or this process, lasts.
+def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool]:
+    """Hold the lock file ``path`` until the context or this process ends.
 
-    Raises ``BlockingIOError`` if another process holds it, unless told to ``wait``. A file system
-    without locks is reported, and the work goes on.
+    Raises ``BlockingIOError`` if another process holds it; with ``wait`` it logs ``notice`` and
+    waits instead. Yields False, with a warning, on a file system without locks.
     """
-    with path.open("wb") as file:
+    with path.open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
         except BlockingIOError:
-            raise
+            if not wait:
+                raise
+            if notice:
+                log.info(notice)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held = True
         except OSError:
             log.warning("%s is on a file system without locks: use it from one process.", path)
-        yield
+            held = False
+        yield held

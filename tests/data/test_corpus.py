@@ -259,12 +259,12 @@ def test_a_full_disk(tmp_path, monkeypatch):
 BUILDER = """
 import os, signal, sys
 from transformer_jax.config import DataConfig, PairsConfig
-from transformer_jax.data import corpus, tokenising
+from transformer_jax.data import corpus, tokenize
 from transformer_jax.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     folder, workers, appends = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    tokenize._CHUNK_PAIRS, tokenising._SMALL = 256, 0
+    tokenize._CHUNK_PAIRS, tokenize._SMALL = 256, 0
     append = corpus._append
 
     def append_or_die(path, array):

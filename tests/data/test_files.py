@@ -103,10 +103,10 @@ def test_digests_are_remembered_until_the_file_changes(folder, monkeypatch):
     assert digest(file, memory) == digest(file) != first
 
 
-def test_parts_need_files():
+def test_shards_need_files():
     for train in (PairsConfig("numbers"), PairsConfig("text", ("a",), ("b",), limit=5)):
         with pytest.raises(
             UserError,
-            match=r"data.parts is 2; expected 1 unless data.train is text, tsv or jsonl files",
+            match=r"data.shards is 2; expected 1 unless data.train is text, tsv or jsonl files",
         ):
-            DataConfig(train=train, parts=2)
+            DataConfig(train=train, shards=2)

@@ -15,42 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
-
 from transformer_jax.config import PairsConfig
 from transformer_jax.errors import UserError
+from transformer_jax.storage import is_stored, is_url, store_of
 
 _DIGEST_CHARACTERS = 64
 _SETTLED_SECONDS = 10.0  # more than the coarsest clock of a file system
-
-
-def is_url(name: str) -> bool:
-    """Whether a name is one for fsspec rather than a path."""
-    return "://" in name
-
-
-def store_of(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and what the URL is called there."""
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a package that is not installed; no such protocol
-        raise UserError(
-            f"{url!r} cannot be opened: {error}. Expected a path, or a URL that fsspec knows."
-        ) from None
-
-
-def is_stored(store: Any, path: str) -> bool:
-    """Whether a store has this file; ``UserError`` where it does not tell, for want of a password
-    or a network say.
-    """
-    try:  # not isfile() or exists(), which with some stores are False for any error
-        return bool(store.info(path)["type"] == "file")
-    except FileNotFoundError:
-        return False
-    except Exception as error:
-        raise UserError(
-            f"{store.unstrip_protocol(path)!r} cannot be read: {str(error) or type(error).__name__}"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: st
     """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be; only train is
     segmented at random.
 
-    With ``data.parts`` above 1 those of train are opened; ``UserError`` if one is missing.
+    With ``data.shards`` above 1 those of train are opened; ``UserError`` if one is missing.
     """
     pairs: PairsConfig = getattr(config.data, name)
-    if name == "train" and config.data.parts > 1:
+    if name == "train" and config.data.shards > 1:
         corpus = _open_parts(workdir, config, tokenizer)
         require_pairs(corpus.statistics, pairs)
     else:
@@ -45,14 +45,14 @@ def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: st
     return corpus
 
 
-def prepare_part(workdir: Path, config: Config, tokenizer: Tokenizer, part: int) -> Corpus:
-    """Part ``part`` (from 0) of the ``config.data.parts`` parts of the training text, built if need
+def prepare_shard(workdir: Path, config: Config, tokenizer: Tokenizer, shard: int) -> Corpus:
+    """Shard ``shard`` (from 0) of the ``config.data.shards`` shards of the training text, built if need
     be; it may be empty.
     """
-    pairs, first_file = _shares(config)[part]
+    pairs, first_file = _shares(config)[shard]
     job = dataclasses.replace(_job(config, tokenizer, "train"), first_file=first_file)
-    corpus = build(job, pairs, _directory(workdir, config), may_be_empty=config.data.parts > 1)
-    _log_statistics(f"part {part}/{config.data.parts}", corpus)
+    corpus = build(job, pairs, _directory(workdir, config), may_be_empty=config.data.shards > 1)
+    _log_statistics(f"shard {shard}/{config.data.shards}", corpus)
     return corpus
 
 
@@ -94,11 +94,11 @@ def _open_parts(workdir: Path, config: Config, tokenizer: Tokenizer) -> Corpus:
         )
         corpus = open_corpus(folder, fingerprint)
         if corpus is None:
-            part, path = f"{k}/{config.data.parts}", workdir / "config.json"
+            shard, path = f"{k}/{config.data.shards}", workdir / "config.json"
             raise UserError(
-                f"Part {part} of the training text is {'damaged' if folder.exists() else 'missing'}: {folder}; expected "
+                f"Shard {shard} of the training text is {'damaged' if folder.exists() else 'missing'}: {folder}; expected "
                 "what this command makes of the text and settings as they are now:\n"
-                f"  python -m transformer_jax.data.prepare --config {path} --workdir {workdir} --part {part}"
+                f"  python -m transformer_jax.training.tokenize_ahead --config {path} --workdir {workdir} --shard {shard}"
             )
         parts.append(corpus)
     _, fingerprint = locate(job, config.data.train, directory)
@@ -107,10 +107,10 @@ def _open_parts(workdir: Path, config: Config, tokenizer: Tokenizer) -> Corpus:
 
 def _shares(config: Config) -> list[tuple[PairsConfig, int]]:
     """The files of each part, and how many stand before them."""
-    files, count = one_file_each(config.data.train, config.data.root), config.data.parts
+    files, count = one_file_each(config.data.train, config.data.root), config.data.shards
     if count > len(files):
         raise UserError(
-            f"data.parts is {count}; expected at most {len(files)}, the files of data.train: a part is whole files. Cut large "
+            f"data.shards is {count}; expected at most {len(files)}, the files of data.train: a shard is whole files. Cut large "
             "ones, on both sides at the same lines (split -l 1000000), and name them by a glob."
         )
     bounds = [k * len(files) // count for k in range(count + 1)]

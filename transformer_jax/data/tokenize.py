@@ -28,6 +28,7 @@ from transformer_jax.config import DataConfig, PairsConfig
 from transformer_jax.data.files import one_file_each
 from transformer_jax.data.sources import pairs_fingerprint
 from transformer_jax.errors import UserError
+from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
@@ -165,7 +166,7 @@ def tokenised(
     numbered = _numbered_chunks(files, job.first_file)
     head = list(islice(numbered, _SMALL // (_CHUNK_PAIRS * job.num_samples) + 1))
     more = list(islice(numbered, 1))
-    workers = job.data.workers or len(os.sched_getaffinity(0))
+    workers = job.data.workers or num_cores()
     everything = chain(head, more, numbered)
     if workers == 1 or not more:
         yield from map(job.tokenise, everything)

@@ -16,12 +16,12 @@ import tyro
 
 from transformer_jax.cli import check_output, run_program
 from transformer_jax.config_io import from_json
-from transformer_jax.data.files import is_url
 from transformer_jax.data.shards import prepare_corpus
 from transformer_jax.decoding.lexicon import learn
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import local_workdir
+from transformer_jax.storage import is_url
 from transformer_jax.tokenizer import Tokenizer
 
 # as a program its __name__ is another

@@ -26,7 +26,6 @@ from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import Batch, BatchPlan
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.files import is_url
 from transformer_jax.data.loader import load_batches, place
 from transformer_jax.data.shards import prepare_corpus
 from transformer_jax.distributed import (
@@ -42,6 +41,7 @@ from transformer_jax.distributed import (
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
+from transformer_jax.storage import is_url
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import (

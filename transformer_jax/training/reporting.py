@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.distributed import is_first
+from transformer_jax.machine import num_cores
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.step import StepMetrics
 
@@ -274,9 +275,7 @@ def environment() -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "platform": platform.platform(),
         "cpu": _processor(),
-        "cpu_cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cpu_cores": num_cores(),
         "devices": [str(device.device_kind) for device in jax.devices()],
         "processes": jax.process_count(),
     }

@@ -17,7 +17,7 @@ _FREE_ON_RESUME = (
     "data.root",
     "data.cache",
     "data.workers",
-    "data.parts",
+    "data.shards",
     "data.dev.",  # if it changed, the best result so far is forgotten
     "data.test.",
     "data.train.source",  # names only: what the files contain is checked

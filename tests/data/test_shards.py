@@ -1,4 +1,4 @@
-"""A corpus made in parts is the one that a single process makes; only whole parts open."""
+"""A corpus made in shards is the one that a single process makes; only whole shards open."""
 
 import dataclasses
 import os
@@ -9,12 +9,13 @@ import pytest
 
 from transformer_jax.config import BatchConfig, Config, DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.config_io import to_json
-from transformer_jax.data import files, prepare, tokenize
+from transformer_jax.data import files, tokenize
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.shards import prepare_corpus, prepare_part
+from transformer_jax.data.shards import prepare_corpus, prepare_shard
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training import tokenize_ahead
 from transformer_jax.training.resuming import differences_on_resume
 
 PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=420)))
@@ -43,14 +44,14 @@ def config_of(tmp_path, *, sampling=0.0, longest=11, **data):
     )
 
 
-def in_parts(config, count, **data):
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, parts=count, **data))
+def in_shards(config, count, **data):
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, shards=count, **data))
 
 
 def prepared(workdir, config, count, **data):
-    config = in_parts(config, count, **data)
+    config = in_shards(config, count, **data)
     for k in reversed(range(count)):
-        prepare_part(workdir, config, TOKENIZER, k)
+        prepare_shard(workdir, config, TOKENIZER, k)
     return prepare_corpus(workdir, config, TOKENIZER, "train")
 
 
@@ -67,7 +68,7 @@ def assert_same_corpus(a, b):
 
 
 @pytest.mark.parametrize("sampling", [0.0, 0.2])
-def test_the_number_of_parts_changes_nothing(tmp_path, monkeypatch, sampling):
+def test_the_number_of_shards_changes_nothing(tmp_path, monkeypatch, sampling):
     config = config_of(tmp_path, sampling=sampling, longest=20 if sampling else 11)
     whole = prepare_corpus(tmp_path / "whole", config, TOKENIZER, "train")
     assert whole.num_samples == (3 if sampling else 1) and 0 < whole.statistics["too_long"] < 200
@@ -96,9 +97,9 @@ def test_segmentations_differ_between_files(tmp_path):
     assert len({tuple(row) for row in lengths}) == 7
 
 
-def test_an_empty_part_is_no_error_but_an_empty_corpus_is(tmp_path):
+def test_an_empty_shard_is_no_error_but_an_empty_corpus_is(tmp_path):
     config = config_of(tmp_path)
-    assert prepare_part(tmp_path / "run", in_parts(config, 7), TOKENIZER, 3).num_pairs == 0
+    assert prepare_shard(tmp_path / "run", in_shards(config, 7), TOKENIZER, 3).num_pairs == 0
     for i in range(len(SIZES)):
         for name in ("en", "de"):
             (tmp_path / f"part-{i}.{name}").write_text("\n" * i)
@@ -107,13 +108,13 @@ def test_an_empty_part_is_no_error_but_an_empty_corpus_is(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "changed text"])
-def test_a_missing_or_damaged_part_is_named_with_its_remedy(tmp_path, damage, capsys):
+def test_a_missing_or_damaged_shard_is_named_with_its_remedy(tmp_path, damage, capsys):
     workdir, config = tmp_path / "run", config_of(tmp_path)
     prepared(workdir, config, 3)
     (workdir / "config.json").write_text(to_json(config))
     TOKENIZER.save(workdir)
-    part = prepare_part(workdir, in_parts(config, 3), TOKENIZER, 1)
-    folder = workdir / "corpus" / part.fingerprint[:20]
+    shard = prepare_shard(workdir, in_shards(config, 3), TOKENIZER, 1)
+    folder = workdir / "corpus" / shard.fingerprint[:20]
     if damage == "changed text":
         (tmp_path / "part-2.en").write_text(
             (tmp_path / "part-2.en").read_text().replace("one", "two")
@@ -123,29 +124,29 @@ def test_a_missing_or_damaged_part_is_named_with_its_remedy(tmp_path, damage, ca
     else:
         folder.rename(tmp_path / "elsewhere")
     word = "damaged" if damage == "damaged" else "missing"
-    with pytest.raises(UserError, match=rf"Part 1/3 of the training text is {word}") as error:
-        prepare_corpus(workdir, in_parts(config, 3), TOKENIZER, "train")
+    with pytest.raises(UserError, match=rf"Shard 1/3 of the training text is {word}") as error:
+        prepare_corpus(workdir, in_shards(config, 3), TOKENIZER, "train")
     program, arguments = str(error.value).splitlines()[-1].strip().split(" --", 1)
-    assert program == "python -m transformer_jax.data.prepare"
-    assert prepare.main(shlex.split("--" + arguments)) == 0
-    corpus = prepare_corpus(workdir, in_parts(config, 3), TOKENIZER, "train")
+    assert program == "python -m transformer_jax.training.tokenize_ahead"
+    assert tokenize_ahead.main(shlex.split("--" + arguments)) == 0
+    corpus = prepare_corpus(workdir, in_shards(config, 3), TOKENIZER, "train")
     assert_same_corpus(corpus, prepare_corpus(tmp_path / "whole", config, TOKENIZER, "train"))
 
 
-def test_the_number_of_parts_may_change_on_resume(tmp_path):
+def test_the_number_of_shards_may_change_on_resume(tmp_path):
     config = config_of(tmp_path)
-    assert differences_on_resume(config, in_parts(config, 5)) == []
+    assert differences_on_resume(config, in_shards(config, 5)) == []
     windows = dataclasses.replace(config, batch=dataclasses.replace(config.batch, window=100))
     assert differences_on_resume(config, windows) == [("batch.window", 16777216, 100)]
 
 
-def test_more_parts_than_files(tmp_path):
-    config = in_parts(config_of(tmp_path), 8)
+def test_more_shards_than_files(tmp_path):
+    config = in_shards(config_of(tmp_path), 8)
     with pytest.raises(
-        UserError, match=r"data.parts is 8; expected at most 7, the files of data.train"
+        UserError, match=r"data.shards is 8; expected at most 7, the files of data.train"
     ):
-        prepare_part(tmp_path, config, TOKENIZER, 0)
-    with pytest.raises(UserError, match=r"data.parts is 8; expected at most 7"):
+        prepare_shard(tmp_path, config, TOKENIZER, 0)
+    with pytest.raises(UserError, match=r"data.shards is 8; expected at most 7"):
         prepare_corpus(tmp_path, config, TOKENIZER, "train")
 
 
@@ -155,7 +156,7 @@ def test_opening_does_not_read_the_text_again(tmp_path, monkeypatch):
     corpus = prepared(tmp_path / "run", config, 3)
     monkeypatch.setattr(files.hashlib, "file_digest", None)
     assert_same_corpus(
-        prepare_corpus(tmp_path / "run", in_parts(config, 3), TOKENIZER, "train"), corpus
+        prepare_corpus(tmp_path / "run", in_shards(config, 3), TOKENIZER, "train"), corpus
     )
 
 
@@ -171,23 +172,23 @@ def test_the_program(tmp_path, capsys):
     ]
 
     def fails(*more):
-        assert prepare.main([*flags, *more]) == 2
+        assert tokenize_ahead.main([*flags, *more]) == 2
         return capsys.readouterr().err
 
     assert "expected one of the two" in fails() and "expected one of the two" in fails(
-        "--part", "0/2", "--tokenizer-only"
+        "--shard", "0/2", "--tokenizer-only"
     )
     assert "has no tokenizer; expected one: run this with --tokenizer-only first" in fails(
-        "--part", "0/2"
+        "--shard", "0/2"
     )
-    assert prepare.main([*flags, "--tokenizer-only"]) == 0
-    assert "part is '2/2'; expected i/n" in fails("--part", "2/2")
-    errors = fails("--part", "0/2", "--data.max-target-length", "20")
+    assert tokenize_ahead.main([*flags, "--tokenizer-only"]) == 0
+    assert "shard is '2/2'; expected i/n" in fails("--shard", "2/2")
+    errors = fails("--shard", "0/2", "--data.max-target-length", "20")
     assert "data.max_target_length: 11 in the work directory, 20 now" in errors
-    for part in ("0/2", "1/2"):
-        assert prepare.main([*flags, "--part", part]) == 0
-    assert "part 1/2 pairs: " in capsys.readouterr().err
-    config = in_parts(config_of(tmp_path), 2)
+    for shard in ("0/2", "1/2"):
+        assert tokenize_ahead.main([*flags, "--shard", shard]) == 0
+    assert "shard 1/2 pairs: " in capsys.readouterr().err
+    config = in_shards(config_of(tmp_path), 2)
     tokenizer = Tokenizer.load(tmp_path / "run")
     assert prepare_corpus(tmp_path / "run", config, tokenizer, "train").statistics["read"] == sum(
         SIZES
