@@ -4,6 +4,7 @@ than it must.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 
@@ -11,13 +12,17 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from scipy import sparse
 
 from benchmarks import hlo
-from transformer_jax.config import DecodingConfig, ModelConfig
-from transformer_jax.decoding.engine import Engine, Sentence
+from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
+from transformer_jax.decoding.engine import Engine, Sentence, check_decoding
+from transformer_jax.decoding.lexicon import Lexicon
+from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer, with_cast_weights
+from transformer_jax.tokenizer import Tokenizer
 
 VOCAB = 40
 MODEL = ModelConfig(
@@ -280,6 +285,12 @@ def test_assigned_parameters_go_where_the_work_is_done(engine, num_devices):
     assert tokens(other.search(SENTENCES[:9])) == tokens(engine.search(SENTENCES[:9]))
 
 
+def test_several_devices_are_given_no_array_without_elements(engine):
+    """It would crash XLA's compiler in jaxlib 0.11.2."""
+    queue, *_ = engine._queue(engine.programs[0], {0: SENTENCES[0]})
+    assert all(leaf.size for leaf in jax.tree.leaves(queue))
+
+
 def test_a_source_that_is_too_long(engine):
     with pytest.raises(
         UserError,
@@ -300,6 +311,39 @@ def test_settings_that_do_not_fit():
         )
     with pytest.raises(UserError, match="batch_size is 4; expected a multiple of 8"):
         Engine([make_model(0)], CONFIG, devices=jax.devices())
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    pairs = [(letters, letters.upper()) for letters in ("ab cd", "ef gh", "ij kl")]
+    return Tokenizer.train(pairs, TokenizerConfig(vocab_size=36, algorithm="bpe"))
+
+
+def test_settings_are_checked_without_a_model(tokenizer, tmp_path):
+    size = tokenizer.target_vocab_size
+    config = DecodingConfig(suppress=("▁", "A"), beam_size=size)
+    suppress, shortlist = check_decoding(config, tokenizer)
+    assert tokenizer.target_tokens(suppress) == ["▁", "A"] and shortlist is None
+
+    def refuse(message, **settings):
+        with pytest.raises(UserError, match=message):
+            check_decoding(DecodingConfig(**settings), tokenizer)
+
+    refuse(f"beam_size is {size + 1}; expected at most {size}", beam_size=size + 1)
+    check_decoding(DecodingConfig(method="sample", beam_size=size + 1), tokenizer)
+    refuse("decoding.suppress has 'qqq'", suppress=("A", "qqq"))
+    refuse("decoding.suppress has '</s>', without which no", suppress=("A", "</s>"))
+    refuse("which does not exist", shortlist=str(tmp_path / "none.npz"))
+    lexicon = Lexicon(sparse.csr_array(np.ones((size, size))), np.ones(size))
+    mine = Shortlist.from_lexicon(lexicon, tokenizer, frequent=1)
+    for name, fingerprint in (("mine", mine.fingerprint), ("other", "of another tokenizer")):
+        dataclasses.replace(mine, fingerprint=fingerprint).save(tmp_path / name)
+    refuse("made with another tokenizer", shortlist=str(tmp_path / "other"))
+    suppress, found = check_decoding(
+        DecodingConfig(beam_size=5, shortlist=str(tmp_path / "mine")), tokenizer
+    )
+    assert suppress == () and found.frequent == 1
+    refuse("at most 5, the tokens that every", beam_size=6, shortlist=str(tmp_path / "mine"))
 
 
 def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_vocabulary():

@@ -29,6 +29,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.sharding import row_shardings
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
+from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -142,11 +143,7 @@ class Engine:
             raise UserError(
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of {self._shares}, the devices that share it."
             )
-        num_tokens = models[0].config.vocab_size if self._shared_C is None else len(self._shared_C)
-        if config.method == "beam" and config.beam_size > num_tokens:
-            there_are = "there are" if shortlist is None else "that every sentence may use"
-            expected = f"expected at most {num_tokens}, the tokens {there_are}"
-            raise UserError(f"decoding.beam_size is {config.beam_size}; {expected}.")
+        _check_beam(config, models[0].config.vocab_size, self._shared_C)
         # Learned positions end somewhere.
         self._max_positions = [
             model.config.max_positions for model in models if model.config.positions == "learned"
@@ -310,7 +307,8 @@ class Engine:
         """
         blocks = self._shares * program.num_blocks
         size, room = blocks * program.block_size, program.lengths[-1]
-        longest_prefix = max(len(sentence.prefix) for sentence in sentences.values())
+        # At least 1: an array without elements crashes jaxlib 0.11.2 where several devices search.
+        longest_prefix = max([1, *(len(sentence.prefix) for sentence in sentences.values())])
         source_QS = np.full((size, room), PAD_ID, np.int32)
         limit_Q, seed_Q = np.zeros(size, np.int32), np.zeros(size, np.uint32)
         prefix_QP = np.full(
@@ -494,6 +492,39 @@ class Engine:
             length_offset=config.length_offset,
             coverage_penalty=config.coverage_penalty,
             constraints=constraints,
+        )
+
+
+def check_decoding(
+    config: DecodingConfig, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], Shortlist | None]:
+    """The ids of ``config.suppress`` and the shortlist in the file ``config.shortlist``, as
+    ``Engine`` takes them; no model is needed.
+
+    Raises:
+      UserError: a token to suppress that the target vocabulary lacks, or EOS; a shortlist that is
+        missing, damaged or made for another tokenizer; a beam wider than the vocabulary.
+    """
+    suppress = tuple(tokenizer.require_target_ids(config.suppress, "decoding.suppress"))
+    if EOS_ID in suppress:
+        [end] = tokenizer.target_tokens([EOS_ID])
+        raise UserError(
+            f"decoding.suppress has {end!r}, without which no translation ends before its longest "
+            "length; expected other tokens (decoding.min_length asks for longer translations)."
+        )
+    shortlist = Shortlist.load(config.shortlist, tokenizer) if config.shortlist else None
+    shared_C = None if shortlist is None else shortlist.shared(suppress)
+    _check_beam(config, tokenizer.target_vocab_size, shared_C)
+    return suppress, shortlist
+
+
+def _check_beam(config: DecodingConfig, vocab_size: int, shared_C: np.ndarray | None) -> None:
+    num_tokens = vocab_size if shared_C is None else len(shared_C)
+    if config.method == "beam" and config.beam_size > num_tokens:
+        which = "of the vocabulary" if shared_C is None else "that every sentence may use"
+        raise UserError(
+            f"decoding.beam_size is {config.beam_size}; expected at most {num_tokens}, "
+            f"the tokens {which}."
         )
 
 

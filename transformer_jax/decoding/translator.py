@@ -16,8 +16,7 @@ import jax
 
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
-from transformer_jax.decoding.shortlist import Shortlist
+from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, check_decoding
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import UNK_ID
@@ -112,7 +111,7 @@ class Translator:
         check_tokenizer(tokenizer, models)
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
-        suppress = tuple(tokenizer.require_target_ids(self.config.suppress, "decoding.suppress"))
+        suppress, shortlist = check_decoding(self.config, tokenizer)
         positions = [
             each.config.max_positions for each in models if each.config.positions == "learned"
         ]
@@ -124,9 +123,6 @@ class Translator:
                 f"decoding.min_length is {self.config.min_length}; expected less than model.max_positions = {min(positions)}, "
                 "where this model's learned positions end."
             )
-        shortlist = (
-            Shortlist.load(self.config.shortlist, tokenizer) if self.config.shortlist else None
-        )
         self.engine = Engine(
             models, self.config, suppress=suppress, shortlist=shortlist, devices=devices
         )
