@@ -11,9 +11,11 @@ from transformer_jax.config import (
     Config,
     DataConfig,
     DecodingConfig,
+    MeshConfig,
     ModelConfig,
     OptimizerConfig,
     PairsConfig,
+    TokenizerConfig,
     TrainingConfig,
 )
 from transformer_jax.config_io import flatten, from_json, load_config_file, to_json
@@ -121,6 +123,34 @@ def test_every_field_has_a_meaning_for_help() -> None:
             lambda: TrainingConfig(average=9, keep_checkpoints=5),
             "at most training.keep_checkpoints = 5",
         ),
+        (
+            lambda: TrainingConfig(steps=10**20),
+            "training.steps is 100000000000000000000; expected a positive number below 2.31",
+        ),
+        (lambda: TrainingConfig(steps=10**6000), "training.steps is a number too long to print"),
+        (lambda: TrainingConfig(r_drop=10**400), "training.r_drop is 1000.*00; expected a finite"),
+        (lambda: MeshConfig(data=0), "mesh.data is 0; expected -1 or a positive number"),
+        (
+            lambda: ModelConfig(d_k=0),
+            "model.d_k is 0; expected a positive number below 2.31 or None",
+        ),
+        (
+            lambda: DataConfig(max_length_ratio=0.5),
+            "data.max_length_ratio is 0.5; expected 0 or at least 1.",
+        ),
+        (lambda: DataConfig(cache="s3://b/c"), "data.cache is 's3://b/c'; expected a folder"),
+        (
+            lambda: TokenizerConfig(user_defined_symbols=("<2de>", "<s>")),
+            "user_defined_symbols is .'<2de>', '<s>'.; expected distinct words",
+        ),
+        (
+            lambda: TokenizerConfig(character_coverage=0.9),
+            "tokenizer.character_coverage is 0.9; expected a share from 0.98 to 1",
+        ),
+        (
+            lambda: DecodingConfig(top_p=0.0),
+            r"decoding.top_p is 0.0; expected a probability in \(0, 1\]",
+        ),
     ],
 )
 def test_bad_values_are_named_with_what_was_expected(make: object, message: str) -> None:
@@ -147,6 +177,12 @@ def test_bad_values_are_named_with_what_was_expected(make: object, message: str)
 def test_bad_json_is_named(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         from_json(text)
+
+
+def test_long_values_are_shortened_in_messages() -> None:
+    with pytest.raises(UserError) as error:
+        ModelConfig(norm="x" * 10_000)  # type: ignore[arg-type]
+    assert len(str(error.value)) < 250 and "'xxx" in str(error.value)
 
 
 def test_json_accepts_whole_numbers_for_floats() -> None:

@@ -1,747 +1,534 @@
-"""Every setting, as frozen dataclasses with defaults and validation; ``config_files.py`` reads and
-writes them.
+"""Every setting: frozen dataclasses whose fields declare their defaults and what values they allow.
 
-The docstring under each field is what ``--help`` prints.
-The defaults are the paper's base model; each departure from the paper is a named field here.
+The docstring under a field is its ``--help``. The defaults are the paper's base model; every
+departure from the paper is a named field. ``config_io.py`` reads and writes config files.
 """
 
 from __future__ import annotations
 
-import math
-import types
+import operator
+import sys
 import typing
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
-from transformer_jax.errors import UserError
+from annotated_types import Interval
+
+from transformer_jax.errors import UserError, shown
+
+# The type of a field declares its range, and in words what an error message says was expected.
+Positive = Annotated[int, Interval(ge=1, lt=2**31), "a positive number below 2^31"]
+Count = Annotated[int, Interval(ge=0, lt=2**31), "a number from 0 to 2^31 - 1"]
+Seed = Annotated[int, Interval(ge=0, lt=2**32), "a number from 0 to 2^32 - 1"]
+PositiveFloat = Annotated[float, Interval(gt=0), "a positive number"]
+NonNegative = Annotated[float, Interval(ge=0), "0 or more"]
+AtLeastOne = Annotated[float, Interval(ge=1), "at least 1"]
+Probability = Annotated[float, Interval(ge=0, lt=1), "a probability in [0, 1)"]
+Fraction = Annotated[float, Interval(ge=0, lt=1), "a value in [0, 1)"]
+Coverage = Annotated[float, Interval(ge=0.98, le=1), "a share from 0.98 to 1, for SentencePiece"]
+TopP = Annotated[float, Interval(gt=0, le=1), "a probability in (0, 1]"]
+VocabSize = Annotated[int, Interval(ge=5, lt=2**31), "more than the four special tokens"]
+PairLength = Annotated[int, Interval(ge=2, lt=2**31), "at least 2: a token and the end symbol"]
+LineLength = Annotated[int, Interval(ge=3, lt=2**31), "at least 3"]
+
+Rule = tuple[str, bool, str]
+"""A rule across fields: the field to name, whether the rule holds, what was expected."""
 
 
-def check_types(config: Any, prefix: str) -> None:
-    """``UserError`` for a field whose value is not of the annotated type; each dataclass here
-    starts with it.
-    """
-    for name, expected in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        problem = _type_problem(value, expected)
-        if problem:
-            raise UserError(f"{prefix}{name} is {value!r}; expected {problem}.")
+class Section:
+    """Checks the fields of a dataclass, then its rules; raises ``UserError``."""
+
+    _prefix = ""
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        cls._prefix = prefix
+
+    def __post_init__(self) -> None:
+        for name, allowed in typing.get_type_hints(type(self), include_extras=True).items():
+            if expected := _expected(getattr(self, name), allowed):
+                raise self._error(name, expected)
+        for name, holds, expected in self.rules():
+            if not holds:
+                raise self._error(name, expected)
+
+    def rules(self) -> Iterator[Rule]:
+        """What must hold between fields."""
+        yield from ()
+
+    def _error(self, name: str, expected: str) -> UserError:
+        value = shown(operator.attrgetter(name)(self))
+        return UserError(f"{self._prefix}{name} is {value}; expected {expected}.")
 
 
-def _type_problem(value: Any, expected: Any) -> str | None:
-    """What was expected, if ``value`` is not that."""
-    origin, parts = typing.get_origin(expected), typing.get_args(expected)
-    if origin is tuple:
-        fits = isinstance(value, tuple) and not any(_type_problem(v, parts[0]) for v in value)
-        return None if fits else f"a tuple of {parts[0].__name__}"
+def _expected(value: Any, allowed: Any) -> str | None:
+    """What was expected instead of ``value``; None if it is allowed."""
+    origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
+    if origin is Annotated:
+        kind, interval, words = arguments
+        return _expected(value, kind) or (None if _is_within(value, interval) else words)
+    if origin is typing.Union:
+        problems = [_expected(value, each) for each in arguments]
+        return None if None in problems else " or ".join(map(str, problems))
     if origin is Literal:
-        return None if value in parts else "one of " + ", ".join(map(repr, parts))
-    kinds = parts if origin in (types.UnionType, typing.Union) else (expected,)
-    if type(value) is float and float in kinds and not math.isfinite(value):
-        return "a finite number"
-    if type(value) in kinds or (float in kinds and type(value) is int):
-        return None
-    return " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        choices = ", ".join(map(repr, arguments))
+        words = f"one of {choices}" if len(arguments) > 1 else choices
+        return None if value in arguments else words
+    if origin is tuple:
+        fits = isinstance(value, tuple) and not any(_expected(v, arguments[0]) for v in value)
+        return None if fits else f"a tuple of {arguments[0].__name__}"
+    if allowed is float and type(value) in (int, float):
+        return None if abs(value) <= sys.float_info.max else "a finite number"
+    return None if type(value) is allowed else allowed.__name__.replace("NoneType", "None")
 
 
-def _require(ok: bool, name: str, value: object, expected: str) -> None:
-    if not ok:
-        raise UserError(f"{name} is {value!r}; expected {expected}.")
+def _is_within(value: float, interval: Interval) -> bool:
+    bounds = {name: bound for name, bound in asdict(interval).items() if bound is not None}
+    return all(getattr(operator, name)(value, bound) for name, bound in bounds.items())
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section, prefix="model."):
     """The Transformer's shape (paper sections 3 and 6.2; letters as in Table 3)."""
 
-    vocab_size: int = 37_000
-    """Number of target tokens V (and of source tokens when shared). Training sets it from the
-    tokenizer.
-    """
-    source_vocab_size: int | None = None
-    """Number of source tokens when the vocabularies are separate; None: the same vocabulary as the
-    target.
-    """
-    d_model: int = 512
+    vocab_size: Positive = 37_000
+    """Number of target tokens V (and of source tokens where the vocabulary is shared). Training
+    takes it from the tokenizer; set tokenizer.vocab_size instead."""
+    source_vocab_size: Positive | None = None
+    """Number of source tokens where the vocabularies are separate; None: one shared vocabulary.
+    Training takes it from the tokenizer."""
+    d_model: Positive = 512
     """Width of embeddings and sub-layer outputs."""
-    d_ff: int = 2048
+    d_ff: Positive = 2048
     """Inner width of the feed-forward layers."""
-    num_heads: int = 8
+    num_heads: Positive = 8
     """Attention heads h."""
-    d_k: int | None = None
+    d_k: Positive | None = None
     """Width of one head's queries and keys; None: d_model / num_heads."""
-    d_v: int | None = None
+    d_v: Positive | None = None
     """Width of one head's values; None: d_model / num_heads."""
-    num_layers: int = 6
+    num_layers: Positive = 6
     """Layers N in the encoder and in the decoder."""
-    num_decoder_layers: int | None = None
-    """Layers in the decoder where it differs from the encoder; None: num_layers."""
-    dropout: float = 0.1
+    num_decoder_layers: Positive | None = None
+    """Layers in the decoder if it has more or fewer than the encoder; None: num_layers."""
+    dropout: Probability = 0.1
     """Dropout on embeddings and sub-layer outputs (section 5.4)."""
-    attention_dropout: float = 0.0
-    """Dropout on attention weights (not in the paper; tensor2tensor and fairseq use it)."""
-    feed_forward_dropout: float = 0.0
-    """Dropout inside the feed-forward layer, after its activation (not in the paper)."""
+    attention_dropout: Probability = 0.0
+    """Dropout on attention weights (not in the paper; tensor2tensor and fairseq have it)."""
+    feed_forward_dropout: Probability = 0.0
+    """Dropout after the activation of the feed-forward layer (not in the paper)."""
     norm: Literal["post", "pre"] = "post"
-    """Layer norm after the residual sum (the paper), or before each sub-layer with a final norm."""
-    norm_epsilon: float = 1e-6
-    """What layer norm adds to the variance (PyTorch's default, and so that of models from
-    elsewhere, is 1e-5).
-    """
+    """Layer norm after the residual sum (the paper), or before each sub-layer and at the end."""
+    norm_epsilon: PositiveFloat = 1e-6
+    """Added to the variance in layer norm. PyTorch's default, and so that of most imported models,
+    is 1e-5."""
     attention_bias: bool = False
     """Add biases to the four attention projections (fairseq, Marian and BERT do)."""
     activation: Literal["relu", "gelu", "silu"] = "relu"
     """Activation of the feed-forward layers."""
     positions: Literal["interleaved", "split", "learned"] = "interleaved"
-    """Sinusoids, sine and cosine in turn (the paper) or in two halves (tensor2tensor, Marian); or
-    learned (Table 3 E).
-    """
-    max_positions: int = 1024
+    """Sinusoids with sine and cosine in turn (the paper) or in two halves (tensor2tensor, Marian);
+    or learned embeddings (Table 3 E)."""
+    max_positions: Positive = 1024
     """Rows of the learned position table; sinusoids have no limit."""
     tie_embeddings: Literal["all", "target", "none"] = "all"
-    """Share one matrix between source embedding, target embedding and softmax (the paper), the last
-    two only, or none.
-    """
+    """One matrix for source embedding, target embedding and softmax (the paper), for the last two
+    only, or for none."""
     softmax_bias: bool = False
     """Add a bias to each token's score before the softmax (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of matrix products and of what passes from layer to layer; auto: float32 on CPU,
-    bfloat16 on GPU and TPU. Parameters, softmax, the sums inside norms, and the loss stay
-    float32.
-    """
+    """Type of matrix products and of activations between layers; auto: float32 on CPU, bfloat16 on
+    GPU and TPU. Parameters, softmax, sums inside norms, and the loss are always float32."""
     remat: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, about a third more
-    arithmetic.
-    """
+    """Recompute each layer's activations in the backward pass: less memory for about a third more
+    computation."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "model.")
-        for name in ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers", "max_positions"):
-            _require(
-                getattr(self, name) > 0, f"model.{name}", getattr(self, name), "a positive number"
-            )
-        for name in ("d_k", "d_v", "num_decoder_layers", "source_vocab_size"):
-            value = getattr(self, name)
-            _require(
-                value is None or value > 0, f"model.{name}", value, "a positive number, or None"
-            )
-        for name in ("dropout", "attention_dropout", "feed_forward_dropout"):
-            _require(
-                0 <= getattr(self, name) < 1,
-                f"model.{name}",
-                getattr(self, name),
-                "a probability in [0, 1)",
-            )
-        _require(
-            self.norm_epsilon > 0, "model.norm_epsilon", self.norm_epsilon, "a positive number"
-        )
-        even = self.d_model % 2 == 0 or self.positions == "learned"
-        _require(
-            even,
-            "model.d_model",
-            self.d_model,
+    def rules(self) -> Iterator[Rule]:
+        yield (
+            "d_model",
+            self.d_model % 2 == 0 or self.positions == "learned",
             "an even number: sinusoidal positions pair a sine with a cosine",
         )
-        divides = self.d_model % self.num_heads == 0 or (
-            self.d_k is not None and self.d_v is not None
+        yield (
+            "d_model",
+            self.d_model % self.num_heads == 0 or None not in (self.d_k, self.d_v),
+            f"a multiple of model.num_heads = {self.num_heads}, or explicit model.d_k and "
+            "model.d_v",
         )
-        _require(
-            divides,
-            "model.d_model",
-            self.d_model,
-            f"a multiple of model.num_heads = {self.num_heads}, or explicit model.d_k and model.d_v",
-        )
-        _require(
+        yield (
+            "tie_embeddings",
             self.source_vocab_size is None or self.tie_embeddings != "all",
-            "model.tie_embeddings",
-            "all",
             "'target' or 'none' when source and target have separate vocabularies",
         )
 
     @property
     def head_width_k(self) -> int:
         """d_k, resolved."""
-        return self.d_k if self.d_k is not None else self.d_model // self.num_heads
+        return self.d_k or self.d_model // self.num_heads
 
     @property
     def head_width_v(self) -> int:
         """d_v, resolved."""
-        return self.d_v if self.d_v is not None else self.d_model // self.num_heads
+        return self.d_v or self.d_model // self.num_heads
 
     @property
     def decoder_layers(self) -> int:
         """Layers in the decoder, resolved."""
-        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+        return self.num_decoder_layers or self.num_layers
 
 
 @dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerConfig(Section, prefix="tokenizer."):
     """How SentencePiece is trained on the training text."""
 
-    vocab_size: int = 37_000
-    """Tokens in the vocabulary (in each of them when separate), the four special ones included."""
+    vocab_size: VocabSize = 37_000
+    """Tokens in the vocabulary (in each of two separate ones), the four special ones included."""
     algorithm: Literal["bpe", "unigram"] = "bpe"
     """Byte-pair encoding (the paper) or a unigram language model."""
     joint: bool = True
     """One vocabulary for both languages (the paper), or one for each."""
-    character_coverage: float = 1.0
-    """Share of the text's characters that must get a token; rarer ones become unknown (or
-    bytes).
-    """
+    character_coverage: Coverage = 1.0
+    """Share of the text's characters that get a token; the rarest become unknown (or bytes)."""
     byte_fallback: bool = False
-    """Spell unknown characters as UTF-8 bytes, so that nothing is unknown."""
+    """Spell unknown characters as UTF-8 bytes, so that no text is unknown."""
     normalization: Literal["nmt_nfkc", "nmt_nfkc_cf", "nfkc", "nfkc_cf", "identity"] = "nmt_nfkc"
-    """Unicode normalisation before segmentation; `_cf` also folds case; identity leaves text as it
-    is.
-    """
+    """Unicode normalisation before segmentation; `_cf` also folds case; identity changes
+    nothing."""
     user_defined_symbols: tuple[str, ...] = ()
-    """Tokens that are never cut and need not occur in the training text: tags such as <2de>,
-    placeholders. What a line begins with of them is repeated before each of its parts when it is
-    too long and translated in parts. A vocabulary that is there already (tokenizer.model,
-    training.start_from) grows by those that it lacks.
-    """
-    max_training_sentences: int = 5_000_000
-    """Sentences (evenly spread over the text) that SentencePiece learns from."""
-    sampling: float = 0.0
-    """Subword regularisation: the merge dropout of BPE (0.1 is usual; more is more random), or the
-    smoothing alpha of unigram (0.2 to 0.5 are usual; less is more random); 0: off.
-    """
-    sampled_epochs: int = 8
-    """With sampling: how many different segmentations of the training text are stored; epoch e
-    reads number e modulo this.
-    """
+    """Tokens that are never split, in the training text or not: tags such as <2de>, placeholders.
+    When a line is too long and is translated in segments, each segment repeats those that the line
+    begins with. An existing vocabulary (tokenizer.model, training.start_from) is extended by those
+    it lacks."""
+    max_training_sentences: Positive = 5_000_000
+    """Sentences that SentencePiece learns from, spread evenly over the text."""
+    sampling: Fraction = 0.0
+    """Subword regularisation: the merge dropout of BPE (usually 0.1; more is more random), or the
+    smoothing alpha of unigram (usually 0.2 to 0.5; less is more random); 0: off."""
+    sampled_epochs: Positive = 8
+    """With sampling: number of different segmentations of the training text that are stored; epoch
+    e reads number e modulo this."""
     model: str = ""
-    """An existing SentencePiece model to use instead of training one; not joint: for the source. It
-    decides its own size, algorithm and normalisation: besides it only user_defined_symbols,
-    sampling and sampled_epochs count.
-    """
+    """An existing SentencePiece model to use instead of training one; for the source if not joint.
+    It brings its own size, algorithm and normalisation: of these settings only
+    user_defined_symbols, sampling and sampled_epochs still apply."""
     target_model: str = ""
-    """Not joint: the existing SentencePiece model for the target, beside tokenizer.model."""
+    """If not joint: the existing SentencePiece model for the target; tokenizer.model is the
+    source's."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "tokenizer.")
-        _require(
-            self.vocab_size > 4,
-            "tokenizer.vocab_size",
-            self.vocab_size,
-            "more than the four special tokens",
-        )
-        coverage = self.character_coverage
-        _require(
-            0.98 <= coverage <= 1,
-            "tokenizer.character_coverage",
-            coverage,
-            "a share from 0.98 to 1, as SentencePiece has it",
-        )
-        _require(0 <= self.sampling < 1, "tokenizer.sampling", self.sampling, "a value in [0, 1)")
-        _require(
-            self.sampled_epochs > 0,
-            "tokenizer.sampled_epochs",
-            self.sampled_epochs,
-            "a positive number",
-        )
-        _require(
-            self.max_training_sentences > 0,
-            "tokenizer.max_training_sentences",
-            self.max_training_sentences,
-            "a positive number",
-        )
-        if self.joint:
-            _require(
-                not self.target_model,
-                "tokenizer.target_model",
-                self.target_model,
-                "'' unless tokenizer.joint is False",
-            )
-        else:
-            expected = f"{'a' if self.model else 'no'} SentencePiece model, as in tokenizer.model"
-            _require(
-                bool(self.target_model) == bool(self.model),
-                "tokenizer.target_model",
-                self.target_model,
-                expected,
-            )
+    def rules(self) -> Iterator[Rule]:
         symbols = self.user_defined_symbols
-        distinct = len(set(symbols)) == len(symbols) and all(
-            symbol and not set(symbol) & set(" \t\n") for symbol in symbols
+        new = set(symbols) - {"<pad>", "<s>", "</s>", "<unk>"}
+        yield (
+            "user_defined_symbols",
+            len(new) == len(symbols) and all(symbol.split() == [symbol] for symbol in symbols),
+            "distinct words without white space, other than the built-in <pad>, <s>, </s>, <unk>",
         )
-        distinct &= not {"<pad>", "<s>", "</s>", "<unk>"} & set(symbols)
-        expected = "distinct words without white space, and none of <pad>, <s>, </s>, <unk>, which are there already"
-        _require(distinct, "tokenizer.user_defined_symbols", symbols, expected)
+        yield (
+            "target_model",
+            not (self.joint and self.target_model),
+            "'' unless tokenizer.joint is False",
+        )
+        yield (
+            "target_model",
+            self.joint or bool(self.target_model) == bool(self.model),
+            f"{'a' if self.model else 'no'} SentencePiece model, as in tokenizer.model",
+        )
 
 
 @dataclass(frozen=True)
-class PairsConfig:
+class PairsConfig(Section):
     """Where one set of sentence pairs comes from."""
 
     kind: Literal["text", "tsv", "jsonl", "tfds", "numbers", "none"] = "text"
     """Parallel text files, TSV or JSONL files, a TensorFlow Datasets name, generated number names,
-    or nothing. Files ending in .gz are unpacked on the fly.
-    """
+    or nothing. Files ending in .gz are unpacked as they are read."""
     source: tuple[str, ...] = ()
     """text: source-language files; tsv, jsonl: the files; tfds: one name such as
-    wmt14_translate/de-en. A file name may be a glob such as part-*.en.gz: all files that match,
-    sorted; or a URL such as s3://bucket/part-*.en.gz. A file that is named twice counts twice.
-    """
+    wmt14_translate/de-en. A file name may be a URL, and a glob such as train-*.en.gz or
+    s3://bucket/train-*.en.gz, which names all matching files in sorted order. A file that is named
+    twice counts twice."""
     target: tuple[str, ...] = ()
-    """text: target-language files, in the order of the source files; a glob for each glob, matching
-    as many files.
-    """
+    """text: target-language files in the order of the source files; for each glob in source a glob
+    that matches as many files."""
     source_field: str = "0"
     """tsv: column number from 0; jsonl, tfds: field name (for example en)."""
     target_field: str = "1"
     """tsv: column number from 0; jsonl, tfds: field name (for example de)."""
     split: str = "train"
-    """tfds: the split; numbers: train, dev or test (disjoint)."""
-    limit: int | None = None
-    """Use the first pairs only; numbers: how many to generate (None: 100,000 for train,
+    """tfds: the split; numbers: train, dev or test, which do not overlap."""
+    limit: Positive | None = None
+    """Use only the first pairs, this many. numbers: how many to generate (None: 100,000 for train,
     all 10,000 for dev and test)."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "")
-        if self.kind in ("tsv", "jsonl", "tfds"):
-            _require(
-                bool(self.source),
-                "source",
-                self.source,
-                f"at least one entry for kind {self.kind!r}",
-            )
-        if self.kind == "tfds":
-            _require(len(self.source) == 1, "source", self.source, "one builder for kind 'tfds'")
-        if self.kind == "text":
-            _require(
-                len(self.source) == len(self.target),
-                "target",
-                self.target,
-                f"{len(self.source)} files, as many as source",
-            )
-        if self.kind == "numbers":
-            _require(
-                self.split in ("train", "dev", "test"),
-                "split",
-                self.split,
-                "train, dev or test for kind 'numbers'",
-            )
-        _require(
-            self.limit is None or self.limit > 0, "limit", self.limit, "a positive number, or None"
+    def rules(self) -> Iterator[Rule]:
+        of_kind = f"for kind {self.kind!r}"
+        yield (
+            "source",
+            bool(self.source) or self.kind not in ("tsv", "jsonl", "tfds"),
+            f"at least one entry {of_kind}",
+        )
+        yield "source", self.kind != "tfds" or len(self.source) == 1, f"one builder {of_kind}"
+        yield (
+            "target",
+            self.kind != "text" or len(self.source) == len(self.target),
+            f"{len(self.source)} files, as many as source",
+        )
+        yield (
+            "split",
+            self.kind != "numbers" or self.split in ("train", "dev", "test"),
+            f"train, dev or test {of_kind}",
         )
 
     @property
     def is_given(self) -> bool:
-        """Whether there are any pairs: of kind text only where files are named."""
+        """Whether there are any pairs: kind text has some only if files are named."""
         return self.kind == "numbers" or (self.kind != "none" and bool(self.source))
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Text in, tokenised corpus out."""
+class DataConfig(Section, prefix="data."):
+    """The sentence pairs, and how they become a tokenised corpus."""
 
     root: str = ""
     """Folder or URL that relative file names of train, dev and test start from; '': the current
-    folder.
-    """
+    folder."""
     train: PairsConfig = field(default_factory=PairsConfig)
-    """Training pairs."""
+    """Training set."""
     dev: PairsConfig = field(default_factory=PairsConfig)
-    """Development pairs: loss, BLEU, choice of the best checkpoint."""
+    """Dev set: loss and BLEU during training, choice of the best checkpoint."""
     test: PairsConfig = field(default_factory=PairsConfig)
-    """Test pairs: scored once, when training ends."""
-    max_source_length: int = 256
-    """Longest source in tokens, end symbol included; longer pairs are left out of training and of
-    dev loss, and counted.
-    """
-    max_target_length: int = 256
-    """Longest target in tokens, end symbol included; longer pairs are left out of training and of
-    dev loss, and counted.
-    """
-    max_length_ratio: float = 0.0
-    """Leave out pairs (as above) whose token counts differ by more than this factor (on counts +
-    5); 0: off.
-    """
+    """Test set: scored once, when training ends."""
+    max_source_length: PairLength = 256
+    """Longest source in tokens, end symbol included. Longer pairs are counted and left out of the
+    training set and of dev loss."""
+    max_target_length: PairLength = 256
+    """Longest target in tokens, end symbol included. Longer pairs are counted and left out of the
+    training set and of dev loss."""
+    max_length_ratio: Literal[0] | AtLeastOne = 0.0
+    """Also leave out pairs where one side has more than this many times the tokens of the other (5
+    are added to both counts); 0: off."""
     invalid_utf8: Literal["error", "skip"] = "error"
-    """Stop at a line that is not UTF-8, or leave the pair out and count it."""
+    """At a line that is not UTF-8: stop, or skip the pair and count it."""
     cache: str = ""
-    """Folder for tokenised corpora; '': `corpus` inside the work directory. Shared folders are
-    safe.
-    """
-    workers: int = 0
+    """Folder for tokenised corpora; '': `corpus` inside the work directory. Several runs may share
+    one."""
+    workers: Count = 0
     """Processes that tokenise; 0: one for each CPU core."""
-    shards: int = 1
+    shards: Positive = 1
     """Shards of the training text that `python -m transformer_jax.training.tokenize_ahead` made; 1:
-    training tokenises the text itself.
-    """
+    training tokenises the text itself."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "data.")
-        for name in ("max_source_length", "max_target_length"):
-            _require(
-                getattr(self, name) > 1,
-                f"data.{name}",
-                getattr(self, name),
-                "at least 2: one token and the end symbol",
-            )
-        ratio_ok = self.max_length_ratio == 0 or self.max_length_ratio >= 1
-        _require(ratio_ok, "data.max_length_ratio", self.max_length_ratio, "0 (off) or at least 1")
-        _require(self.workers >= 0, "data.workers", self.workers, "0 or more")
-        _require(self.shards > 0, "data.shards", self.shards, "a positive number")
-        _require(
-            "://" not in self.cache,
-            "data.cache",
-            self.cache,
-            "a folder: corpora are mapped into memory",
+    def rules(self) -> Iterator[Rule]:
+        yield "cache", "://" not in self.cache, "a folder: corpora are mapped into memory"
+        in_files = self.train.kind in ("text", "tsv", "jsonl") and self.train.limit is None
+        yield (
+            "shards",
+            self.shards == 1 or in_files,
+            "1 unless data.train is text, tsv or jsonl files without a limit",
         )
-        if self.shards > 1:
-            in_files = self.train.kind in ("text", "tsv", "jsonl") and self.train.limit is None
-            _require(
-                in_files,
-                "data.shards",
-                self.shards,
-                "1 unless data.train is text, tsv or jsonl files without a limit",
-            )
 
 
 @dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(Section, prefix="batch."):
     """How pairs form batches (section 5.1)."""
 
     layout: Literal["bucketed", "packed"] = "bucketed"
     """One pair a row, grouped by length; or rows filled with several pairs, kept apart by segment
-    ids.
-    """
-    tokens: int = 25_000
+    ids."""
+    tokens: Positive = 25_000
     """Token positions on each side of one step's global batch, padding included (25,000 + 25,000 in
-    the paper).
-    """
-    buckets: int = 12
-    """bucketed: how many (source length, target length) shapes; each is compiled once. More: less
-    padding.
-    """
-    row_length: int = 256
-    """packed: length of a row on the longer side; the other side is shorter in the corpus' own
-    ratio.
-    """
-    row_multiple: int = 8
-    """Rows of every batch are a multiple of this, which must be one of mesh.data x mesh.fsdp x
-    optimizer.accumulate_steps.
-    """
-    window: int = 2**24
-    """Larger corpora are cut into windows of at most so many pairs, each with its share of every
-    file, used one after another in random order: it bounds the plan's memory, at some 30 bytes a
-    pair (packed: 65). Only a window's pairs share batches.
-    """
-
-    def __post_init__(self) -> None:
-        check_types(self, "batch.")
-        for name in ("tokens", "buckets", "row_length", "row_multiple"):
-            _require(
-                getattr(self, name) > 0, f"batch.{name}", getattr(self, name), "a positive number"
-            )
-        _require(
-            0 < self.window < 2**31, "batch.window", self.window, "a positive number below 2^31"
-        )
+    the paper)."""
+    buckets: Positive = 12
+    """bucketed: number of (source length, target length) shapes, each compiled once. More shapes
+    mean less padding."""
+    row_length: Positive = 256
+    """packed: length of a row on the longer side; the other side is shorter in the ratio of the
+    corpus."""
+    row_multiple: Positive = 8
+    """Every batch has a multiple of this many rows. It must itself be a multiple of mesh.data x
+    mesh.fsdp x optimizer.accumulate_steps."""
+    window: Positive = 2**24
+    """Corpora with more pairs than this are cut into windows, each with its share of every file,
+    and used window by window in random order. Pairs share batches only within a window. This bounds
+    the memory for planning batches: about 30 bytes a pair of the window (packed: 65)."""
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, prefix="optimizer."):
     """Adam and its learning-rate schedule (section 5.3)."""
 
-    warmup_steps: int = 4000
+    warmup_steps: Positive = 4000
     """Steps of linear warm-up."""
     decay: Literal["inverse_sqrt", "constant", "linear", "cosine"] = "inverse_sqrt"
-    """The rate after the warm-up: falling with the inverse square root of the step (the paper), the
-    same, or falling to zero at training.steps along a line or half a cosine.
-    """
-    peak_learning_rate: float | None = None
-    """Rate at the end of the warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5."""
-    beta1: float = 0.9
+    """The learning rate after warm-up: falling with the inverse square root of the step (the
+    paper), constant, or falling to zero at training.steps linearly or as half a cosine."""
+    peak_learning_rate: PositiveFloat | None = None
+    """Learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5."""
+    beta1: Fraction = 0.9
     """Adam's decay of the first moment."""
-    beta2: float = 0.98
+    beta2: Fraction = 0.98
     """Adam's decay of the second moment."""
-    epsilon: float = 1e-9
+    epsilon: PositiveFloat = 1e-9
     """Adam's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Decoupled weight decay on matrices (AdamW); 0: off."""
-    clip_norm: float = 0.0
+    clip_norm: NonNegative = 0.0
     """Scale gradients down to this global norm; 0: off."""
-    accumulate_steps: int = 1
-    """Each step's batch is worked through in this many parts of equal row count: less memory, same
-    result (but for which elements dropout takes).
-    """
-    ema_decay: float = 0.0
-    """Keep an exponential moving average of the parameters, used for evaluation and decoding; 0:
-    off. It begins with less: step t keeps (1 + t) / (10 + t) of the average at most.
-    """
-
-    def __post_init__(self) -> None:
-        check_types(self, "optimizer.")
-        _require(
-            self.warmup_steps > 0, "optimizer.warmup_steps", self.warmup_steps, "a positive number"
-        )
-        peak_ok = self.peak_learning_rate is None or self.peak_learning_rate > 0
-        _require(
-            peak_ok,
-            "optimizer.peak_learning_rate",
-            self.peak_learning_rate,
-            "a positive number, or None",
-        )
-        for name in ("beta1", "beta2", "ema_decay"):
-            _require(
-                0 <= getattr(self, name) < 1,
-                f"optimizer.{name}",
-                getattr(self, name),
-                "a value in [0, 1)",
-            )
-        _require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
-        for name in ("weight_decay", "clip_norm"):
-            _require(
-                getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "0 or more"
-            )
-        _require(
-            self.accumulate_steps > 0,
-            "optimizer.accumulate_steps",
-            self.accumulate_steps,
-            "a positive number",
-        )
+    accumulate_steps: Positive = 1
+    """Split each batch into this many microbatches of equal row count: less memory, same result
+    (except which elements dropout zeroes)."""
+    ema_decay: Fraction = 0.0
+    """Evaluate and decode with an exponential moving average of the parameters; 0: off. Early
+    steps use a smaller decay: at step t at most (1 + t) / (10 + t)."""
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
-    """The loop: how long, how often to look, what to keep."""
+class TrainingConfig(Section, prefix="training."):
+    """The training loop: how long, how often to evaluate and save, what to keep."""
 
-    steps: int = 100_000
+    steps: Positive = 100_000
     """Optimizer steps."""
     start_from: str = ""
-    """Begin with the tokenizer and the model (the mean of checkpoints that decode.py takes) of this
-    work directory, or of one checkpoint's folder, for fine-tuning; '': anew.
-    """
-    label_smoothing: float = 0.1
+    """Fine-tune: start with the tokenizer and the parameters of this work directory (the mean of
+    checkpoints that decode.py takes) or of this checkpoint's folder; '': start from scratch."""
+    label_smoothing: Fraction = 0.1
     """epsilon_ls of section 5.4."""
-    r_drop: float = 0.0
-    """alpha of R-Drop (Liang et al. 2021): each pair passes twice, and two draws of dropout are to
-    predict alike, for twice the cost of a step. 5 is usual for small corpora; 0: off.
-    """
-    log_every: int = 50
+    r_drop: NonNegative = 0.0
+    """alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice and the two
+    predictions, which differ by dropout, are drawn together. Doubles the cost of a step. 5 is usual
+    for small corpora; 0: off."""
+    log_every: Positive = 50
     """Steps between entries in metrics.jsonl and TensorBoard."""
-    eval_every: int = 1000
-    """Steps between evaluations on dev: loss, perplexity, accuracy and (see bleu_every) BLEU."""
-    bleu_every: int = 1
-    """Every how many evaluations dev is also translated by beam search; 0: never."""
-    bleu_sentences: int = 1000
-    """Translate the first sentences of dev only."""
+    eval_every: Positive = 1000
+    """Steps between evaluations on the dev set: loss, perplexity, accuracy and (see bleu_every)
+    BLEU."""
+    bleu_every: Count = 1
+    """Translate the dev set with beam search in every n-th evaluation; 0: never."""
+    bleu_sentences: Positive = 1000
+    """Translate only this many sentences, from the start of the dev set."""
     bleu_tokenize: Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"] = "13a"
     """sacreBLEU's tokenisation; none: the text is already tokenised and scored as it is."""
-    checkpoint_every: int = 1000
+    checkpoint_every: Positive = 1000
     """Steps between checkpoints."""
-    keep_checkpoints: int = 5
-    """Newest checkpoints kept, of those that checkpoint_every makes; the best on dev (select_by) is
-    kept besides.
-    """
-    average: int = 5
-    """Checkpoints whose mean is evaluated on test when training ends, and used by decode.py; 1: the
-    last one alone. After early stopping the best on dev is evaluated.
-    """
+    keep_checkpoints: Positive = 5
+    """Number of newest checkpoints to keep. The best on the dev set (select_by) is kept too."""
+    average: Positive = 5
+    """Number of checkpoints whose mean is scored on the test set at the end and used by decode.py;
+    1: the last one alone. After early stopping the test set is scored with the best on the dev
+    set."""
     select_by: Literal["loss", "bleu"] = "loss"
-    """What makes a checkpoint the best on dev, and what early stopping watches."""
-    patience: int = 0
-    """Stop after this many evaluations without a better dev value; 0: never."""
-    max_bad_steps: int = 10
-    """A step with a non-finite loss or gradient changes nothing and is counted; so many in a row
-    stop the run.
-    """
+    """The dev-set figure that decides which checkpoint is best and when to stop early."""
+    patience: Count = 0
+    """Early stopping after this many evaluations without a better dev-set figure; 0: off."""
+    max_bad_steps: Positive = 10
+    """Steps with a non-finite loss or gradient are skipped and counted; after this many in a row
+    the run stops."""
     compilation_cache: str = "~/.cache/transformer_jax"
-    """Folder where compiled programs are kept between runs; '': off."""
+    """Folder where compiled functions are kept between runs; '': off."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "training.")
-        for name in (
-            "steps",
-            "log_every",
-            "eval_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "average",
-            "max_bad_steps",
-        ):
-            _require(
-                getattr(self, name) > 0,
-                f"training.{name}",
-                getattr(self, name),
-                "a positive number",
-            )
-        for name in ("bleu_every", "patience"):
-            _require(getattr(self, name) >= 0, f"training.{name}", getattr(self, name), "0 or more")
-        _require(
-            self.bleu_sentences > 0,
-            "training.bleu_sentences",
-            self.bleu_sentences,
-            "a positive number",
-        )
-        _require(
+    def rules(self) -> Iterator[Rule]:
+        yield (
+            "bleu_every",
             self.bleu_every > 0 or self.select_by != "bleu",
-            "training.bleu_every",
-            self.bleu_every,
             "a positive number where training.select_by is 'bleu'",
         )
-        _require(self.r_drop >= 0, "training.r_drop", self.r_drop, "0 (off) or more")
-        _require(
-            0 <= self.label_smoothing < 1,
-            "training.label_smoothing",
-            self.label_smoothing,
-            "a value in [0, 1)",
-        )
-        _require(
+        yield (
+            "average",
             self.average <= self.keep_checkpoints,
-            "training.average",
-            self.average,
             f"at most training.keep_checkpoints = {self.keep_checkpoints}",
         )
 
 
 @dataclass(frozen=True)
-class DecodingConfig:
+class DecodingConfig(Section, prefix="decoding."):
     """Beam search (section 6.1), or sampling."""
 
     method: Literal["beam", "sample"] = "beam"
-    """Search for the likeliest translation, or draw from the model's distribution."""
-    beam_size: int = 4
-    """Hypotheses kept for a sentence (1: greedy); with method sample: samples drawn."""
-    length_penalty: float = 0.6
-    """alpha in log P / ((c + length) / (c + 1))^alpha, c being length_offset."""
-    length_offset: float = 5.0
-    """c in it: 5 in the paper; 0, which divides by length^alpha, in Marian, CTranslate2, fairseq
-    and transformers.
-    """
-    coverage_penalty: float = 0.0
-    """beta of the coverage penalty (Wu et al., 2016, equation 14): scores down what leaves source
-    tokens unread; 0: off.
-    """
-    max_extra_length: int = 50
+    """Search for the most likely translation, or sample from the model's distribution."""
+    beam_size: Positive = 4
+    """Hypotheses kept for a sentence (1: greedy); sample: number of samples."""
+    length_penalty: NonNegative = 0.6
+    """alpha in log P / ((c + length) / (c + 1))^alpha, where c is length_offset."""
+    length_offset: NonNegative = 5.0
+    """c of the length penalty: 5 in the paper; 0, which divides by length^alpha, in Marian,
+    CTranslate2, fairseq and transformers."""
+    coverage_penalty: NonNegative = 0.0
+    """beta of the coverage penalty (Wu et al., 2016, equation 14), which lowers the score of
+    translations that leave source tokens unattended; 0: off."""
+    max_extra_length: Positive = 50
     """A translation has at most this many tokens more than its source."""
-    min_length: int = 0
+    min_length: Count = 0
     """A translation has at least this many tokens."""
-    no_repeat_ngram: int = 0
-    """No n tokens in a row occur twice in a translation; 0: off."""
-    repetition_penalty: float = 1.0
-    """A token that the translation already has is ranked by this times its log-probability; 1:
-    off.
-    """
+    no_repeat_ngram: Count = 0
+    """No n-gram of this many tokens occurs twice in a translation; 0: off."""
+    repetition_penalty: AtLeastOne = 1.0
+    """The log-probability of a token that the translation already has is multiplied by this in the
+    ranking; 1: off."""
     suppress: tuple[str, ...] = ()
     """Target tokens that are never generated, written as in the vocabulary (`▁` where a word
-    begins).
-    """
+    begins)."""
     shortlist: str = ""
-    """File of `python -m transformer_jax.decoding.learn_shortlist`: each sentence chooses from the
-    tokens that go with its source tokens, and probabilities are over these alone; '': from all.
-    Training's own BLEU is without it.
-    """
-    temperature: float = 1.0
-    """sample: logits are divided by it; below 1 likely tokens gain."""
-    top_k: int = 0
-    """sample: draw from the likeliest k tokens only; 0: from all."""
-    top_p: float = 1.0
-    """sample: draw from the fewest likeliest tokens whose probability reaches p; 1: from all."""
-    seed: int = 0
-    """sample: another seed, other samples. The same line gets the same samples in any batch."""
-    max_source_length: int = 256
-    """Longer input lines (in tokens, the end symbol included) are translated in parts, with a
-    warning.
-    """
-    batch_size: int = 32
+    """File written by `python -m transformer_jax.decoding.learn_shortlist`: each sentence chooses
+    only among tokens that go with its source tokens, and probabilities are over these alone; '':
+    among all tokens. BLEU during training never uses it."""
+    temperature: PositiveFloat = 1.0
+    """sample: logits are divided by this; below 1 favours likely tokens."""
+    top_k: Count = 0
+    """sample: draw only from the k most likely tokens; 0: from all."""
+    top_p: TopP = 1.0
+    """sample: draw only from the smallest set of likely tokens whose probability reaches p; 1: from
+    all."""
+    seed: Seed = 0
+    """sample: random seed. A line gets the same samples in any batch."""
+    max_source_length: LineLength = 256
+    """Longer lines (in tokens, end symbol included) are translated in segments, with a warning."""
+    batch_size: Positive = 32
     """Sentences searched at a time, by all devices together; a quarter as many where a source has
-    over 128 tokens, a sixteenth over 512.
-    """
+    over 128 tokens, a sixteenth over 512."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "decoding.")
-        for name in ("beam_size", "batch_size", "max_extra_length"):
-            _require(
-                getattr(self, name) > 0,
-                f"decoding.{name}",
-                getattr(self, name),
-                "a positive number",
-            )
-        _require(
-            self.max_source_length > 2,
-            "decoding.max_source_length",
-            self.max_source_length,
-            "at least 3",
-        )
-        for name in (
-            "length_penalty",
-            "length_offset",
-            "coverage_penalty",
+    def rules(self) -> Iterator[Rule]:
+        yield (
             "min_length",
-            "no_repeat_ngram",
-            "top_k",
-        ):
-            _require(getattr(self, name) >= 0, f"decoding.{name}", getattr(self, name), "0 or more")
-        _require(
             self.min_length <= self.max_extra_length,
-            "decoding.min_length",
-            self.min_length,
-            f"at most decoding.max_extra_length = {self.max_extra_length}, so that the shortest source leaves room for it",
+            f"at most decoding.max_extra_length = {self.max_extra_length}, which the shortest "
+            "source allows",
         )
-        _require(
-            self.repetition_penalty >= 1,
-            "decoding.repetition_penalty",
-            self.repetition_penalty,
-            "1 (off) or more",
-        )
-        beam_only = self.coverage_penalty == 0 or self.method == "beam"
-        _require(
-            beam_only,
-            "decoding.coverage_penalty",
-            self.coverage_penalty,
+        yield (
+            "coverage_penalty",
+            self.coverage_penalty == 0 or self.method == "beam",
             "0 with decoding.method sample",
         )
-        _require(0 <= self.seed < 2**32, "decoding.seed", self.seed, "a number from 0 to 2^32 - 1")
-        _require(self.temperature > 0, "decoding.temperature", self.temperature, "a number above 0")
-        _require(0 < self.top_p <= 1, "decoding.top_p", self.top_p, "a probability in (0, 1]")
 
 
 @dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Section, prefix="mesh."):
     """How devices are arranged."""
 
-    data: int = -1
-    """Devices over which the batch is split; -1: all that the other axes leave."""
-    fsdp: int = 1
-    """Devices over which parameters and optimizer state are split, besides the batch."""
-    tensor: int = 1
-    """Devices over which heads and d_ff are split."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "mesh.")
-        _require(
-            self.data == -1 or self.data > 0,
-            "mesh.data",
-            self.data,
-            "a positive number, or -1 for all that is left",
-        )
-        for name in ("fsdp", "tensor"):
-            _require(
-                getattr(self, name) > 0, f"mesh.{name}", getattr(self, name), "a positive number"
-            )
+    data: Literal[-1] | Positive = -1
+    """Devices that the batch is split over; -1: all that the other axes leave."""
+    fsdp: Positive = 1
+    """Devices that the batch, the parameters and the optimizer state are split over."""
+    tensor: Positive = 1
+    """Devices that heads and d_ff are split over."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """How this process finds the others of its run; no part of the config. Without any of these
-    there are none.
-    """
+    """How this process finds the others of its run (not saved with the settings)."""
 
     distributed: bool = False
-    """This is one of several processes, and the cluster tells which: Slurm, Open MPI, Kubernetes,
-    Cloud TPU.
-    """
+    """This is one of several processes; the cluster (Slurm, Open MPI, Kubernetes, Cloud TPU) tells
+    which."""
     coordinator_address: str | None = None
-    """HOST:PORT of process 0, where no cluster tells; with --num-processes and --process-id."""
+    """Without such a cluster: HOST:PORT of process 0, with --num-processes and --process-id."""
     num_processes: int | None = None
     """Number of processes."""
     process_id: int | None = None
-    """Which of them this is, from 0."""
+    """Number of this process, from 0."""
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """All settings of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -752,68 +539,58 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    seed: int = 0
+    seed: Seed = 0
     """Seed of initial parameters, order of the data, and dropout."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "a number from 0 to 2^32 - 1")
-        _require(
-            self.data.dev.is_given or not self.training.patience,
-            "training.patience",
-            self.training.patience,
-            "0 without data.dev, on which it looks",
-        )
+    def rules(self) -> Iterator[Rule]:
+        model, batch, optimizer = self.model, self.batch, self.optimizer
         longest = max(self.data.max_source_length, self.data.max_target_length)
-        row = longest if self.batch.layout == "bucketed" else self.batch.row_length
-        _require(
-            self.batch.tokens >= row * self.batch.row_multiple,
-            "batch.tokens",
-            self.batch.tokens,
-            f"at least {row * self.batch.row_multiple}: batch.row_multiple = {self.batch.row_multiple} rows of {row}; "
-            "raise it, or lower batch.row_multiple or data.max_source_length and data.max_target_length",
+        holds_longest = (
+            f"at least data.max_source_length and data.max_target_length, of which one is {longest}"
         )
-        if self.batch.layout == "packed":
-            _require(
-                longest <= self.batch.row_length,
-                "batch.row_length",
-                self.batch.row_length,
-                f"at least the longest sentence, data.max_source_length / max_target_length = {longest}",
-            )
-        if self.model.positions == "learned":
-            _require(
-                longest <= self.model.max_positions,
-                "model.max_positions",
-                self.model.max_positions,
-                f"at least the longest sentence, data.max_source_length / max_target_length = {longest}",
-            )
-        _require(
-            self.tokenizer.joint or self.model.tie_embeddings != "all",
+        row = longest if batch.layout == "bucketed" else batch.row_length
+        yield (
+            "training.patience",
+            self.data.dev.is_given or not self.training.patience,
+            "0 without data.dev, which early stopping looks at",
+        )
+        yield (
+            "batch.tokens",
+            batch.tokens >= row * batch.row_multiple,
+            f"at least {row * batch.row_multiple}: batch.row_multiple = {batch.row_multiple} rows "
+            f"of {row} tokens; raise it, or lower batch.row_multiple or data.max_source_length and "
+            "data.max_target_length",
+        )
+        yield (
+            "batch.row_length",
+            batch.layout == "bucketed" or batch.row_length >= longest,
+            holds_longest,
+        )
+        yield (
+            "model.max_positions",
+            model.positions != "learned" or model.max_positions >= longest,
+            holds_longest,
+        )
+        yield (
             "model.tie_embeddings",
-            self.model.tie_embeddings,
+            self.tokenizer.joint or model.tie_embeddings != "all",
             "'target' or 'none' when tokenizer.joint is False",
         )
-        _require(
-            self.optimizer.decay in ("inverse_sqrt", "constant")
-            or self.training.steps > self.optimizer.warmup_steps,
+        yield (
             "training.steps",
-            self.training.steps,
-            f"more than optimizer.warmup_steps = {self.optimizer.warmup_steps}, as optimizer.decay is {self.optimizer.decay!r}",
+            optimizer.decay in ("inverse_sqrt", "constant")
+            or self.training.steps > optimizer.warmup_steps,
+            f"more than optimizer.warmup_steps = {optimizer.warmup_steps}, as optimizer.decay is "
+            f"{optimizer.decay!r}",
         )
-        dropped = (
-            max(self.model.dropout, self.model.attention_dropout, self.model.feed_forward_dropout)
-            > 0
-        )
-        _require(
-            dropped or not self.training.r_drop,
+        yield (
             "training.r_drop",
-            self.training.r_drop,
-            "0 as long as model.dropout is 0: nothing is dropped",
+            not self.training.r_drop
+            or max(model.dropout, model.attention_dropout, model.feed_forward_dropout) > 0,
+            "0 as long as model.dropout is 0: without dropout both passes are the same",
         )
-        parts = self.batch.row_multiple % self.optimizer.accumulate_steps == 0
-        _require(
-            parts,
+        yield (
             "batch.row_multiple",
-            self.batch.row_multiple,
-            f"a multiple of optimizer.accumulate_steps = {self.optimizer.accumulate_steps}",
+            batch.row_multiple % optimizer.accumulate_steps == 0,
+            f"a multiple of optimizer.accumulate_steps = {optimizer.accumulate_steps}",
         )
