@@ -47,9 +47,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import hlo
-from transformer_jax.cli import run_program
+from transformer_jax.cli import config_in_flags, parse, run_program
 from transformer_jax.config import Config
-from transformer_jax.config_io import config_in_flags
 from transformer_jax.data.batching import Batch
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.errors import UserError
@@ -89,8 +88,7 @@ def main() -> int:
 
 
 def _main() -> int:
-    path, config = config_in_flags(sys.argv[1:])
-    arguments = tyro.cli(Arguments, default=Arguments(tyro.MISSING, path, settings=config))
+    arguments = parse(Arguments, defaults=config_in_flags(sys.argv[1:]))
     # the tokenizer says how many, as in training
     config, size = arguments.settings, arguments.settings.tokenizer.vocab_size
     sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}

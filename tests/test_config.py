@@ -192,12 +192,20 @@ def test_json_accepts_whole_numbers_for_floats() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def get_config(:", "line 1, is not valid Python"),
+        ("def get_config(:", r"c\.py': SyntaxError: .*\(c\.py, line 1\)"),
         (
             "from transformer_jax import ModelConfig\ndef get_config(): return ModelConfig(d_modle=5)",
             r"unexpected keyword argument 'd_modle'. Did you mean d_model\?",
         ),
         ("x = 1", "has no get_config"),
+        (
+            "from transformer_jax import ModelConfig\n\ndef get_config():\n    return ModelConfig(dropout=2)",
+            r"c\.py', line 4: model.dropout is 2; expected a probability",
+        ),
+        ("\nimport no_such_module", r"c\.py', line 2: ModuleNotFoundError: No module named"),
+        ("def get_config():\n    return 1 / 0", r"c\.py', line 2: ZeroDivisionError: division by"),
+        ("import sys\nsys.exit(0)", r"c\.py', line 2: SystemExit: 0"),
+        ("\0", r"c\.py': \w+: source code .*cannot contain null bytes"),
         ("def get_config(): return 3", "returned int; expected a transformer_jax Config"),
     ],
 )
@@ -208,9 +216,33 @@ def test_bad_config_files_are_named(tmp_path: Path, text: str, message: str) -> 
         load_config_file(path)
 
 
-def test_missing_config_file_is_named(tmp_path: Path) -> None:
+def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
+    with pytest.raises(UserError, match="is a folder; expected a Python file"):
+        load_config_file(tmp_path)
+    with pytest.raises(UserError, match="'/dev/null' is not a regular file"):
+        load_config_file("/dev/null")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "The config is not JSON"),
+        (b"\xff", "The config is not JSON"),
+        (b'{"seed": ' + b"9" * 6000 + b"}", "The config is not JSON"),
+        (b"[" * 100_000, "The config is not JSON"),
+        (b'{"model": {"dropout": 2}}', "model.dropout is 2; expected a probability"),
+        (b'{"data": {"parts": 2}}', "Unknown config field data.parts; .* rename or remove it"),
+    ],
+)
+def test_messages_about_a_json_config_name_its_file(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"config\.json': {message}"):
+        load_config_file(path)
 
 
 def test_requirements_file_starts_with_the_packages_own() -> None:

@@ -12,8 +12,9 @@ import tyro
 from flax import nnx
 
 from transformer_jax import Transformer
+from transformer_jax.cli import config_in_flags, parse
 from transformer_jax.config import Config
-from transformer_jax.config_io import config_in_flags, flatten, load_config_file
+from transformer_jax.config_io import flatten, load_config_file
 from transformer_jax.training.__main__ import Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,13 +122,14 @@ def test_documented_training_commands_are_understood(
 ) -> None:
     monkeypatch.chdir(ROOT)
     flags = [flag for flag in flags if flag != "FLAGS"]
-    path, config = config_in_flags(flags)
-    arguments = tyro.cli(
-        Arguments, args=flags, default=Arguments(tyro.MISSING, path, settings=config)
-    )
+    arguments = parse(Arguments, flags, defaults=config_in_flags(flags))
     assert arguments.settings.data.train.is_given
     # 16 devices at the least
-    if "--distributed" in flags or "--num-processes" in flags or path.endswith("big.py"):
+    if (
+        "--distributed" in flags
+        or "--num-processes" in flags
+        or arguments.config.endswith("big.py")
+    ):
         assert name != "clusters.md" or arguments.settings.batch.row_multiple % 16 == 0
 
 

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
     "special_ids",
-    "cli",
     "machine",
     "storage",
     "config",
     "config_io",
+    "cli",
     "subword_sampling",
     "tokenizer",
     "sharding",

@@ -1,5 +1,6 @@
 """train.py as its user meets it: help, wrong flags, wrong input, exit statuses."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from transformer_jax.config_io import load_config_file
+from transformer_jax.config import Config, ModelConfig
+from transformer_jax.config_io import flatten, load_config_file
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,13 +22,27 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
     return train.main
 
 
-def test_help_lists_every_section(
+@pytest.fixture
+def help_on(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--config", str(ROOT / "configs" / "multi30k.py"), "--help"])
-    assert end.value.code == 0
-    output = capsys.readouterr().out
+) -> Callable[..., str]:
+    """What train.py prints for ``--help`` and these words."""
+
+    def print_help(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["--config", str(ROOT / "configs" / "multi30k.py"), "--help", *words])
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
+    return print_help
+
+
+def flags_in_help(text: str) -> set[str]:
+    return set(re.findall(r"^\W*--(\w[\w.-]*)", text, re.MULTILINE)) - {"help"}
+
+
+def test_help_all_lists_every_section(help_on: Callable[..., str]) -> None:
+    output = help_on("all")
     for flag in (
         "--workdir",
         "--model.d-ff INT",
@@ -37,6 +53,41 @@ def test_help_lists_every_section(
     ):
         assert flag in output
     assert "(default: 256)" in output  # the recipe's d_ff
+    named = {name.replace("_", "-") for name in flatten(Config())}
+    assert named | {"workdir", "config", "distributed"} <= flags_in_help(output)
+
+
+def test_plain_help_lists_the_common_flags(help_on: Callable[..., str]) -> None:
+    output = help_on()
+    assert output == help_on("--workdir", "w")
+    assert "--help all" in output and output.count("\n") < 130
+    flags = flags_in_help(output)
+    assert {"workdir", "config", "data.train.source", "training.steps", "model.d-model"} <= flags
+    assert "model.remat" not in flags
+
+
+def test_help_on_a_section_lists_its_flags_alone(help_on: Callable[..., str]) -> None:
+    model = {f"model.{name.replace('_', '-')}" for name in flatten(ModelConfig())}
+    assert flags_in_help(help_on("model")) == model
+    assert {"data.root", "data.dev.limit"} <= flags_in_help(help_on("data"))
+    assert {"num-processes", "process-id"} <= flags_in_help(help_on("processes"))
+
+
+def test_help_on_an_unknown_section_names_the_known(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--help", "modle"]) == 2
+    assert "--help is 'modle'; expected all or one of" in capsys.readouterr().err
+
+
+def test_help_has_the_width_of_the_terminal(
+    help_on: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert max(map(len, help_on().splitlines())) <= width
+    # sentences are not broken where the source breaks them
+    assert "Or a URL" in " ".join(help_on().replace("│", " ").split())
 
 
 def test_unknown_flag_names_the_nearest(

@@ -27,7 +27,7 @@ from transformer_jax.checkpoint_files import (
     verify,
 )
 from transformer_jax.config import Config
-from transformer_jax.config_io import from_json
+from transformer_jax.config_io import load_config_file
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
@@ -133,7 +133,7 @@ def load_parameters(paths: Sequence[Path]) -> Any:
 
 
 def _config_of(folder: Path) -> Config:
-    return from_json((folder / "config.json").read_text())
+    return load_config_file(folder / "config.json")
 
 
 def _config_now(checkpoint: Path, workdir: Path) -> Config:

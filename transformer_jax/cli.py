@@ -1,41 +1,180 @@
-"""What the command-line programs have in common: where they log, and how what ends them becomes an
-exit status.
-"""
+"""What all command-line programs share: flags and their help, logging, signals, exit status."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import logging
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
+import threading
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
 
-from transformer_jax.errors import UserError
+from transformer_jax.config import Config
+from transformer_jax.config_io import flatten, load_config_file
+from transformer_jax.errors import UserError, shown
+
+T = TypeVar("T")
 
 
 def run_program(work: Callable[[], int | None]) -> int:
     """Do the work of a program; returns its exit status.
 
-    That is what ``work`` returns (None: 0), 2 on wrong input (``UserError`` or ``OSError``, told in
-    one line), 130 on Ctrl-C and 141 when nobody reads stdout any more, as in ``| head``. What it
-    logs at INFO and above goes to stderr.
+    That is what ``work`` returns (None: 0), 2 on wrong input (``UserError`` or ``OSError``, printed
+    as one line), 130 on Ctrl-C, and 141 when stdout was closed, as by ``| head``. Messages logged
+    at INFO and above go to stderr.
     """
     try:
         logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
-        # Orbax's; what goes wrong in a save is reported here
+        # Orbax logs through absl; training reports a failed save itself.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         logging.getLogger("transformer_jax").setLevel(logging.INFO)
-        return work() or 0
+        with _insistent_interrupts():
+            return work() or 0
     except BrokenPipeError:
-        # What is still buffered would fail once more when the interpreter shuts down.
+        # Python would try to flush stdout once more at exit, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (UserError, OSError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        file = "" if error.filename is None else f"{shown(error.filename)}: "
+        advice = "expected a usable file; check path, permissions and free disk space"
+        print(f"error: {file}{error.strerror or error}; {advice}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+@contextmanager
+def _insistent_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt again if it gets lost.
+
+    Python drops exceptions raised in callbacks of its garbage collector, and JAX has such a
+    callback. So after Ctrl-C a timer raises the exception again until it is being handled.
+    """
+
+    def interrupt(*_: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        if not isinstance(sys.exception(), KeyboardInterrupt):
+            raise KeyboardInterrupt
+
+    handlers = {}
+    # Leave Ctrl-C alone where a shell ignores it, as for background jobs of a script.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        handlers = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGALRM)}
+    try:
+        yield
+    finally:
+        if handlers:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def parse(
+    arguments: type[T],
+    argv: Sequence[str] | None = None,
+    *,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    common: Collection[str] = (),
+) -> T:
+    """The flags of a program as an instance of ``arguments``.
+
+    ``--help`` and wrong flags end the program. Plain ``--help`` shows the ``common`` flags,
+    ``--help NAME`` those of a nested dataclass, ``--help all`` everything.
+
+    Args:
+      arguments: a dataclass, perhaps of dataclasses; the docstrings under its fields are the help.
+      argv: flags; None: those of this process.
+      defaults: values of fields, in place of the defaults that ``arguments`` declares.
+      common: fields, such as ``settings.model.d_ff``; empty: all.
+    """
+    import tyro  # not at the top: library code imports this module too
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    values = {
+        field.name: tyro.MISSING
+        for field in dataclasses.fields(arguments)  # type: ignore[arg-type]
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
+    default = arguments(**values | dict(defaults))
+    spec = sys.modules["__main__"].__spec__
+    prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
+    if asked := {"-h", "--help"} & set(argv):
+        topic = "".join(argv[argv.index(asked.pop()) + 1 :][:1])
+        selection = _selection(default, _fields_to_show(list(flatten(default)), topic, common))
+        tyro.cli(selection, prog=prog, args=["--help"])
+    return tyro.cli(arguments, prog=prog, args=argv, default=default)
+
+
+def _fields_to_show(
+    fields: Collection[str], topic: str, common: Collection[str]
+) -> Collection[str]:
+    if not topic or topic.startswith("-"):
+        return common or fields
+    found = [field for field in fields if topic == "all" or f".{topic}." in f".{field}"]
+    if not found:
+        sections = dict.fromkeys(field.split(".")[-2] for field in fields if "." in field)
+        raise UserError(f"--help is {shown(topic)}; expected all or one of {', '.join(sections)}.")
+    return found
+
+
+def _selection(values: Any, chosen: Collection[str], prefix: str = "") -> type:
+    """A dataclass with the ``chosen`` fields of ``values``, for their help.
+
+    Their docstrings become text without line breaks; tyro would keep those of the source.
+    """
+    import docstring_parser
+    import tyro
+
+    cls, fields = type(values), []
+    parsed = docstring_parser.parse_from_object(cls).params
+    docs = {field.arg_name: " ".join((field.description or "").split()) for field in parsed}
+    for name, kind in typing.get_type_hints(cls, include_extras=True).items():
+        value = getattr(values, name)
+        if dataclasses.is_dataclass(value):
+            inner = _selection(value, chosen, f"{prefix}{name}.")
+            notes = getattr(kind, "__metadata__", ("",))
+            fields.append((name, Annotated[inner, *notes], inner()))
+        elif f"{prefix}{name}" in chosen:
+            fields.append((name, Annotated[kind, tyro.conf.arg(help=docs.get(name))], value))
+    selection = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
+    selection.__doc__ = cls.__doc__
+    return selection
+
+
+def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """The fields ``config`` and ``settings`` of a program: the name after ``--config``, and what
+    the file holds.
+
+    The other flags replace single settings. Without ``--config`` they are those of ``Config()``.
+    """
+    name = "".join(flag_values(argv, "config")[:1])
+    return {"config": name, "settings": load_config_file(name) if name else Config()}
+
+
+def flag_values(argv: Sequence[str], name: str) -> list[str]:
+    """The values of ``--name``, read before all other flags, whose defaults may depend on it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}", nargs="*", default=[])
+    values: list[str] = getattr(parser.parse_known_args(argv)[0], name)
+    return values
+
+
+def flags_given(argv: Sequence[str]) -> set[str]:
+    """The names of the flags in ``argv``, such as ``model.d-ff``."""
+    flags = (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
+    return {flag.replace("_", "-") for flag in flags}
 
 
 def check_output(name: str) -> None:

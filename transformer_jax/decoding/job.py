@@ -19,7 +19,7 @@ import jax
 
 from transformer_jax.cli import check_output
 from transformer_jax.config import Config
-from transformer_jax.config_io import from_json
+from transformer_jax.config_io import load_config_file
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import aligned
 from transformer_jax.decoding.flags import Arguments, Results
@@ -358,7 +358,7 @@ def _config(workdirs: tuple[str, ...]) -> Config:
             raise UserError(
                 f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py."
             )
-    config = from_json((Path(workdirs[0]) / "config.json").read_text())
+    config = load_config_file(Path(workdirs[0]) / "config.json")
     if config.training.compilation_cache:
         jax.config.update(
             "jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache)

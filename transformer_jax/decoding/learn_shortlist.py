@@ -15,7 +15,7 @@ from pathlib import Path
 import tyro
 
 from transformer_jax.cli import check_output, run_program
-from transformer_jax.config_io import from_json
+from transformer_jax.config_io import load_config_file
 from transformer_jax.data.shards import prepare_corpus
 from transformer_jax.decoding.lexicon import learn
 from transformer_jax.decoding.shortlist import Shortlist
@@ -75,7 +75,7 @@ def learn_shortlist(
         raise UserError(
             f"workdir is {str(workdir)!r}, which has no config.json; expected one written by train.py."
         )
-    config, tokenizer = from_json((workdir / "config.json").read_text()), Tokenizer.load(workdir)
+    config, tokenizer = load_config_file(workdir / "config.json"), Tokenizer.load(workdir)
     if not config.data.train.is_given:
         raise UserError(
             f"The config of {str(workdir)!r} names no training text; expected data.train, or give a text table."

@@ -8,34 +8,55 @@ import logging
 import signal
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from transformer_jax.cli import run_program
+from transformer_jax.cli import config_in_flags, parse, run_program
 from transformer_jax.config import Config, Processes
-from transformer_jax.config_io import config_in_flags
+
+COMMON = (
+    "workdir",
+    "config",
+    "allow_changes",
+    "settings.data.root",
+    "settings.data.train.kind",
+    "settings.data.train.source",
+    "settings.data.train.target",
+    "settings.data.dev.source",
+    "settings.data.dev.target",
+    "settings.tokenizer.vocab_size",
+    "settings.model.d_model",
+    "settings.model.num_layers",
+    "settings.model.dropout",
+    "settings.batch.tokens",
+    "settings.optimizer.peak_learning_rate",
+    "settings.training.steps",
+    "settings.training.start_from",
+    "settings.training.eval_every",
+    "settings.training.checkpoint_every",
+    "settings.seed",
+)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train a Transformer. The same command run again resumes. The config file sets the defaults of
-    all other flags.
+    """Train a Transformer. The same command run again resumes.
+
+    `--help` shows common flags, `--help all` every flag, `--help SECTION` one of
+
+    model, tokenizer, data, batch, optimizer, training, decoding, mesh, processes.
     """
 
     workdir: str
-    """Folder of this run: config, tokenizer, checkpoints, metrics; made if it does not exist. Or a
-    URL (s3://, gs://, ...).
-    """
+    """Folder of this run, made if it does not exist: config, tokenizer, checkpoints, metrics. Or a
+    URL (s3://, gs://, ...)."""
     config: str = ""
-    """Config file, as in configs/, or a work directory's config.json; without one: the paper's base
-    model.
-    """
+    """Config file, as in configs/, or a work directory's config.json: sets the defaults of all
+    other flags. '': the paper's base model."""
     allow_changes: bool = False
-    """Resume although batch, optimizer, dropout, label smoothing, R-Drop, dtype, remat, start_from
-    or (where the learning rate decays to its end) steps are not what the run had so far.
-    """
+    """Resume with other values of batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
+    remat or start_from, or of steps where the learning rate depends on them."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -48,9 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(argv: list[str]) -> int:
-    path, config = config_in_flags(argv)
-    default = Arguments(tyro.MISSING, path, settings=config)
-    arguments = tyro.cli(Arguments, prog=Path(sys.argv[0]).name, args=argv, default=default)
+    arguments = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
     # After the flags, so that --help answers at once.
     from transformer_jax.distributed import is_first, start
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from transformer_jax.checkpoint import choose_checkpoints
 from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_io import from_json, to_json
+from transformer_jax.config_io import load_config_file, to_json
 from transformer_jax.data.shards import digests_folder
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
@@ -84,7 +84,7 @@ def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
     if not path.exists():
         write_config(workdir, config)
     else:
-        differences = differences_on_resume(from_json(path.read_text()), config)
+        differences = differences_on_resume(load_config_file(path), config)
         untrained = not _was_trained(workdir)
         if untrained and complete_steps(workdir / "checkpoints"):
             of_model = [
@@ -217,7 +217,7 @@ def start_checkpoints(config: Config) -> list[Path]:
     except UserError as error:
         raise UserError(f"training.start_from is {name!r}: {error}") from None
     theirs, tokenizer = (
-        from_json((chosen[0] / "config.json").read_text()),
+        load_config_file(chosen[0] / "config.json"),
         Tokenizer.load(chosen[0]),
     )
     ours = with_vocabulary(config, tokenizer).model

@@ -27,7 +27,7 @@ from transformer_jax.checkpoint_files import (
     write_manifest,
 )
 from transformer_jax.config import Config
-from transformer_jax.config_io import from_json, to_json
+from transformer_jax.config_io import load_config_file, to_json
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
@@ -284,7 +284,7 @@ def _rest(state: TrainState) -> dict[str, Any]:
 
 def _restore_state(path: Path, abstract: TrainState) -> TrainState:
     wanted = {"parameters": abstract.parameters, "rest": _rest(abstract)}
-    had_average = from_json((path / "config.json").read_text()).optimizer.ema_decay > 0
+    had_average = load_config_file(path / "config.json").optimizer.ema_decay > 0
     if abstract.ema is not None and had_average:
         wanted["ema"] = abstract.ema
     parts = ocp.load_checkpointables(path / "state", wanted)

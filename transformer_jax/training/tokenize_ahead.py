@@ -19,15 +19,17 @@ from typing import Annotated
 
 import tyro
 
-from transformer_jax.cli import parse_shard, run_program
+from transformer_jax.cli import config_in_flags, parse, parse_shard, run_program
 from transformer_jax.config import Config
-from transformer_jax.config_io import config_in_flags, from_json
+from transformer_jax.config_io import load_config_file
 from transformer_jax.data.shards import prepare_shard
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import require_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.prepare import check_inputs, claimed, has_tokenizer, prepare_tokenizer
 from transformer_jax.training.resuming import differences_on_resume, fields_that_differ
+
+COMMON = ("data.root", "data.train.source", "data.train.target", "data.cache", "data.workers")
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tokenize(argv: list[str]) -> None:
-    path, config = config_in_flags(argv)
-    defaults = Arguments(tyro.MISSING, path, settings=config)
-    prog = "python -m transformer_jax.training.tokenize_ahead"
-    a = tyro.cli(Arguments, args=argv, prog=prog, default=defaults)
+    a = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
     if a.tokenizer_only == (a.shard is not None):
         raise UserError(
             f"shard is {a.shard!r} and tokenizer_only {a.tokenizer_only}; expected one of the two."
@@ -81,7 +80,7 @@ def _make_shard(config: Config, workdir: Path, shard: int, count: int) -> None:
         raise UserError(
             f"{str(workdir)!r} has no tokenizer; expected one: run this with --tokenizer-only first."
         )
-    if differences := differences_on_resume(from_json(path.read_text()), config):
+    if differences := differences_on_resume(load_config_file(path), config):
         raise UserError(
             f"{str(workdir)!r} was made with another config; expected the same settings. "
             + fields_that_differ(differences)
