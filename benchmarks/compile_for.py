@@ -1,29 +1,30 @@
 """Compile a recipe's training step and search for a GPU or TPU that this machine does not have.
 
-    python -m benchmarks.compile_for --device v5e:2x4 --config configs/wmt14_base.py     # pip
-    install '.[tpu]' python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py
-    # pip install '.[cuda]'
+    pip install '.[tpu]'
+    python -m benchmarks.compile_for --device v5e:2x4 --config configs/wmt14_base.py
+    pip install '.[cuda]'
+    python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py
 
 ``--device`` is a TPU topology (v5e:2x2, v6e:4x4, v5p:2x2x1, ...), h100, h200 or a100 (with :N for N
 of them in one machine), or cpu, for this machine's own. Any field of the config may be given as a
-flag, as with train.py; the vocabulary is taken to be as large as ``tokenizer.vocab_size`` asks.
-Prints one JSON object:
+flag, as with train.py; the vocabulary has the size that ``tokenizer.vocab_size`` asks for. Prints
+one JSON object:
 
-- ``memory_mb``, of one device: what a program is given (``arguments``), what it makes in between
-  (``temporary``), and what of its results needs no room of its own (``in_place``). The first and
-  second together are what has to fit.
-- ``flops``, of one device, as XLA counts them; a loop counts once. None where XLA does not say.
-- ``collectives``: how many, and how many MB of each type, one device hands over in a step.
-- ``copied_caches``: how often a whole block of keys or values is copied or gathered in a step of
-  the search, which should not be, and in the loops around the steps, where sentences are encoded
-  and put into rows.
-- ``kernels_a_step``, of a GPU: what that loop launches. ``host_loops``: loops whose next turn the
-  host decides on; all three of a search, unless XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE
+- ``memory_mb``, of one device: what a compiled function is given (``arguments``), what it allocates
+  in between (``temporary``), and which of its results reuse an argument's memory (``in_place``).
+  The first two together must fit.
+- ``flops``, of one device, as XLA counts them; a loop counts once. None if XLA does not say.
+- ``collectives``: how many, and how many MB of each type, one device sends in a step.
+- ``copied_caches``: how often a step of the search copies or gathers a whole block of keys or
+  values, which it should not, and the same for the loops around the steps, which encode sentences
+  and put them into rows.
+- ``kernels_a_step``, of a GPU: what that loop launches. ``host_loops``: loops whose condition the
+  host evaluates; all three of a search, unless XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE
   puts them into one CUDA graph.
 
-Compilation takes one core here: a minute or three for a TPU. For a GPU nothing is tuned, since that
-means running kernels, and matrix products go to cuBLAS; on the machine itself XLA chooses among
-more. Nothing here is a time.
+Compiling uses one core here: one to three minutes for a TPU. For a GPU nothing is tuned, because
+tuning runs kernels, and matrix products go to cuBLAS; on the machine itself XLA has more choices.
+No figure here is a time.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
         return "tpu", list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UserError(
-            f"--device {name}: {str(error).splitlines()[0]} Expected one of {', '.join(_GPUS)}, cpu, or a TPU topology like "
+            f"--device {name}: {str(error).splitlines()[0]} Expected one of {', '.join(_GPUS)}, "
+            "cpu, or a TPU topology like "
             "v5e:2x4, with JAX's package for it installed: pip install '.[cuda]' or '.[tpu]'."
         ) from error
 
@@ -143,8 +145,10 @@ def _target(name: str) -> str:
         gpu_device_info {{
           cuda_compute_capability {{ major: {major} minor: {minor} }}
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-          fpus_per_core: {128 if major > 8 else 64} core_count: {cores} clock_rate_ghz: {clock} l2_cache_size: {l2_cache}
-          shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared_block}
+          fpus_per_core: {128 if major > 8 else 64} core_count: {cores}
+          clock_rate_ghz: {clock} l2_cache_size: {l2_cache}
+          shared_memory_per_block: 49152 shared_memory_per_core: {shared}
+          shared_memory_per_block_optin: {shared_block}
           registers_per_core_limit: 65536 registers_per_block_limit: 65536
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
           memory_bandwidth: {bandwidth}000000000 device_memory_size: {memory}000000000

@@ -1,12 +1,11 @@
-"""Tokenise and open a large generated corpus: pairs a second, peak memory of any process, time to
-open.
+"""Build and open a large generated corpus: pairs a second, peak memory, time to open it.
 
     python -m benchmarks.corpus_build [--pairs 2000000] [--workers 0] [--vocab-size 1000]
-    [--sampling 0.1 --samples 2]
+        [--sampling 0.1 --samples 2]
 
 The text is sentences of one to six number names (English and German), about 17 words on the English
 side. Writing it and training the tokenizer are not timed. Exits with status 1 if any process ever
-held more than 1.5 GB.
+used more than 1.5 GB.
 """
 
 from __future__ import annotations

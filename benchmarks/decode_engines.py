@@ -1,6 +1,4 @@
-"""One engine of ``decode_speed.py`` in a process of its own (see in_turn.py); not for use by
-hand.
-"""
+"""One engine of ``decode_speed.py`` in a process of its own (in_turn.py); not for use by hand."""
 
 from __future__ import annotations
 
@@ -11,28 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decode_job import EOS_ID, PAD_ID, Job
 from benchmarks.in_turn import Runner, Skipped, answer_once, serve
-
-PAD_ID, EOS_ID = 0, 2  # of transformer_jax.tokenizer, which would bring JAX into every process
-NAMES = ("ours", "ctranslate2", "ctranslate2_int8", "huggingface")
-
-
-class Job(dict[str, Any]):
-    """What all engines are given: ``source`` token ids without EOS, longest first; ``forced``
-    output lengths, or None.
-    """
-
-    @classmethod
-    def read(cls, folder: Path) -> Job:
-        """As ``decode_speed.py`` wrote it, together with the folder of the exported models."""
-        return cls(json.loads((folder / "job.json").read_text()), folder=folder)
-
-    def batches(self) -> list[slice]:
-        """Neighbours of like length; in the forced setting each batch has one output length."""
-        return [
-            slice(i, i + self["batch_size"])
-            for i in range(0, len(self["source"]), self["batch_size"])
-        ]
 
 
 class CTranslate2:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.decode_engines import Job
+from benchmarks.decode_job import Job
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Sentence

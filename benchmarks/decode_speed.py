@@ -1,36 +1,34 @@
-"""Decoding speed: ours, CTranslate2 and Hugging Face ``generate`` on the same weights, inputs and
-settings, in turn.
+"""Decoding speed: ours, CTranslate2 and Hugging Face ``generate`` on the same weights and inputs.
 
-    python -m benchmarks.decode_speed --model base [--lengths FILE | --source FILE --target FILE
-    --tokenizer FOLDER] python -m benchmarks.decode_speed --workdir W --input FILE
+    python -m benchmarks.decode_speed --model base [--lengths FILE]
+    python -m benchmarks.decode_speed --model base --source FILE --target FILE --tokenizer FOLDER
+    python -m benchmarks.decode_speed --workdir W --input FILE
 
 Each engine is a process of its own and only one of them works at a time: A B C D A B C D ... after
-a round that is not timed (there ours compiles). What is timed is tokens in, tokens out; tokenising
-is left out, loading too.
+a round that is not timed (in which ours compiles). The time is from tokens to tokens, without
+tokenising and loading.
 
 *Random weights* (``--model base``: the paper's base size, 32,000 tokens): output lengths are forced
-to be newstest2014's. No other engine can force one sentence's length apart from its neighbours', so
-sentences are sorted by source length and cut into batches of the batch size, and all of a batch get
-its mean target length. The others get a call a batch, ours one call for all. Tokens are what was
-forced: the positions that every engine has to decode for each sentence's best output. Lengths come
-from a file of them (source and target, with the end symbol, two numbers a line), from text and the
-tokenizer that cuts it, or from a distribution like newstest2014's under a 32,000-token joint BPE:
-source log-normal (mean of logs 3.196, deviation 0.513), target / source log-normal (0.030, 0.172),
-both cut to 3 to 98; there the real means are 27.7 and 28.8.
+to be newstest2014's. No other engine can force the length of one sentence alone, so sentences are
+sorted by source length and cut into batches, and all of a batch get its mean target length. The
+others get one call per batch, ours one call for everything. Tokens are the forced ones: the
+positions that every engine must decode for each sentence's best output. Lengths come from a file
+(source and target, with the end symbol, two numbers a line), from text and its tokenizer, or from a
+distribution like newstest2014's under a 32,000-token joint BPE: source log-normal (mean of logs
+3.196, deviation 0.513), target / source log-normal (0.030, 0.172), both clipped to 3 to 98. The
+real means there are 27.7 and 28.8.
 
-*A trained model* (``--workdir``): every engine stops where it does by itself, at most
-``--max-extra-length`` tokens after the source's length (ours: each sentence's own, Hugging Face:
-the longest in the batch, CTranslate2: in the file). Tokens are the tokens of each engine's own best
-outputs and their end symbols.
+*A trained model* (``--workdir``): every engine stops by itself, at most ``--max-extra-length``
+tokens after the source's length (ours: each sentence's own, Hugging Face: the longest in the batch,
+CTranslate2: in the file). Tokens are those of each engine's own best outputs and their end symbols.
 
 The length penalty divides by length^alpha everywhere (ours: ``length_offset`` 0). Random weights
-make near-ties: float rounding then decides between outputs. With forced lengths ours ends in the
-end symbol, theirs in any token, so the last position is left out of ``same_lines``.
+make near-ties, between which float rounding decides. With forced lengths ours ends in the end
+symbol, theirs in any token, so ``same_lines`` leaves the last position out.
 
-``load_of_others`` is how many CPU cores other programs used during an engine's turns. Rounds in
-which it was above 0.2 for any engine do not count, and others are run in their place, up to twice
-as many as asked for; if none was quiet, all count, and ratios mean little (thread pools that spin
-suffer most).
+``load_of_others`` is how many CPU cores other programs used during an engine's turns. Rounds above
+0.2 for any engine do not count and are repeated, up to twice as many rounds as asked for; if none
+was quiet, all count, and ratios mean little (spinning thread pools suffer most).
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import in_turn
-from benchmarks.decode_engines import NAMES
+from benchmarks.decode_job import NAMES
 
 _MODULE = "benchmarks.decode_engines"
 
@@ -206,17 +204,22 @@ def _inputs(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int] |
 def _print_table(result: dict[str, Any]) -> None:
     quiet = f"{result['quiet_rounds']} quiet rounds of {result['rounds']}"
     print(
-        f"\nbatch size {result['batch_size']}, {quiet}, {', '.join(result['environment']['devices'])}"
+        f"\nbatch size {result['batch_size']}, {quiet}, "
+        f"{', '.join(result['environment']['devices'])}"
     )
     print(
-        f"{'engine':<18}{'precision':<15}{'tokens/s':>9}{'ours/it':>9}{'pairs':>7}{'same':>7}{'GB':>7}{'others':>8}  notes"
+        f"{'engine':<18}{'precision':<15}{'tokens/s':>9}{'ours/it':>9}{'pairs':>7}{'same':>7}"
+        f"{'GB':>7}{'others':>8}  notes"
     )
     for name, x in result["engines"].items():
         ratio = result["ours_over"].get(name, {"of_medians": 1.0, "median_of_pairs": 1.0})
         same = result["same_lines"].get(name, "")
         notes = ""
         if name == "ours":
-            notes = f"compiling {x['compile_seconds']} s ({x['shapes_compiled']} shapes), wasted slots {x['wasted_slots']:.1%}"
+            notes = (
+                f"compiling {x['compile_seconds']} s ({x['shapes_compiled']} shapes), "
+                f"wasted slots {x['wasted_slots']:.1%}"
+            )
             if "wasted_slots_own_lengths" in x:
                 notes += f" (own lengths: {x['wasted_slots_own_lengths']:.1%})"
         print(

@@ -1,6 +1,4 @@
-"""What a compiled program does, read from its text: where a search's innermost loop copies, what
-devices hand each other.
-"""
+"""What a compiled function does, read from its HLO: cache copies, collectives, kernels."""
 
 from __future__ import annotations
 
@@ -73,7 +71,8 @@ def moved(
 def collectives(program: str) -> dict[str, dict[str, float]]:
     """By kind and type: how many there are, and the MB of what one device gets of them."""
     found: dict[str, list[int]] = defaultdict(list)
-    pattern = r" = (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    pattern = rf" = (\S.*?) ({names})(?:-start)?\("
     for result, kind in re.findall(pattern, program):
         sizes: dict[str, int] = defaultdict(int)
         for dtype, shape in _SHAPE.findall(result):

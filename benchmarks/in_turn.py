@@ -1,9 +1,8 @@
-"""Engines that are compared: each in a process of its own, only one of them at work, A B C A B C
-..., quiet rounds only.
+"""Engines to compare: one process each, one at work at a time, A B C A B C ..., quiet rounds only.
 
-Engines in one process get in each other's way (their thread pools spin while they wait), and the
-peak memory of each could not be told. So each has a process that reads commands from its input and
-answers, a line of JSON each; all but one wait for their next command.
+Engines in one process disturb each other (their thread pools spin while they wait), and their peak
+memory could not be told apart. So each has a process that reads commands from its input and
+answers with one line of JSON each; all but one wait for their next command.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ class Engine:
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(
-                f"error: {self.name} ended without an answer (status {self.process.wait()}); see above."
+                f"error: {self.name} ended without an answer (status {self.process.wait()}); "
+                "see above."
             )
         return json.loads(line)
 
@@ -141,7 +141,10 @@ def take_turns(engines: dict[str, Engine], *, repeats: int, patience: float) -> 
         for name, engine in engines.items():
             wait_for_others(patience)
             rounds[-1][name] = answer = engine.ask("run")
-            seen = f"{answer['seconds']:.2f} s, {answer['cpu_seconds']:.2f} CPU s, others {answer['others']:.2f}"
+            seen = (
+                f"{answer['seconds']:.2f} s, {answer['cpu_seconds']:.2f} CPU s, "
+                f"others {answer['others']:.2f}"
+            )
             print(f"round {len(rounds) - 1}  {name:<18}{seen}", file=sys.stderr, flush=True)
     warm_up, *all_timed = rounds
     timed = [each for each in all_timed if _quiet_rounds([each])] or all_timed

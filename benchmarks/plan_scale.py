@@ -1,12 +1,12 @@
 """What a batch plan costs as the corpus grows: time to open and plan, time for a batch, memory.
 
-    python -m benchmarks.plan_scale --pairs 100000 1000000 10000000 [--layout packed] [--window
-    1048576] [--shards 16]
+    python -m benchmarks.plan_scale --pairs 100000 1000000 10000000
+        [--layout packed] [--window 1048576] [--shards 16]
 
 The corpora have lengths like WMT14's (log-normal, up to 256 tokens) on disk; their tokens are a
-file of zeros that takes no room. Each is measured in a process of its own. Memory is what the
-process allocates itself, beyond what it had after its imports; pages of the memory-mapped files,
-which the system takes back when it needs them, come apart.
+sparse file of zeros. Each is measured in a process of its own. Memory is what the process allocates
+beyond its imports; pages of memory-mapped files, which the system reclaims when it needs them, are
+reported separately.
 """
 
 from __future__ import annotations

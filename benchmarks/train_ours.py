@@ -1,6 +1,4 @@
-"""Our side of ``train_speed.py``: the training step as the loop runs it, on batches that are
-already on the device.
-"""
+"""Our side of ``train_speed.py``: the loop's training step on batches that are on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any, Literal, cast
 import jax
 import numpy as np
 
-from benchmarks.train_engines import PRODUCTS, Job, Turns, best_rate
+from benchmarks.train_job import PRODUCTS, Job, Turns, best_rate
 from transformer_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from transformer_jax.data.batching import Batch
 from transformer_jax.sharding import batch_sharding, make_mesh

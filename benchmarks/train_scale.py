@@ -1,15 +1,14 @@
-"""How training speed grows with devices, model size and sentence length, and what a corpus of many
-pairs costs; as a picture.
+"""How training speed grows with devices, model size and sentence length; draws docs/scaling.png.
 
     python -m benchmarks.train_scale --output train_scale.json
     python -m benchmarks.plan_scale --output plan_scale.json
     python -m benchmarks.train_scale --draw docs/scaling.png train_scale.json plan_scale.json
 
 One thing varies at a time around the paper's base model on batches of ``--tokens`` + ``--tokens``
-positions without padding: devices (a CPU simulates them; the global batch stays), d_model (with
+positions without padding: devices (simulated on a CPU; the global batch stays), d_model (with
 d_ff = 4 d_model and heads of 64), length of both sides. Each point is a process of its own; the
-points take turns, ``--rounds`` times over, and the median counts. ``FLOP/s`` are those of the
-matrix products that the model needs (train_speed.py), dropout is on, loading data is left out.
+points take turns for ``--rounds`` rounds, and the median counts. ``FLOP/s`` are those of the matrix
+products that the model needs (train_speed.py). Dropout is on; loading data is left out.
 """
 
 from __future__ import annotations
@@ -84,7 +83,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             answer = _in_a_process(json.loads(key) | fixed)
             answers[key].append(answer)
             print(
-                f"round {number}: {name} {value}: {answer['target_tokens_per_second']:,.1f} target tokens/s",
+                f"round {number}: {name} {value}: "
+                f"{answer['target_tokens_per_second']:,.1f} target tokens/s",
                 file=sys.stderr,
             )
     varied: dict[str, list[dict[str, Any]]] = {}
@@ -115,8 +115,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
         for row in rows:
             print(
-                f"| {row[name]} | {row['parameters'] / 1e6:,.1f} M | {row['target_tokens_per_second']:,.0f} | "
-                f"{row['flops_per_second'] / 1e9:,.0f} | {row['compile_seconds']:.1f} | {row['peak_memory_bytes'] / 1e9:.2f} |"
+                f"| {row[name]} | {row['parameters'] / 1e6:,.1f} M "
+                f"| {row['target_tokens_per_second']:,.0f} | {row['flops_per_second'] / 1e9:,.0f} "
+                f"| {row['compile_seconds']:.1f} | {row['peak_memory_bytes'] / 1e9:.2f} |"
             )
     return report
 
@@ -128,7 +129,7 @@ def measure(
     import jax
     import numpy as np
 
-    from benchmarks.train_engines import Job
+    from benchmarks.train_job import Job
     from benchmarks.train_speed import model_flops
     from transformer_jax.config import Config, MeshConfig, ModelConfig
     from transformer_jax.data.batching import Batch
@@ -246,14 +247,16 @@ def draw(path: Path, train: dict[str, Any], plan: dict[str, Any]) -> None:
         axes[1, 1], pairs, [row["peak_mb"] for row in plan["results"]], ylabel="memory, MB (dashed)"
     )
     figure.suptitle(
-        f"base model around d_model {base['d_model']}, {base['tokens']:,} + {base['tokens']:,} positions, {base['dtype']}; "
+        f"base model around d_model {base['d_model']}, "
+        f"{base['tokens']:,} + {base['tokens']:,} positions, {base['dtype']}; "
         f"{train['device']}"
     )
     figure.savefig(path, dpi=110)
 
 
 def _in_a_process(point: dict[str, Any]) -> dict[str, Any]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={point['devices']}"
+    devices = f"--xla_force_host_platform_device_count={point['devices']}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
     command = [sys.executable, "-m", "benchmarks.train_scale", "--point", json.dumps(point)]
     root = Path(__file__).resolve().parents[1]
     answer = subprocess.run(

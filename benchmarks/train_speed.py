@@ -1,42 +1,42 @@
-"""Training speed: our step against PyTorch's ``torch.nn.Transformer``, on the same model shape and
-batches, in turn.
+"""Training speed: our step against PyTorch's ``torch.nn.Transformer``, same model and batches.
 
-    python -m benchmarks.train_speed                 # on a CPU: base, 32 pairs of 32 + 32 tokens,
-    float32 python -m benchmarks.train_speed                 # on a GPU: base, 25,000 + 25,000
-    tokens a step, bfloat16
+    python -m benchmarks.train_speed
 
-Engines: ``ours`` (``make_step_functions(...).train_step``), ``torch_eager``, and ``torch_compile``, where
-the model and its loss are compiled. Each is a process of its own and only one of them works at a
-time (in_turn.py): A B C A B C ... after a round that is not timed. A turn is ``--steps`` whole
-steps (forward, backward, Adam) on batches that are on the device already; loading data is left out.
-Batches are random tokens, all of one shape; ``--lengths mixed`` gives them the lengths of real
-text, log-normal as in train_step.py and cut to ``--length``, with padding behind. Tokens are the
+On a CPU it trains the base model on 32 pairs of 32 + 32 tokens in float32, on a GPU on 25,000 +
+25,000 tokens a step in bfloat16.
+
+Engines: ``ours`` (``make_step_functions(...).train_step``), ``torch_eager``, and ``torch_compile``,
+where the model and its loss are compiled. Each is a process of its own and only one of them works
+at a time (in_turn.py): A B C A B C ... after a round that is not timed. A turn is ``--steps`` whole
+steps (forward, backward, Adam) on batches that are already on the device; loading data is left out.
+Batches are random tokens, all of one shape; ``--lengths mixed`` gives them lengths like real text,
+log-normal as in train_step.py and clipped to ``--length``, with padding. The tokens counted are the
 real ones of the target, end symbols included.
 
-Alike on both sides: encoder and decoder of the paper, post-norm, ReLU, one matrix for embeddings
+The same on both sides: encoder and decoder of the paper, post-norm, ReLU, one matrix for embeddings
 and softmax, sinusoids, causal and padding masks, dropout 0.1 on embeddings and sub-layer outputs,
 label smoothing 0.1, Adam(0.9, 0.98, 1e-9) under the paper's schedule. Parameters, norms and loss
 are float32, matrix products ``--dtype`` (PyTorch: autocast; on a GPU attention is whatever
 ``scaled_dot_product_attention`` chooses). Different:
 
-- PyTorch's attention has biases, ours has none: the counts of parameters agree but for these, which
-is checked.
+- PyTorch's attention has biases, ours has none: parameter counts agree except for these, which is
+  checked.
 - ``nn.Transformer`` also has dropout on attention weights and inside the feed-forward layer, and a
-  norm after each stack. They are taken out of it, which makes it faster: attention without dropout
-  runs as one fused operation.
-- PyTorch holds the logits of the whole batch, ours those of a few positions at a time.
-- Ours also computes the gradient's norm, and leaves everything as it was where that is not finite.
+  norm after each stack. They are removed, which makes it faster: attention without dropout runs as
+  one fused operation.
+- PyTorch holds the logits of the whole batch, ours those of a chunk of positions at a time.
+- Ours also computes the gradient's norm, and changes nothing if that is not finite.
 - Initial weights, and which elements are dropped. The first step's losses are near ln V for all,
-which is checked.
-- float32 on a GPU: XLA takes TF32 for matrix products, PyTorch by default does not.
+  which is checked.
+- float32 on a GPU: XLA uses TF32 for matrix products, PyTorch by default does not.
 
 Model FLOPs are those of the matrix products that real tokens need, three times forward (causal
-attention counted as if full); their share of the best rate that the same process reaches on one
-large square matrix product is ``mfu``.
+attention counted as if full); ``mfu`` is their share of the best rate that the same process reaches
+on one large square matrix product.
 
-``load_of_others`` is how many CPU cores other programs used during an engine's turns. Rounds in
-which it was above 0.2 for any engine do not count, and others are run in their place, up to twice
-as many as asked for; if none was quiet, all count.
+``load_of_others`` is how many CPU cores other programs used during an engine's turns. Rounds above
+0.2 for any engine do not count and are repeated, up to twice as many rounds as asked for; if none
+was quiet, all count.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import in_turn
-from benchmarks.train_engines import EOS_ID, NAMES, Job
+from benchmarks.train_job import EOS_ID, NAMES, Job
 
 _MODULE = "benchmarks.train_engines"
 _SHAPES = {
@@ -236,11 +236,14 @@ def _result(
 def _print_table(report: dict[str, Any]) -> None:
     devices = ", ".join(report["environment"]["devices"])
     print(
-        f"\n{report['model']}, {report['dtype']}, {report['pairs']} pairs of {report['length']} + {report['length']}, "
-        f"{report['real_token_share']:.1%} real tokens, {report['quiet_rounds']} quiet rounds of {report['rounds']}, {devices}"
+        f"\n{report['model']}, {report['dtype']}, "
+        f"{report['pairs']} pairs of {report['length']} + {report['length']}, "
+        f"{report['real_token_share']:.1%} real tokens, "
+        f"{report['quiet_rounds']} quiet rounds of {report['rounds']}, {devices}"
     )
     print(
-        f"{'engine':<15}{'target tokens/s':>16}{'ours/it':>9}{'pairs':>7}{'ms a step':>11}{'MFU':>7}{'of peak':>9}"
+        f"{'engine':<15}{'target tokens/s':>16}{'ours/it':>9}{'pairs':>7}{'ms a step':>11}"
+        f"{'MFU':>7}{'of peak':>9}"
         f"{'compile s':>11}{'GB':>7}{'device GB':>11}{'loss':>8}{'others':>8}"
     )
     for name, x in report["engines"].items():

@@ -1,8 +1,7 @@
-"""Speed of the training step at a recipe's shape: tokens/s, compile time, share of the time spent
-waiting for data.
+"""Speed of the training step at a recipe's shape: tokens/s, compile time, waiting for data.
 
-    python -m benchmarks.train_step --config configs/wmt14_base.py [--tokens 25000] [--buckets 24]
-    [--steps 20]
+    python -m benchmarks.train_step --config configs/wmt14_base.py
+        [--tokens 25000] [--buckets 24] [--steps 20]
 
 Pairs of random tokens stand in for text, with log-normal lengths like WMT14's (mean about 28 tokens
 a side), stored on disk and read by memory map through the same plan and loader as in training.

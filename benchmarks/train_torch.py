@@ -1,6 +1,4 @@
-"""PyTorch's side of ``train_speed.py``: ``torch.nn.Transformer``, as it is or compiled, with
-PyTorch's own loss and Adam.
-"""
+"""PyTorch's side of ``train_speed.py``: ``torch.nn.Transformer``, eager or compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.in_turn import Skipped
-from benchmarks.train_engines import BOS_ID, PAD_ID, PRODUCTS, Job, Turns, best_rate
+from benchmarks.train_job import BOS_ID, PAD_ID, PRODUCTS, Job, Turns, best_rate
 
 
 class Model(nn.Module):

@@ -1,6 +1,4 @@
-"""English number names to German ones, learned from generated pairs in a few minutes on two CPU
-cores.
-"""
+"""English number names to German ones: a few minutes of training on two CPU cores."""
 
 from transformer_jax.config import (
     BatchConfig,
@@ -15,7 +13,7 @@ from transformer_jax.config import (
 
 
 def get_config() -> Config:
-    """100,000 of the numbers below a million; dev and test numbers are among no training pair."""
+    """100,000 numbers below a million; no dev or test number is in a training pair."""
     return Config(
         model=ModelConfig(d_model=128, d_ff=512, num_heads=4, num_layers=2, dropout=0.0),
         tokenizer=TokenizerConfig(vocab_size=160),

@@ -1,6 +1,4 @@
-"""Multi30k English-German in about an hour on two CPU cores: the tiny model, smaller batches, fewer
-updates.
-"""
+"""Multi30k English-German in about an hour on two CPU cores: smaller batches, fewer updates."""
 
 import dataclasses
 from pathlib import Path
@@ -10,9 +8,7 @@ from transformer_jax.config_io import load_config_file
 
 
 def get_config() -> Config:
-    """As configs/multi30k.py, but 6,000 updates of 4,096 tokens, a shorter warm-up and a smaller
-    vocabulary.
-    """
+    """configs/multi30k.py with 6,000 updates of 4,096 tokens and a smaller vocabulary."""
     base = load_config_file(Path(__file__).with_name("multi30k.py"))
     replace = dataclasses.replace
     return replace(

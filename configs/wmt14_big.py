@@ -1,5 +1,4 @@
-"""WMT 2014 English-German, the paper's big model (Table 3 and section 6.1). Not yet run at full
-length.
+"""WMT 2014 English-German, the paper's big model (section 6.1). Not yet run at full length.
 
 Data as in configs/wmt14_base.py.
 """
@@ -12,11 +11,10 @@ from transformer_jax.config_io import load_config_file
 
 
 def get_config() -> Config:
-    """As the base model, but wider, with dropout 0.3, for 300,000 steps; the mean of the last 20
-    checkpoints.
+    """Wider than base, with dropout 0.3, for 300,000 steps; mean of the last 20 checkpoints.
 
-    Every 10 minutes, at about 1.0 second a step (section 5.2), is every 600 steps. The 20
-    checkpoints take 50 GB.
+    A checkpoint every 10 minutes, at about 1.0 second a step (section 5.2), is one every 600 steps.
+    The 20 checkpoints need 50 GB.
     """
     base = load_config_file(Path(__file__).with_name("wmt14_base.py"))
     replace = dataclasses.replace

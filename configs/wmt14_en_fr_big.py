@@ -1,7 +1,6 @@
-"""WMT 2014 English-French, the paper's big model (sections 5.1 and 6.1). Not yet run at full
-length.
+"""WMT 2014 English-French, the paper's big model (sections 5.1, 6.1). Not yet run at full length.
 
-Reads wmt14_translate/fr-en through TensorFlow Datasets, prepared in data/tfds or the folder that
+It reads wmt14_translate/fr-en through TensorFlow Datasets, prepared in data/tfds or the folder that
 --data.root names; plain text as in configs/wmt14_base.py.
 """
 
@@ -19,9 +18,7 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """As configs/wmt14_big.py, but dropout 0.1 (section 6.1) and 32,000 tokens; BPE stands for the
-    paper's word pieces.
-    """
+    """configs/wmt14_big.py with dropout 0.1 (section 6.1); 32,000 BPE tokens for word pieces."""
     base = load_config_file(Path(__file__).with_name("wmt14_big.py"))
     replace = dataclasses.replace
     return replace(

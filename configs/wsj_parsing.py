@@ -1,13 +1,12 @@
-r"""English constituency parsing on the Wall Street Journal part of the Penn Treebank (section 6.3).
-Not yet run at full length.
+r"""English constituency parsing, Wall Street Journal (section 6.3). Not yet run at full length.
 
-From the treebank (LDC99T42; sections 2 to 21 to train, 22 dev) the text is made by
+The text is made from the Penn Treebank (LDC99T42; sections 2 to 21 to train, 22 dev):
 
-    python -m transformer_jax.parsing prepare --output data/wsj/train --trees 'wsj/0[2-9]/*.mrg'
-        'wsj/1?/*.mrg' \ 'wsj/2[01]/*.mrg'
+    python -m transformer_jax.parsing prepare --output data/wsj/train \
+        --trees 'wsj/0[2-9]/*.mrg' 'wsj/1?/*.mrg' 'wsj/2[01]/*.mrg'
     python -m transformer_jax.parsing prepare --output data/wsj/dev --trees 'wsj/22/*.mrg'
 
-docs/parsing.md goes on from there to F1. More trees, from another parser, are further files of
+docs/parsing.md continues from there to F1. More trees, from another parser, are further files of
 --data.train.source and .target.
 """
 
@@ -29,11 +28,11 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """4+4 layers of width 1,024, 16,000 tokens; beam 21, length penalty 0.3, up to 300 tokens more
-    than the words have.
+    """4+4 layers of width 1,024, 16,000 tokens, beam 21, length penalty 0.3.
 
-    The paper gives no number of steps and says only that dropout, on attention weights too, was
-    chosen on section 22; 0.2 is tensor2tensor's.
+    A tree may have up to 300 tokens more than its words. The paper gives no number of steps and
+    says only that dropout, on attention weights too, was chosen on section 22; 0.2 is
+    tensor2tensor's.
     """
     return Config(
         model=ModelConfig(

@@ -38,13 +38,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.fixture
 def shared_data() -> Path:
-    """Real text to measure on, named by TRANSFORMER_JAX_DATA or in ../shared/data; tests that need
-    it skip without.
-    """
+    """Real text, in the folder that TRANSFORMER_JAX_DATA names; without it its tests skip."""
     root = Path(__file__).resolve().parents[1]
     folder = Path(os.environ.get("TRANSFORMER_JAX_DATA", root.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(
-            f"needs the real text in {folder}, which is absent (TRANSFORMER_JAX_DATA names another folder)"
+            f"needs the real text in {folder}, which is absent "
+            "(TRANSFORMER_JAX_DATA names another folder)"
         )
     return folder

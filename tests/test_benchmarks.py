@@ -13,7 +13,7 @@ import pytest
 import torch
 from flax import nnx
 
-from benchmarks.train_engines import Job
+from benchmarks.train_job import Job
 from benchmarks.train_speed import model_flops
 from benchmarks.train_torch import Model
 from transformer_jax.config import ModelConfig

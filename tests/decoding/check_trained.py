@@ -67,7 +67,8 @@ def main(arguments: Arguments) -> None:
     room = translator.engine.longest_source - 1
     sentences = [Sentence(tokens[:room]) for tokens in encoded if tokens]
     print(
-        f"{len(sentences)} sentences, {sum(len(s.tokens) for s in sentences) / len(sentences):.1f} tokens on average"
+        f"{len(sentences)} sentences, "
+        f"{sum(len(s.tokens) for s in sentences) / len(sentences):.1f} tokens on average"
     )
     if arguments.what == "agreement":
         agreement(translator.engine, sentences)
@@ -116,8 +117,10 @@ def agreement(engine: Engine, sentences: list[Sentence]) -> None:
         if number % 50 and number < len(sentences):
             continue
         print(
-            f"{number} lines: best translation the same for {best_same}, whole n-best list for {same}; "
-            f"largest difference of a log-probability {worst:.1e}; plain search {time.perf_counter() - start:.0f} s",
+            f"{number} lines: best translation the same for {best_same}, "
+            f"whole n-best list for {same}; "
+            f"largest difference of a log-probability {worst:.1e}; "
+            f"plain search {time.perf_counter() - start:.0f} s",
             flush=True,
         )
 
@@ -168,7 +171,8 @@ def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[i
         same = sum(a[0].tokens == b[0].tokens for a, b in zip(first, whole, strict=True))
         waste = 1 - of_size.slots_used / of_size.slots_computed
         print(
-            f"batch {batch_size}: shuffled and not, identical to the last bit on {exact} of {len(sentences)}; "
+            f"batch {batch_size}: shuffled and not, "
+            f"identical to the last bit on {exact} of {len(sentences)}; "
             f"tokens as with batch {batch_sizes[0]} on {same}; slots wasted {waste:.1%}; "
             f"{of_size.num_compiled} programs; {time.perf_counter() - start:.0f} s",
             flush=True,

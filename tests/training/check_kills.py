@@ -54,7 +54,8 @@ def main() -> None:
             process.communicate()
             in_a_save += saving(workdirs[1])
             print(
-                f"kill {kill + 1} after step {latest(workdirs[1])}, {'in' if saving(workdirs[1]) else 'not in'} a save",
+                f"kill {kill + 1} after step {latest(workdirs[1])}, "
+                f"{'in' if saving(workdirs[1]) else 'not in'} a save",
                 flush=True,
             )
         assert command(workdirs[1], folder / "cache", config).wait() == 0
@@ -65,7 +66,8 @@ def main() -> None:
         ]
         assert logs[0] == logs[1]
     print(
-        f"{arguments.kills} kills, {in_a_save} of them during a save: identical bits after {config.training.steps} steps"
+        f"{arguments.kills} kills, {in_a_save} of them during a save: "
+        f"identical bits after {config.training.steps} steps"
     )
 
 
