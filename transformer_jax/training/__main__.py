@@ -1,5 +1,6 @@
-"""The program train.py: python train.py --config configs/demo.py --workdir runs/demo
-[--model.num-layers 2 ...]
+"""The program train.py.
+
+python train.py --config configs/demo.py --workdir runs/demo [--model.num-layers 2 ...]
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Annotated
 
 import tyro
 
-from transformer_jax.cli import config_in_flags, parse, run_program
+from transformer_jax.cli import config_in_flags, flags_given, parse, run_program
 from transformer_jax.config import Config, Processes
+from transformer_jax.errors import UserError
 
 COMMON = (
     "workdir",
@@ -37,6 +39,15 @@ COMMON = (
     "settings.training.checkpoint_every",
     "settings.seed",
 )
+
+
+_KINDS_WITH = {
+    "source": ("text", "tsv", "jsonl", "tfds"),
+    "target": ("text",),
+    "source-field": ("tsv", "jsonl", "tfds"),
+    "target-field": ("tsv", "jsonl", "tfds"),
+    "split": ("tfds", "numbers"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,11 +81,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(argv: list[str]) -> int:
     arguments = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
-    # After the flags, so that --help answers at once.
+    _refuse_flags_without_effect(flags_given(argv), arguments.settings)
+    # JAX is imported only after the flags are checked, so that --help and errors come at once.
     from transformer_jax.distributed import is_first, start
 
     start(arguments.processes)
-    if not is_first():  # which speaks for all
+    if not is_first():  # the first process speaks for all
         logging.getLogger("transformer_jax").setLevel(logging.WARNING)
     from transformer_jax.training.loop import TrainingError, train
 
@@ -85,10 +97,26 @@ def _train(argv: list[str]) -> int:
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before the first step; from then on it is a signal that saves
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt:  # before the first step; later Ctrl-C saves a checkpoint and returns
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         raise
     return 128 + signal.Signals[summary["stopped_by"]] if summary["stopped_by"] else 0
+
+
+def _refuse_flags_without_effect(flags: set[str], config: Config) -> None:
+    if sizes := flags & {"model.vocab-size", "model.source-vocab-size"}:
+        raise UserError(
+            f"--{min(sizes)} has no effect: training takes it from the tokenizer; expected "
+            "--tokenizer.vocab-size instead."
+        )
+    for name in ("train", "dev", "test"):
+        kind = getattr(config.data, name).kind
+        for flag, kinds in _KINDS_WITH.items():
+            if f"data.{name}.{flag}" in flags and kind not in kinds:
+                raise UserError(
+                    f"--data.{name}.{flag} has no effect as data.{name}.kind is {kind}; expected "
+                    f"--data.{name}.kind {' or '.join(kinds)} with it."
+                )
 
 
 if __name__ == "__main__":

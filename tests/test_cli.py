@@ -1,0 +1,143 @@
+"""What all programs share: exit statuses, messages, signals, flags and their help."""
+
+import dataclasses
+import gc
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import pytest
+import tyro
+
+from transformer_jax.cli import flag_values, flags_given, parse, run_program
+from transformer_jax.errors import UserError
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("x is 1; expected 2."), "error: x is 1; expected 2.\n"),
+        (FileNotFoundError(2, "No such file or directory", "a/b"), "error: 'a/b': No such file"),
+        (FileExistsError(17, "File exists", "a" * 500), "aaa': File exists; expected a usable"),
+        (OSError(28, "No space left on device"), "error: No space left on device; expected"),
+        (OSError("Not a gzipped file"), "error: Not a gzipped file; expected"),
+    ],
+)
+def test_what_a_user_can_fix_is_one_short_line(
+    error: Exception, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program(lambda: fail(error)) == 2
+    text = capsys.readouterr().err
+    assert message in text and text.count("\n") == 1 and len(text) < 300 and "Errno" not in text
+
+
+def test_exit_statuses() -> None:
+    assert run_program(lambda: None) == 0
+    assert run_program(lambda: 7) == 7
+    assert run_program(lambda: fail(KeyboardInterrupt())) == 130
+    with pytest.raises(ZeroDivisionError):  # our own mistakes keep their traceback
+        run_program(lambda: fail(ZeroDivisionError()))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_gets_lost_comes_again() -> None:
+    class Lost:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)  # Python drops what is raised in here
+
+    def work() -> None:
+        Lost()
+        gc.collect()
+        time.sleep(30)
+
+    start = time.monotonic()
+    assert run_program(work) == 130
+    assert time.monotonic() - start < 10
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_an_interrupt_does_not_interrupt_the_clean_up() -> None:
+    cleaned = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            time.sleep(1.5)
+            cleaned.append(True)
+
+    assert run_program(work) == 130
+    assert cleaned
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Settings of the search."""
+
+    width: int = 4
+    """Hypotheses; a text that
+    is broken in the source."""
+    depth: int = 2
+    """How deep."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Search."""
+
+    name: str
+    """Who searches."""
+    flat: Annotated[Inner, tyro.conf.arg(name="")] = field(default_factory=Inner)
+    nested: Inner = field(default_factory=Inner)
+
+
+def test_defaults_replace_those_declared() -> None:
+    parsed = parse(Outer, ["--name", "n", "--nested.depth", "7"], defaults={"flat": Inner(9)})
+    assert parsed == Outer("n", Inner(9), Inner(depth=7))
+    assert parse(Outer, [], defaults={"name": "m"}) == Outer("m")
+    with pytest.raises(SystemExit) as end:
+        parse(Outer, [])
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--help"], {"--name", "--depth"}),
+        (["--name", "n", "-h"], {"--name", "--depth"}),
+        (["--help", "flat"], {"--width", "--depth"}),
+        (["--help", "nested"], {"--nested.width", "--nested.depth"}),
+        (["--help", "all"], {"--name", "--width", "--depth", "--nested.width", "--nested.depth"}),
+    ],
+)
+def test_help_shows_what_is_asked_for(
+    flags: list[str], expected: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(Outer, flags, defaults={"flat": Inner(9)}, common=("name", "flat.depth"))
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert set(re.findall(r"--\w[\w.-]*", text)) - {"--help"} == expected
+    if "--width" in expected:
+        assert "a text that is broken in the source." in " ".join(re.sub("[|│]", "", text).split())
+
+
+def test_help_on_what_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="--help is 'flut'; expected all or one of flat, nested"):
+        parse(Outer, ["--help", "flut"])
+
+
+def test_flags_can_be_looked_at_before_they_are_parsed() -> None:
+    argv = ["--a_b=1", "--workdir", "x", "y", "--c.d-e", "5", "-h"]
+    assert flags_given(argv) == {"a-b", "workdir", "c.d-e"}
+    assert flag_values(argv, "workdir") == ["x", "y"]
+    assert flag_values(argv, "config") == []
+    assert flag_values(["--config=a.py"], "config") == ["a.py"]
+    assert dataclasses.is_dataclass(parse(Outer, ["--name=n"]))
