@@ -60,7 +60,8 @@ def build(folder: Path, workers: int, sampling: float, samples: int) -> None:
             _TEXT, tokenizer, data, folder / "corpus", sampling=sampling, num_samples=samples
         )
         seconds.append(time.perf_counter() - start)
-    tokens = len(corpus.source_tokens) + len(corpus.target_tokens)
+    [shard] = corpus.shards
+    source, target = shard.sides
     parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     workers_peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     print(
@@ -68,13 +69,11 @@ def build(folder: Path, workers: int, sampling: float, samples: int) -> None:
             {
                 "pairs": corpus.num_pairs,
                 "segmentations": corpus.num_samples,
-                "tokens": tokens,
+                "tokens": len(source.tokens) + len(target.tokens),
                 "build_seconds": round(seconds[0], 2),
                 "pairs_per_second": round(corpus.num_pairs * corpus.num_samples / seconds[0]),
                 "open_seconds": round(seconds[1], 2),
-                "read_all_tokens_checksum": int(
-                    np.add.reduce(corpus.source_tokens, dtype=np.int64)
-                ),
+                "read_all_tokens_checksum": int(np.add.reduce(source.tokens, dtype=np.int64)),
                 "parent_peak_gb": round(parent * 1024 / 1e9, 3),
                 "worker_peak_gb": round(workers_peak * 1024 / 1e9, 3),
             }

@@ -28,9 +28,9 @@ import numpy as np
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.bucketing import count_lengths
-from transformer_jax.data.corpus import Corpus, open_corpus
-from transformer_jax.data.shards import join
-from transformer_jax.data.stripes import windows_of
+from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.shards import open_shard
+from transformer_jax.data.windows import windows_of
 
 _BLOCK = 2**20
 _COLUMNS = {
@@ -47,8 +47,8 @@ _COLUMNS = {
 }
 
 
-def write_corpus(folder: Path, pairs: int, *, seed: int) -> None:
-    """A corpus in the format of ``build_corpus``, with synthetic lengths and no text."""
+def write_shard(folder: Path, pairs: int, *, seed: int) -> None:
+    """A shard in the format of ``build_shard``, with synthetic lengths and no text."""
     folder.mkdir()
     random = np.random.default_rng(seed)
     totals = [0, 0]
@@ -129,13 +129,13 @@ class Memory:
 
 
 def measure(folder: Path, config: BatchConfig, batches: int) -> dict[str, Any]:
-    """Figures for the corpora in ``folder`` as parts of one."""
+    """Figures for the shards in ``folder`` as one corpus."""
     folders = sorted(path for path in folder.iterdir() if path.is_dir())
 
     def corpus() -> Corpus:
-        parts = [part for path in folders if (part := open_corpus(path, path.name))]
-        assert len(parts) == len(folders), "a part does not open"
-        return join(parts, "whole") if len(parts) > 1 else parts[0]
+        shards = [shard for path in folders if (shard := open_shard(folder, path.name))]
+        assert len(shards) == len(folders), "a shard does not open"
+        return Corpus("whole", tuple(shards))
 
     def plan() -> BatchPlan:
         return BatchPlan(corpus(), config, seed=0)
@@ -200,7 +200,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             for k in range(arguments.shards):
                 size = (k + 1) * pairs // arguments.shards - k * pairs // arguments.shards
-                write_corpus(Path(name) / f"{k:05}", size, seed=k)
+                write_shard(Path(name) / f"{k:05}", size, seed=k)
             inner = [sys.executable, "-m", "benchmarks.plan_scale", *sys.argv[1:], "--folder", name]
             results.append(
                 json.loads(

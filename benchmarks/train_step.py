@@ -26,6 +26,7 @@ from transformer_jax.config_io import load_config_file
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches
+from transformer_jax.data.shards import Sequences, Shard
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.reporting import environment, peak_memory_bytes
 from transformer_jax.training.step import make_step_functions
@@ -123,7 +124,7 @@ def _corpus(pairs: int, longest: int, vocab_size: int, folder: Path) -> Corpus:
     rng = np.random.default_rng(0)
     source = np.clip(rng.lognormal(3.15, 0.6, pairs), 2, longest).astype(np.int64)
     target = np.clip(source * rng.normal(1.0, 0.15, pairs), 2, longest).astype(np.int64)
-    arrays = []
+    sides = []
     for name, lengths in (("source", source), ("target", target)):
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         tokens = np.memmap(
@@ -135,8 +136,8 @@ def _corpus(pairs: int, longest: int, vocab_size: int, folder: Path) -> Corpus:
         tokens[:] = rng.integers(4, vocab_size, len(tokens))
         tokens[offsets[1:] - 1] = 2  # EOS
         tokens.flush()
-        arrays += [tokens, offsets]
-    return Corpus("random", pairs, 1, arrays[0], arrays[1], arrays[2], arrays[3], {})
+        sides.append(Sequences(tokens, offsets))
+    return Corpus("random", (Shard("random", (sides[0], sides[1]), pairs, {}),))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch
 from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.shards import COUNTS, Sequences, Shard
 
 EOS = 2
 FIRST_ID = 10  # below stand no ordinary tokens
@@ -20,8 +21,8 @@ def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpu
         offsets = np.concatenate([[0], np.cumsum(np.ravel(lengths), dtype=np.int64)])
         tokens = np.repeat(np.arange(K * N, dtype=np.int32) + FIRST_ID, np.ravel(lengths))
         tokens[offsets[1:] - 1] = EOS
-        sides += [tokens, offsets]
-    return Corpus("test", N, K, *sides, statistics={})
+        sides.append(Sequences(tokens, offsets))
+    return Corpus("test", (Shard("test", tuple(sides), N, dict.fromkeys(COUNTS, 0)),), K)
 
 
 def random_lengths(

@@ -9,19 +9,25 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from transformer_jax import storage
 from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.data import corpus as corpus_module
-from transformer_jax.data import tokenize
+from transformer_jax.data import shards, tokenize
 from transformer_jax.data.corpus import Corpus, build_corpus
+from transformer_jax.data.shards import COUNTS, Sequences, Shard
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
+from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
+from transformer_jax.storage import locked
 from transformer_jax.tokenizer import Tokenizer
 
 NUMBERS = PairsConfig(kind="numbers", limit=3000)
@@ -42,8 +48,8 @@ def in_processes(monkeypatch):
 
 def sequences(corpus, side):
     """[K, N] lists of ids."""
-    tokens, offsets = getattr(corpus, f"{side}_tokens"), getattr(corpus, f"{side}_offsets")
-    flat = [tokens[offsets[j] : offsets[j + 1]].tolist() for j in range(len(offsets) - 1)]
+    tokens, lengths = getattr(corpus, side)(np.arange(corpus.num_samples * corpus.num_pairs))
+    flat = [ids.tolist() for ids in np.split(tokens, np.cumsum(lengths))[:-1]]
     return [
         flat[v * corpus.num_pairs : (v + 1) * corpus.num_pairs] for v in range(corpus.num_samples)
     ]
@@ -80,8 +86,9 @@ def test_corpus_holds_the_pairs_in_order(tmp_path):
         [*ids, EOS_ID] for ids in TOKENIZER.encode_target([target for _, target in PAIRS])
     ]
     assert (corpus.num_pairs, corpus.num_samples) == (3000, 1)
-    assert corpus.source_tokens.dtype == np.uint16 and isinstance(corpus.source_tokens, np.memmap)
-    assert corpus.source_offsets.dtype == np.int64
+    [shard] = corpus.shards
+    assert shard.sides[0].tokens.dtype == np.uint16 and isinstance(shard.sides[0].tokens, np.memmap)
+    assert shard.sides[0].offsets.dtype == np.int64
     assert corpus.target_lengths.dtype == np.int32 and corpus.target_lengths.shape == (1, 3000)
     assert corpus.target_lengths[0].tolist() == list(map(len, targets))
     assert corpus.statistics == {
@@ -136,7 +143,7 @@ def test_settings_that_matter_have_corpora_of_their_own(tmp_path):
 
 def test_a_finished_corpus_is_opened_not_built(tmp_path, monkeypatch):
     first = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
-    monkeypatch.setattr(corpus_module, "_write", None)
+    monkeypatch.setattr(shards, "_write", None)
     again = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert again.fingerprint == first.fingerprint and again.statistics == first.statistics
     assert sequences(again, "target") == sequences(first, "target")
@@ -240,7 +247,7 @@ def test_a_fault_in_the_text_leaves_nothing_behind(tmp_path, in_processes, worke
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     assert list((tmp_path / "corpus").glob("[!.]*")) == []
     assert not [
-        child for child in psutil.Process().children() if "_serve" in " ".join(child.cmdline())
+        child for child in psutil.Process().children() if "popen_loky" in " ".join(child.cmdline())
     ]
 
 
@@ -248,7 +255,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     def full(path, array):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus_module, "_append", full)
+    monkeypatch.setattr(shards, "_append", full)
     with pytest.raises(UserError, match=r"The disk of .* is full; expected room .* data\.cache"):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert list(tmp_path.glob("[!.]*")) == []
@@ -259,13 +266,14 @@ def test_a_full_disk(tmp_path, monkeypatch):
 BUILDER = """
 import os, signal, sys
 from transformer_jax.config import DataConfig, PairsConfig
-from transformer_jax.data import corpus, tokenize
+from transformer_jax.data import shards, tokenize
+from transformer_jax.data.corpus import build_corpus
 from transformer_jax.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     folder, workers, appends = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     tokenize._CHUNK_PAIRS, tokenize._SMALL = 256, 0
-    append = corpus._append
+    append = shards._append
 
     def append_or_die(path, array):
         global appends
@@ -274,9 +282,9 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
         append(path, array)
 
-    corpus._append = append_or_die
+    shards._append = append_or_die
     tokenizer = Tokenizer.load(os.path.dirname(folder))
-    corpus.build_corpus(PairsConfig(kind="numbers", limit=3000), tokenizer, DataConfig(workers=workers), folder)
+    build_corpus(PairsConfig(kind="numbers", limit=3000), tokenizer, DataConfig(workers=workers), folder)
     print("built")
 """
 
@@ -287,7 +295,7 @@ def builder(tmp_path, folder, workers, appends, program=BUILDER):
         TOKENIZER.save(tmp_path)
         file.write_text(program)
     command = [sys.executable, str(file), str(folder), str(workers), str(appends)]
-    root = str(Path(corpus_module.__file__).parents[2])
+    root = str(Path(shards.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "TEST_MARK": str(folder)}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -333,11 +341,11 @@ def whole(tmp_path):
 
 
 def test_old_folders_in_use_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "_STALE_SECONDS", -1.0)
+    monkeypatch.setattr(shards, "_STALE_SECONDS", -1.0)
     used, abandoned = tmp_path / "tmp-1a2b-x", tmp_path / "tmp-3c4d-y"
     used.mkdir()
     abandoned.mkdir()
-    with corpus_module._locked(tmp_path / "1a2b"):
+    with locked(tmp_path / ".1a2b.lock"):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert used.exists() and not abandoned.exists()
 
@@ -353,15 +361,15 @@ def test_builders_at_the_same_time(tmp_path):
 
 
 def test_a_second_builder_waits_for_the_first(tmp_path, monkeypatch, caplog):
-    write, begun, writes = corpus_module._write, threading.Event(), []
+    write, begun, writes = shards._write, threading.Event(), []
 
-    def slow_write(*arguments):
+    def slow_write(*arguments, **options):
         writes.append(arguments)
         begun.set()
         time.sleep(0.5)
-        write(*arguments)
+        write(*arguments, **options)
 
-    monkeypatch.setattr(corpus_module, "_write", slow_write)
+    monkeypatch.setattr(shards, "_write", slow_write)
     caplog.set_level("INFO", "transformer_jax")
     first = threading.Thread(target=build_corpus, args=(NUMBERS, TOKENIZER, DataConfig(), tmp_path))
     first.start()
@@ -373,18 +381,18 @@ def test_a_second_builder_waits_for_the_first(tmp_path, monkeypatch, caplog):
 
 def test_builders_without_locks_meet_at_the_end(tmp_path, monkeypatch):
     """As on a file system that has none."""
-    write, barrier, built = corpus_module._write, threading.Barrier(2), []
+    write, barrier, built = shards._write, threading.Barrier(2), []
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(corpus_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(storage.fcntl, "flock", no_locks)
 
-    def write_and_meet(*arguments):
-        write(*arguments)
+    def write_and_meet(*arguments, **options):
+        write(*arguments, **options)
         barrier.wait()
 
-    monkeypatch.setattr(corpus_module, "_write", write_and_meet)
+    monkeypatch.setattr(shards, "_write", write_and_meet)
     build = lambda: built.append(build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path))  # noqa: E731
     threads = [threading.Thread(target=build) for _ in range(2)]
     for thread in threads:
@@ -422,43 +430,87 @@ def test_a_script_needs_no_main_guard(tmp_path):
 
 
 def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
-    spawned = []
+    append, killed = shards._append, []
 
-    def spawn(*arguments, **options):
-        spawned.append(subprocess.Popen(*arguments, **options))
-        spawned[-1].kill()
-        return spawned[-1]
+    def kill_a_worker(path, array):
+        for child in () if killed else psutil.Process().children():
+            if "popen_loky" in " ".join(child.cmdline()):
+                killed.append(child.pid)
+                child.kill()
+        append(path, array)
 
-    monkeypatch.setattr(tokenize, "Popen", spawn)
+    monkeypatch.setattr(shards, "_append", kill_a_worker)
     with pytest.raises(
         UserError,
-        match=r"A tokenising process died \(exit status -9\); if memory ran out, lower data\.workers",
+        match=r"A tokenising process died: SIGKILL\(-9\).*; if memory ran out, lower data\.workers",
     ):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path)
-    assert len(spawned) == 2 and list(tmp_path.glob("[!.]*")) == []
+    assert len(killed) == 2 and list(tmp_path.glob("[!.]*")) == []
 
 
 def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch):
     config, data = from_text(tmp_path, [("a", "b")] * 600, workers=2)
     monkeypatch.setattr(
-        corpus_module, "read_pairs", lambda *_, **__: iter([("\ud800", "not encodable")] * 600)
+        shards, "read_pairs", lambda *_, **__: iter([("\ud800", "not encodable")] * 600)
     )
     with pytest.raises(TypeError) as raised:
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
-    assert "in tokenise" in "".join(raised.value.__notes__)
+    assert "in tokenise" in str(raised.value.__cause__)  # where it happened, in the worker
 
 
-# Large vocabularies, corpora in memory, imports
+# Shards, large vocabularies, corpora in memory, imports
+
+
+@given(
+    pairs=st.lists(st.lists(st.integers(1, 5), min_size=4, max_size=4), max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    data=st.data(),
+)
+def test_shards_read_as_one(pairs, cuts, data):
+    """``pairs`` has the lengths of source and target in two segmentations."""
+    lengths = np.array(pairs, np.int64).reshape(-1, 2, 2).transpose(1, 2, 0)  # [side, K, N]
+    N = len(pairs)
+    bounds = [0, *sorted(min(cut, N) for cut in cuts), N]
+    counter, made = iter(range(2000, 60_000)), []
+    expected = {side: [[] for _ in range(2 * N)] for side in (0, 1)}
+    for first, end in pairwise(bounds):
+        sides = []
+        for side in (0, 1):
+            tokens, ends = [], [0]
+            for v in (0, 1):
+                for i in range(first, end):
+                    sequence = [next(counter) for _ in range(lengths[side, v, i])]
+                    expected[side][v * N + i] = sequence
+                    tokens += sequence
+                    ends.append(len(tokens))
+            sides.append(Sequences(np.array(tokens, np.uint16), np.array(ends)))
+        made.append(Shard("", tuple(sides), end - first, dict.fromkeys(COUNTS, end - first)))
+    corpus = Corpus("", tuple(made), 2)
+    assert corpus.num_pairs == N and corpus.statistics["read"] == N
+    start, stop = sorted((data.draw(st.integers(0, N)), data.draw(st.integers(0, N))))
+    found = corpus.lengths(start, stop)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, lengths[:, :, start:stop])
+    some = data.draw(st.lists(st.integers(0, 2 * N - 1)) if N else st.just([]))
+    for side, read in enumerate((corpus.source, corpus.target)):
+        tokens, their_lengths = read(np.array(some, np.int64))
+        assert tokens.dtype == np.uint16
+        assert tokens.tolist() == [token for j in some for token in expected[side][j]]
+        assert their_lengths.tolist() == [len(expected[side][j]) for j in some]
 
 
 def test_tokens_are_wide_enough(tmp_path, monkeypatch):
     assert (
-        build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16").target_tokens.dtype
+        build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16")
+        .shards[0]
+        .sides[1]
+        .tokens.dtype
         == np.uint16
     )
     monkeypatch.setattr(Tokenizer, "target_vocab_size", 2**16 + 1)
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "32")
-    assert (corpus.source_tokens.dtype, corpus.target_tokens.dtype) == (np.uint16, np.int32)
+    [shard] = corpus.shards
+    assert (shard.sides[0].tokens.dtype, shard.sides[1].tokens.dtype) == (np.uint16, np.int32)
 
 
 def test_corpus_from_lists():
@@ -474,8 +526,31 @@ def test_corpus_from_lists():
 
 def test_workers_need_no_jax():
     found = "[name for name in ('jax', 'tensorflow_datasets', 'orbax') if name in sys.modules]"
-    program = tokenize._WORKER_PROGRAM.replace("_serve()", f"import sys; print({found})")
+    program = f"import sys, transformer_jax.data.tokenize; print({found})"
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
     assert output == "[]\n"
+
+
+def test_no_worker_loads_jax(tmp_path, in_processes, monkeypatch):
+    """Though this process, which starts them, has."""
+    append, libraries = shards._append, []
+
+    def look(path, array):
+        for child in psutil.Process().children():
+            if "popen_loky" in " ".join(child.cmdline()):
+                libraries.extend(each.path for each in child.memory_maps())
+        append(path, array)
+
+    monkeypatch.setattr(shards, "_append", look)
+    build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path)
+    assert any("sentencepiece" in path for path in libraries)
+    assert not any("jaxlib" in path for path in libraries)
+
+
+def test_the_number_of_cores_is_known_everywhere(monkeypatch):
+    assert num_cores() >= 1
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert num_cores() == 3

@@ -11,7 +11,7 @@ from transformer_jax.config import BatchConfig, Config, DataConfig, PairsConfig,
 from transformer_jax.config_io import to_json
 from transformer_jax.data import files, tokenize
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.shards import prepare_corpus, prepare_shard
+from transformer_jax.data.corpus import prepare_corpus, prepare_shard
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
@@ -58,10 +58,14 @@ def prepared(workdir, config, count, **data):
 def assert_same_corpus(a, b):
     for name in ("fingerprint", "num_pairs", "num_samples", "statistics"):
         assert getattr(a, name) == getattr(b, name)
-    for name in ("source_tokens", "source_offsets", "target_tokens", "target_offsets"):
-        x, y = getattr(a, name)[:], getattr(b, name)[:]
+    everything = np.arange(a.num_samples * a.num_pairs)
+    for (x, x_lengths), (y, y_lengths) in (
+        (a.source(everything), b.source(everything)),
+        (a.target(everything), b.target(everything)),
+    ):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(x_lengths, y_lengths)
     for start, stop in ((0, a.num_pairs), (80, 95), (7, 7)):
         for x, y in zip(a.lengths(start, stop), b.lengths(start, stop), strict=True):
             np.testing.assert_array_equal(x, y)

@@ -15,10 +15,10 @@ from corpora import assert_same, layouts, random_corpus, sequences_of, small_con
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transformer_jax.data import windows as windows_module
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.stripes import windows_of
-from transformer_jax.data.windows import Window
+from transformer_jax.data.windows import windows_of
 
 
 def windowed(layout, window):
@@ -46,9 +46,13 @@ def test_windows_are_stripes_of_the_whole_corpus(num_pairs, num_samples, window,
     np.testing.assert_array_equal(np.sort(np.concatenate(members)), np.arange(num_pairs))
     assert len(windows) == 1 if num_pairs <= window else max(map(len, members)) <= window
     sides = corpus.lengths(0, num_pairs)
-    start, stop = sorted(np.random.default_rng(seed).integers(0, len(members[-1]) + 1, 2))
-    for side, mine in zip(sides, windows[-1].lengths(start, stop), strict=True):
-        np.testing.assert_array_equal(mine, side[:, members[-1][start:stop]])
+    for number in (0, len(windows) // 2, len(windows) - 1):
+        assert windows[number].num_pairs == len(members[number])
+        np.testing.assert_array_equal(windows[number].lengths(), sides[:, :, members[number]])
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(windows_module, "_BLOCK", 100)
+            blocks = np.concatenate(list(windows[number].blocks()), axis=-1)
+        np.testing.assert_array_equal(blocks, sides[:, :, members[number]])
     # Wherever a file ends, every window has its share of what stands before, but for two stripes.
     end = num_pairs // 3
     for pairs in members:
@@ -190,11 +194,7 @@ def arrays_in(value, seen):
     if isinstance(value, np.ndarray):
         return value.nbytes
     inside = list(value) if isinstance(value, tuple | list) else []
-    inside += (
-        list(getattr(value, "__dict__", {}).values())
-        if isinstance(value, BatchPlan | Window)
-        else []
-    )
+    inside += list(getattr(value, "__dict__", {}).values()) if isinstance(value, BatchPlan) else []
     return sum(arrays_in(x, seen) for x in inside)
 
 
@@ -207,8 +207,10 @@ def test_memory_is_bounded_by_the_window(layout):
         plan.batch(step)
     assert max(stop - start for start, stop in corpus.asked) <= window
     assert arrays_in(plan, set()) <= 2 * 8 * len(plan.shapes) * num_pairs / window + 1000  # counts
-    assert plan._window.cache_info().maxsize == 1
-    assert arrays_in(plan._window(0), set()) <= 8 * window + 1000
+    assert plan._rows.cache_info().maxsize == 1
+    assert arrays_in(plan._rows(0), set()) <= 8 * window + 1000
+    orders = plan._order_of_rows
+    assert orders.cache_info().currsize <= orders.cache_info().maxsize == 3 * len(plan.shapes)
 
 
 @layouts
@@ -217,9 +219,9 @@ def test_a_window_is_gone_with_its_last_use(layout):
     plan.batch(0)
     gc.disable()
     try:
-        window = weakref.ref(plan._window(0))
-        plan._window(1)
-        assert window() is None
+        pairs = weakref.ref(plan._rows(0)[0].pairs_N)
+        plan._rows(1)
+        assert pairs() is None
     finally:
         gc.enable()
 
@@ -237,11 +239,7 @@ def test_resuming_makes_one_window_and_counts_nothing_again(layout, tmp_path):
         plan.steps_per_epoch,
     )
     assert_same(resumed.batch(777), plan.batch(777))
-    assert (
-        sum(stop - start for start, stop in again.asked)
-        == plan._window(0)._stripes.num_pairs
-        <= 100
-    )
+    assert sum(stop - start for start, stop in again.asked) == plan._windows[0].num_pairs <= 100
     [stored] = tmp_path.iterdir()
     stored.write_text(stored.read_text()[:50])  # torn
     third = watched(1000, tmp_path)

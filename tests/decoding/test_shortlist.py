@@ -121,12 +121,9 @@ def test_every_iteration_makes_the_corpus_likelier():
         probability = learn(corpus, iterations=iterations).probability.toarray()
         log_likelihood = 0.0
         for i in range(corpus.num_pairs):
-            source = corpus.source_tokens[corpus.source_offsets[i] : corpus.source_offsets[i + 1]]
-            target = corpus.target_tokens[
-                corpus.target_offsets[i] : corpus.target_offsets[i + 1] - 1
-            ]
+            (source, _), (target, _) = corpus.source(np.array([i])), corpus.target(np.array([i]))
             source = np.where(source == EOS_ID, PAD_ID, source)
-            log_likelihood += np.log(probability[np.ix_(source, target)].mean(axis=0)).sum()
+            log_likelihood += np.log(probability[np.ix_(source, target[:-1])].mean(axis=0)).sum()
         likelihoods.append(log_likelihood)
     assert likelihoods == sorted(likelihoods) and likelihoods[-1] > likelihoods[0] + 100
 

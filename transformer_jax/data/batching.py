@@ -2,15 +2,15 @@
 
 Rows stand in buckets, one for each shape of batch. In the bucketed layout a row is one pair and its
 bucket the cheapest shape that holds it; in the packed layout a row is several pairs and there is
-one bucket. The pairs are cut into windows of at most ``batch.window``, each with stripes from the
-whole corpus (``stripes.py``), and shapes are those of the whole corpus. Bucket b of window w, with
-n_wb rows, is an endless stream: one fresh permutation of its rows after another, one an epoch. Its
-batch k is rows [k B_b, (k+1) B_b) of the stream, so every batch is full and no pair is ever lost.
-Epoch e takes the windows in an order shuffled anew, and of each the batches k of each bucket with
-floor(e n_wb / B_b) <= k < floor((e+1) n_wb / B_b), in an order shuffled across buckets. Steps
-before an epoch, and before a window in it, are thus sums over the n_wb, and resuming needs the step
-alone. A bucket with fewer rows than a batch comes once in several epochs; a corpus smaller than a
-batch repeats its pairs within one.
+one bucket. The pairs are cut into windows of at most ``batch.window`` (``windows.py``); shapes are
+those of the whole corpus. Bucket b of window w, with n_wb rows, is an endless stream: one fresh
+permutation of its rows after another, one an epoch. Its batch k is rows [k B_b, (k+1) B_b) of the
+stream, so every batch is full and no pair is ever lost. Epoch e takes the windows in an order
+shuffled anew, and of each the batches k of each bucket with floor(e n_wb / B_b) <= k <
+floor((e+1) n_wb / B_b), in an order shuffled across buckets. Steps before an epoch, and before a
+window in it, are thus sums over the n_wb, and resuming needs the step alone. A bucket with fewer
+rows than a batch comes once in several epochs; a corpus smaller than a batch repeats its pairs
+within one.
 
 With K stored segmentations epoch e uses segmentation e mod K; rows, buckets and n_wb then follow
 from that.
@@ -27,8 +27,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
-import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -36,37 +35,32 @@ import numpy as np
 
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.bucketing import (
+    add_histograms,
     batch_rows,
     bucket_table,
     choose_shapes,
     count_lengths,
-    histogram_of,
     packed_shape,
-    require_room,
+    rows_per_bucket,
     total_lengths,
 )
-from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.joined import Array as StoredArray
-from transformer_jax.data.stripes import windows_of
-from transformer_jax.data.windows import (
-    ORDER_OF_BATCHES,
-    ORDER_OF_WINDOWS,
-    Window,
-    cumulative,
-    permutation,
-    ranges,
-    window_key,
-)
+from transformer_jax.data.corpus import Corpus, ranges
+from transformer_jax.data.packing import pack
+from transformer_jax.data.windows import windows_of
 from transformer_jax.errors import UserError
+from transformer_jax.storage import write_atomically
 
 Array = Any  # a NumPy array as the plan makes it, a jax.Array as the loader hands it on
 
 _FORMAT = 2  # of stored counts: raise it when the same corpus and config would give others
+_LENGTH_STEP = 16  # ``whole_corpus`` rounds lengths up to a multiple of this: few shapes to compile
+
+# What a random permutation is for; part of its seed.
+_OF_BATCHES, _OF_ROWS, _OF_PACKING, _OF_WINDOWS = range(4)
 
 
 class Batch(NamedTuple):
-    """One step's pairs, int32. Sequences end with EOS (the target has no BOS) and are filled up
-    with PAD = 0.
+    """One step's pairs, int32. Sequences end with EOS (the target has no BOS); PAD = 0 follows.
 
     Segments number the pairs of a row from 1, with 0 at padding; both are None where a row is one
     pair.
@@ -79,20 +73,32 @@ class Batch(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """What a plan must know of all windows: widths (S, T) of the buckets, rows in them, and all
-    tokens of both sides.
-    """
+    """What a plan must know of all windows."""
 
     widths: list[tuple[int, int]]
+    """(S, T) of each bucket."""
     rows_MKb: np.ndarray
+    """Rows in each window, segmentation and bucket."""
     tokens: tuple[int, int]
+    """All tokens of both sides."""
+
+
+class _Rows(NamedTuple):
+    """A window's rows in one segmentation, bucket by bucket.
+
+    Row r holds the pairs ``pairs_N[row_starts[r] : row_starts[r + 1]]`` of the window.
+    """
+
+    pairs_N: np.ndarray
+    row_starts: np.ndarray
+    bucket_starts: np.ndarray
 
 
 class BatchPlan:
     """The batches of a corpus by step. Safe to use from threads.
 
-    Memory: that of one ``Window``, besides what the corpus itself takes; it is made again when a
-      step leads elsewhere.
+    Memory: that of one window's rows, made again when a step leads to another window: 4 bytes for
+    each pair and segmentation and up to 16 for each pair; several times that while they are made.
     """
 
     def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
@@ -107,11 +113,9 @@ class BatchPlan:
             )
         self.packed = config.layout == "packed"
         self._corpus, self._config, self._seed = corpus, config, seed
-        self._stripes_M = windows_of(corpus, config.window)
-        self._window = functools.lru_cache(maxsize=1)(self._make_window)
-        self._widths, rows_MKb, tokens = (
-            self._stored_counts() if len(self._stripes_M) > 1 else self._count()
-        )
+        self._windows = windows_of(corpus, config.window)
+        self._rows = functools.lru_cache(maxsize=1)(self._make_rows)
+        self._widths, rows_MKb, tokens = self._stored_counts()
         self.shapes: tuple[tuple[int, int, int], ...] = tuple(
             (batch_rows(S, T, config), S, T) for S, T in self._widths
         )
@@ -119,15 +123,17 @@ class BatchPlan:
         self._B = np.array([B for B, _, _ in self.shapes])
         # Rows in the buckets' streams before each epoch of a cycle through the segmentations, and
         # after its end.
-        self._before_KMb = cumulative(rows_MKb.swapaxes(0, 1))
+        self._before_KMb = _cumulative(rows_MKb.swapaxes(0, 1))
         per_cycle = self._before_KMb[-1].sum(0)
         self.steps_per_epoch = float((per_cycle / self._B).sum()) / corpus.num_samples
         """Mean over epochs; may be below 1."""
         padded_s, padded_t = (int(per_cycle @ np.array(width)) for width in zip(*self._widths))
         self.fill = (tokens[0] / padded_s, tokens[1] / padded_t)
         """Shares of real tokens among source and target positions, over all batches."""
+        # For this epoch and its neighbours, which prefetching and batches at an epoch's ends need.
         self._order_of_windows = functools.lru_cache(maxsize=3)(self._permute_windows)
         self._order_of_batches = functools.lru_cache(maxsize=3)(self._permute_batches)
+        self._order_of_rows = functools.lru_cache(maxsize=3 * len(self.shapes))(self._permute_rows)
 
     def shape(self, step: int) -> tuple[int, int, int]:
         """(B, S, T) of a step's batch."""
@@ -144,16 +150,10 @@ class BatchPlan:
         """The batch of a step (from 0), or only ``rows`` of it, as NumPy arrays."""
         window, bucket, k = self._locate(step)
         B, S, T = self.shapes[bucket]
-        sequences, pairs_per_row = self._window(window).sequences(
-            bucket, np.arange(k * B, (k + 1) * B)[rows]
-        )
-        corpus = self._corpus
-        source_BS, source_segments_BS = _fill_rows(
-            corpus.source_tokens, corpus.source_offsets, sequences, pairs_per_row, S
-        )
-        target_BT, target_segments_BT = _fill_rows(
-            corpus.target_tokens, corpus.target_offsets, sequences, pairs_per_row, T
-        )
+        stream = np.arange(k * B, (k + 1) * B)[rows]
+        sequences, pairs_per_row = self._sequences(window, bucket, stream)
+        source_BS, source_segments_BS = _fill_rows(self._corpus.source(sequences), pairs_per_row, S)
+        target_BT, target_segments_BT = _fill_rows(self._corpus.target(sequences), pairs_per_row, T)
         if not self.packed:
             return Batch(source_BS, target_BT)
         return Batch(source_BS, target_BT, source_segments_BS, target_segments_BT)
@@ -188,88 +188,159 @@ class BatchPlan:
         return window, int(buckets[at]), int(ks[at])
 
     def _permute_windows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        steps_M = (
-            self._rows_before(epoch + 1) // self._B - self._rows_before(epoch) // self._B
-        ).sum(1)
-        order = permutation(len(steps_M), self._seed, ORDER_OF_WINDOWS, epoch)
-        return order, cumulative(steps_M[order])[:-1]
+        first, end = (self._rows_before(e) // self._B for e in (epoch, epoch + 1))
+        steps_M = (end - first).sum(1)
+        order = self._permutation(len(steps_M), _OF_WINDOWS, epoch)
+        return order, _cumulative(steps_M[order])[:-1]
 
     def _permute_batches(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
         first, end = (self._rows_before(e)[window] // self._B for e in (epoch, epoch + 1))
-        order = permutation(
-            int((end - first).sum()), self._seed, ORDER_OF_BATCHES, epoch, *window_key(window)
-        )
+        order = self._permutation(int((end - first).sum()), _OF_BATCHES, epoch, window=window)
         buckets = np.repeat(np.arange(len(self.shapes)), end - first)
         return buckets[order], ranges(first, end - first)[order]
 
-    # What stands in the windows.
+    def _permute_rows(self, epoch: int, window: int, bucket: int) -> np.ndarray:
+        v = epoch % self._corpus.num_samples
+        before = self._before_KMb[:, window, bucket]
+        count = int(before[v + 1] - before[v])
+        return self._permutation(count, _OF_ROWS, epoch, bucket, window=window)
 
-    def _make_window(self, number: int) -> Window:
-        return Window(self._stripes_M[number], self._widths, packed=self.packed, seed=self._seed)
+    def _permutation(self, n: int, *purpose: int, window: int = 0) -> np.ndarray:
+        # Window 0 has no number in its seeds, so that small corpora have those of a single window.
+        return permutation(n, self._seed, *purpose, *((window,) if window else ()))
+
+    # Which sequences stand in a window's rows.
+
+    def _sequences(
+        self, window: int, bucket: int, stream: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The corpus' sequences at these positions of a bucket's stream, and how many each row
+        holds.
+        """
+        N, K, before = self._corpus.num_pairs, self._corpus.num_samples, self._before_KMb
+        cycle, rest = np.divmod(stream, before[-1, window, bucket])
+        v = np.searchsorted(before[:, window, bucket], rest, side="right") - 1
+        epochs, place = cycle * K + v, rest - before[v, window, bucket]
+        sequences, pairs_per_row = [np.zeros(0, np.int64)], np.zeros(len(stream), np.int64)
+        # The stream rises, but its positions may be asked for backwards: each epoch's rows keep
+        # their place in the batch.
+        for epoch in dict.fromkeys(epochs.tolist()):
+            here, rows = np.flatnonzero(epochs == epoch), self._rows(window)[epoch % K]
+            order = self._order_of_rows(epoch, window, bucket)
+            row = rows.bucket_starts[bucket] + order[place[here]]
+            pairs_per_row[here] = count = rows.row_starts[row + 1] - rows.row_starts[row]
+            pairs = rows.pairs_N[ranges(rows.row_starts[row], count)]
+            sequences.append(epoch % K * N + self._windows[window].pairs(pairs))
+        return np.concatenate(sequences), pairs_per_row
+
+    def _make_rows(self, window: int) -> list[_Rows]:
+        """The window's rows in each segmentation."""
+        s_KN, t_KN = self._windows[window].lengths()
+        if not self.packed:
+            table, starts = bucket_table(self._widths), np.arange(s_KN.shape[1] + 1, dtype=np.int32)
+            buckets_KN = (table[s_N, t_N] for s_N, t_N in zip(s_KN, t_KN))
+            return [_bucketed(bucket_N, len(self._widths), starts) for bucket_N in buckets_KN]
+        rows = []
+        for v, (s_N, t_N) in enumerate(zip(s_KN, t_KN)):
+            order = self._permutation(len(s_N), _OF_PACKING, v, window=window)
+            rows.append(_packed(pack(s_N, t_N, *self._widths[0], order)))
+        return rows
+
+    # How many rows all windows have.
 
     def _count(self) -> _Counts:
-        config = self._config
-        lengths_MK = [count_lengths(stripes) for stripes in self._stripes_M]
-        histogram = histogram_of([lengths for lengths_K in lengths_MK for lengths in lengths_K])
-        S, T = (
-            packed_shape(histogram, config)
-            if self.packed
-            else (size - 1 for size in histogram.shape)
-        )
-        require_room(S, T, config)
-        tokens = total_lengths(histogram)
+        histograms = [count_lengths(window) for window in self._windows]
+        total = add_histograms(histograms)
         if self.packed:
-            self._widths = [(S, T)]
-            rows_MKb = np.stack([self._window(w).counts_Kb for w in range(len(lengths_MK))])
-            return _Counts(self._widths, rows_MKb, tokens)
-        widths = choose_shapes(histogram, config, epochs=self._corpus.num_samples)
-        table = bucket_table(widths)
-        rows = [
-            [lengths.per_bucket(table, len(widths)) for lengths in lengths_K]
-            for lengths_K in lengths_MK
-        ]
-        return _Counts(widths, np.array(rows), tokens)
+            self._widths = [packed_shape(total, self._config)]
+            rows_MKb = np.array([self._count_packed(w) for w in range(len(self._windows))])
+        else:
+            self._widths = choose_shapes(total, self._config, epochs=self._corpus.num_samples)
+            rows_MKb = rows_per_bucket(histograms, self._widths)
+        return _Counts(self._widths, rows_MKb, total_lengths(total))
+
+    def _count_packed(self, window: int) -> list[list[int]]:
+        return [[len(rows.row_starts) - 1] for rows in self._rows(window)]
 
     def _stored_counts(self) -> _Counts:
-        """``_count``, or what it found the last time."""
+        """``_count``, or what it found the last time: kept beside a corpus of several windows."""
         directory = self._corpus.directory
-        if directory is None:
+        if directory is None or len(self._windows) == 1:
             return self._count()
         settings = [_FORMAT, self._corpus.fingerprint, dataclasses.asdict(self._config), self._seed]
-        path = (
-            directory
-            / f"counts-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]}.json"
-        )
+        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
+        path = directory / f"counts-{key}.json"
         with suppress(OSError, ValueError):
             widths, rows_MKb, tokens = json.loads(path.read_text())
             return _Counts([(S, T) for S, T in widths], np.array(rows_MKb), tokens)
         counts = self._count()
-        temporary = directory / f".{path.name}.{uuid.uuid4().hex}"
         with suppress(OSError):  # what is not stored is only slower
-            temporary.write_text(
-                json.dumps([counts.widths, counts.rows_MKb.tolist(), counts.tokens])
-            )
-            os.replace(temporary, path)
+            content = [counts.widths, counts.rows_MKb.tolist(), counts.tokens]
+            write_atomically(path, json.dumps(content))
         return counts
 
 
-def _fill_rows(
-    tokens: StoredArray,
-    offsets: StoredArray,
-    sequences: np.ndarray,
-    pairs_per_row: np.ndarray,
-    L: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Write sequences one after another into rows of length L. Returns tokens and segments, both
-    int32 [B, L].
+def whole_corpus(corpus: Corpus, *, tokens: int, row_multiple: int) -> Iterator[Batch]:
+    """Every pair of the first segmentation once, short ones first, for losses on dev and test.
+
+    A batch of sentences up to L long has ``tokens // L`` rows, as a multiple of ``row_multiple``
+    and at least that; rows that are left hold padding alone.
     """
-    starts = offsets[sequences]
-    lengths = offsets[sequences + 1] - starts
+    longest_N = corpus.lengths(0, corpus.num_pairs)[:, 0].max(0)
+    length_N = np.minimum(-(-longest_N // _LENGTH_STEP) * _LENGTH_STEP, longest_N.max())
+    for length in np.unique(length_N).tolist():
+        pairs = np.flatnonzero(length_N == length)
+        rows = max(1, tokens // length // row_multiple) * row_multiple
+        for start in range(0, len(pairs), rows):
+            chosen = pairs[start : start + rows]
+            one_each = (np.arange(rows) < len(chosen)).astype(np.int64)
+            source_BS, _ = _fill_rows(corpus.source(chosen), one_each, length)
+            target_BT, _ = _fill_rows(corpus.target(chosen), one_each, length)
+            yield Batch(source_BS, target_BT)
+
+
+def _fill_rows(
+    sequences: tuple[np.ndarray, np.ndarray], pairs_per_row: np.ndarray, L: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Put sequences, given as flat tokens and lengths, one after another into rows of length L.
+
+    Returns tokens and segments, both int32 [B, L].
+    """
+    tokens, lengths = sequences
     row = np.repeat(np.arange(len(pairs_per_row)), pairs_per_row)
     first_of_row = np.repeat(np.cumsum(pairs_per_row) - pairs_per_row, pairs_per_row)
     before = np.cumsum(lengths) - lengths
     to = ranges(row * L + before - before[first_of_row], lengths)
     tokens_BL, segments_BL = np.zeros((2, len(pairs_per_row), L), np.int32)
-    tokens_BL.reshape(-1)[to] = tokens[ranges(starts, lengths)]
-    segments_BL.reshape(-1)[to] = np.repeat(np.arange(len(sequences)) - first_of_row + 1, lengths)
+    tokens_BL.reshape(-1)[to] = tokens
+    segments_BL.reshape(-1)[to] = np.repeat(np.arange(len(lengths)) - first_of_row + 1, lengths)
     return tokens_BL, segments_BL
+
+
+def _packed(row_N: np.ndarray) -> _Rows:
+    row_starts = _cumulative(np.bincount(row_N)).astype(np.int32)
+    pairs_N = np.argsort(row_N, kind="stable").astype(np.int32)
+    return _Rows(pairs_N, row_starts, np.array([0, len(row_starts) - 1]))
+
+
+def _bucketed(bucket_N: np.ndarray, buckets: int, row_starts: np.ndarray) -> _Rows:
+    pairs_N = np.argsort(bucket_N, kind="stable").astype(np.int32)
+    return _Rows(pairs_N, row_starts, _cumulative(np.bincount(bucket_N, minlength=buckets)))
+
+
+def _cumulative(counts: np.ndarray) -> np.ndarray:
+    """Sums before each entry along the first axis, and after the last."""
+    return np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, 0)])
+
+
+def permutation(n: int, seed: int, *key: int) -> np.ndarray:
+    """A random permutation of n, int32, the same on every platform and for every release of NumPy.
+
+    Sorts random bits with the index in their low end: raw bits of PCG64 are a stable interface,
+    ``permutation`` is not.
+    """
+    raw = np.random.PCG64(np.random.SeedSequence(seed % 2**64, spawn_key=key)).random_raw(n)
+    mask = np.uint64((1 << n.bit_length()) - 1)
+    keys = (raw & ~mask) | np.arange(n, dtype=np.uint64)
+    keys.sort()
+    return (keys & mask).astype(np.int32)

@@ -4,63 +4,50 @@ padding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from transformer_jax.config import BatchConfig
-from transformer_jax.data.stripes import Stripes
+from transformer_jax.data.windows import Window
 from transformer_jax.errors import UserError
 
-_BLOCK = 2**20  # pairs whose lengths are in memory at a time
 
-
-class LengthCounts(NamedTuple):
-    """``pairs[c]`` pairs have ``source[c]`` source and ``target[c]`` target tokens."""
-
-    source: np.ndarray
-    target: np.ndarray
-    pairs: np.ndarray
-
-    def per_bucket(self, table: np.ndarray, buckets: int) -> np.ndarray:
-        """Pairs in each bucket of a ``bucket_table``, int64."""
-        return np.bincount(table[self.source, self.target], self.pairs, buckets).astype(np.int64)
-
-
-def count_lengths(window: Stripes) -> list[LengthCounts]:
-    """Histograms of a window's pairs in each segmentation; reads their lengths once, a block at a
-    time.
+def count_lengths(window: Window) -> np.ndarray:
+    """How many pairs of a window have s source and t target tokens, int64 [K, S, T], in each
+    segmentation. Reads the lengths once, a block at a time.
     """
-    histograms = [np.zeros((1, 1), np.int64) for _ in range(window.corpus.num_samples)]
-    for block in range(0, window.num_pairs, _BLOCK):
-        for v, (s_N, t_N) in enumerate(
-            zip(*window.lengths(block, min(block + _BLOCK, window.num_pairs)), strict=True)
-        ):
-            old = histograms[v]
-            rows, columns = max(len(old), int(s_N.max()) + 1), max(len(old[0]), int(t_N.max()) + 1)
-            cell_N = s_N.astype(np.int64) * columns + t_N
-            histograms[v] = np.bincount(cell_N, minlength=rows * columns).reshape(rows, columns)
-            histograms[v][: len(old), : len(old[0])] += old
-    cells = [np.nonzero(histogram) for histogram in histograms]
-    return [
-        LengthCounts(source, target, h[source, target])
-        for (source, target), h in zip(cells, histograms, strict=True)
-    ]
+    histogram_KST = np.zeros((window.corpus.num_samples, 1, 1), np.int64)
+    for s_KN, t_KN in window.blocks():
+        _, old_S, old_T = histogram_KST.shape
+        S, T = max(old_S, int(s_KN.max()) + 1), max(old_T, int(t_KN.max()) + 1)
+        cells_KN = s_KN.astype(np.int64) * T + t_KN
+        block_KST = np.stack([np.bincount(cells, minlength=S * T) for cells in cells_KN])
+        block_KST = block_KST.reshape(-1, S, T)
+        block_KST[:, :old_S, :old_T] += histogram_KST
+        histogram_KST = block_KST
+    return histogram_KST
 
 
-def histogram_of(counts: list[LengthCounts]) -> np.ndarray:
-    """``histogram[s, t]``: all of them together."""
-    longest = [max(int(lengths[side].max()) for lengths in counts) for side in (0, 1)]
-    histogram = np.zeros((longest[0] + 1, longest[1] + 1), np.int64)
-    for lengths in counts:
-        histogram[lengths.source, lengths.target] += lengths.pairs
-    return histogram
+def add_histograms(histograms: list[np.ndarray]) -> np.ndarray:
+    """``total[s, t]``: the sum of histograms [K, S, T] of several sizes."""
+    total = np.zeros(np.max([histogram.shape[1:] for histogram in histograms], 0), np.int64)
+    for histogram in histograms:
+        _, S, T = histogram.shape
+        total[:S, :T] += histogram.sum(0)
+    return total
+
+
+def rows_per_bucket(histograms: list[np.ndarray], widths: list[tuple[int, int]]) -> np.ndarray:
+    """Pairs in each bucket, [M, K, b], from M histograms [K, S, T]."""
+    table, rows = bucket_table(widths), []
+    for histogram in histograms:
+        _, S, T = histogram.shape
+        buckets = table[:S, :T].ravel()
+        rows.append([np.bincount(buckets, h.ravel(), len(widths)) for h in histogram])
+    return np.array(rows, np.int64)
 
 
 def bucket_table(widths: list[tuple[int, int]]) -> np.ndarray:
-    """``table[s, t]``: the bucket for these lengths, the first of these shapes (S, T) that holds
-    them.
-    """
+    """``table[s, t]``: the bucket for these lengths, the first (S, T) that holds them."""
     table = np.zeros(np.max(widths, 0) + 1, np.int16)
     for b, (S, T) in reversed(list(enumerate(widths))):
         table[: S + 1, : T + 1] = b
@@ -68,17 +55,21 @@ def bucket_table(widths: list[tuple[int, int]]) -> np.ndarray:
 
 
 def packed_shape(histogram: np.ndarray, config: BatchConfig) -> tuple[int, int]:
-    """(S, T) of packed rows; ``UserError`` if a sentence is longer than ``config.row_length``."""
+    """(S, T) of packed rows; ``UserError`` if a sentence is longer than ``config.row_length`` or
+    rows are too long for the token budget.
+    """
     L, longest = config.row_length, [size - 1 for size in histogram.shape]
     if max(longest) > L:
         raise UserError(
-            f"batch.row_length is {L}; expected at least the longest sentence, which has {max(longest)} tokens: "
-            "raise it, or lower data.max_source_length and data.max_target_length."
+            f"batch.row_length is {L}; expected at least the longest sentence, which has "
+            f"{max(longest)} tokens: raise it, or lower data.max_source_length and "
+            "data.max_target_length."
         )
     total = total_lengths(histogram)
-    # The shorter side in proportion, with room for its longest sentence, in multiples of 8, which
-    # suit matrix units.
+    # The shorter side in proportion, but long enough for its longest sentence, in multiples of 8,
+    # which suit matrix units.
     S, T = (min(L, -(-max(-(-L * total[i] // max(total)), longest[i]) // 8) * 8) for i in (0, 1))
+    _check_budget(max(S, T), config, remedy="batch.row_length")
     return S, T
 
 
@@ -94,13 +85,15 @@ def choose_shapes(
     histogram: np.ndarray, config: BatchConfig, *, epochs: int = 1
 ) -> list[tuple[int, int]]:
     """At most ``config.buckets`` shapes (S, T), smallest S + T first, that hold all pairs with
-    little padding.
+    little padding; ``UserError`` if the longest are too long for the token budget.
 
     ``histogram[s, t]`` counts the pairs of these lengths in so many epochs. Starts from equal
     shares of the pairs, then widens, narrows or drops one shape at a time for as long as that saves
     padded positions (S + T a row). Each shape in use is charged for a whole batch an epoch at
     least, which keeps a few rare pairs from getting one of their own.
     """
+    remedy = "data.max_source_length and data.max_target_length"
+    _check_budget(max(histogram.shape) - 1, config, remedy=remedy)
     cell_s, cell_t = np.nonzero(histogram)
     count = histogram[cell_s, cell_t]
     # below[s, t]: pairs with a source shorter than s and a target shorter than t.
@@ -171,15 +164,10 @@ def batch_rows(S: int, T: int, config: BatchConfig) -> int:
     return config.tokens // max(S, T) // config.row_multiple * config.row_multiple
 
 
-def require_room(S: int, T: int, config: BatchConfig) -> None:
-    """``UserError`` if no batch has such rows."""
-    if not batch_rows(S, T, config):
+def _check_budget(longest: int, config: BatchConfig, *, remedy: str) -> None:
+    if not batch_rows(longest, longest, config):
         raise UserError(
-            f"batch.tokens is {config.tokens}; expected at least {max(S, T) * config.row_multiple}: batch.row_multiple = "
-            f"{config.row_multiple} rows of {max(S, T)}, the longest. Raise it, or lower batch.row_multiple or "
-            + (
-                "batch.row_length."
-                if config.layout == "packed"
-                else "data.max_source_length and data.max_target_length."
-            )
+            f"batch.tokens is {config.tokens}; expected at least {longest * config.row_multiple}: "
+            f"batch.row_multiple = {config.row_multiple} rows of {longest}, the longest. Raise it, or "
+            f"lower batch.row_multiple or {remedy}."
         )

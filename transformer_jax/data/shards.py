@@ -1,151 +1,239 @@
-"""A work directory's corpora; that of the training text may be prepared in parts, by many processes
-or machines.
+"""A shard of a corpus on disk: token arrays, tokenised once, then opened by memory map.
 
-Of F files in the text, part k of n (both from 0) is files floor(k F / n) <= f < floor((k + 1) F /
-n). It is a corpus of its own, named after a hash of its files and the settings. The parts in order,
-opened as one, are the corpus that a single process would have built: same pairs, same order, same
-segmentations, same fingerprint.
+A shard lives in ``<directory>/<fingerprint>``, named after its text and all settings that matter. It
+is written under another name and renamed when complete, so a crash leaves a temporary folder that
+nobody opens. If two processes build one shard, the second waits and opens what the first one built.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import errno
+import json
 import logging
-from collections.abc import Sequence
-from itertools import chain, pairwise
+import os
+import shutil
+import time
+import uuid
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import Config, PairsConfig
-from transformer_jax.data.corpus import Corpus, build, locate, open_corpus, require_pairs
+from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import one_file_each
-from transformer_jax.data.joined import Joined
-from transformer_jax.data.tokenize import TokeniseJob
+from transformer_jax.data.sources import read_pairs
+from transformer_jax.data.tokenize import TokeniseJob, tokenised
 from transformer_jax.errors import UserError
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.storage import locked
 
 _log = logging.getLogger(__name__)
 
-
-def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: str) -> Corpus:
-    """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be; only train is
-    segmented at random.
-
-    With ``data.shards`` above 1 those of train are opened; ``UserError`` if one is missing.
-    """
-    pairs: PairsConfig = getattr(config.data, name)
-    if name == "train" and config.data.shards > 1:
-        corpus = _open_parts(workdir, config, tokenizer)
-        require_pairs(corpus.statistics, pairs)
-    else:
-        corpus = build(_job(config, tokenizer, name), pairs, _directory(workdir, config))
-    _log_statistics(name, corpus)
-    return corpus
+_STALE_SECONDS = 600.0  # an abandoned temporary folder is deleted at this age
+_TEMPORARY = "tmp-"
+_MANIFEST = "manifest.json"
+_SIDES = ("source", "target")
+COUNTS = ("read", "kept", "empty", "too_long", "ratio", "invalid_utf8")
+"""Of pairs, in ``Shard.statistics``: read, kept, and left out for these reasons."""
 
 
-def prepare_shard(workdir: Path, config: Config, tokenizer: Tokenizer, shard: int) -> Corpus:
-    """Shard ``shard`` (from 0) of the ``config.data.shards`` shards of the training text, built if need
-    be; it may be empty.
-    """
-    pairs, first_file = _shares(config)[shard]
-    job = dataclasses.replace(_job(config, tokenizer, "train"), first_file=first_file)
-    corpus = build(job, pairs, _directory(workdir, config), may_be_empty=config.data.shards > 1)
-    _log_statistics(f"shard {shard}/{config.data.shards}", corpus)
-    return corpus
+class Sequences(NamedTuple):
+    """Sequence j is ``tokens[offsets[j] : offsets[j + 1]]``; it ends with EOS and has no BOS."""
+
+    tokens: np.ndarray
+    """uint16, or int32 where the vocabulary is larger than that."""
+    offsets: np.ndarray
+    """int64."""
 
 
-def join(parts: Sequence[Corpus], fingerprint: str) -> Corpus:
-    """The corpora in this order as one; their arrays stay where they are."""
-    K, lengths = parts[0].num_samples, [part.num_pairs for part in parts]
-    arrays: dict[str, Any] = {}
-    for side in ("source", "target"):
-        tokens, offsets, shifts, total = [], [], [], 0
-        for v in range(K):
-            for part, N in zip(parts, lengths, strict=True):
-                part_tokens, part_offsets = (
-                    getattr(part, f"{side}_tokens"),
-                    getattr(part, f"{side}_offsets"),
-                )
-                begin, end = int(part_offsets[v * N]), int(part_offsets[(v + 1) * N])
-                tokens.append(part_tokens[begin:end])
-                offsets.append(part_offsets[v * N : (v + 1) * N])
-                shifts.append(total - begin)
-                total += end - begin
-        arrays |= {
-            f"{side}_tokens": Joined(tokens),
-            f"{side}_offsets": Joined([*offsets, np.array([total])], [*shifts, 0]),
-        }
-    statistics = {
-        name: sum(part.statistics[name] for part in parts) for name in parts[0].statistics
-    }
-    return Corpus(
-        fingerprint, sum(lengths), K, **arrays, statistics=statistics, directory=parts[0].directory
-    )
+class Shard(NamedTuple):
+    """N pairs in K segmentations: sequence ``v * N + i`` is pair ``i`` in segmentation ``v``."""
+
+    fingerprint: str
+    sides: tuple[Sequences, Sequences]
+    """Source and target."""
+    num_pairs: int
+    statistics: dict[str, int]
 
 
-def _open_parts(workdir: Path, config: Config, tokenizer: Tokenizer) -> Corpus:
-    directory, job = _directory(workdir, config), _job(config, tokenizer, "train")
-    parts = []
-    for k, (pairs, first_file) in enumerate(_shares(config)):
-        folder, fingerprint = locate(
-            dataclasses.replace(job, first_file=first_file), pairs, directory
-        )
-        corpus = open_corpus(folder, fingerprint)
-        if corpus is None:
-            shard, path = f"{k}/{config.data.shards}", workdir / "config.json"
+def build_shard(job: TokeniseJob, directory: Path, *, may_be_empty: bool = False) -> Shard:
+    """The shard that a job makes; opened if it is there already."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fingerprint = job.fingerprint(directory / "digests")
+    if shard := open_shard(directory, fingerprint):
+        return shard
+    _remove_stale(directory)
+    final = directory / fingerprint[:20]
+    notice = f"Another process is tokenising the same text ({final}); waiting for it."
+    with locked(_lock_file(final), wait=True, notice=notice):
+        if shard := open_shard(directory, fingerprint):  # built while this process waited
+            return shard
+        if final.exists():
+            _log.warning("The tokenised corpus %s is damaged; it is built again.", final)
+        temporary = directory / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex}"
+        temporary.mkdir()
+        try:
+            _write(temporary, fingerprint, job, may_be_empty=may_be_empty)
+            return _publish(temporary, final, fingerprint)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
             raise UserError(
-                f"Shard {shard} of the training text is {'damaged' if folder.exists() else 'missing'}: {folder}; expected "
-                "what this command makes of the text and settings as they are now:\n"
-                f"  python -m transformer_jax.training.tokenize_ahead --config {path} --workdir {workdir} --shard {shard}"
+                f"The disk of {str(directory)!r} is full; expected room for the tokenised corpus: "
+                "free some, or set data.cache."
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _lock_file(final: Path) -> Path:
+    # a file: other machines would not see the lock of a folder on a network file system
+    return final.with_name(f".{final.name}.lock")
+
+
+def _remove_stale(directory: Path) -> None:
+    """Delete what killed builders left: their locks went with them."""
+    for folder in directory.glob(f"{_TEMPORARY}*"):
+        final = directory / folder.name.removeprefix(_TEMPORARY).partition("-")[0]
+        with suppress(OSError):
+            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - newest > _STALE_SECONDS:
+                with locked(_lock_file(final)) as held:
+                    if held:
+                        shutil.rmtree(folder)
+
+
+def _write(folder: Path, fingerprint: str, job: TokeniseJob, *, may_be_empty: bool) -> None:
+    counts = dict.fromkeys(COUNTS, 0)
+    data = job.data
+    files = (
+        read_pairs(file, data.root, invalid_utf8=data.invalid_utf8, counts=counts)
+        for file in one_file_each(job.pairs, data.root)
+    )
+    with closing(tokenised(files, job)) as chunks:  # also after an error: its processes end
+        for chunk in chunks:
+            for name, count in chunk.statistics.items():
+                counts[name] += count
+            for side, segmentations in zip(_SIDES, chunk.flat, strict=True):
+                for v, (tokens, lengths) in enumerate(segmentations):
+                    _append(_tokens_file(folder, side, v), tokens)
+                    _append(folder / f"{side}_lengths.{v}", lengths)
+    counts["read"] += counts["invalid_utf8"]
+    if not may_be_empty:
+        require_pairs(counts, job.pairs)
+    for side in _SIDES:
+        _join_segmentations(folder, side, job.num_samples)
+    manifest = {
+        "fingerprint": fingerprint,
+        "num_pairs": counts["kept"],
+        "num_samples": job.num_samples,
+        "dtypes": [dtype.name for dtype in job.dtypes()],
+        "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+        "statistics": counts,
+    }
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _join_segmentations(folder: Path, side: str, num_samples: int) -> None:
+    """Put the segmentations' tokens into one file, and make offsets of their lengths."""
+    offset = 0
+    _append(folder / f"{side}_offsets", np.zeros(1, np.int64))
+    for v in range(num_samples):
+        lengths_file, tokens_file = folder / f"{side}_lengths.{v}", _tokens_file(folder, side, v)
+        lengths_file.touch()  # there may have been no chunk
+        tokens_file.touch()
+        if v:
+            with (
+                open(tokens_file, "rb") as tokens,
+                open(_tokens_file(folder, side, 0), "ab") as all,
+            ):
+                shutil.copyfileobj(tokens, all, 2**20)
+            tokens_file.unlink()
+        with open(lengths_file, "rb") as file:
+            while len(lengths := np.fromfile(file, np.int32, 2**20)):
+                ends = offset + np.cumsum(lengths, dtype=np.int64)
+                offset = int(ends[-1])
+                _append(folder / f"{side}_offsets", ends)
+        lengths_file.unlink()
+
+
+def _tokens_file(folder: Path, side: str, v: int) -> Path:
+    return folder / (f"{side}_tokens.{v}" if v else f"{side}_tokens")
+
+
+def _append(path: Path, array: np.ndarray) -> None:
+    # opened anew each time: with many segmentations there are many files
+    with open(path, "ab") as file:
+        file.write(array.data)
+
+
+def _publish(temporary: Path, final: Path, fingerprint: str) -> Shard:
+    """Give the finished folder its name, unless another builder was faster: locks do not reach
+    everywhere.
+    """
+    for path in (*temporary.iterdir(), temporary):
+        _sync(path)
+    exists, shard = final.exists(), open_shard(final.parent, fingerprint)
+    if shard is None:
+        if exists:  # damaged
+            final.rename(temporary / "damaged")
+            shutil.rmtree(temporary / "damaged")
+        try:
+            temporary.rename(final)
+        except OSError:
+            if not final.exists():  # else the other builder's name for it came first
+                raise
+        _sync(final.parent)
+        shard = open_shard(final.parent, fingerprint)
+    assert shard is not None, f"{final} was just written and does not open"
+    return shard
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def open_shard(directory: Path, fingerprint: str) -> Shard | None:
+    """The shard in ``directory`` with this fingerprint; None if it is absent or damaged."""
+    folder = directory / fingerprint[:20]
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        sizes = manifest["sizes"]
+        if manifest["fingerprint"] != fingerprint or any(
+            (folder / name).stat().st_size != size for name, size in sizes.items()
+        ):
+            return None
+        source, target = (
+            Sequences(
+                _map(folder / f"{side}_tokens", dtype), _map(folder / f"{side}_offsets", "int64")
             )
-        parts.append(corpus)
-    _, fingerprint = locate(job, config.data.train, directory)
-    return join(parts, fingerprint)
-
-
-def _shares(config: Config) -> list[tuple[PairsConfig, int]]:
-    """The files of each part, and how many stand before them."""
-    files, count = one_file_each(config.data.train, config.data.root), config.data.shards
-    if count > len(files):
-        raise UserError(
-            f"data.shards is {count}; expected at most {len(files)}, the files of data.train: a shard is whole files. Cut large "
-            "ones, on both sides at the same lines (split -l 1000000), and name them by a glob."
+            for side, dtype in zip(_SIDES, manifest["dtypes"], strict=True)
         )
-    bounds = [k * len(files) // count for k in range(count + 1)]
-    shares = []
-    for first, end in pairwise(bounds):
-        source = tuple(chain.from_iterable(file.source for file in files[first:end]))
-        target = tuple(chain.from_iterable(file.target for file in files[first:end]))
-        shares.append((dataclasses.replace(config.data.train, source=source, target=target), first))
-    return shares
+        num_pairs, statistics = manifest["num_pairs"], manifest["statistics"]
+        return Shard(fingerprint, (source, target), num_pairs, statistics)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
-def _job(config: Config, tokenizer: Tokenizer, name: str) -> TokeniseJob:
-    if name != "train" or not config.tokenizer.sampling:
-        return TokeniseJob(tokenizer, config.data, 0.0, 1, 0)
-    return TokeniseJob(
-        tokenizer,
-        config.data,
-        config.tokenizer.sampling,
-        config.tokenizer.sampled_epochs,
-        config.seed,
-    )
+def _map(path: Path, dtype: str) -> np.ndarray:
+    # an empty file cannot be mapped
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
-def _directory(workdir: Path, config: Config) -> Path:
-    return Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus"
-
-
-def digests_folder(workdir: Path, config: Config) -> Path:
-    """Where the hashes of the text's files are remembered."""
-    return _directory(workdir, config) / "digests"
-
-
-def _log_statistics(name: str, corpus: Corpus) -> None:
-    _log.info(
-        "%s pairs: %s",
-        name,
-        ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items()),
-    )
+def require_pairs(statistics: dict[str, int], pairs: PairsConfig) -> None:
+    """``UserError`` if no pair was kept."""
+    if not statistics["kept"]:
+        where = (
+            ", ".join(map(repr, pairs.source[:3])) + ", ..." * (len(pairs.source) > 3)
+            or f"data of kind {pairs.kind!r}"
+        )
+        raise UserError(
+            "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} longer "
+            "than data.max_source_length or data.max_target_length, {ratio:,} beyond "
+            "data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least one: check the text, "
+            "or relax these settings.".format(**statistics, where=where)
+        )

@@ -1,27 +1,28 @@
-"""Sentence pairs to arrays of tokens, by several processes: the working half of ``corpus``.
+"""Sentence pairs to token arrays, in several processes.
 
-This module is what the worker processes run: nothing that it imports may import jax.
+The worker processes import this module: nothing that it imports may import jax.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
 import os
 import pickle
-import sys
-import traceback
+import signal
+import tempfile
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from queue import SimpleQueue
-from subprocess import PIPE, Popen
-from typing import IO, cast
 
+import loky
 import numpy as np
 
 from transformer_jax.config import DataConfig, PairsConfig
@@ -33,9 +34,9 @@ from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
 _FORMAT = 1  # part of the fingerprint: raise it when the same input would give other arrays
-# part of the fingerprint too: each chunk is segmented by a seed of its own
+# Part of the fingerprint too, as each chunk is segmented with its own seed.
 _CHUNK_PAIRS, _CHUNK_CHARACTERS = 8192, 2**21
-_SMALL = 100_000  # pairs x segmentations up to which starting processes costs more than they save
+_SMALL = 100_000  # pairs x segmentations; below, starting processes costs more than it saves
 
 Pairs = list[tuple[str, str]]
 Number = int | tuple[int, int]  # of a chunk: within the first file, or (file, number within it)
@@ -44,7 +45,7 @@ Flat = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class TokenisedChunk:
-    """What is kept of a chunk: ``flat[side][v]`` is (tokens, lengths)."""
+    """The pairs of a chunk that pass the filters: ``flat[side][v]`` is (tokens, lengths)."""
 
     flat: list[list[Flat]]
     statistics: dict[str, int]
@@ -52,24 +53,23 @@ class TokenisedChunk:
 
 @dataclass(frozen=True)
 class TokeniseJob:
-    """Everything but the text that decides a corpus; sent once to each worker."""
+    """Everything that decides what a tokenised text contains."""
 
+    pairs: PairsConfig
     tokenizer: Tokenizer
     data: DataConfig
-    sampling: float
-    num_samples: int
-    seed: int
+    sampling: float = 0.0
+    num_samples: int = 1
+    seed: int = 0
     first_file: int = 0
-    """Where the text is part of a longer one: how many files stand before it."""
+    """How many files of a longer text stand before this one."""
 
-    def fingerprint(self, pairs: PairsConfig, *, digests: Path | None = None) -> str:
-        """SHA-256 (hex) of the text, this job's settings and the format. ``digests``: see
-        ``pairs_fingerprint``.
-        """
+    def fingerprint(self, digests: Path) -> str:
+        """SHA-256 (hex) of the text, the settings and the format; ``digests`` remembers files."""
         data = self.data
         settings: list[object] = [
             (_FORMAT, _CHUNK_PAIRS, _CHUNK_CHARACTERS),
-            pairs_fingerprint(pairs, data.root, digests=digests),
+            pairs_fingerprint(self.pairs, data.root, digests=digests),
             self.tokenizer.fingerprint,
             (
                 data.max_source_length,
@@ -79,12 +79,32 @@ class TokeniseJob:
             ),
             (self.sampling, self.num_samples, self.seed),
         ]
-        if self.sampling and (self.first_file or len(one_file_each(pairs, data.root)) > 1):
+        if self.sampling and (self.first_file or len(one_file_each(self.pairs, data.root)) > 1):
             settings.append(("chunks by file", self.first_file))
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
+    def shards(self, count: int) -> list[TokeniseJob]:
+        """The jobs for so many shards of the text; ``UserError`` if it has fewer files.
+
+        Of F files, shard k of n (both from 0) has files floor(k F / n) <= f < floor((k + 1) F / n).
+        """
+        files = one_file_each(self.pairs, self.data.root)
+        if count > len(files):
+            raise UserError(
+                f"data.shards is {count}; expected at most {len(files)}, the files of data.train: a "
+                "shard is whole files. Cut large ones, on both sides at the same lines (split -l "
+                "1000000), and name them by a glob."
+            )
+        jobs = []
+        for first, end in pairwise(k * len(files) // count for k in range(count + 1)):
+            source = tuple(chain.from_iterable(file.source for file in files[first:end]))
+            target = tuple(chain.from_iterable(file.target for file in files[first:end]))
+            pairs = dataclasses.replace(self.pairs, source=source, target=target)
+            jobs.append(dataclasses.replace(self, pairs=pairs, first_file=first))
+        return jobs
+
     def dtypes(self) -> list[np.dtype]:
-        """Of the source's and the target's tokens."""
+        """Of source and target tokens."""
         sizes = self.tokenizer.source_vocab_size, self.tokenizer.target_vocab_size
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
@@ -96,38 +116,34 @@ class TokeniseJob:
             lines = [pair[side] for pair in pairs]
             for v in range(self.num_samples):
                 digest = hashlib.sha256(repr((self.seed, number, v, side)).encode()).digest()
-                ids = encode(
-                    lines, sampling=self.sampling, seed=int.from_bytes(digest[:4], "little")
-                )
+                seed = int.from_bytes(digest[:4], "little")
+                ids = encode(lines, sampling=self.sampling, seed=seed)
                 flat[side].append(flatten(ids, self.dtypes()[side]))
         # A pair stays if it passes in every segmentation: then all of them hold the same pairs.
         source_KN, target_KN = (np.stack([lengths for _, lengths in side]) for side in flat)
         blank = np.array([not (source.strip() and target.strip()) for source, target in pairs])
         empty = blank | ((source_KN == 1) | (target_KN == 1)).any(0)
-        long = (
-            (source_KN > self.data.max_source_length) | (target_KN > self.data.max_target_length)
-        ).any(0) & ~empty
-        # EOS + 4 = 5
-        shorter_KN, longer_KN = (
-            np.minimum(source_KN, target_KN) + 4,
-            np.maximum(source_KN, target_KN) + 4,
-        )
-        most = self.data.max_length_ratio or np.inf
+        data = self.data
+        long_KN = (source_KN > data.max_source_length) | (target_KN > data.max_target_length)
+        long = long_KN.any(0) & ~empty
+        # The ratio is of tokens + 5; EOS is one of these 5.
+        shorter_KN = np.minimum(source_KN, target_KN) + 4
+        longer_KN = np.maximum(source_KN, target_KN) + 4
+        most = data.max_length_ratio or np.inf
         ratio = (longer_KN > most * shorter_KN).any(0) & ~empty & ~long
         keep = ~(empty | long | ratio)
-        left_out = {"empty": empty, "too_long": long, "ratio": ratio}
+        masks = {"kept": keep, "empty": empty, "too_long": long, "ratio": ratio}
         return TokenisedChunk(
             [
                 [(tokens[np.repeat(keep, lengths)], lengths[keep]) for tokens, lengths in side]
                 for side in flat
             ],
-            {"read": len(pairs), "kept": int(keep.sum())}
-            | {name: int(mask.sum()) for name, mask in left_out.items()},
+            {"read": len(pairs)} | {name: int(mask.sum()) for name, mask in masks.items()},
         )
 
 
 def flatten(sequences: Sequence[Sequence[int]], dtype: np.dtype) -> Flat:
-    """All tokens in a row, EOS after each sequence, and int32 lengths that count it."""
+    """All tokens in a row, EOS after each sequence, and int32 lengths that count EOS."""
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
     ended = chain.from_iterable(chain(sequence, (EOS_ID,)) for sequence in sequences)
     return np.fromiter(ended, dtype, int(lengths.sum(dtype=np.int64))), lengths
@@ -149,9 +165,7 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[Pairs]:
 def _numbered_chunks(
     files: Iterable[Iterable[tuple[str, str]]], first_file: int
 ) -> Iterator[tuple[Number, Pairs]]:
-    """Chunks end with their file, and are numbered within it: so they are the same if other files
-    are worked on apart.
-    """
+    """Chunks end with their file and are numbered within it: they do not depend on other files."""
     for file, pairs in enumerate(files, first_file):
         for number, chunk in enumerate(_chunks(pairs)):
             yield (file, number) if file else number, chunk
@@ -160,9 +174,7 @@ def _numbered_chunks(
 def tokenised(
     files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob
 ) -> Generator[TokenisedChunk, None, None]:
-    """The files' chunks in order, tokenised here if few, else by worker processes with a bounded
-    number in flight.
-    """
+    """The files' chunks in order; worker processes tokenise them unless there are few."""
     numbered = _numbered_chunks(files, job.first_file)
     head = list(islice(numbered, _SMALL // (_CHUNK_PAIRS * job.num_samples) + 1))
     more = list(islice(numbered, 1))
@@ -170,99 +182,55 @@ def tokenised(
     everything = chain(head, more, numbered)
     if workers == 1 or not more:
         yield from map(job.tokenise, everything)
-        return
-    with ThreadPoolExecutor(workers) as pool, _workers(job, workers) as ask:
+    else:
+        yield from _tokenised_by_workers(everything, job, workers)
+
+
+# Loky's processes, unlike those of multiprocessing, neither import the main program (jax included,
+# and scripts without a main guard) nor fork (unsafe beside JAX's threads).
+
+
+def _tokenised_by_workers(
+    chunks: Iterable[tuple[Number, Pairs]], job: TokeniseJob, workers: int
+) -> Generator[TokenisedChunk, None, None]:
+    with tempfile.NamedTemporaryFile() as file:  # as an argument it would start them one by one
+        pickle.dump(job, file, pickle.HIGHEST_PROTOCOL)
+        file.flush()
+        executor = loky.ProcessPoolExecutor(
+            workers, initializer=_start_worker, initargs=(os.getpid(),)
+        )
         pending: deque[Future[TokenisedChunk]] = deque()
         try:
-            for chunk in everything:
-                pending.append(pool.submit(ask, chunk))
+            for chunk in chunks:
+                pending.append(executor.submit(_tokenise_in_worker, file.name, chunk))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-# The processes are plain ones that read chunks from a pipe, not those of ``multiprocessing``: those
-# import the program that was started (jax included) or fork (unsafe beside JAX's threads), and stay
-# for ever when their parent is killed.
-
-_WORKER_PROGRAM = f"from {__name__} import _serve; _serve()"
-
-
-@contextmanager
-def _workers(
-    job: TokeniseJob, count: int
-) -> Iterator[Callable[[tuple[Number, Pairs]], TokenisedChunk]]:
-    """A function, for several threads, that has a chunk tokenised by the next idle one of ``count``
-    processes.
-    """
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    idle: SimpleQueue[Popen[bytes]] = SimpleQueue()
-
-    def ask(numbered_chunk: tuple[Number, Pairs]) -> TokenisedChunk:
-        process = idle.get()
-        try:
-            _send(process.stdin, numbered_chunk)
-            answer = pickle.load(cast(IO[bytes], process.stdout))
-        except (OSError, EOFError, pickle.UnpicklingError):
+        except loky.process_executor.TerminatedWorkerError as error:
+            codes = str(error).partition("{")[2].partition("}")[0]
             raise UserError(
-                f"A tokenising process died (exit status {process.wait()}); if memory ran out, lower data.workers."
+                f"A tokenising process died: {codes}; if memory ran out, lower data.workers."
             ) from None
         finally:
-            idle.put(process)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    processes: list[Popen[bytes]] = []
-    with ExitStack() as stack:
-        for _ in range(count):
-            process = Popen(
-                [sys.executable, "-c", _WORKER_PROGRAM],
-                stdin=PIPE,
-                stdout=PIPE,
-                env=os.environ | {"PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C is for the parent alone
-            )
-            stack.callback(_end, process)
-            processes.append(process)
-        # only now, as the job is more than a pipe holds: they start side by side
-        for process in processes:
-            with suppress(BrokenPipeError):  # it died at once, as its first chunk will find
-                _send(process.stdin, job)
-            idle.put(process)
-        yield ask
+            executor.shutdown(kill_workers=bool(pending))
 
 
-def _end(process: Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):  # from what was not read any more
-            pipe.close()
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent alone
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
-def _send(pipe: IO[bytes] | None, message: object) -> None:
-    assert pipe is not None
-    pickle.dump(message, pipe, pickle.HIGHEST_PROTOCOL)
-    pipe.flush()
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
-def _serve() -> None:
-    """A worker: one answer for each chunk, until the parent closes the pipe or ends."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
-    with suppress(EOFError, BrokenPipeError):
-        job: TokeniseJob = pickle.load(sys.stdin.buffer)
-        while True:
-            chunk = pickle.load(sys.stdin.buffer)
-            answer: TokenisedChunk | Exception
-            try:
-                answer = job.tokenise(chunk)
-            except Exception as error:
-                error.add_note(traceback.format_exc())
-                answer = error
-            _send(answers, answer)
+def _tokenise_in_worker(job: str, chunk: tuple[Number, Pairs]) -> TokenisedChunk:
+    return _load(job).tokenise(chunk)
+
+
+@functools.cache
+def _load(job: str) -> TokeniseJob:
+    return pickle.loads(Path(job).read_bytes())

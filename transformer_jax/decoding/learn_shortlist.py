@@ -16,7 +16,7 @@ import tyro
 
 from transformer_jax.cli import check_output, run_program
 from transformer_jax.config_io import load_config_file
-from transformer_jax.data.shards import prepare_corpus
+from transformer_jax.data.corpus import prepare_corpus
 from transformer_jax.decoding.lexicon import learn
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError

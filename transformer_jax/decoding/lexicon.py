@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.corpus import Corpus, ranges
 from transformer_jax.data.sources import read_lines
-from transformer_jax.data.windows import ranges
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 from transformer_jax.tokenizer import Tokenizer
@@ -54,7 +53,7 @@ def learn(
     Memory is bounded whatever the corpus' size: when the table grows too large, each source token
     keeps its strongest.
     """
-    total = len(corpus.source_offsets) - 1
+    total = corpus.num_samples * corpus.num_pairs
     sequences = np.arange(min(total, max_pairs)) * total // min(total, max_pairs)
     shape = source_vocab_size, target_vocab_size
     counts, waiting, frequency = (
@@ -172,41 +171,30 @@ class _Links(NamedTuple):
 def _links(corpus: Corpus, sequences: np.ndarray) -> Iterator[_Links]:
     for start in range(0, len(sequences), 1 << 16):
         block = sequences[start : start + (1 << 16)]
-        sources = _Sides(corpus.source_offsets[block], corpus.source_offsets[block + 1])
-        # without EOS
-        targets = _Sides(corpus.target_offsets[block], corpus.target_offsets[block + 1] - 1)
-        chunk_of_pair = np.cumsum(sources.lengths * targets.lengths) // _CHUNK
-        edges = np.flatnonzero(np.diff(chunk_of_pair)) + 1
-        for pairs in np.split(np.arange(len(block)), edges):
-            links = _links_of(corpus, sources.of(pairs), targets.of(pairs))
+        source, s_N = corpus.source(block)
+        target, t_N = corpus.target(block)
+        target, t_N = np.delete(target, np.cumsum(t_N) - 1), t_N - 1  # without EOS
+        edges = np.flatnonzero(np.diff(np.cumsum(s_N * t_N) // _CHUNK)) + 1
+        chunks = zip(
+            np.split(source, np.cumsum(s_N)[edges - 1]),
+            np.split(s_N, edges),
+            np.split(target, np.cumsum(t_N)[edges - 1]),
+            np.split(t_N, edges),
+        )
+        for chunk in chunks:
+            links = _links_of(*chunk)
             if len(links.target_P):
                 yield links
 
 
-class _Sides(NamedTuple):
-    """Where the sequences of one side begin and end."""
-
-    starts: np.ndarray
-    ends: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.ends - self.starts
-
-    def of(self, pairs: np.ndarray) -> _Sides:
-        return _Sides(self.starts[pairs], self.ends[pairs])
-
-
-def _links_of(corpus: Corpus, sources: _Sides, targets: _Sides) -> _Links:
-    source = corpus.source_tokens[ranges(sources.starts, sources.lengths)].astype(np.int64)
+def _links_of(source: np.ndarray, s_N: np.ndarray, target: np.ndarray, t_N: np.ndarray) -> _Links:
+    source = source.astype(np.int64)
     source[source == EOS_ID] = _NULL  # its place is free
-    target = corpus.target_tokens[ranges(targets.starts, targets.lengths)].astype(np.int64)
-    pair_T = np.repeat(np.arange(len(targets.starts)), targets.lengths)
-    choices_T = sources.lengths[pair_T]
-    source_starts = np.cumsum(sources.lengths) - sources.lengths
+    choices_T = np.repeat(s_N, t_N)
+    source_starts_T = np.repeat(np.cumsum(s_N) - s_N, t_N)
     return _Links(
-        source_P=source[ranges(source_starts[pair_T], choices_T)],
-        target_P=np.repeat(target, choices_T),
+        source_P=source[ranges(source_starts_T, choices_T)],
+        target_P=np.repeat(target.astype(np.int64), choices_T),
         first_T=np.cumsum(choices_T) - choices_T,
         choices_T=choices_T,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_jax.data.windows import ranges
+from transformer_jax.data.corpus import ranges
 from transformer_jax.decoding.lexicon import Lexicon, read_table, strongest
 from transformer_jax.decoding.search import padded_length
 from transformer_jax.errors import UserError

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from transformer_jax.checkpoint import choose_checkpoints, load_parameters
 from transformer_jax.config import Config
+from transformer_jax.data.batching import whole_corpus
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.evaluation_batches import whole_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import from_first

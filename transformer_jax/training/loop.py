@@ -25,9 +25,8 @@ from transformer_jax.checkpoint import load_parameters, patience_is_over
 from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import Batch, BatchPlan
-from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.corpus import Corpus, prepare_corpus
 from transformer_jax.data.loader import load_batches, place
-from transformer_jax.data.shards import prepare_corpus
 from transformer_jax.distributed import (
     all_or_none,
     check_agreement,

@@ -17,7 +17,7 @@ from transformer_jax.checkpoint import choose_checkpoints
 from transformer_jax.checkpoint_files import complete_steps
 from transformer_jax.config import Config, PairsConfig
 from transformer_jax.config_io import load_config_file, to_json
-from transformer_jax.data.shards import digests_folder
+from transformer_jax.data.corpus import digests_folder
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir

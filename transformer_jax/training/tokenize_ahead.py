@@ -22,7 +22,7 @@ import tyro
 from transformer_jax.cli import config_in_flags, parse, parse_shard, run_program
 from transformer_jax.config import Config
 from transformer_jax.config_io import load_config_file
-from transformer_jax.data.shards import prepare_shard
+from transformer_jax.data.corpus import prepare_shard
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import require_folder
 from transformer_jax.tokenizer import Tokenizer
