@@ -17,6 +17,7 @@ ORDER = [
     "special_ids",
     "machine",
     "storage",
+    "config_checks",
     "config",
     "config_io",
     "cli",

@@ -1,0 +1,87 @@
+"""What values a setting may have: ranges declared in the types of fields, and their check."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval
+
+from transformer_jax.errors import UserError, shown
+
+# The type of a field declares its range, and in words what an error message says was expected.
+Positive = Annotated[int, Interval(ge=1, lt=2**31), "a positive number below 2^31"]
+Count = Annotated[int, Interval(ge=0, lt=2**31), "a number from 0 to 2^31 - 1"]
+Seed = Annotated[int, Interval(ge=0, lt=2**32), "a number from 0 to 2^32 - 1"]
+PositiveFloat = Annotated[float, Interval(gt=0), "a positive number"]
+NonNegative = Annotated[float, Interval(ge=0), "0 or more"]
+AtLeastOne = Annotated[float, Interval(ge=1), "at least 1"]
+Probability = Annotated[float, Interval(ge=0, lt=1), "a probability in [0, 1)"]
+Fraction = Annotated[float, Interval(ge=0, lt=1), "a value in [0, 1)"]
+Coverage = Annotated[float, Interval(ge=0.98, le=1), "a share from 0.98 to 1, for SentencePiece"]
+TopP = Annotated[float, Interval(gt=0, le=1), "a probability in (0, 1]"]
+VocabSize = Annotated[int, Interval(ge=5, lt=2**31), "more than the four special tokens"]
+PairLength = Annotated[int, Interval(ge=2, lt=2**31), "at least 2: a token and the end symbol"]
+LineLength = Annotated[int, Interval(ge=3, lt=2**31), "at least 3"]
+
+Rule = tuple[str, bool, str]
+"""A rule across fields: the field to name, whether the rule holds, what was expected."""
+
+
+class Section:
+    """Base of a dataclass of settings: checks its fields and then its rules when it is made.
+
+    Raises ``UserError``, which names the field with the ``prefix`` of the class.
+    """
+
+    _prefix = ""
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
+        cls._prefix = prefix
+
+    def __post_init__(self) -> None:
+        for name, allowed in typing.get_type_hints(type(self), include_extras=True).items():
+            if expected := _expected(getattr(self, name), allowed):
+                raise self._error(name, expected)
+        for name, holds, expected in self.rules():
+            if not holds:
+                raise self._error(name, expected)
+
+    def rules(self) -> Iterator[Rule]:
+        """What must hold between fields."""
+        yield from ()
+
+    def _error(self, name: str, expected: str) -> UserError:
+        value = shown(operator.attrgetter(name)(self))
+        return UserError(f"{self._prefix}{name} is {value}; expected {expected}.")
+
+
+def _expected(value: Any, allowed: Any) -> str | None:
+    """What was expected instead of ``value``; None if it is allowed."""
+    origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
+    if origin is Annotated:
+        kind, interval, words = arguments
+        return _expected(value, kind) or (None if _is_within(value, interval) else words)
+    if origin in (typing.Union, types.UnionType):
+        problems = [_expected(value, each) for each in arguments]
+        return None if None in problems else " or ".join(map(str, problems))
+    if origin is Literal:
+        choices = ", ".join(map(repr, arguments))
+        words = f"one of {choices}" if len(arguments) > 1 else choices
+        return None if value in arguments else words
+    if origin is tuple:
+        fits = isinstance(value, tuple) and not any(_expected(v, arguments[0]) for v in value)
+        return None if fits else f"a tuple of {arguments[0].__name__}"
+    if allowed is float and type(value) in (int, float):
+        return None if abs(value) <= sys.float_info.max else "a finite number"
+    return None if type(value) is allowed else allowed.__name__.replace("NoneType", "None")
+
+
+def _is_within(value: float, interval: Interval) -> bool:
+    bounds = {name: bound for name, bound in asdict(interval).items() if bound is not None}
+    return all(getattr(operator, name)(value, bound) for name, bound in bounds.items())
