@@ -24,9 +24,9 @@ def fail(error: BaseException) -> None:
     [
         (UserError("x is 1; expected 2."), "error: x is 1; expected 2.\n"),
         (FileNotFoundError(2, "No such file or directory", "a/b"), "error: 'a/b': No such file"),
-        (FileExistsError(17, "File exists", "a" * 500), "aaa': File exists; expected a usable"),
-        (OSError(28, "No space left on device"), "error: No space left on device; expected"),
-        (OSError("Not a gzipped file"), "error: Not a gzipped file; expected"),
+        (FileExistsError(17, "File exists", "a" * 500), "aaa': File exists; check the path"),
+        (OSError(28, "No space left on device"), "error: No space left on device; check"),
+        (OSError("Not a gzipped file"), "error: Not a gzipped file; check"),
     ],
 )
 def test_what_a_user_can_fix_is_one_short_line(

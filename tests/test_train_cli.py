@@ -10,6 +10,7 @@ import pytest
 
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.config_io import flatten, load_config_file
+from transformer_jax.training.__main__ import COMMON, Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,6 +65,7 @@ def test_plain_help_lists_the_common_flags(help_on: Callable[..., str]) -> None:
     flags = flags_in_help(output)
     assert {"workdir", "config", "data.train.source", "training.steps", "model.d-model"} <= flags
     assert "model.remat" not in flags
+    assert set(COMMON) <= set(flatten(Arguments("w")))
 
 
 def test_help_on_a_section_lists_its_flags_alone(help_on: Callable[..., str]) -> None:

@@ -14,7 +14,6 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from transformer_jax.config import Config
@@ -47,7 +46,7 @@ def run_program(work: Callable[[], int | None]) -> int:
         return 2
     except OSError as error:
         file = "" if error.filename is None else f"{shown(error.filename)}: "
-        advice = "expected a usable file; check path, permissions and free disk space"
+        advice = "check the path, its permissions, free disk space, the network"
         print(f"error: {file}{error.strerror or error}; {advice}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -62,9 +61,9 @@ def _insistent_interrupts() -> Iterator[None]:
     callback. So after Ctrl-C a timer raises the exception again until it is being handled.
     """
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(number: int, _: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 1)
-        if not isinstance(sys.exception(), KeyboardInterrupt):
+        if number == signal.SIGINT or not isinstance(sys.exception(), KeyboardInterrupt):
             raise KeyboardInterrupt
 
     handlers = {}
@@ -85,7 +84,7 @@ def parse(
     arguments: type[T],
     argv: Sequence[str] | None = None,
     *,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
+    defaults: Mapping[str, Any] | None = None,
     common: Collection[str] = (),
 ) -> T:
     """The flags of a program as an instance of ``arguments``.
@@ -107,7 +106,7 @@ def parse(
         for field in dataclasses.fields(arguments)  # type: ignore[arg-type]
         if field.default is field.default_factory is dataclasses.MISSING
     }
-    default = arguments(**values | dict(defaults))
+    default = arguments(**values | dict(defaults or {}))
     spec = sys.modules["__main__"].__spec__
     prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     if asked := {"-h", "--help"} & set(argv):
@@ -120,6 +119,7 @@ def parse(
 def _fields_to_show(
     fields: Collection[str], topic: str, common: Collection[str]
 ) -> Collection[str]:
+    """Those of ``fields`` that ``--help TOPIC`` is about; '' or another flag: plain ``--help``."""
     if not topic or topic.startswith("-"):
         return common or fields
     found = [field for field in fields if topic == "all" or f".{topic}." in f".{field}"]
@@ -154,10 +154,9 @@ def _selection(values: Any, chosen: Collection[str], prefix: str = "") -> type:
 
 
 def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """The fields ``config`` and ``settings`` of a program: the name after ``--config``, and what
-    the file holds.
+    """Defaults of the fields ``config`` and ``settings``: the file after ``--config``, its config.
 
-    The other flags replace single settings. Without ``--config`` they are those of ``Config()``.
+    Without ``--config``: "" and ``Config()``.
     """
     name = "".join(flag_values(argv, "config")[:1])
     return {"config": name, "settings": load_config_file(name) if name else Config()}
