@@ -12,9 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
-from transformer_jax.cli import check_output, run_program
+from transformer_jax.cli import check_output, parse, run_program
 from transformer_jax.config_io import load_config_file
 from transformer_jax.data.corpus import prepare_corpus
 from transformer_jax.decoding.lexicon import learn
@@ -52,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _learn(argv: list[str] | None) -> None:
-    a = tyro.cli(Arguments, prog="python -m transformer_jax.decoding.learn_shortlist", args=argv)
+    a = parse(Arguments, argv)
     if is_url(a.workdir) and not a.output:
         raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
     output = Path(a.output or Path(a.workdir) / "shortlist.npz")
