@@ -20,7 +20,7 @@ from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import devices_for_rows
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.training.reporting import environment
+from transformer_jax.training.summary import environment
 
 _SHAPES = {  # models with random weights
     "base": ModelConfig(vocab_size=32_000),

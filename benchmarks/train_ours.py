@@ -11,8 +11,8 @@ from benchmarks.train_job import PRODUCTS, Job, Turns, best_rate
 from transformer_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from transformer_jax.data.batching import Batch
 from transformer_jax.sharding import batch_sharding, make_mesh
-from transformer_jax.training.reporting import environment
 from transformer_jax.training.step import make_step_functions
+from transformer_jax.training.summary import environment
 
 
 def prepare() -> dict[str, Any]:

@@ -134,8 +134,8 @@ def measure(
     from transformer_jax.config import Config, MeshConfig, ModelConfig
     from transformer_jax.data.batching import Batch
     from transformer_jax.sharding import batch_sharding, make_mesh
-    from transformer_jax.training.reporting import peak_memory_bytes
     from transformer_jax.training.step import make_step_functions
+    from transformer_jax.training.summary import peak_memory_bytes
 
     heads = max(1, d_model // 64)
     model = ModelConfig(

@@ -28,8 +28,8 @@ from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches
 from transformer_jax.data.shards import Sequences, Shard
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
-from transformer_jax.training.reporting import environment, peak_memory_bytes
 from transformer_jax.training.step import make_step_functions
+from transformer_jax.training.summary import environment, peak_memory_bytes
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import TrainState
 
@@ -87,7 +88,7 @@ def workdir(tmp_path_factory):
             bad_steps=zero,
             bad_in_a_row=zero,
         )
-        checkpoints.save(state, {"best_step": 20})
+        checkpoints.save(state, Progress(best_step=20))
     checkpoints.wait()
     return folder
 

@@ -1,11 +1,21 @@
-"""A trained model read from disk: the choice among its checkpoints, their parameters and their
-mean.
+"""Checkpoints on disk: their format, whether they are intact, and the models they hold.
+
+A checkpoint is a folder that can be used on its own; ``training/saver.py`` writes it::
+
+    checkpoints/00000500/
+        config.json, tokenizer.model
+        progress.json    what training remembers besides the state
+        state/           Orbax: parameters, ema (if configured), rest (optimizer state, counters)
+        manifest.json    size and CRC-32 of every file; written last: without it, no checkpoint
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,205 +27,282 @@ import numpy as np
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
-from transformer_jax.checkpoint_files import (
-    MANIFEST,
-    DamagedError,
-    checkpoint_name,
-    complete_steps,
-    is_regular,
-    progress_of,
-    verify,
-)
 from transformer_jax.config import Config
-from transformer_jax.config_io import load_config_file
+from transformer_jax.config_io import flatten, load_config_file
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.remote_workdir import local_workdir
+from transformer_jax.storage import is_url, write_atomically
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
+
+
+class DamagedError(UserError):
+    """The files of a checkpoint are not the ones that were saved."""
+
 
 def load_model(
-    workdir: str | Path, *, average: int | None = None, checkpoint: str | int | None = None
+    workdir: str | Path,
+    *,
+    average: int | None = None,
+    checkpoint: str | int | None = None,
+    strict: bool = False,
 ) -> tuple[Config, Transformer, Tokenizer]:
-    """A trained model from a work directory, or from one checkpoint's folder; from a URL by way of
-    a copy.
+    """The trained model of a work directory, or of a single checkpoint's folder.
 
     Args:
-      average: mean of the parameters of this many checkpoints, the chosen one and the regular ones
-        before it (section 6.1). None: with ``best`` or a step the chosen one alone, otherwise as
-        many of the run's ``training.average`` as there are.
-      checkpoint: ``last`` (damaged ones are passed over with a warning), ``best`` (on dev), or a
-        step. None: the last; where ``training.patience`` ended the run, the best. Of one
-        checkpoint's folder: None, ``last``, or its own step.
+      average: take the mean of the parameters of this many checkpoints: the chosen one and the
+        regular ones before it (section 6.1). None: with ``best`` or a step the chosen one alone,
+        otherwise up to ``training.average``, as many as there are.
+      checkpoint: ``last``, ``best`` (on the dev set), or a step. None: the last, or the best if
+        early stopping ended the run. For a single checkpoint: None, ``last``, or its own step.
+      strict: refuse a damaged checkpoint; otherwise ``last`` and None warn and use older ones.
 
-    Raises UserError if there is no such checkpoint, if it is damaged, or if there are fewer than
-    ``average``.
+    Raises:
+      UserError: there is no such checkpoint, it is damaged, or there are fewer than ``average``.
     """
-    workdir = local_workdir(workdir)
-    chosen = choose_checkpoints(workdir, average=average, checkpoint=checkpoint)
-    # How to decode may have changed since the checkpoint was saved.
-    config = dataclasses.replace(
-        _config_of(chosen[0]), decoding=_config_now(chosen[0], workdir).decoding
-    )
-    graph = nnx.split(
-        nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param
-    )[0]
-    return (
-        config,
-        nnx.merge(graph, jax.tree.map(jnp.asarray, load_parameters(chosen))),
-        Tokenizer.load(chosen[0]),
-    )
+    if is_url(str(workdir)):
+        raise UserError(
+            f"workdir is {str(workdir)!r}; expected a folder (decode.py and Translator.from_workdir "
+            "take URLs)."
+        )
+    workdir = Path(workdir).absolute()
+    chosen = choose_checkpoints(workdir, average=average, checkpoint=checkpoint, strict=strict)
+    config, now = config_of(chosen[0]), _current_config(workdir, chosen[0])
+    then = flatten(config.model, "model.")
+    for name, value in flatten(now.model, "model.").items():
+        if value != then[name] and not name.endswith("vocab_size"):
+            log.warning(
+                "%s is %r in %s/config.json; this has no effect, the model was trained with %r.",
+                *(name, value, workdir, then[name]),
+            )
+    config = dataclasses.replace(config, decoding=now.decoding)
+    graph, _ = nnx.split(_abstract_model(config), nnx.Param)
+    parameters = jax.tree.map(jnp.asarray, load_parameters(chosen))
+    return config, nnx.merge(graph, parameters), Tokenizer.load(chosen[0])
 
 
 def choose_checkpoints(
-    workdir: Path, *, average: int | None = None, checkpoint: str | int | None = None
+    workdir: Path,
+    *,
+    average: int | None = None,
+    checkpoint: str | int | None = None,
+    strict: bool = False,
 ) -> list[Path]:
-    """The folders of the checkpoints whose mean ``load_model`` takes, newest first; they are whole.
-    Raises as it does.
+    """The folders of the checkpoints whose mean ``load_model`` takes: intact, newest first.
+
+    Takes the same arguments and raises the same errors.
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
+    latest = checkpoint in (None, "last")
     if (workdir / MANIFEST).exists():
-        if checkpoint not in (None, "last") and str(checkpoint).zfill(8) != workdir.name:
+        if not latest and str(checkpoint).zfill(8) != workdir.name:
             raise UserError(
-                f"checkpoint is {checkpoint!r}, but {str(workdir)!r} is the folder of one checkpoint; expected last, or the "
-                "run's own folder."
+                f"checkpoint is {checkpoint!r}, but {str(workdir)!r} is the folder of a single "
+                "checkpoint; expected last, or the folder of the whole run."
             )
-        paths = [workdir]
+        folders = [workdir]
+        [chosen] = _intact(folders, strict=True)
     else:
-        paths = _candidates(workdir, "last" if checkpoint is None else checkpoint)
-    of_the_run = checkpoint in (None, "last")
-    whole = _whole(paths, skip_damaged=of_the_run and len(paths) > 1)
-    newest = next(whole, None)
-    if (
-        checkpoint is None
-        and newest not in (None, workdir)
-        and (best := _best_of_ended_run(newest)) is not None
-    ):
-        paths = _candidates(workdir, best)
-        whole = _whole(paths, skip_damaged=len(paths) > 1)
-        newest = next(whole, None)
-    if newest is None:
+        folders = _folders(workdir)
+        chosen = _choose(folders, checkpoint, strict=strict)
+    limit = average or (_current_config(workdir, chosen).training.average if latest else 1)
+    before = filter(is_regular, folders[folders.index(chosen) + 1 :])
+    found = [chosen, *islice(_intact(before, strict=strict or not latest), limit - 1)]
+    if average is not None and len(found) < average:
         raise UserError(
-            f"All {len(paths)} checkpoints in {paths[0].parent} are damaged; expected at least one that is whole."
+            f"average is {average}; expected at most {len(found)}, the number of checkpoints up to "
+            "the chosen one."
         )
-    wanted = average or (_config_now(newest, workdir).training.average if of_the_run else 1)
-    chosen = [newest, *islice(whole, wanted - 1)]
-    if average is not None and len(chosen) < average:
-        raise UserError(
-            f"average is {average}; expected at most {len(chosen)}, the number of checkpoints up to the chosen one."
-        )
-    return chosen
+    return found
 
 
-def load_parameters(paths: Sequence[Path]) -> Any:
-    """The mean of the parameters (with ``optimizer.ema_decay``: of their moving averages) in these
-    checkpoints' folders, a nested dict of NumPy arrays.
-    """
-    model = _config_of(paths[0]).model
-    abstract = nnx.eval_shape(lambda: nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param))
-    # restored as NumPy arrays
-    shapes = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), nnx.to_pure_dict(abstract))
-
-    def load(path: Path) -> Any:
-        which = "ema" if _config_of(path).optimizer.ema_decay > 0 else "parameters"
-        return ocp.load_checkpointables(path / "state", {which: shapes})[which]
-
-    parameters = mean_parameters(map(load, paths))
-    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters)):
-        raise UserError(
-            f"The parameters in {', '.join(map(str, paths))} are not all finite numbers: training diverged, or they were saved "
-            "by something else. Expected a checkpoint from before."
-        )
-    return parameters
-
-
-def _config_of(folder: Path) -> Config:
-    return load_config_file(folder / "config.json")
-
-
-def _config_now(checkpoint: Path, workdir: Path) -> Config:
-    """The work directory's config, or the checkpoint's where there is no such directory."""
-    return _config_of(workdir if (workdir / "config.json").is_file() else checkpoint)
-
-
-def mean_parameters(trees: Iterable[Any]) -> Any:
-    """Mean of trees of NumPy arrays, taken one at a time."""
-    total, count = None, 0
-    for tree in trees:
-        total, count = (tree if total is None else jax.tree.map(np.add, total, tree)), count + 1
-    return jax.tree.map(lambda x: x / np.float32(count), total)
-
-
-def patience_is_over(progress: dict[str, Any], config: Config) -> bool:
-    """Whether dev has not got better for as long as ``training.patience`` says, at a checkpoint
-    with this progress.
-    """
-    return 0 < config.training.patience <= progress.get("since_best", 0)
-
-
-def _best_of_ended_run(newest: Path) -> int | None:
-    """The step of the best checkpoint on dev, if patience ended the run at this one and the best is
-    there.
-    """
+def _choose(folders: list[Path], checkpoint: str | int | None, *, strict: bool) -> Path:
+    """One of a run's checkpoints, which are given newest first."""
+    by_step = {int(folder.name): folder for folder in folders}
+    listed = ", ".join(map(str, sorted(by_step)))
+    if checkpoint not in (None, "last", "best"):
+        step = int(checkpoint) if str(checkpoint).isdigit() else None
+        if step not in by_step:
+            raise UserError(
+                f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}."
+            )
+        return next(_intact([by_step[step]], strict=True))
+    newest = _newest_intact(folders, strict=strict)
     progress = progress_of(newest)
-    best = progress.get("best_step") if patience_is_over(progress, _config_of(newest)) else None
-    return best if best in complete_steps(newest.parent) else None
-
-
-def _candidates(workdir: Path, checkpoint: str | int) -> list[Path]:
-    """The chosen checkpoint and those before it, newest first."""
-    folder = workdir / "checkpoints"
-    steps = complete_steps(folder) if folder.is_dir() else []
-    if not steps:
-        raise UserError(
-            f"{str(workdir)!r} holds no checkpoint; expected a work directory written by train.py --workdir, "
-            "or one of the folders in its checkpoints/."
-        )
-    listed = ", ".join(map(str, steps))
-    step: int | None
-    if checkpoint == "last":
-        step = steps[-1]
-    elif checkpoint == "best":
-        newest = next(
-            _whole([folder / checkpoint_name(step) for step in reversed(steps)], skip_damaged=True),
-            None,
-        )
-        # With none whole, loading the newest will tell what is wrong with it.
-        step = steps[-1] if newest is None else progress_of(newest).get("best_step")
-        if step not in steps:
+    if checkpoint == "best":
+        step = progress.get("best_step")
+        if step not in by_step:
             why = (
-                "nothing was evaluated on dev"
+                "the run was not evaluated on a dev set"
                 if step is None
                 else f"that of step {step} could not be saved"
             )
             raise UserError(
                 f"There is no best checkpoint: {why}. Expected last, or one of {listed}."
             )
-    else:
-        step = int(checkpoint) if str(checkpoint).isdigit() else None
-    if step not in steps:
+        return next(_intact([by_step[step]], strict=True))
+    best = by_step.get(progress.get("early_stopping_best_step", -1))
+    if checkpoint is None and best is not None:
+        return _newest_intact(folders[folders.index(best) :], strict=strict)
+    return newest
+
+
+def load_parameters(checkpoints: Sequence[Path]) -> Any:
+    """The mean of these checkpoints' parameters, a nested dict of NumPy arrays; with
+    ``optimizer.ema_decay``, of their moving averages.
+    """
+    abstract = nnx.to_pure_dict(nnx.state(_abstract_model(config_of(checkpoints[0])), nnx.Param))
+    shapes = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
+
+    def load(folder: Path) -> Any:
+        which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
+        return ocp.load_checkpointables(folder / "state", {which: shapes})[which]
+
+    parameters = mean_parameters(map(load, checkpoints))
+    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters)):
         raise UserError(
-            f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}."
+            f"The parameters in {', '.join(map(str, checkpoints))} are not all finite numbers: "
+            "training diverged, or another program saved them. Choose an earlier checkpoint."
         )
-    before = [folder / checkpoint_name(s) for s in reversed(steps) if s < step]
-    return [folder / checkpoint_name(step), *filter(is_regular, before)]
+    return parameters
 
 
-def _whole(paths: list[Path], *, skip_damaged: bool) -> Iterator[Path]:
-    """Those of ``paths`` that are whole; a damaged one is an error, or passed over."""
-    for path in paths:
+def mean_parameters(trees: Iterable[Any]) -> Any:
+    """The mean of trees of NumPy arrays; holds two of them at a time."""
+    total, count = None, 0
+    for tree in trees:
+        total, count = (tree if total is None else jax.tree.map(np.add, total, tree)), count + 1
+    return jax.tree.map(lambda x: x / np.float32(count), total)
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a step's folder in ``checkpoints/``."""
+    return f"{step:08d}"
+
+
+def steps_of(manifests: Iterable[str]) -> list[int]:
+    """The steps of complete checkpoints, oldest first, from the paths of their manifests."""
+    names = (path.rsplit("/", 2)[-2] for path in manifests)
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def complete_steps(checkpoints: Path) -> list[int]:
+    """The steps of the complete checkpoints in a ``checkpoints/`` folder, oldest first."""
+    return steps_of(path.as_posix() for path in checkpoints.glob(f"*/{MANIFEST}"))
+
+
+def config_of(folder: Path) -> Config:
+    """The config of a checkpoint or work directory."""
+    return load_config_file(folder / "config.json")
+
+
+def progress_of(checkpoint: Path) -> dict[str, Any]:
+    """What training remembered besides the state; empty if that file is damaged."""
+    try:
+        return json.loads((checkpoint / "progress.json").read_text())
+    except (OSError, ValueError):  # ``verify`` reports it
+        return {}
+
+
+def is_imported(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds only parameters, imported for training to start from."""
+    return bool(progress_of(checkpoint).get("imported"))
+
+
+def is_regular(checkpoint: Path) -> bool:
+    """Whether a checkpoint was saved on schedule, not for an interruption or a best dev result.
+
+    Only regular ones are kept and averaged, so that interruptions do not change a run's result.
+    """
+    progress = progress_of(checkpoint)
+    return bool(progress.get("regular", True)) and not progress.get("imported")
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Declare the checkpoint complete."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    entries = {
+        path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _checksum(path)]
+        for path in files
+    }
+    write_atomically(checkpoint / MANIFEST, json.dumps(entries, indent=1))
+
+
+def delete_checkpoint(checkpoint: Path) -> None:
+    """Delete a checkpoint; without its manifest it is none, however far deleting gets."""
+    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def verify(checkpoint: Path) -> None:
+    """Raise ``DamagedError`` unless every file is as it was saved."""
+    try:
+        for name, (size, checksum) in json.loads((checkpoint / MANIFEST).read_text()).items():
+            path = checkpoint / name
+            if not path.is_file():
+                raise DamagedError(f"{name} is missing")
+            if path.stat().st_size != size or _checksum(path) != checksum:
+                raise DamagedError(f"{name} does not have the content that was saved")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DamagedError(str(error)) from None
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _abstract_model(config: Config) -> Transformer:
+    return nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
+
+
+def _current_config(workdir: Path, checkpoint: Path) -> Config:
+    """The work directory's config, or the checkpoint's if there is no work directory."""
+    return config_of(workdir if (workdir / "config.json").is_file() else checkpoint)
+
+
+def _folders(workdir: Path) -> list[Path]:
+    """A run's complete checkpoints, newest first."""
+    checkpoints = workdir / "checkpoints"
+    steps = complete_steps(checkpoints)
+    if not steps:
+        raise UserError(
+            f"{str(workdir)!r} holds no checkpoint; expected a work directory written by train.py "
+            "--workdir, or one of the folders in its checkpoints/."
+        )
+    return [checkpoints / checkpoint_name(step) for step in reversed(steps)]
+
+
+def _newest_intact(folders: list[Path], *, strict: bool) -> Path:
+    """The first of ``folders`` or, where that is damaged, the next regular one that is not."""
+    candidates = [folders[0], *filter(is_regular, folders[1:])]
+    for folder in _intact(candidates, strict=strict or len(candidates) == 1):
+        return folder
+    raise UserError(
+        f"All {len(candidates)} checkpoints in {folders[0].parent} are damaged; expected at least "
+        "one that is intact."
+    )
+
+
+def _intact(folders: Iterable[Path], *, strict: bool) -> Iterator[Path]:
+    """Those of ``folders`` that are intact; damaged ones are warned about or, if ``strict``,
+    raise ``UserError``.
+    """
+    for folder in folders:
         try:
-            verify(path)
+            verify(folder)
         except DamagedError as error:
-            if not skip_damaged:
+            if strict:
                 raise UserError(
-                    f"Checkpoint {path} is damaged: {error}. Choose another with --checkpoint."
+                    f"Checkpoint {folder} is damaged: {error}. Choose another with --checkpoint."
                 ) from None
-            log.warning(
-                "Checkpoint %s is damaged (%s); going on with the one before it.", path, error
-            )
+            log.warning("Checkpoint %s is damaged (%s); using the one before it.", folder, error)
         else:
-            yield path
+            yield folder

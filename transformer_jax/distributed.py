@@ -1,9 +1,9 @@
-"""Several processes as one run: how they find each other, and what one of them does for all.
+"""Several processes as one run: how they find each other, agree, and do work once for all.
 
-JAX's own runtime joins them (``jax.distributed``): every process runs the same program on its own
-devices, arrays and compiled programs span all devices. Short messages between processes go through
-that runtime's key-value store, which, unlike a collective, may be waited for for hours. With one
-process all functions here do nothing out of the ordinary.
+JAX's own runtime (``jax.distributed``) joins them: every process runs the same program on its own
+devices, and arrays and compiled functions span all devices. Short messages travel through the
+runtime's key-value store, where a process can wait for hours, unlike in a collective. With a single
+process the functions here just do the work.
 """
 
 from __future__ import annotations
@@ -26,69 +26,69 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _START_SECONDS = 300  # a cluster may start its processes minutes apart
-# after so long without a sign of life a process is given up, and all others end
-_HEARTBEAT_SECONDS = 40
+_HEARTBEAT_SECONDS = 40  # a process silent for this long is given up, and all others end
 _PREPARING_MILLISECONDS = 7 * 24 * 3600 * 1000  # tokenising a large corpus takes hours
-_numbers = itertools.count()  # all processes ask for the same things in the same order
+_numbers = itertools.count()  # all processes call these functions in the same order
 
 
 def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
     """Join the other processes; must come before anything else that JAX does.
 
     Raises:
-      UserError: flags that do not go together, no cluster that JAX knows, a coordinator that does
-        not answer.
+      UserError: flags that do not go together, no cluster that JAX knows, or a coordinator that
+        does not answer.
     """
     explicit = (settings.coordinator_address, settings.num_processes, settings.process_id)
     if not settings.distributed and explicit == (None, None, None):
         return
-    address, count, number = explicit
     if explicit != (None, None, None):
-        if address is None or count is None or number is None:
-            raise UserError(
-                f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; expected all three of "
-                "them, or --distributed alone where the cluster tells."
-            )
-        if not (0 <= number < count):
-            raise UserError(
-                f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes."
-            )
-        if not address.rpartition(":")[2].isdigit():
-            raise UserError(
-                f"--coordinator-address is {address!r}; expected HOST:PORT of process 0."
-            )
-        if number:
-            _wait_for(address, timeout)
+        _check(settings)
+        if settings.process_id:
+            _wait_for(str(settings.coordinator_address), timeout)
         else:
             log.info(
-                "Process 0 of %d: waiting up to %d s for the others at %s.", count, timeout, address
+                "Process 0 of %d: waiting up to %d s for the others at %s.",
+                *(settings.num_processes, timeout, settings.coordinator_address),
             )
     try:
         jax.distributed.initialize(
-            address,
-            count,
-            number,
-            # Who is told everything need not look for a cluster, which may say something else.
-            cluster_detection_method=None if address is None else "deactivate",
+            *explicit,
+            # With an explicit address JAX must not look for a cluster, which may say otherwise.
+            cluster_detection_method=None if explicit[0] is None else "deactivate",
             initialization_timeout=timeout,
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"The processes did not find each other: {' '.join(str(error).split())} Expected a cluster that JAX knows (Slurm, "
-            "Open MPI, Kubernetes, Cloud TPU), or --coordinator-address, --num-processes and --process-id."
+            f"The processes did not find each other: {' '.join(str(error).split())} Expected a "
+            "cluster that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU), or "
+            "--coordinator-address, --num-processes and --process-id."
         ) from None
-    log.info(
-        "Process %d of %d; %d devices of %d.",
-        rank(),
-        size(),
-        jax.local_device_count(),
-        jax.device_count(),
+    counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
+    log.info("Process %d of %d; %d devices of %d.", *counts)
+
+
+def _check(settings: Processes) -> None:
+    address, count, number = (
+        settings.coordinator_address,
+        settings.num_processes,
+        settings.process_id,
     )
+    if address is None or count is None or number is None:
+        raise UserError(
+            f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; "
+            "expected all three of them, or --distributed alone on a cluster that JAX knows."
+        )
+    if not 0 <= number < count:
+        raise UserError(
+            f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes."
+        )
+    if not address.rpartition(":")[2].isdigit():
+        raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
 
 
 def _wait_for(address: str, timeout: float) -> None:
-    """Until process 0 listens. JAX itself would wait as long, and then abort with a stack trace."""
+    """Wait until process 0 listens. JAX would wait as long, but then abort with a stack trace."""
     host, _, port = address.rpartition(":")
     end = time.monotonic() + timeout
     while True:
@@ -98,34 +98,23 @@ def _wait_for(address: str, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise UserError(
-                    f"The coordinator at {address} did not answer within {timeout:.0f} s ({error}); expected process 0 to run "
-                    "there, reachable from this machine."
+                    f"The coordinator at {address} did not answer within {timeout:.0f} s ({error}); "
+                    "expected process 0 to run there, reachable from this machine."
                 ) from None
             time.sleep(0.5)
 
 
-def rank() -> int:
-    """Which process this is."""
-    return jax.process_index()
-
-
-def size() -> int:
-    """How many processes there are."""
-    return jax.process_count()
-
-
 def is_first() -> bool:
-    """Whether this process does what one must do for all: write logs, figures, the config."""
+    """Whether this process speaks for all: writes logs, figures, the config."""
     return jax.process_index() == 0
 
 
 def from_first(compute: Callable[[], T]) -> T:
     """``compute()`` of process 0, in every process; plain JSON.
 
-    Raises:
-      UserError: in all others, if it failed; in process 0 the error is its own.
+    If it fails, the others raise ``UserError`` with its message.
     """
-    if size() == 1:
+    if jax.process_count() == 1:
         return compute()
     key, client = f"transformer_jax/first/{next(_numbers)}", _client()
     if is_first():
@@ -138,15 +127,14 @@ def from_first(compute: Callable[[], T]) -> T:
         return value
     answer = json.loads(client.blocking_key_value_get(key, _PREPARING_MILLISECONDS))
     if "error" in answer:
-        raise UserError(f"Process 0 could not go on: {answer['error']}")
+        raise UserError(f"Process 0 failed: {answer['error']}")
     return answer["value"]
 
 
 def first_then_others(prepare: Callable[[], T]) -> T:
-    """``prepare()``: first in process 0, then in all others, which find what it left in a folder
-    that all share.
+    """``prepare()`` in process 0, then in all others, which find its files in the shared folder.
 
-    Raises as ``from_first`` does.
+    Raises as ``from_first`` and ``all_or_none`` do.
     """
     results: list[T] = []
     from_first(lambda: results.append(prepare()))
@@ -154,11 +142,8 @@ def first_then_others(prepare: Callable[[], T]) -> T:
 
 
 def all_or_none(work: Callable[[], T]) -> T:
-    """``work()`` in every process; where one's fails, the others do not wait for it in vain.
-
-    Raises:
-      UserError: in those whose work succeeded, with the number and the message of one whose did
-        not.
+    """``work()`` in every process; if it fails in one, the others raise ``UserError`` with its
+    number and message instead of waiting for it.
     """
     try:
         result = work()
@@ -167,25 +152,22 @@ def all_or_none(work: Callable[[], T]) -> T:
         raise
     for number, failure in _from_all("").items():
         if failure:
-            raise UserError(f"Process {number} could not go on: {failure}")
+            raise UserError(f"Process {number} failed: {failure}")
     return result
 
 
 def wait_for_others() -> None:
-    """Until all processes are here."""
-    if size() > 1:
-        _client().wait_at_barrier(
-            f"transformer_jax/barrier/{next(_numbers)}", _PREPARING_MILLISECONDS
-        )
+    """Wait until all processes are here."""
+    if jax.process_count() > 1:
+        barrier = f"transformer_jax/barrier/{next(_numbers)}"
+        _client().wait_at_barrier(barrier, _PREPARING_MILLISECONDS)
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
-    """All processes must have the same values (plain JSON).
-
-    Raises:
-      UserError: everywhere, naming the processes that differ from process 0, and in what.
+    """Raise ``UserError`` in all processes unless all have the same values (plain JSON); names the
+    processes that differ from process 0, and in what.
     """
-    if size() == 1:
+    if jax.process_count() == 1:
         return
     of_process = _from_all(values)
     expected = of_process[0]
@@ -204,19 +186,16 @@ def check_agreement(values: Mapping[str, Any]) -> None:
 
 def _from_all(value: Any) -> dict[int, Any]:
     """Every process' value (plain JSON), by its number."""
-    if size() == 1:
+    if jax.process_count() == 1:
         return {0: value}
     folder, client = f"transformer_jax/from_all/{next(_numbers)}", _client()
-    client.key_value_set(f"{folder}/{rank()}", json.dumps(value))
+    client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(value))
     wait_for_others()
-    found = {
-        int(key.rpartition("/")[2]): json.loads(text)
-        for key, text in client.key_value_dir_get(folder)
-    }
-    return dict(sorted(found.items()))
+    found = client.key_value_dir_get(folder)
+    return dict(sorted((int(key.rpartition("/")[2]), json.loads(text)) for key, text in found))
 
 
 def _client() -> Any:
-    from orbax.checkpoint import multihost  # its one public way to it
+    from orbax.checkpoint import multihost  # the only public way to JAX's client
 
     return multihost.get_jax_distributed_client()

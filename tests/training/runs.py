@@ -23,7 +23,7 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.training.loop import Run
+from transformer_jax.training.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = jax.devices()[:1]  # where the number of devices is not what is tested
@@ -96,6 +96,11 @@ def command(
     )
 
 
+def dev_figures(loss: float, **others: float) -> dict[str, float]:
+    """What an evaluation on the dev set might find."""
+    return {"dev_loss": loss, "dev_perplexity": 2.0, "dev_accuracy": 0.5, **others}
+
+
 def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
     path = workdir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -108,11 +113,9 @@ def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 def final_state(config: Config, workdir: Path) -> Any:
     """Everything in the last checkpoint."""
-    run = Run(config, workdir, ONE)
-    restored = run.checkpoints.restore_latest(run.step_functions.abstract_state)
-    assert restored is not None
-    run.close()
-    return jax.tree.map(np.asarray, restored[0])
+    with prepare(config, workdir, devices=ONE) as run:
+        assert run.checkpoints.steps()
+        return jax.tree.map(np.asarray, run.state)
 
 
 def wait_for(condition: Any, process: subprocess.Popen[str], what: str) -> None:

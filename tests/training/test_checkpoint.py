@@ -32,6 +32,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.sharding import make_mesh
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training import saver as checkpoint_module
+from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import StepFunctions, TrainState, make_step_functions
 
@@ -71,7 +72,7 @@ def _state(run: StepFunctions, step: int) -> TrainState:
 
 def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress: object) -> None:
     for step in steps:
-        checkpoints.save(_state(run, step), progress)
+        checkpoints.save(_state(run, step), Progress(**progress))
     checkpoints.wait()
 
 
@@ -83,7 +84,7 @@ def test_restored_state_is_the_saved_one(
     _save(checkpoints, run, 7, best_step=3)
     state, progress = checkpoints.restore_latest(run.abstract_state)
     chex.assert_trees_all_equal(state, _state(run, 7))
-    assert progress == {"best_step": 3}
+    assert progress == Progress(best_step=3)
 
 
 def test_newest_and_best_are_kept(
@@ -156,7 +157,7 @@ def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
 
     def save(step: int, **progress: object) -> None:
-        checkpoints.save(_state(run, step), progress)
+        checkpoints.save(_state(run, step), Progress(**progress))
         checkpoints.wait()
 
     def shift(**options: object) -> float:
@@ -316,7 +317,7 @@ def test_a_step_that_is_saved_again_is_there_until_the_new_one_is_whole(
     monkeypatch.undo()
     assert int(checkpoints.restore_latest(run.abstract_state)[0].step) == 1
     _save(checkpoints, run, 1, corpus="another")
-    assert checkpoints.restore_latest(run.abstract_state)[1]["corpus"] == "another"
+    assert checkpoints.restore_latest(run.abstract_state)[1].corpus == "another"
 
 
 def test_full_disk_is_reported_and_older_checkpoints_stay(

@@ -5,7 +5,6 @@ evaluation that failed.
 import dataclasses
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,16 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from runs import ONE, entries, no_evaluation, tiny
+from runs import ONE, dev_figures, entries, no_evaluation, tiny
 
-from transformer_jax.checkpoint import load_model
-from transformer_jax.checkpoint_files import complete_steps
+from transformer_jax.checkpoint import complete_steps, load_model
 from transformer_jax.config import Config, OptimizerConfig, PairsConfig
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training import prepare
 from transformer_jax.training.evaluator import Evaluator
-from transformer_jax.training.loop import Run, TrainingError, train
+from transformer_jax.training.loop import TrainingError, train
+from transformer_jax.training.signals import Signals
 
 
 def changed(config: Config, section: str, **fields: Any) -> Config:
@@ -38,11 +38,11 @@ def parameters(workdir: Path, **which: Any) -> Any:
 def interrupted_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """As by SIGTERM during these steps, each time the run comes to them."""
 
-    def told_to_stop(self: Run, step: int) -> bool:
-        self.stop_signal = signal.SIGTERM if step in steps else None
+    def stop_after(self: Signals, step: int) -> bool:
+        self.received = signal.SIGTERM if step in steps else None
         return step in steps
 
-    monkeypatch.setattr(Run, "_told_to_stop", told_to_stop)
+    monkeypatch.setattr(Signals, "stop_after", stop_after)
 
 
 def test_interruptions_change_nothing_of_what_is_averaged(
@@ -99,22 +99,19 @@ def test_a_signal_cuts_an_evaluation_short(tmp_path: Path, monkeypatch: pytest.M
         tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig()
     )
     whole = train(config, tmp_path / "whole", devices=ONE)
-    dev, seconds = Evaluator.dev, []
+    poll, polls = Evaluator._poll, []
 
-    def interrupted(self: Evaluator, *arguments: Any, **options: Any) -> Any:
-        result = dev(self, *arguments, **options)
-        os.kill(os.getpid(), signal.SIGTERM)
-        seconds.append(time.sleep(60))
-        return result
+    def interrupted(self: Evaluator) -> None:
+        if not polls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        polls.append(None)
+        poll(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "dev", interrupted)
+        patch.setattr(Evaluator, "_poll", interrupted)
         summary = train(config, tmp_path / "run", devices=ONE)
-    assert (
-        (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 3)
-        and not seconds
-        and "best_step" not in summary
-    )
+    assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 3)
+    assert len(polls) == 1 and "best_step" not in summary
     assert entries(tmp_path / "run", "dev") == [] and complete_steps(
         tmp_path / "run" / "checkpoints"
     ) == [3]
@@ -193,7 +190,9 @@ def test_corrected_text_gets_a_tokenizer_of_its_own(
         return changed(own, "tokenizer", vocab_size=12)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "_start", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            prepare, "_restore_or_start", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         train(config("wrong"), tmp_path / "run", devices=ONE)
     first = Tokenizer.load(tmp_path / "run")
     train(config("right"), tmp_path / "run", devices=ONE)
@@ -271,7 +270,7 @@ def test_the_best_of_another_dev_is_forgotten(
     config = tiny(steps=4, eval_every=2, checkpoint_every=2, bleu_every=0)
     config = changed(config, "data", test=PairsConfig())
     found = iter([3.0, 2.0, 4.0, 5.0])
-    monkeypatch.setattr(Evaluator, "dev", lambda *_, **__: ({"dev_loss": next(found)}, ""))
+    monkeypatch.setattr(Evaluator, "dev", lambda *_, **__: (dev_figures(next(found)), None))
     assert train(config, tmp_path, devices=ONE)["best_dev_loss"] == 2.0
     other = changed(
         changed(config, "data", dev=PairsConfig("numbers", split="dev", limit=7)),

@@ -12,9 +12,9 @@ import chex
 import jax
 import numpy as np
 import pytest
-from runs import ONE, command, entries, final_state, no_evaluation, tiny, wait_for
+from runs import ONE, command, dev_figures, entries, final_state, no_evaluation, tiny, wait_for
 
-from transformer_jax.checkpoint_files import complete_steps
+from transformer_jax.checkpoint import complete_steps
 from transformer_jax.config import (
     BatchConfig,
     Config,
@@ -30,6 +30,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.prepare import claimed
+from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.saver import Checkpoints
 
 
@@ -158,9 +159,10 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
         patch.setattr(
             Evaluator,
             "dev",
-            lambda self, parameters, number: ({"dev_loss": 1.0, "dev_bleu": next(bleus)}, ""),
+            lambda self, parameters, number: (dev_figures(1.0, dev_bleu=next(bleus)), None),
         )
-        patch.setattr(Evaluator, "test", lambda self, workdir: ({}, ""))
+        patch.setattr(Evaluator, "test", lambda self, workdir: ({}, None))
+        patch.setattr(Reporter, "test", lambda self, figures, scores: None)
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]

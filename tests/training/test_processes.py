@@ -15,7 +15,7 @@ import pytest
 from runs import command, entries, final_state, no_evaluation, tiny, wait_for
 
 from transformer_jax import distributed
-from transformer_jax.checkpoint_files import complete_steps
+from transformer_jax.checkpoint import complete_steps
 from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
 
@@ -154,7 +154,7 @@ def test_a_file_that_one_process_lacks_ends_both(finished: Path, tmp_path: Path)
     ]
     both = two(tmp_path / "run", finished.parent / "cache", *configs)
     for process, said, whose in zip(
-        both, ends(both, within=60), ("Process 1 could not go on: ", ""), strict=True
+        both, ends(both, within=60), ("Process 1 failed: ", ""), strict=True
     ):
         assert process.returncode == 2
         assert f"error: {whose}File '{tmp_path}/elsewhere/text' does not exist" in said, said
@@ -200,8 +200,8 @@ def test_two_begin_from_another_run(finished: Path, tmp_path: Path) -> None:
     [said_alone] = ends([alone])
     assert alone.returncode == 0, said_alone
     assert (
-        "Beginning with the parameters of" in said[0]
-        and "Beginning with the parameters of" in said_alone
+        "Starting from the parameters of" in said[0]
+        and "Starting from the parameters of" in said_alone
     )
     several, one = (
         [entry["loss"] for entry in entries(tmp_path / name)] for name in ("run", "alone")

@@ -15,8 +15,8 @@ from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, ModelConfig, PairsConfig, TokenizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.loop import Run, train
-from transformer_jax.training.prepare import claimed
+from transformer_jax.training.loop import train
+from transformer_jax.training.prepare import prepare
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,8 @@ def test_the_first_step_has_the_other_runs_parameters_and_tokenizer(
     config = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, ema_decay=ema_decay)
     )
-    with claimed(tmp_path / "run", config):
-        run = Run(config, tmp_path / "run", ONE)
-        state, _ = run._start()
-        run.close()
+    with prepare(config, tmp_path / "run", devices=ONE) as run:
+        state = run.state
     expected = _parameters(general)  # the mean of the last two checkpoints, as decode.py takes it
     chex.assert_trees_all_equal(state.parameters, expected)
     if ema_decay:
@@ -73,10 +71,8 @@ def test_the_vocabulary_grows_by_new_tags(general: Path, tmp_path: Path) -> None
     config = dataclasses.replace(
         config, tokenizer=TokenizerConfig(vocab_size=150, user_defined_symbols=("<2en>",))
     )
-    with claimed(tmp_path / "run", config):
-        run = Run(config, tmp_path / "run", ONE)
-        state, _ = run._start()
-        run.close()
+    with prepare(config, tmp_path / "run", devices=ONE) as run:
+        state = run.state
     old, new = (
         _parameters(general)["target_embedding"]["matrix"],
         state.parameters["target_embedding"]["matrix"],
@@ -94,10 +90,8 @@ def test_the_vocabulary_grows_by_new_tags(general: Path, tmp_path: Path) -> None
 
 def test_one_checkpoint_of_another_run(general: Path, tmp_path: Path) -> None:
     config = _own_text(tmp_path, general / "checkpoints" / "00000005")
-    with claimed(tmp_path / "run", config):
-        run = Run(config, tmp_path / "run", ONE)
-        state, _ = run._start()
-        run.close()
+    with prepare(config, tmp_path / "run", devices=ONE) as run:
+        state = run.state
     chex.assert_trees_all_equal(state.parameters, _parameters(general, checkpoint=5))
 
 

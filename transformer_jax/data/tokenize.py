@@ -84,24 +84,9 @@ class TokeniseJob:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def shards(self, count: int) -> list[TokeniseJob]:
-        """The jobs for so many shards of the text; ``UserError`` if it has fewer files.
-
-        Of F files, shard k of n (both from 0) has files floor(k F / n) <= f < floor((k + 1) F / n).
-        """
-        files = one_file_each(self.pairs, self.data.root)
-        if count > len(files):
-            raise UserError(
-                f"data.shards is {count}; expected at most {len(files)}, the files of data.train: a "
-                "shard is whole files. Cut large ones, on both sides at the same lines (split -l "
-                "1000000), and name them by a glob."
-            )
-        jobs = []
-        for first, end in pairwise(k * len(files) // count for k in range(count + 1)):
-            source = tuple(chain.from_iterable(file.source for file in files[first:end]))
-            target = tuple(chain.from_iterable(file.target for file in files[first:end]))
-            pairs = dataclasses.replace(self.pairs, source=source, target=target)
-            jobs.append(dataclasses.replace(self, pairs=pairs, first_file=first))
-        return jobs
+        """The jobs for so many shards of the text; raises as ``split_files`` does."""
+        shards = split_files(self.pairs, self.data.root, count)
+        return [dataclasses.replace(self, pairs=pairs, first_file=k) for pairs, k in shards]
 
     def dtypes(self) -> list[np.dtype]:
         """Of source and target tokens."""
@@ -140,6 +125,27 @@ class TokeniseJob:
             ],
             {"read": len(pairs)} | {name: int(mask.sum()) for name, mask in masks.items()},
         )
+
+
+def split_files(pairs: PairsConfig, root: str, count: int) -> list[tuple[PairsConfig, int]]:
+    """The files of each of ``count`` shards, and how many files come before them; ``UserError`` if
+    there are fewer.
+
+    Of F files, shard k of n (both from 0) has files floor(k F / n) <= f < floor((k + 1) F / n).
+    """
+    files = one_file_each(pairs, root)
+    if count > len(files):
+        raise UserError(
+            f"data.shards is {count}; expected at most {len(files)}, the files of data.train: a "
+            "shard is whole files. Cut large ones, on both sides at the same lines (split -l "
+            "1000000), and name them by a glob."
+        )
+    shards = []
+    for first, end in pairwise(k * len(files) // count for k in range(count + 1)):
+        source = tuple(chain.from_iterable(file.source for file in files[first:end]))
+        target = tuple(chain.from_iterable(file.target for file in files[first:end]))
+        shards.append((dataclasses.replace(pairs, source=source, target=target), first))
+    return shards
 
 
 def flatten(sequences: Sequence[Sequence[int]], dtype: np.dtype) -> Flat:

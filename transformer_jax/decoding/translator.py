@@ -19,6 +19,7 @@ from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, check_decoding
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.special_ids import UNK_ID
 from transformer_jax.tokenizer import Tokenizer
 
@@ -359,7 +360,9 @@ def load_runs(
     different tokenizers.
     """
     workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
-    loaded = [load_model(each, checkpoint=checkpoint, average=average) for each in workdirs]
+    loaded = [
+        load_model(local_workdir(each), checkpoint=checkpoint, average=average) for each in workdirs
+    ]
     config, _, tokenizer = loaded[0]
     for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
         if its_tokenizer.fingerprint != tokenizer.fingerprint:

@@ -52,7 +52,7 @@ def _export(argv: list[str] | None) -> None:
     from transformer_jax.interop.huggingface import export_safetensors
     from transformer_jax.interop.marian import export_marian
     from transformer_jax.interop.new_folder import new_folder
-    from transformer_jax.remote_workdir import require_folder
+    from transformer_jax.remote_workdir import local_workdir, require_folder
 
     exports = {
         "ctranslate2": export_ctranslate2,
@@ -61,7 +61,9 @@ def _export(argv: list[str] | None) -> None:
     }
     with new_folder(require_folder(arguments.output, "output"), "output") as folder:
         config, model, tokenizer = load_model(
-            arguments.workdir, average=arguments.average, checkpoint=arguments.checkpoint
+            local_workdir(arguments.workdir),
+            average=arguments.average,
+            checkpoint=arguments.checkpoint,
         )
         notes = exports[arguments.format](config, model, tokenizer, folder)
     for note in notes:

@@ -1,192 +1,321 @@
-"""What a work directory holds before the first step: the config it belongs to, and the
-tokenizer.
+"""Everything before the first step: ``prepare`` claims the work directory, makes the tokenizer and
+the corpora, and restores or starts the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
+import hashlib
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import islice
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
-from transformer_jax.checkpoint import choose_checkpoints
-from transformer_jax.checkpoint_files import complete_steps
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from transformer_jax.checkpoint import (
+    checkpoint_name,
+    choose_checkpoints,
+    complete_steps,
+    config_of,
+    load_parameters,
+)
 from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_io import load_config_file, to_json
-from transformer_jax.data.corpus import digests_folder
+from transformer_jax.config_io import flatten, to_json
+from transformer_jax.data.batching import BatchPlan
+from transformer_jax.data.corpus import Corpus, digests_folder, prepare_corpus
+from transformer_jax.data.loader import place
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
+from transformer_jax.data.tokenize import split_files
+from transformer_jax.decoding.engine import check_decoding
+from transformer_jax.distributed import (
+    all_or_none,
+    check_agreement,
+    first_then_others,
+    from_first,
+    is_first,
+)
 from transformer_jax.errors import UserError
+from transformer_jax.evaluation import check_bleu_tokenizer
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
+from transformer_jax.sharding import check_rows, make_mesh
+from transformer_jax.storage import is_url, locked, write_atomically
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.resuming import differences_on_resume, fields_that_differ
+from transformer_jax.training.early_stopping import forget_other_best, selection
+from transformer_jax.training.progress import Progress
+from transformer_jax.training.resuming import (
+    FREE_BETWEEN_PROCESSES,
+    Difference,
+    differences_on_resume,
+    fields_that_differ,
+)
+from transformer_jax.training.saver import Checkpoints
+from transformer_jax.training.step import (
+    Parameters,
+    StepFunctions,
+    TrainState,
+    make_step_functions,
+)
 
 log = logging.getLogger(__name__)
 
+Pairs = list[tuple[str, str]]
 
-def check_inputs(config: Config) -> None:
-    """Miss a file now rather than after an hour of preparing the others."""
-    if not config.data.train.is_given:
+
+@dataclass
+class Prepared:
+    """A run that is ready for its next step."""
+
+    config: Config  # with the tokenizer's vocabulary sizes
+    workdir: Path  # on this machine
+    remote: RemoteWorkdir | None  # if the work directory is at a URL
+    mesh: Mesh
+    tokenizer: Tokenizer
+    train_corpus: Corpus
+    plan: BatchPlan
+    dev_corpus: Corpus | None
+    dev_pairs: Pairs  # lines that are translated; empty if there are none
+    test_pairs: Pairs
+    functions: StepFunctions
+    checkpoints: Checkpoints
+    state: TrainState
+    progress: Progress
+
+
+@contextmanager
+def prepare(
+    config: Config,
+    workdir: str | Path,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    allow_changes: bool = False,
+) -> Iterator[Prepared]:
+    """Prepare a run, and hold its work directory while the context lasts. Arguments as in
+    ``train``.
+
+    With several processes, all call this at the same time and get the same.
+
+    Raises:
+      UserError: anything about settings, text or work directory that would fail later on. What is
+        refused leaves the config of an earlier run as it was.
+    """
+    settings = flatten(config).items()
+    check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
+    remote = RemoteWorkdir(str(workdir)) if is_url(str(workdir)) else None
+    if remote is not None and jax.process_count() > 1:
         raise UserError(
-            "There is nothing to train on; expected data.train.source and data.train.target (text files), another "
-            "data.train.kind, or a --config."
+            f"workdir is {str(workdir)!r} and there are {jax.process_count()} processes; expected "
+            "a folder that all of them share."
         )
-    for pairs in (config.data.train, config.data.dev, config.data.test):
+    folder = Path(workdir).absolute() if remote is None else remote.folder
+    if config.training.compilation_cache:
+        cache = os.path.expanduser(config.training.compilation_cache)
+        jax.config.update("jax_compilation_cache_dir", cache)
+    mesh = make_mesh(config.mesh, devices)
+    check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
+    dev_pairs, test_pairs = all_or_none(lambda: check_inputs(config))
+    if remote is not None:
+        remote.folder.mkdir(parents=True, exist_ok=True)
+        with _held(remote.folder):
+            remote.pull()
+    with ExitStack() as stack:
+        # One process holds the folder for all.
+        from_first(
+            lambda: stack.enter_context(claimed(folder, config, allow_changes=allow_changes))
+        )
+        tokenizer = first_then_others(
+            lambda: prepare_tokenizer(folder, config) if is_first() else Tokenizer.load(folder)
+        )
+        config = _with_vocabulary(config, tokenizer)
+        all_or_none(lambda: check_decoding(config.decoding, tokenizer))
+        names = ["train", "dev"] if config.data.dev.is_given else ["train"]
+        corpora = {
+            name: first_then_others(partial(prepare_corpus, folder, config, tokenizer, name))
+            for name in names
+        }
+        check_agreement(
+            {"tokenizer": tokenizer.fingerprint, "text of data.dev": _hash(dev_pairs)}
+            | {"text of data.test": _hash(test_pairs)}
+            | {f"corpus of data.{name}": corpus.fingerprint for name, corpus in corpora.items()}
+        )
+        plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
+        functions = make_step_functions(config, mesh)
+        checkpoints = Checkpoints(folder, config, tokenizer, when_saved=lambda: _copy(remote))
+        stack.callback(checkpoints.wait)
+        state, progress = _restore_or_start(config, folder, functions, checkpoints, corpora)
+        if is_first():  # only now: whatever is refused leaves the config as it was
+            write_config(folder, config)
+        if remote is not None:  # a store that cannot be written is known before the first step
+            remote.push()
+        yield Prepared(
+            config=config,
+            workdir=folder,
+            remote=remote,
+            mesh=mesh,
+            tokenizer=tokenizer,
+            train_corpus=corpora["train"],
+            plan=plan,
+            dev_corpus=corpora.get("dev"),
+            dev_pairs=dev_pairs,
+            test_pairs=test_pairs,
+            functions=functions,
+            checkpoints=checkpoints,
+            state=state,
+            progress=progress,
+        )
+
+
+def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
+    """The lines of dev and of test that training will translate; what is missing or wrong is named
+    now rather than after hours of preparing the training text.
+    """
+    data, training = config.data, config.training
+    if not data.train.is_given:
+        raise UserError(
+            "There is nothing to train on; expected data.train.source and data.train.target (text "
+            "files), another data.train.kind, or a --config."
+        )
+    for pairs in (data.train, data.dev, data.test):
         if pairs.is_given:
-            check_files(pairs, config.data.root)
+            check_files(pairs, data.root)
+    if data.shards > 1:
+        split_files(data.train, data.root, data.shards)
+    check_bleu_tokenizer(training.bleu_tokenize)
+    dev, test = (_read_all(config, name) for name in ("dev", "test"))
+    return dev[: training.bleu_sentences] if training.bleu_every else [], test
 
 
 @contextmanager
 def claimed(workdir: Path, config: Config, *, allow_changes: bool = False) -> Iterator[None]:
-    """Hold the work directory, made for this config if need be, for as long as the context lasts;
-    no second run can.
+    """Make ``workdir`` the work directory of this config, and keep other runs out of it while the
+    context lasts.
 
-    With ``allow_changes`` the fields that are ``changeable`` may differ from those of the run that
-    is already there; what that means is logged.
-
-    A folder where no step was ever trained, for bad input say, is taken over; only its tokenised
-    corpora can be of use. One with imported parameters gets the new config if that leaves their
-    model and tokenizer as they are.
+    With ``allow_changes`` the run in it may go on with other values of settings that are
+    ``changeable``. A folder in which no step was ever trained, for bad input say, is taken over,
+    with its corpora. One with an imported model gets the new config if that leaves the model and
+    the tokenizer as they are.
 
     Raises:
-      UserError: another run holds it, or was begun in it with another config; a path that is no
-        work directory. Nothing in it was changed.
+      UserError: another run is at work in it, or it holds a run with another config; a path that is
+        no work directory. Nothing in it was changed.
     """
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"{str(workdir)!r} is a file; expected a new folder or a work directory.")
-    has_config = (workdir / "config.json").exists()
-    if (
-        workdir.is_dir()
-        and not has_config
-        and any(not _may_be_there(entry.name) for entry in workdir.iterdir())
-    ):
-        raise UserError(
-            f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a work directory."
-        )
     workdir.mkdir(parents=True, exist_ok=True)
-    with lock(workdir):
+    # corpora may be left of a run whose URL was emptied
+    others = [e for e in workdir.iterdir() if not e.name.startswith(".") and e.name != "corpus"]
+    if others and not (workdir / "config.json").exists():
+        raise UserError(
+            f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a "
+            "work directory."
+        )
+    with _held(workdir):
         _claim(workdir, config, allow_changes=allow_changes)
         yield
 
 
-def _may_be_there(name: str) -> bool:
-    """In a folder that is to become a work directory: hidden files, and corpora of an earlier one
-    (``RemoteWorkdir.pull``).
-    """
-    return name.startswith(".") or name == "corpus"
+@contextmanager
+def _held(workdir: Path) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(workdir / ".lock"))
+        except BlockingIOError:
+            raise UserError(
+                f"Another run is at work in {str(workdir)!r}; wait for it or choose another "
+                "--workdir."
+            ) from None
+        yield
 
 
 def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
     path = workdir / "config.json"
     if not path.exists():
         write_config(workdir, config)
-    else:
-        differences = differences_on_resume(load_config_file(path), config)
-        untrained = not _was_trained(workdir)
-        if untrained and complete_steps(workdir / "checkpoints"):
-            of_model = [
-                each for each in differences if each.name.startswith(("model.", "tokenizer."))
-            ]
-            if fixed := [each for each in of_model if not each.changeable]:
-                raise UserError(
-                    f"{str(workdir)!r} holds an imported model; expected its own settings, which --config {path} gives. "
-                    + fields_that_differ(fixed)
-                )
-            write_config(workdir, config)
-        elif differences and untrained:
-            _remove_tokenizer(workdir)
-            write_config(workdir, config)
-        elif differences:
-            fields = fields_that_differ(differences)
-            changeable = all(each.changeable for each in differences)
-            if not (changeable and allow_changes):
-                flag = ", or --allow-changes" if changeable else ""
-                raise UserError(
-                    f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the same settings{flag}. "
-                    + fields
-                )
-            log.warning("The run goes on with other settings. %s", fields)
-            if any(each.name.startswith("batch.") for each in differences):
-                log.warning(
-                    "From here on step N has the N-th batch of the new plan. Of the epoch under way some pairs come twice and "
-                    "some not at all; the learning rate still follows the step."
-                )
+        return
+    differences = differences_on_resume(config_of(workdir), config)
+    steps = complete_steps(workdir / "checkpoints")
+    if _was_trained(workdir, steps):
+        if steps:  # config.json may have been edited, which changes nothing that was trained
+            saved = config_of(workdir / "checkpoints" / checkpoint_name(steps[-1]))
+            fixed = [each for each in differences_on_resume(saved, config) if not each.changeable]
+            differences = [*(each for each in differences if each.changeable), *fixed]
+        _check_changes(workdir, differences, allow_changes=allow_changes)
+    elif steps:
+        if fixed := [
+            each
+            for each in differences
+            if each.name.startswith(("model.", "tokenizer.")) and not each.changeable
+        ]:
+            raise UserError(
+                f"{str(workdir)!r} holds an imported model; expected its own settings, which "
+                f"--config {path} gives. {fields_that_differ(fixed)}"
+            )
+        write_config(workdir, config)
+    elif differences:
+        _remove_tokenizer(workdir)
+        write_config(workdir, config)
 
 
-def _was_trained(workdir: Path) -> bool:
-    """Whether a step is left of any run: in a checkpoint (an import is step 0), or in more metrics
-    than that it started.
-    """
-    if any(step > 0 for step in complete_steps(workdir / "checkpoints")):
-        return True
-    metrics = workdir / "metrics.jsonl"
-    return metrics.exists() and any(
-        '"kind": "start"' not in line for line in metrics.read_text().splitlines()
-    )
-
-
-def fetch(remote: RemoteWorkdir) -> None:
-    """Bring a URL's folder up to date, unless a run is at work in it."""
-    remote.folder.mkdir(parents=True, exist_ok=True)
-    with lock(remote.folder):
-        remote.pull()
-
-
-@contextmanager
-def lock(workdir: Path) -> Iterator[None]:
-    """Keep a second run out of the work directory; the lock ends with the context, at the latest
-    with this process.
-    """
-    with (workdir / ".lock").open("wb") as file:
-        _take(file, workdir)
-        yield
-
-
-def _take(file: BinaryIO, workdir: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+def _check_changes(workdir: Path, differences: list[Difference], *, allow_changes: bool) -> None:
+    """Raise ``UserError`` unless the run may go on with these changes of its settings."""
+    if not differences:
+        return
+    fields = fields_that_differ(differences)
+    changeable = all(each.changeable for each in differences)
+    if not (changeable and allow_changes):
+        flag = ", or --allow-changes" if changeable else ""
         raise UserError(
-            f"Another run is at work in {str(workdir)!r}; wait for it or choose another --workdir."
-        ) from None
-    except OSError:
+            f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the "
+            f"same settings{flag}. {fields}"
+        )
+    log.warning("The run goes on with other settings. %s", fields)
+    if any(each.name.startswith("batch.") for each in differences):
         log.warning(
-            "%s is on a file system without locks: do not start a second run in it.", workdir
+            "From here on step N has the N-th batch of the new plan: some pairs of this epoch come "
+            "twice and some not at all; the learning rate still follows the step."
         )
 
 
+def _was_trained(workdir: Path, steps: list[int]) -> bool:
+    """Whether any step was trained: there is a checkpoint of one (an import is step 0), or metrics
+    say more than that a run started.
+    """
+    metrics = workdir / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return any(steps) or any('"kind": "start"' not in line for line in lines)
+
+
 def write_config(workdir: Path, config: Config) -> None:
-    """Replace config.json in one go: a kill leaves the old one or the new one."""
-    temporary = workdir / ".config.json.tmp"
-    temporary.write_text(to_json(config))
-    temporary.rename(workdir / "config.json")
+    """Replace the work directory's config."""
+    write_atomically(workdir / "config.json", to_json(config))
 
 
 def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one
     trained on the text.
 
-    ``tokenizer.origin`` has the fingerprint of the text, or of the tokenizer, that it comes from.
+    ``tokenizer.origin`` holds the fingerprint of the text, or of the tokenizer, that it comes from:
+    until the first checkpoint the text may still be corrected.
     """
     if has_tokenizer(workdir) and complete_steps(workdir / "checkpoints"):
         return Tokenizer.load(workdir)
-    # Before the first checkpoint the text may still be corrected.
     tokenizer = None
     if config.training.start_from:
-        tokenizer = Tokenizer.load(start_checkpoints(config)[0]).with_symbols(
-            config.tokenizer.user_defined_symbols
-        )
+        [newest, *_] = _start_checkpoints(config)
+        symbols = config.tokenizer.user_defined_symbols
+        tokenizer = Tokenizer.load(newest).with_symbols(symbols)
     elif config.tokenizer.model:
-        tokenizer = Tokenizer.train([], config.tokenizer)  # no text is needed
+        tokenizer = Tokenizer.train([], config.tokenizer)  # needs no text
     if tokenizer is not None:
         origin = tokenizer.fingerprint
     else:
-        origin = pairs_fingerprint(
-            config.data.train, config.data.root, digests=digests_folder(workdir, config)
-        )
+        digests = digests_folder(workdir, config)
+        origin = pairs_fingerprint(config.data.train, config.data.root, digests=digests)
     noted = workdir / "tokenizer.origin"
     if has_tokenizer(workdir) and (not noted.is_file() or noted.read_text() == origin):
         return Tokenizer.load(workdir)
@@ -199,44 +328,17 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     return tokenizer
 
 
+def has_tokenizer(workdir: Path) -> bool:
+    """Whether a complete tokenizer is there: of two files the target's is written last."""
+    return (workdir / "tokenizer.model").exists() or (workdir / "tokenizer.target.model").exists()
+
+
 def _remove_tokenizer(workdir: Path) -> None:
     for file in workdir.glob("tokenizer*.model"):
         file.unlink()
 
 
-def start_checkpoints(config: Config) -> list[Path]:
-    """The folders of the checkpoints whose mean ``training.start_from`` names, as ``load_model``
-    takes it; newest first.
-
-    Raises ``UserError`` if none are there, or those of a model that is not of the shape of
-    ``config.model``.
-    """
-    name = config.training.start_from
-    try:
-        chosen = choose_checkpoints(local_workdir(name))
-    except UserError as error:
-        raise UserError(f"training.start_from is {name!r}: {error}") from None
-    theirs, tokenizer = (
-        load_config_file(chosen[0] / "config.json"),
-        Tokenizer.load(chosen[0]),
-    )
-    ours = with_vocabulary(config, tokenizer).model
-    differences = differences_on_resume(theirs, dataclasses.replace(theirs, model=ours))
-    if fixed := [each for each in differences if not each.changeable]:
-        raise UserError(
-            f"training.start_from is {name!r}, whose model has other settings than this run's; expected the same, which "
-            f"--config {name}/config.json gives. " + fields_that_differ(fixed, where=f"in {name}")
-        )
-    return chosen
-
-
-def has_tokenizer(workdir: Path) -> bool:
-    """Whether a whole tokenizer is there: of two files the target's is written last."""
-    return (workdir / "tokenizer.model").exists() or (workdir / "tokenizer.target.model").exists()
-
-
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config with the model's vocabulary sizes taken from the tokenizer."""
+def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     model = dataclasses.replace(
         config.model,
         vocab_size=tokenizer.target_vocab_size,
@@ -245,13 +347,104 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def read_all(config: Config, name: str, *, limit: int | None = None) -> list[tuple[str, str]]:
-    """The text of ``config.data.<name>``, at most ``limit`` pairs of it; empty if there is none."""
+def _restore_or_start(
+    config: Config,
+    workdir: Path,
+    functions: StepFunctions,
+    checkpoints: Checkpoints,
+    corpora: dict[str, Corpus],
+) -> tuple[TrainState, Progress]:
+    """The newest checkpoint's state and progress, or those before the first step."""
+    corpus, selected = corpora["train"].fingerprint, selection(config, corpora.get("dev"))
+    restored = checkpoints.restore_latest(functions.abstract_state)
+    if restored is None:
+        state = _initial_state(config, workdir, functions, checkpoints)
+        return state, Progress(corpus=corpus, selected=selected)
+    state, progress = restored
+    step = int(state.step)
+    if progress.corpus != corpus:
+        raise UserError(
+            f"The training text is not the one that {str(workdir)!r} was trained on up to step "
+            f"{step}; expected the same files (data.train, data.root). To train its model further "
+            "on this text, start a run in another --workdir with --training.start-from."
+        )
+    if step > config.training.steps:
+        log.warning(
+            "training.steps is %d, but the run has done %d already: nothing is left to train. "
+            "Expected more than %d to go on.",
+            *(config.training.steps, step, step),
+        )
+    forget_other_best(progress, selected)
+    progress.evaluation_due &= "dev" in corpora
+    return state, progress
+
+
+def _initial_state(
+    config: Config, workdir: Path, functions: StepFunctions, checkpoints: Checkpoints
+) -> TrainState:
+    """Random parameters, those of ``training.start_from``, or imported ones."""
+    abstract: Parameters = functions.abstract_state.parameters
+    state = functions.init()
+    if config.training.start_from:
+        source = local_workdir(config.training.start_from)
+        names = from_first(lambda: [str(p.relative_to(source)) for p in _start_checkpoints(config)])
+        values = load_parameters([source / name for name in names])
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        parameters = place(jax.tree.map(_grown, values, abstract), shardings)
+        log.info("Starting from the parameters of %s.", config.training.start_from)
+    elif (parameters := checkpoints.imported_parameters(abstract)) is not None:
+        log.info("Starting from the imported parameters in %s.", workdir)
+    else:
+        return state
+    ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
+    return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
+
+
+def _start_checkpoints(config: Config) -> list[Path]:
+    """The checkpoints whose mean ``training.start_from`` names, as ``load_model`` takes it.
+
+    Raises ``UserError`` if there are none, or if their model has another shape than
+    ``config.model``.
+    """
+    name = config.training.start_from
+    try:
+        chosen = choose_checkpoints(local_workdir(name))
+    except UserError as error:
+        raise UserError(f"training.start_from is {name!r}: {error}") from None
+    theirs = config_of(chosen[0])
+    ours = dataclasses.replace(
+        theirs, model=_with_vocabulary(config, Tokenizer.load(chosen[0])).model
+    )
+    if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
+        raise UserError(
+            f"training.start_from is {name!r}, whose model has other settings than this run's; "
+            f"expected the same, which --config {name}/config.json gives. "
+            + fields_that_differ(fixed, where=f"in {name}")
+        )
+    return chosen
+
+
+def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
+    """A parameter with rows for the tokens that the vocabulary has gained: the mean of the others."""
+    missing = abstract.shape[0] - len(values_VD)
+    new = np.broadcast_to(values_VD.mean(axis=0), (missing, *abstract.shape[1:]))
+    return np.concatenate([values_VD, new])
+
+
+def _copy(remote: RemoteWorkdir | None) -> None:
+    """Copy a new checkpoint to the work directory's URL; training outlasts a store that fails."""
+    try:
+        if remote is not None:
+            remote.push()
+    except UserError as error:
+        log.error("%s Training goes on; the next checkpoint tries again.", error)
+
+
+def _read_all(config: Config, name: str) -> Pairs:
+    """The text of ``config.data.<name>``; empty if there is none."""
     pairs: PairsConfig = getattr(config.data, name)
-    if not pairs.is_given:
-        return []
-    found = list(islice(_read(config, pairs), limit))
-    if not found:
+    found = list(_read(config, pairs)) if pairs.is_given else []
+    if pairs.is_given and not found:
         raise UserError(
             f"data.{name} has no pairs; expected at least one, or data.{name}.kind none."
         )
@@ -260,3 +453,7 @@ def read_all(config: Config, name: str, *, limit: int | None = None) -> list[tup
 
 def _read(config: Config, pairs: PairsConfig) -> Iterator[tuple[str, str]]:
     return read_pairs(pairs, config.data.root, invalid_utf8=config.data.invalid_utf8)
+
+
+def _hash(text: Pairs) -> str:
+    return hashlib.sha256(repr(text).encode()).hexdigest()

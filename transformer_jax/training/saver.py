@@ -1,9 +1,11 @@
-"""Checkpoints: saved in the background by Orbax, kept as configured, restored exactly; format:
-``checkpoint_files.py``.
+"""Saves checkpoints in the background through Orbax, deletes old ones, and restores the newest.
+
+``checkpoint.py`` describes the format.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -16,30 +18,31 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from transformer_jax.checkpoint_files import (
+from transformer_jax.checkpoint import (
     MANIFEST,
     DamagedError,
     checkpoint_name,
     complete_steps,
+    config_of,
+    delete_checkpoint,
     is_imported,
     is_regular,
+    progress_of,
     verify,
     write_manifest,
 )
 from transformer_jax.config import Config
-from transformer_jax.config_io import load_config_file, to_json
+from transformer_jax.config_io import to_json
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.early_stopping import Progress, early_stopping_triggered
 from transformer_jax.training.step import Parameters, TrainState
 
 log = logging.getLogger(__name__)
 
-# what the loop must remember besides the state: best dev value, seconds trained, ...
-Progress = dict[str, Any]
-
-_SAVING = ".saving"  # ending of a checkpoint's folder until it is whole
-_REPLACED = ".replaced"  # of one whose step was saved again, while the new one gets its name
+_SAVING = ".saving"  # suffix of a checkpoint's folder until it is complete
+_REPLACED = ".replaced"  # suffix of an earlier checkpoint of the same step, until it is deleted
 
 
 class Checkpoints:
@@ -53,51 +56,59 @@ class Checkpoints:
         *,
         when_saved: Callable[[], None] = lambda: None,
     ):
-        """Removes what an interrupted save left behind. ``when_saved`` is called, beside training,
-        after each save.
+        """Removes what an interrupted save left. ``when_saved`` is called after each save, in the
+        background.
         """
         self.folder = workdir.absolute() / "checkpoints"  # Orbax wants absolute paths
         self._config, self._tokenizer, self._when_saved = config, tokenizer, when_saved
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self.last_saved = -1
+        self._attempts = 0
         self._best_step: int | None = None
+        self.last_saved = -1
+        self.failure: str = ""  # of the last save
         from_first(self._clean)
 
     def save(self, state: TrainState, progress: Progress, *, regular: bool = True) -> None:
-        """Start saving; returns once the state is copied. A failure is logged and leaves older
-        checkpoints as they are.
+        """Start saving; returns once the state is copied.
 
-        One that is not ``regular`` stays until the next is saved, or as long as it is the best on
-        dev. With ``training.patience`` those that are averaged with the best stay with it.
+        A failure is logged and older checkpoints stay; ``check`` raises where there are none. One
+        that is not ``regular`` stays until the next is saved, or as long as it is the best on the
+        dev set. With ``training.patience`` those that are averaged with the best stay with it.
         """
         self.wait()
-        step = int(state.step)
-        path = self.folder / (checkpoint_name(step) + _SAVING)
-        self.last_saved = step
+        from_first(self.check)
+        self.failure, self.last_saved = "", int(state.step)
+        # Each attempt has a folder of its own: a failed one may still be written to.
+        self._attempts += 1
+        path = self.folder / f"{checkpoint_name(self.last_saved)}.{self._attempts}{_SAVING}"
         parts = {"parameters": state.parameters, "rest": _rest(state)}
         if state.ema is not None:
             parts["ema"] = state.ema
         try:
-            # The next step overwrites the donated state while Orbax writes: it gets a copy.
+            # The next step donates the state while Orbax still writes, so Orbax gets a copy.
             parts = jax.tree.map(jnp.copy, parts)
-            from_first(lambda: self._begin(path, progress | {"regular": regular}))
+            from_first(lambda: self._begin(path, progress, regular=regular))
             response = ocp.save_checkpointables_async(path / "state", parts)
         except Exception as error:
             self._discard(path, error)
         else:
-            self._pending = self._worker.submit(
-                self._finish, path, response, progress.get("best_step")
-            )
+            self._pending = self._worker.submit(self._finish, path, response, progress.best_step)
 
     def wait(self) -> None:
-        """Until the save under way, if any, is on disk."""
+        """Wait until the save in progress, if any, is on disk."""
         if self._pending is not None:
-            try:
-                self._pending.result()
-            finally:
-                if self._pending.done():  # not if Ctrl-C cut the waiting short
-                    self._pending = None
+            self._pending.result()
+            self._pending = None
+
+    def check(self) -> None:
+        """Raise ``UserError`` if the last save failed and there is no checkpoint to resume from."""
+        if self.failure and not self.steps():
+            raise UserError(
+                f"The first checkpoint could not be saved in {self.folder}: {self.failure}. "
+                "Training stops, as there is nothing to resume from. Free some disk space and run "
+                "the same command again: it starts at the beginning."
+            )
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint that training saved, oldest first."""
@@ -108,29 +119,32 @@ class Checkpoints:
         ]
 
     def restore_latest(self, abstract_state: TrainState) -> tuple[TrainState, Progress] | None:
-        """The newest checkpoint that is whole, placed on devices as ``abstract_state`` says; None
-        if training saved none.
+        """The newest intact checkpoint, placed on devices as ``abstract_state`` says; None if
+        training has saved none.
 
-        Damaged newer ones are set aside under another name. ``UserError`` if all are damaged.
+        Damaged newer ones get another name.
+
+        Raises:
+          UserError: all are damaged, or another version of the program wrote this one.
         """
-        step = from_first(self._newest_whole)
+        step = from_first(self._newest_intact)
         if step is None:
             return None
         path = self.folder / checkpoint_name(step)
-        progress = json.loads((path / "progress.json").read_text())
-        progress.pop("regular", None)  # of the checkpoint, not of the loop
-        self.last_saved, self._best_step = step, progress.get("best_step")
+        progress = Progress.from_json(progress_of(path))
+        self.last_saved, self._best_step = step, progress.best_step
         try:
             return _restore_state(path, abstract_state), progress
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"Checkpoint {path} has another structure than this version of the program writes ({_reason(error)}). Expected "
-                "one of this version; its model can begin another run: --training.start-from, with another --workdir."
+                f"Checkpoint {path} does not have the structure that this version of the program "
+                f"writes ({_reason(error)}). Expected a checkpoint of this version; to train its "
+                "model further use --training.start-from with another --workdir."
             ) from error
 
     def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
-        """The parameters that ``save_imported`` left to begin with, placed as
-        ``abstract_parameters`` says, if it did.
+        """The parameters that ``save_imported`` left to start from, placed as
+        ``abstract_parameters`` says; None if it left none.
         """
         path = self.folder / checkpoint_name(0)
         if not (path / MANIFEST).exists() or not is_imported(path):
@@ -141,32 +155,32 @@ class Checkpoints:
             raise UserError(
                 f"The imported parameters in {path} are damaged ({error}); import the model again."
             ) from None
-        return ocp.load_checkpointables(path / "state", {"parameters": abstract_parameters})[
-            "parameters"
-        ]
+        wanted = {"parameters": abstract_parameters}
+        return ocp.load_checkpointables(path / "state", wanted)["parameters"]
 
     def _clean(self) -> None:
+        """Finish or remove what an interrupted save left."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in list(self.folder.iterdir()):
-            whole = (path / MANIFEST).exists()
-            if path.suffix == _SAVING and whole:  # stopped just before it had its name
+        for path in sorted(self.folder.iterdir()):
+            complete = (path / MANIFEST).exists()
+            if path.suffix == _SAVING and complete:  # it only lacked its name
                 _publish(path)
-            elif path.suffix == _REPLACED or (
-                not whole and (path.suffix == _SAVING or path.name.isdigit())
-            ):
-                # it may have gone when another one was given its name
+            elif path.suffix in (_SAVING, _REPLACED) or (path.name.isdigit() and not complete):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _begin(self, path: Path, progress: Progress) -> None:
-        """All of a checkpoint but its arrays."""
-        if path.exists():  # left by a save that failed
-            shutil.rmtree(path)
+    def _begin(self, path: Path, progress: Progress, *, regular: bool) -> None:
+        """Write all of a checkpoint but its arrays."""
+        for failed in self.folder.glob(f"*{_SAVING}"):
+            shutil.rmtree(failed, ignore_errors=True)
         path.mkdir()
+        noted = dataclasses.asdict(progress) | {"regular": regular}
+        if early_stopping_triggered(progress, self._config):
+            noted["early_stopping_best_step"] = progress.best_step
         (path / "config.json").write_text(to_json(self._config))
-        (path / "progress.json").write_text(json.dumps(progress, indent=2))
+        (path / "progress.json").write_text(json.dumps(noted, indent=2))
         self._tokenizer.save(path)
 
-    def _newest_whole(self) -> int | None:
+    def _newest_intact(self) -> int | None:
         steps = self.steps()
         for step in reversed(steps):
             path = self.folder / checkpoint_name(step)
@@ -175,18 +189,15 @@ class Checkpoints:
             except DamagedError as error:
                 log.warning("Checkpoint %s is damaged (%s); trying the one before it.", path, error)
                 continue
-            # Only now: with all of them renamed, the next start would find none and begin anew.
-            for damaged in (
-                self.folder / checkpoint_name(later) for later in steps if later > step
-            ):
-                aside = damaged.with_suffix(".damaged")
-                shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
-                damaged.rename(aside)
+            # Only now: with all of them renamed the next start would find none and begin anew.
+            for later in (self.folder / checkpoint_name(each) for each in steps if each > step):
+                shutil.rmtree(later.with_suffix(".damaged"), ignore_errors=True)  # an earlier one
+                later.rename(later.with_suffix(".damaged"))
             return step
         if steps:
             raise UserError(
-                f"All {len(steps)} checkpoints in {self.folder} are damaged; expected at least one that is whole. Restore "
-                "them from a backup, or start anew in another --workdir."
+                f"All {len(steps)} checkpoints in {self.folder} are damaged; expected at least one "
+                "that is intact. Restore them from a backup, or start in another --workdir."
             )
         return None
 
@@ -201,48 +212,41 @@ class Checkpoints:
             return
         try:
             _publish(path)
-            self._tidy(best_step)
-        # of the file system; the next start, or the next save, makes up for it
-        except OSError as error:
+            self._delete_old(best_step)
+        except OSError as error:  # the next save, or the next start, makes up for it
             log.warning(
-                "Checkpoint %s is saved, but %s could not be put in order: %s.",
-                path,
-                self.folder,
-                _reason(error),
+                "Checkpoint %s is saved, but %s could not be tidied: %s.",
+                *(path, self.folder, _reason(error)),
             )
         self._when_saved()
 
-    def _tidy(self, best_step: int | None) -> None:
-        """Delete what is not to be kept."""
+    def _delete_old(self, best_step: int | None) -> None:
+        """Keep the newest, the best, and what may be averaged with them."""
         steps, training = self.steps(), self._config.training
-        if best_step in steps:  # not if its own save failed: then the best before it stays
+        if best_step in steps:  # if its own save failed, the best before it stays
             self._best_step = best_step
         regular = [step for step in steps if is_regular(self.folder / checkpoint_name(step))]
         kept = {*regular[-training.keep_checkpoints :], steps[-1], self._best_step}
-        # the run may end with the mean up to the best
-        if training.patience and self._best_step is not None:
-            before = [step for step in regular if step < self._best_step]
-            kept |= set(before[max(0, len(before) - training.average + 1) :])
+        if training.patience and self._best_step is not None and training.average > 1:
+            before_best = [step for step in regular if step < self._best_step]
+            kept |= set(before_best[1 - training.average :])
         for step in steps:
             if step not in kept:
-                _delete(self.folder / checkpoint_name(step))
+                delete_checkpoint(self.folder / checkpoint_name(step))
 
     def _discard(self, path: Path, error: Exception) -> None:
         if is_first():
             shutil.rmtree(path, ignore_errors=True)
-        self.last_saved = -1
-        final = path.with_suffix("")
-        log.error(
-            "Checkpoint %s could not be saved: %s. Older checkpoints are untouched.",
-            final,
-            _reason(error),
-        )
+        step, steps = self.last_saved, self.steps()
+        self.failure, self.last_saved = _reason(error), -1
+        there = f"The newest is of step {steps[-1]}" if steps else "There is no checkpoint"
+        log.error("Checkpoint %d could not be saved: %s. %s.", step, self.failure, there)
 
 
 def save_imported(
     workdir: Path, config: Config, tokenizer: Tokenizer, parameters: Parameters
 ) -> None:
-    """Make a work directory whose training begins with ``parameters`` (nested dict of arrays)
+    """Make a work directory whose training starts from ``parameters`` (nested dict of arrays)
     instead of random ones.
     """
     path = workdir.absolute() / "checkpoints" / checkpoint_name(0)
@@ -251,26 +255,21 @@ def save_imported(
     ocp.save_checkpointables(path / "state", {"parameters": jax.tree.map(jnp.asarray, parameters)})
     for folder in (path, workdir):
         tokenizer.save(folder)
-        # the work directory's last: without it, it is none
+        # The work directory's comes last: a folder without config.json is no work directory.
         (folder / "config.json").write_text(to_json(config))
         if folder == path:
             write_manifest(path)
 
 
 def _publish(path: Path) -> None:
-    """Give a checkpoint that is whole its name, in place of an earlier one of the same step."""
-    final, replaced = path.with_suffix(""), path.with_suffix(_REPLACED)
+    """Give a complete checkpoint its name, in place of an earlier one of the same step."""
+    final = path.with_name(path.name.partition(".")[0])
+    replaced = final.with_suffix(_REPLACED)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     path.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _delete(path: Path) -> None:
-    # from now on no checkpoint, however far deleting gets
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
@@ -284,17 +283,17 @@ def _rest(state: TrainState) -> dict[str, Any]:
 
 def _restore_state(path: Path, abstract: TrainState) -> TrainState:
     wanted = {"parameters": abstract.parameters, "rest": _rest(abstract)}
-    had_average = load_config_file(path / "config.json").optimizer.ema_decay > 0
-    if abstract.ema is not None and had_average:
+    had_ema = config_of(path).optimizer.ema_decay > 0
+    if abstract.ema is not None and had_ema:
         wanted["ema"] = abstract.ema
     parts = ocp.load_checkpointables(path / "state", wanted)
     parameters, ema = parts["parameters"], parts.get("ema")
-    if abstract.ema is not None and not had_average:  # it begins now
+    if abstract.ema is not None and not had_ema:  # the average starts now
         ema = jax.tree.map(jnp.copy, parameters)
     return TrainState(parameters=parameters, ema=ema, **parts["rest"])
 
 
 def _reason(error: Exception) -> str:
-    """The message on one line, not all of it where it is very long."""
+    """The message on one line, shortened if it is very long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

@@ -1,0 +1,55 @@
+"""SIGTERM and Ctrl-C as a flag that training polls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class Signals:
+    """While the context lasts, SIGTERM and the first Ctrl-C only set ``received``; Ctrl-C after
+    either ends the program at once.
+
+    The handler raises nothing: the exception could surface in a callback of JAX or of the garbage
+    collector, where it is swallowed.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        # Only the main thread can have handlers. With several processes SIGTERM is left to JAX's
+        # runtime, which tells all of them.
+        if threading.current_thread() is threading.main_thread():
+            numbers = [signal.SIGINT, *([signal.SIGTERM] if jax.process_count() == 1 else [])]
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def stop_after(self, step: int) -> bool:
+        """Whether training must stop after this step; several processes learn of a signal to any
+        of them after the same step.
+        """
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.received = signal.SIGTERM
+        return self.received is not None
+
+    def _handle(self, number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if jax.process_count() > 1:
+            signal.raise_signal(signal.SIGTERM)
+            return
+        self.received = number
+        # print() could raise here, if the signal came while it was at work.
+        with suppress(OSError):
+            os.write(2, b"stopping; saving ... (Ctrl-C ends the run at once)\n")

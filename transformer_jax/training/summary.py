@@ -1,0 +1,79 @@
+"""What summary.json says about a run besides its figures: time, memory, versions, hardware."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from transformer_jax.machine import num_cores
+from transformer_jax.training.progress import Progress
+
+
+def totals(progress: Progress) -> dict[str, Any]:
+    """Time, speed and the best evaluation of a whole run, for summary.json."""
+    seconds = progress.train_seconds
+    tokens = progress.source_tokens + progress.target_tokens
+    return {
+        **progress.best,
+        "train_seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "target_tokens_per_second": progress.target_tokens / seconds if seconds else 0.0,
+    }
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """Peak resident memory of this process, and of the first device if the backend knows it."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics:
+        peaks["device"] = statistics["peak_bytes_in_use"]
+    return peaks
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, for summary.json."""
+    packages = [
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "grain",
+        "sentencepiece",
+        "sacrebleu",
+        "numpy",
+    ]
+    return {
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "platform": platform.platform(),
+        "cpu": _processor(),
+        "cpu_cores": num_cores(),
+        "devices": [str(device.device_kind) for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+
+
+def _processor() -> str:
+    """Name, family and widest vectors of the CPU: virtual machines hide the exact name, and speed
+    depends on the vectors.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].split("\n")
+    except OSError:
+        return platform.machine()
+    pairs = (line.partition(":") for line in lines)
+    known = {key.strip(): value.strip() for key, _, value in pairs}
+    parts = [known.get("model name", platform.machine())]
+    if "cpu family" in known:
+        parts.append(f"family {known['cpu family']}")
+    features = known.get("flags", known.get("Features", "")).split()
+    vectors = ("avx512f", "avx2", "avx", "sve", "asimd")
+    return ", ".join([*parts, *[each for each in vectors if each in features][:1]])
