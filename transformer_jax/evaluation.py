@@ -85,7 +85,7 @@ def check_bleu_tokenizer(tokenize: str) -> None:
     _bleu_metric(tokenize)
 
 
-def check_pairs(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+def check_pairs(hypotheses: Sequence[object], references: Sequence[str]) -> None:
     """Raise ``UserError`` unless there is one reference for each line, and at least one line."""
     if len(hypotheses) != len(references):
         raise UserError(

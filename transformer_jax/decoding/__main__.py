@@ -11,8 +11,8 @@ from transformer_jax.cli import run_program
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C), 141 (nobody reads
-    the output).
+    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C) or 141 (nobody
+    reads the output).
     """
     status = run_program(lambda: _decode(argv))
     signal.setitimer(signal.ITIMER_REAL, 0)  # see _insist_on_ctrl_c
@@ -20,17 +20,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _decode(argv: list[str] | None) -> None:
-    # Imports stand where they are needed: --help and wrong flags answer at once, and Ctrl-C is
-    # quiet from the start.
-    import tyro
+    # Imports stand where they are needed: --help and wrong flags are answered before JAX is loaded,
+    # and Ctrl-C is quiet from the start.
+    from transformer_jax.decoding.flags import parse_flags
 
-    from transformer_jax.decoding.flags import Arguments
-
-    name = Path(sys.argv[0]).name
-    arguments = tyro.cli(Arguments, prog=name, args=argv, config=(tyro.conf.OmitArgPrefixes,))
+    arguments, config = parse_flags(sys.argv[1:] if argv is None else argv, Path(sys.argv[0]).name)
     from transformer_jax.decoding.job import run_job
 
-    run_job(arguments)
+    run_job(arguments, config)
 
 
 def run() -> None:

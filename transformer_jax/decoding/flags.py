@@ -1,9 +1,46 @@
-"""The flags of decode.py."""
+"""The flags of decode.py, and the checks that need no model: none of this loads JAX."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from transformer_jax.cli import check_output, parse_shard
+from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.config_io import from_json
+from transformer_jax.errors import UserError
+from transformer_jax.remote_workdir import local_workdir
+
+# Fields that the output may add.
+_OUTPUT_FIELDS = (
+    "translation",
+    "score",
+    "log_prob",
+    "hypotheses",
+    "tokens",
+    "token_scores",
+    "source_tokens",
+    "alignment",
+)
+# Flags that say nothing without another one.
+_NEEDS = {
+    "resume": "--output",
+    "shard": "--output",
+    "join": "--output",
+    "alignment_layer": "--alignments",
+    "bleu_tokenize": "--reference",
+    "text_field": "--format jsonl",
+    "token_scores": "--format jsonl",
+}
+_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+_SCORING = ("length_penalty", "length_offset", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -19,26 +56,32 @@ class Files:
     text_field: str = "text"
     """JSONL: the field to translate. A field `prefix` forces the beginning of the translation."""
     resume: bool = False
-    """Go on where an interrupted run with the same settings stopped writing --output."""
-    part: str | None = None
-    """i/n: take lines i, i + n, i + 2n, ... and write OUTPUT.part-i-of-n; other processes take the
-    other parts.
+    """Continue an interrupted run with the same settings where it stopped writing --output."""
+    shard: str | None = None
+    """i/n: take lines i, i + n, i + 2n, ... and write OUTPUT.shard-i-of-n; other processes take the
+    other shards.
     """
     join: bool = False
-    """Write --output from all its parts; nothing is translated."""
+    """Write --output from all its shards; nothing is translated."""
     window: int | None = None
     """Lines that are read, then translated, at a time; 1 for a program that waits for each answer.
     Default: 1 at a terminal, otherwise 100 batches.
     """
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each line is answered before the next one is read."""
+        at_terminal = self.input is None and sys.stdin.isatty()
+        return self.window == 1 or (self.window is None and at_terminal)
+
 
 @dataclass(frozen=True)
 class Results:
-    """What is told about a translation."""
+    """What is written about a translation."""
 
     nbest: int = 1
-    """More than 1: so many lines a sentence, best first, as `number ||| translation ||| score`;
-    JSONL: `hypotheses`.
+    """More than 1: this many lines a sentence, best first, as `number ||| translation ||| score`;
+    JSONL: `hypotheses`. Sampling draws as many, if --beam-size does not ask for more.
     """
     alignments: Literal["hard", "soft"] | None = None
     """hard: after each translation ` ||| 0-0 1-2`, source word - target word. soft (JSONL): a
@@ -51,7 +94,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class References:
     """Comparing with given translations."""
 
     reference: str | None = None
@@ -67,75 +110,151 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Search:
-    """How translations are searched. Default of each: the run's own decoding setting."""
-
-    beam_size: int | None = None
-    """Hypotheses kept for a sentence (1: greedy); sampling: samples drawn, as many as --nbest where
-    it is not given.
-    """
-    length_penalty: float | None = None
-    """alpha in log P / ((c + length) / (c + 1))^alpha."""
-    length_offset: float | None = None
-    """c in it: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers."""
-    batch_size: int | None = None
-    """Sentences searched at a time, by all devices together; 1 with --window 1."""
-    max_source_length: int | None = None
-    """Longer lines, counted in tokens with the end symbol, are translated in parts."""
-    max_extra_length: int | None = None
-    """A translation has at most so many tokens more than its source."""
-    min_length: int | None = None
-    """A translation has at least so many tokens."""
-    coverage_penalty: float | None = None
-    """beta of the coverage penalty (Wu et al., 2016): scores down what leaves source tokens unread;
-    0: off.
-    """
-    no_repeat_ngram: int | None = None
-    """No so many tokens in a row occur twice in a translation; 0: off."""
-    repetition_penalty: float | None = None
-    """A token that the translation already has is ranked by this times its log-probability; 1:
-    off.
-    """
-    suppress: tuple[str, ...] | None = None
-    """Target tokens that are never generated, written as in the vocabulary (`▁` where a word
-    begins).
-    """
-    shortlist: str | None = None
-    """File of python -m transformer_jax.decoding.learn_shortlist: choose from the tokens that go
-    with the source alone, which is faster where the vocabulary is large; '': from all. --reference
-    says what it costs in BLEU.
-    """
-    method: Literal["beam", "sample"] | None = None
-    """sample: draw translations at random instead of searching the best."""
-    temperature: float | None = None
-    """Sampling: below 1 more cautious, above 1 more varied."""
-    top_k: int | None = None
-    """Sampling: draw from so many likeliest tokens; 0: from all."""
-    top_p: float | None = None
-    """Sampling: draw from the likeliest tokens that have this probability together."""
-    seed: int | None = None
-    """Sampling: another seed, other translations."""
-
-
-@dataclass(frozen=True)
 class Arguments:
     """Translate lines of text with a trained model: one line out for each line in. docs/decoding.md
     has examples.
     """
 
     workdir: tuple[str, ...] = ()
-    """Work directory of a training run; several: their models translate together (mean of their
-    probabilities).
+    """Work directory of a training run, or its URL; several: their models translate together (mean
+    of their probabilities).
     """
     checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on dev, or that of a step. Default: the newest; the best if
-    training.patience ended the run.
+    """The newest checkpoint, the best on the dev set, or that of a step. Default: the newest; the
+    best if early stopping ended the run.
     """
     average: int | None = None
-    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's
+    """Take the mean of this many checkpoints, up to the chosen one. Default: the run's
     training.average; with --checkpoint best or a step, 1.
     """
+    strict: bool = False
+    """Refuse a damaged checkpoint; otherwise older ones are used, with a warning."""
     files: Files = field(default_factory=Files)
     results: Results = field(default_factory=Results)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    search: Search = field(default_factory=Search)
+    references: References = field(default_factory=References)
+    decoding: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
+        default_factory=DecodingConfig
+    )
+
+
+def parse_flags(argv: Sequence[str], program: str) -> tuple[Arguments, Config]:
+    """The flags, checked, and the config of the first run, whose decoding settings they replace.
+
+    Work directories at URLs are copied to this machine first, and replaced by their copies.
+
+    Raises:
+        UserError: flags that contradict each other, do nothing, or name files that are not there.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--workdir", nargs="*", default=[])
+    workdirs = tuple(map(_local_workdir, parser.parse_known_args(argv)[0].workdir))
+    config = from_json((workdirs[0] / "config.json").read_text()) if workdirs else Config()
+
+    def parse(decoding: DecodingConfig) -> Arguments:
+        default = Arguments(decoding=decoding)
+        omit = (tyro.conf.OmitArgPrefixes,)
+        return tyro.cli(Arguments, prog=program, args=argv, default=default, config=omit)
+
+    arguments = parse(config.decoding)
+    if implied := _implied(arguments, config.decoding):
+        arguments = parse(dataclasses.replace(config.decoding, **implied))
+    _check_effects(arguments, config.decoding)
+    if not arguments.files.join:
+        _check_values(arguments, config)
+    return dataclasses.replace(arguments, workdir=tuple(map(str, workdirs))), config
+
+
+def _local_workdir(workdir: str) -> Path:
+    folder = local_workdir(workdir)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"workdir is {workdir!r}, which has no config.json; "
+            "expected a work directory written by train.py."
+        )
+    return folder
+
+
+def _implied(arguments: Arguments, run: DecodingConfig) -> dict[str, Any]:
+    """Defaults of the search that follow from other flags."""
+    implied = {}
+    if arguments.files.one_by_one and run.batch_size > 1:
+        implied["batch_size"] = 1
+    if arguments.decoding.method == "sample" and run.method == "beam":
+        implied["beam_size"] = max(1, arguments.results.nbest)  # the run's says nothing of samples
+    return implied
+
+
+def _check_effects(arguments: Arguments, run: DecodingConfig) -> None:
+    """Refuse flags that would do nothing, or that cannot go together."""
+    search = _changed(arguments.decoding, run)
+    groups = (arguments.files, arguments.results, arguments.references, arguments)
+    given = search.union(*(_changed(group, type(group)()) for group in groups)) - {"workdir"}
+    for name in given & _NEEDS.keys():
+        if _NEEDS[name].split()[0].removeprefix("--") not in given:
+            raise UserError(f"{_flag(name)} is given without {_NEEDS[name]}, which it needs.")
+    if arguments.results.alignments == "soft" and "format" not in given:
+        raise UserError("--alignments soft is given without --format jsonl, which it needs.")
+    of_samples = set() if arguments.decoding.method == "sample" else set(_SAMPLING)
+    for excluded, reason in (
+        (given - {"join", "output"}, "--join, which only puts shards together"),
+        (search - set(_SCORING) | {"nbest", "reference"}, "--score, which searches nothing"),
+        ({"resume", "shard"}, "--reference, which needs the whole output of one run"),
+    ):
+        names = excluded & given if reason.split(",")[0].removeprefix("--") in given else set()
+        for name in sorted(names):
+            raise UserError(f"{_flag(name)} is given with {reason}; leave one of them out.")
+    for name in sorted(of_samples & search):
+        value = getattr(arguments.decoding, name)
+        raise UserError(f"{name} is {value} without sampling; expected --method sample with it.")
+
+
+def _changed(values: Any, defaults: Any) -> set[str]:
+    names = [f.name for f in dataclasses.fields(values)]
+    return {name for name in names if getattr(values, name) != getattr(defaults, name)}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_values(arguments: Arguments, config: Config) -> None:
+    """Refuse values that cannot work, whatever the model."""
+    files, results, references = arguments.files, arguments.results, arguments.references
+    if not arguments.workdir:
+        raise UserError("--workdir is missing; expected a work directory written by train.py.")
+    if files.window is not None and files.window < 1:
+        raise UserError(f"window is {files.window}; expected 1 or more.")
+    if files.text_field in (*_OUTPUT_FIELDS, "prefix"):
+        raise UserError(
+            f"text_field is {files.text_field!r}; expected another name: this one is what a "
+            "translation begins with, or a field of the output."
+        )
+    beam_size = arguments.decoding.beam_size
+    if references.score is None and not 1 <= results.nbest <= beam_size:
+        raise UserError(f"nbest is {results.nbest}; expected 1 to {beam_size}, the --beam-size.")
+    shortlist = "" if references.score else arguments.decoding.shortlist
+    inputs = {"input": files.input, "reference": references.reference, "score": references.score}
+    for name, path in (inputs | {"shortlist": shortlist or None}).items():
+        if path is None:
+            continue
+        if not Path(path).is_file():
+            what = "is no regular file" if Path(path).exists() else "does not exist"
+            or_stdin = " or stdin" * (name == "input")
+            raise UserError(f"{name} is {path!r}, which {what}; expected a file{or_stdin}.")
+        if files.output is not None and Path(path).resolve() == Path(files.output).resolve():
+            raise UserError(
+                f"output and {name} are both {path!r}; expected another file for the output."
+            )
+    if files.output is not None:
+        check_output(files.output)
+        if files.output.endswith(".gz"):  # readers would take it for compressed
+            raise UserError(
+                f"output is {files.output!r}, but what is written is not compressed; "
+                "expected a name without .gz."
+            )
+    if files.shard is not None:
+        parse_shard(files.shard)
+    if references.reference is not None:
+        from transformer_jax.evaluation import check_bleu_tokenizer
+
+        check_bleu_tokenizer(references.bleu_tokenize or config.training.bleu_tokenize)

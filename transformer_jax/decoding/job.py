@@ -1,6 +1,4 @@
-"""What decode.py does, from files to files: check, translate or score, write, compare with
-references.
-"""
+"""What decode.py does: read a block of lines, translate or score it, write it, until the end."""
 
 from __future__ import annotations
 
@@ -10,28 +8,30 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice, tee
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from transformer_jax.cli import check_output
+from transformer_jax.cli import parse_shard
 from transformer_jax.config import Config
-from transformer_jax.config_io import load_config_file
 from transformer_jax.data.sources import read_lines
-from transformer_jax.decoding.alignment import aligned
+from transformer_jax.decoding.alignment import align
 from transformer_jax.decoding.flags import Arguments, Results
-from transformer_jax.decoding.output import Output
-from transformer_jax.decoding.parts import join_parts, parse_part, part_path
-from transformer_jax.decoding.records import Record, UntilFault, open_records, paired
-from transformer_jax.decoding.resuming import ResumableFile, Stream, fingerprint
+from transformer_jax.decoding.output_file import (
+    OutputFile,
+    OutputStream,
+    fingerprint,
+    join_shards,
+)
+from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records, blocks
 from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.translator import Request, Translation, Translator
+from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import bleu, check_pairs, chrf
-from transformer_jax.remote_workdir import local_workdir
+from transformer_jax.evaluation import bleu, check_pairs, evaluate
 from transformer_jax.sharding import devices_for_rows
 
 logger = logging.getLogger(__name__)
@@ -39,132 +39,101 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_REPORTS = 60
 
 
-def run_job(a: Arguments) -> None:
-    """Do what the flags ask for; ``UserError`` where they, the model or the input do not allow
-    it.
+def run_job(arguments: Arguments, config: Config) -> None:
+    """Do what the flags ask for; ``config`` is the first run's.
+
+    Raises:
+        UserError: the flags do not fit the model, or the input has a fault. What comes before a
+            fault in a stream is written.
     """
-    _check_flags(a)
-    if a.files.join:
-        logger.info("%d sentences joined.", join_parts(str(a.files.output)))
+    if arguments.files.join:
+        assert arguments.files.output is not None
+        logger.info("%d sentences joined.", join_shards(arguments.files.output))
         return
-    # What lies at a URL is copied once.
-    a = dataclasses.replace(a, workdir=tuple(str(local_workdir(each)) for each in a.workdir))
-    config = _config(a.workdir)
-    part = parse_part(a.files.part) if a.files.part else (0, 1)
-    path = part_path(str(a.files.output), part) if a.files.part else a.files.output
-    scoring = a.evaluation.score is not None
-    token_scores = a.results.token_scores or (scoring and a.files.format == "jsonl")
-    shape = Output(a.files.format, a.results.nbest, scoring, token_scores, a.results.alignments)
-    read = open_records(
-        a.files.input or sys.stdin.buffer,
-        format=a.files.format,
-        text_field=a.files.text_field,
-        part=part,
-        targets=a.evaluation.score,
-        hold=a.evaluation.reference is not None,
-    )
-    references = (
-        None if a.evaluation.reference is None else list(read_lines(a.evaluation.reference))
-    )
-    tokenize = a.evaluation.bleu_tokenize or config.training.bleu_tokenize
-    if references is not None:  # before the work, not after it
-        check_pairs([record.text for record in read()], references)
-        bleu(references[:1], references[:1], tokenize=tokenize)
-    models = _Models.load(a, config)
-    _check_against_model(a, models, read)
+    if config.training.compilation_cache:
+        folder = os.path.expanduser(config.training.compilation_cache)
+        jax.config.update("jax_compilation_cache_dir", folder)
+    reference = arguments.references.reference
+    references = None if reference is None else list(read_lines(reference))
+    records = _open_records(arguments, references)
+    models = _Models.load(arguments)
+    if arguments.files.input is not None:
+        for _ in models.checked(records):  # before the output file is touched
+            pass
     start = time.perf_counter()
-    with _open(path, a, models, group_size=shape.group_size) as output:
-        if output.kept:
-            logger.info("%d sentences were there already.", output.kept)
-        records = iter(read())
-        if (passed := sum(1 for _ in islice(records, output.kept))) < output.kept:
-            raise UserError(
-                f"{path} has {output.kept} sentences already, the input only {passed}; expected the same input again."
-            )
-        written = _written(records, output, shape, models)
-        best = [text for text in written if references is not None]
+    best = _write_answers(records, models, arguments, keep_best=references is not None)
     models.report()
-    logger.info("%.1f s; %d programs compiled.", time.perf_counter() - start, models.num_compiled)
+    seconds = time.perf_counter() - start
+    logger.info("%.1f s; %d functions compiled.", seconds, models.num_compiled)
     if references is not None:
-        print(bleu(best, references, tokenize=tokenize), file=sys.stderr)
-        print(chrf(best, references), file=sys.stderr)
-        if models.translator is not None and models.translator.config.shortlist:
-            requests = [record.request() for record in read()]
-            _compare(
-                models.translator,
-                requests,
-                references,
-                tokenize,
-                nbest=a.results.nbest,
-                devices=models.devices,
-            )
+        tokenize = arguments.references.bleu_tokenize or config.training.bleu_tokenize
+        print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
+        if models.translator is not None and arguments.decoding.shortlist:
+            _compare_shortlist(models, list(records), references, tokenize)
 
 
-@dataclasses.dataclass(frozen=True)
+def _write_answers(
+    records: Iterable[Record], models: _Models, arguments: Arguments, *, keep_best: bool
+) -> list[str]:
+    """Read a block, answer it, write it; returns the best texts if they are to be kept."""
+    files, results = arguments.files, arguments.results
+    scoring = arguments.references.score is not None
+    token_scores = results.token_scores or (scoring and files.format == "jsonl")
+    form = OutputFormat(files.format, results.nbest, scoring, token_scores, results.alignments)
+    best = []
+    start = reported = time.perf_counter()
+    with _open_output(arguments, models, form.lines_per_sentence) as output:
+        done = output.kept
+        records = models.checked(_skip(records, done, files.output))
+        for block in blocks(records, models.window):
+            for record, translations, alignments in models.answers(block):
+                output.write(form.lines(record, translations, alignments))
+                if keep_best:
+                    best.append(translations[0].text)
+            done += len(block)
+            if time.perf_counter() - reported > _SECONDS_BETWEEN_REPORTS:
+                reported = time.perf_counter()
+                logger.info("%d lines in %.0f s.", done - output.kept, reported - start)
+    return best
+
+
+@dataclass(frozen=True)
 class _Models:
-    """What translates, if given targets are not scored, and what scores and aligns, if anything is
-    to be.
-    """
+    """The translator, unless targets are scored; the scorer, if they are or for alignments."""
 
     translator: Translator | None
     scorer: Scorer | None
     devices: Sequence[jax.Device]
     results: Results
-    window: int | None
-    """Records read before the first of them is answered; None: what suits the batch."""
+    window: int
+    """Records that are read, then answered, at a time."""
 
     @classmethod
-    def load(cls, a: Arguments, config: Config) -> _Models:
-        at_terminal = a.files.input is None and sys.stdin.isatty()
-        window = a.files.window or (1 if at_terminal else None)
-        search = {
-            name: value for name, value in dataclasses.asdict(a.search).items() if value is not None
-        }
-        if window == 1:
-            search.setdefault("batch_size", 1)
-        # whose beam_size says nothing of samples
-        if a.search.method == "sample" and config.decoding.method == "beam":
-            search.setdefault("beam_size", a.results.nbest)
-        devices = devices_for_rows(search.get("batch_size", config.decoding.batch_size))
+    def load(cls, arguments: Arguments) -> _Models:
+        decoding, results = arguments.decoding, arguments.results
+        devices = devices_for_rows(decoding.batch_size)
         which: dict[str, Any] = {
-            "checkpoint": a.checkpoint,
-            "average": a.average,
+            "checkpoint": arguments.checkpoint,
+            "average": arguments.average,
             "devices": devices,
         }
+        search: dict[str, Any] = {
+            f.name: getattr(decoding, f.name) for f in dataclasses.fields(decoding)
+        }
         translator = scorer = None
-        # nothing is searched: the run's shortlist need not be there
-        if a.evaluation.score is not None:
-            scorer = Scorer.from_workdir(a.workdir, **which, **search, shortlist="")
+        if arguments.references.score is not None:
+            search |= {"shortlist": ""}  # nothing is searched, so its file need not be there
+            scorer = Scorer.from_workdir(arguments.workdir, **which, **search)
         else:
-            translator = Translator.from_workdir(a.workdir, **which, **search)
-            if a.results.alignments:
-                scorer = Scorer(
-                    translator.models, translator.tokenizer, translator.config, devices=devices
-                )
-        return cls(translator, scorer, devices, a.results, window)
-
-    @property
-    def loaded(self) -> Translator | Scorer:
-        """One of them, for what both know: config, parameters, tokenizer."""
-        found = self.translator or self.scorer
-        assert found is not None
-        return found
-
-    def answers(self, records: Iterable[Record]) -> Iterable[list[Translation]]:
-        """For each record its translations, best first; or its target, scored."""
-        if self.translator is not None:
-            requests = (record.request() for record in records)
-            return self.translator.stream(
-                requests, num_hypotheses=self.results.nbest, window=self.window
-            )
-        assert self.scorer is not None
-        pairs, numbers = tee(records)
-        found = self.scorer.score(
-            ((r.text, r.target) for r in pairs),
-            numbers=(r.number + 1 for r in numbers),
-            window=self.window,
-        )
-        return ([scored] for scored in found)
+            translator = Translator.from_workdir(arguments.workdir, **which, **search)
+            if results.alignments:
+                models, tokenizer = translator.models, translator.tokenizer
+                scorer = Scorer(models, tokenizer, translator.config, devices=devices)
+        if scorer is not None and results.alignments:
+            scorer.check_layer(results.alignment_layer)
+        files = arguments.files
+        window = 1 if files.one_by_one else files.window or 100 * decoding.batch_size
+        return cls(translator, scorer, devices, results, window)
 
     def checked(self, records: Iterable[Record]) -> Iterator[Record]:
         """The records; ``UserError`` at one whose prefix cannot be forced."""
@@ -173,224 +142,140 @@ class _Models:
                 self.translator.prefix_tokens(record.request())
             yield record
 
+    def answers(
+        self, block: list[Record]
+    ) -> Iterable[tuple[Record, list[Translation], list[Alignment | None] | None]]:
+        """Each record with its translations, best first, or its scored target; with alignments if
+        they are asked for.
+        """
+        translations: Iterable[list[Translation]]
+        if self.translator is not None:
+            requests = [record.request() for record in block]
+            nbest = self.results.nbest
+            translations = self.translator.stream(requests, num_hypotheses=nbest, window=len(block))
+        else:
+            assert self.scorer is not None
+            pairs = [(record.text, record.target) for record in block]
+            numbers = [record.number + 1 for record in block]
+            translations = [[scored] for scored in self.scorer.score(pairs, numbers=numbers)]
+        if self.scorer is None or not self.results.alignments:
+            return zip(block, translations, repeat(None))
+        translations = list(translations)
+        found = list(zip(block, translations, strict=True))
+        return zip(
+            block, translations, align(found, self.scorer, layer=self.results.alignment_layer)
+        )
+
     @property
     def num_compiled(self) -> int:
         of_translator = 0 if self.translator is None else self.translator.engine.num_compiled
         return of_translator + (0 if self.scorer is None else self.scorer.num_compiled)
 
     def report(self) -> None:
-        """Log what did not go as it should."""
-        if self.translator is not None and self.translator.num_failed:
-            logger.warning(
-                "%d lines could not be translated; their output is empty.",
-                self.translator.num_failed,
-            )
-        if self.scorer is not None and self.scorer.num_failed:
-            logger.warning(
-                "%d lines were too long to be scored; their figure is nan.", self.scorer.num_failed
-            )
-        if self.translator is not None and self.translator.num_split:
-            logger.warning("%d lines were translated in parts.", self.translator.num_split)
-
-
-def _written(
-    records: Iterable[Record], output: ResumableFile | Stream, shape: Output, models: _Models
-) -> Iterator[str]:
-    """Answers the records, writes the answers as they come, and gives the text of the best of each
-    that is written.
-    """
-    start = said = time.perf_counter()
-    sound = UntilFault(models.checked(records))
-    results = paired(sound, models.answers)
-    aligner = models.scorer if models.results.alignments else None
-    layer = models.results.alignment_layer
-    answers = aligned(results, aligner, layer=layer, window=models.window)
-    for done, (record, translations, alignments) in enumerate(answers, 1):
-        output.write(shape.lines(record, translations, alignments))
-        yield translations[0].text
-        now = time.perf_counter()
-        if now - said > _SECONDS_BETWEEN_REPORTS:
-            said = now
-            logger.info("%d lines in %.0f s.", done, now - start)
-    if sound.fault is not None:
-        raise sound.fault  # what came before it is written
-
-
-def _compare(
-    translator: Translator,
-    requests: list[Request],
-    references: list[str],
-    tokenize: str,
-    *,
-    nbest: int,
-    devices: Sequence[jax.Device],
-) -> None:
-    """Say what the shortlist costs in BLEU and what it saves. Its own shapes are compiled
-    already.
-    """
-
-    def best(of: Translator) -> list[str]:
-        return [translations[0].text for translations in of.stream(requests, num_hypotheses=nbest)]
-
-    everything = dataclasses.replace(translator.config, shortlist="")
-    whole = Translator(translator.models, translator.tokenizer, everything, devices=devices)
-    best(whole)  # compiles
-    lines, seconds = [], []
-    for each in (translator, whole):
-        start = time.perf_counter()
-        lines.append(best(each))
-        seconds.append(time.perf_counter() - start)
-    print(
-        f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}", file=sys.stderr
-    )
-    differ = sum(one != other for one, other in zip(*lines, strict=True))
-    print(
-        f"The shortlist changes {differ} of {len(requests)} lines ({differ / len(requests):.1%}) and takes {seconds[0]:.2f} s "
-        f"instead of {seconds[1]:.2f} s, compiling apart.",
-        file=sys.stderr,
-    )
-
-
-def _check_flags(a: Arguments) -> None:
-    """Refuse what cannot be meant, before anything is read."""
-    files, evaluation = a.files, a.evaluation
-    if not a.workdir and not files.join:
-        raise UserError("--workdir is missing; expected a work directory written by train.py.")
-    for name in ("resume", "part", "join"):
-        if getattr(files, name) and files.output is None:
-            raise UserError(
-                f"--{name} is given without --output; expected the file that it is about."
-            )
-    if files.window is not None and files.window < 1:
-        raise UserError(f"window is {files.window}; expected 1 or more.")
-    if evaluation.score is not None and (a.results.nbest > 1 or evaluation.reference):
-        raise UserError(
-            "--score has one given target a line; expected neither --nbest nor --reference with it."
+        """Log how many lines did not go as they should."""
+        failed, unscored, split = (
+            (0 if self.translator is None else self.translator.num_failed),
+            (0 if self.scorer is None else self.scorer.num_failed),
+            (0 if self.translator is None else self.translator.num_split),
         )
-    _check_for_purpose(a)
-    if evaluation.reference and (files.resume or files.part):
-        raise UserError(
-            "--reference needs the whole output of one run; score the finished file with sacrebleu instead."
-        )
-    for name, path in (
-        ("input", files.input),
-        ("reference", evaluation.reference),
-        ("score", evaluation.score),
-    ):
-        if path is not None and not Path(path).is_file():
-            what = "is no regular file" if Path(path).exists() else "does not exist"
-            raise UserError(
-                f"{name} is {path!r}, which {what}; expected a text file{' or stdin' * (name == 'input')}."
-            )
-        if (
-            path is not None
-            and files.output is not None
-            and Path(path).resolve() == Path(files.output).resolve()
+        for count, what in (
+            (failed, "could not be translated; their output is empty"),
+            (unscored, "were too long to be scored; their figure is nan"),
+            (split, "were translated in segments"),
         ):
-            raise UserError(
-                f"output and {name} are both {path!r}; expected another file for the output."
-            )
-    if files.output is not None:
-        check_output(files.output)
-    # which is read as what its name says
-    if files.output is not None and files.output.endswith(".gz"):
+            if count:
+                logger.warning("%d lines %s.", count, what)
+
+
+def _open_records(arguments: Arguments, references: list[str] | None) -> Iterable[Record]:
+    """The input. A file is read to its end, so that its faults show before any work; a stream is
+    held in memory if that is to be done, or if it is needed again.
+    """
+    files, target = arguments.files, arguments.references.score
+    shard = parse_shard(files.shard) if files.shard else (0, 1)
+    source = files.input or sys.stdin.buffer
+    records: Iterable[Record] = Records(source, files.format, files.text_field, shard, target)
+    if files.input is None:
+        if references is None and target is None:
+            return records
+        records = list(records)
+    count = sum(1 for _ in records)
+    if references is not None:
+        check_pairs(range(count), references)
+    return records
+
+
+def _skip(records: Iterable[Record], count: int, output: str | None) -> Iterator[Record]:
+    """The records after the ``count`` whose output is there already."""
+    if count:
+        logger.info("%d sentences were there already.", count)
+    records = iter(records)
+    if (skipped := sum(1 for _ in islice(records, count))) < count:
         raise UserError(
-            f"output is {files.output!r}, but what is written is not compressed; expected a name without .gz."
+            f"{output} has {count} sentences already, the input only {skipped}; "
+            "expected the same input again."
         )
+    return records
 
 
-def _check_for_purpose(a: Arguments) -> None:
-    """Refuse flags that would change nothing."""
-    results, evaluation, files = a.results, a.evaluation, a.files
-    for name, is_given, other, is_there in (
-        (
-            "--alignment-layer",
-            results.alignment_layer != -1,
-            "--alignments",
-            results.alignments is not None,
-        ),
-        (
-            "--bleu-tokenize",
-            evaluation.bleu_tokenize is not None,
-            "--reference",
-            evaluation.reference is not None,
-        ),
-        ("--text-field", files.text_field != "text", "--format jsonl", files.format == "jsonl"),
-    ):
-        if is_given and not is_there:
-            raise UserError(
-                f"{name} is given without {other}, which it is about; expected both or neither."
-            )
-    of_scores = ("length_penalty", "length_offset", "batch_size")
-    for name, value in dataclasses.asdict(a.search).items():
-        if evaluation.score is not None and value is not None and name not in of_scores:
-            raise UserError(
-                f"--{name.replace('_', '-')} is given with --score, which searches nothing; leave it out."
-            )
-
-
-def _check_against_model(
-    a: Arguments, models: _Models, read: Callable[[], Iterable[Record]]
-) -> None:
-    """Refuse what this model cannot do, before the output file is touched."""
-    config = models.loaded.config
-    if a.results.nbest > config.beam_size:
-        raise UserError(
-            f"num_hypotheses is {a.results.nbest}; expected 1 to decoding.beam_size = {config.beam_size}."
-        )
-    if config.method != "sample":
-        for name in ("temperature", "top_k", "top_p", "seed"):
-            if (value := getattr(a.search, name)) is not None:
-                raise UserError(
-                    f"{name} is {value} without sampling; expected --method sample with it."
-                )
-    if models.scorer is not None and a.results.alignments:
-        models.scorer.align_tokens([], layer=a.results.alignment_layer)  # is there such a layer?
-    if a.files.input is not None and a.files.format == "jsonl":
-        for _ in models.checked(read()):
-            pass
-
-
-def _config(workdirs: tuple[str, ...]) -> Config:
-    """The first run's; every run must be there."""
-    for workdir in workdirs:
-        if not (Path(workdir) / "config.json").is_file():
-            raise UserError(
-                f"workdir is {workdir!r}, which has no config.json; expected a work directory written by train.py."
-            )
-    config = load_config_file(Path(workdirs[0]) / "config.json")
-    if config.training.compilation_cache:
-        jax.config.update(
-            "jax_compilation_cache_dir", os.path.expanduser(config.training.compilation_cache)
-        )
-    return config
-
-
-def _open(
-    path: str | Path | None, a: Arguments, models: _Models, *, group_size: int
-) -> ResumableFile | Stream:
-    if path is None:
-        return Stream(sys.stdout.buffer)
-    if Path(path).exists() and not Path(path).is_file():
-        return Stream(open(path, "wb"))  # a device or a named pipe
-    model = models.loaded
-    settings: dict[str, Any] = {"task": "translate" if a.evaluation.score is None else "score"}
+def _open_output(
+    arguments: Arguments, models: _Models, lines_per_sentence: int
+) -> OutputFile | OutputStream:
+    files = arguments.files
+    if files.output is None:
+        return OutputStream()
+    if not files.shard and Path(files.output).exists() and not Path(files.output).is_file():
+        return OutputStream(files.output)  # a device or a named pipe
+    model = models.translator or models.scorer
+    assert model is not None
+    scoring = arguments.references.score is not None
     contents = {
-        "input": a.files.input,
-        "targets": a.evaluation.score,
+        "input": files.input,
+        "targets": arguments.references.score,
         "shortlist": model.config.shortlist,
     }
+    settings: dict[str, Any] = {"task": "score" if scoring else "translate"}
     settings |= dataclasses.asdict(model.config)
-    for name, file_name in contents.items():
-        if file_name:
-            with open(file_name, "rb") as file:
+    for name, path in contents.items():
+        if path:
+            with open(path, "rb") as file:
                 settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    settings |= {"parts": int(a.files.part.partition("/")[2]) if a.files.part else 1}
-    settings |= {"format": a.files.format, "text_field": a.files.text_field} | dataclasses.asdict(
-        a.results
-    )
+    settings |= {"format": files.format, "text_field": files.text_field}
+    settings |= dataclasses.asdict(arguments.results)
     settings |= {"model": fingerprint(model.parameters), "tokenizer": model.tokenizer.fingerprint}
-    keep_progress = a.files.part is not None or a.files.resume
-    return ResumableFile(
-        path, settings, nbest=group_size, resume=a.files.resume, keep_progress=keep_progress
+    return OutputFile(
+        files.output,
+        settings,
+        shard=parse_shard(files.shard) if files.shard else None,
+        lines_per_sentence=lines_per_sentence,
+        resume=files.resume,
+    )
+
+
+def _compare_shortlist(
+    models: _Models, records: list[Record], references: list[str], tokenize: str
+) -> None:
+    """Say what the shortlist costs in BLEU and what time it saves, compiling apart."""
+    requests = [record.request() for record in records]
+    short = models.translator
+    assert short is not None
+    config = dataclasses.replace(short.config, shortlist="")
+    whole = Translator(short.models, short.tokenizer, config, devices=models.devices)
+
+    def best(translator: Translator) -> list[str]:
+        stream = translator.stream(requests, num_hypotheses=models.results.nbest)
+        return [translations[0].text for translations in stream]
+
+    best(whole)  # compiles
+    lines, seconds = [], []
+    for translator in (short, whole):
+        start = time.perf_counter()
+        lines.append(best(translator))
+        seconds.append(time.perf_counter() - start)
+    differ = sum(one != other for one, other in zip(*lines, strict=True))
+    print(
+        f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}\n"
+        f"The shortlist changes {differ} of {len(requests)} lines ({differ / len(requests):.1%}) "
+        f"and takes {seconds[0]:.2f} s instead of {seconds[1]:.2f} s, compiling apart.",
+        file=sys.stderr,
     )

@@ -1,33 +1,23 @@
-"""What ``decode.py`` reads: plain lines or JSONL, the whole of it or a part, with faults reported
-by line.
-"""
+"""The lines that decode.py reads and writes: plain text or JSONL."""
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import islice
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
 
 from transformer_jax.data.sources import read_lines
-from transformer_jax.decoding.translator import Request, Translation
+from transformer_jax.decoding.translator import Request, Translation, check_text
 from transformer_jax.errors import UserError
 
-_T = TypeVar("_T")
-# Fields that the output may add.
-OUTPUT_FIELDS = (
-    "translation",
-    "score",
-    "log_prob",
-    "hypotheses",
-    "tokens",
-    "token_scores",
-    "source_tokens",
-    "alignment",
-)
+_BEFORE_FIELD = re.compile(r"\s*[{,]\s*(?=\")")
 
 
 class Record(NamedTuple):
@@ -44,150 +34,206 @@ class Record(NamedTuple):
     """What is to be scored as its translation."""
 
     def request(self) -> Request:
-        """What the translator is asked."""
+        """What to ask the translator for."""
         return Request(self.text, self.prefix, self.number + 1)
 
 
-def read_records(
-    source: str | Path | BinaryIO,
-    *,
-    format: Literal["text", "jsonl"] = "text",
-    text_field: str = "text",
-    part: tuple[int, int] = (0, 1),
-) -> Iterator[Record]:
-    """The lines of a file (``.gz`` too) or stream, or those that part i of n has: i, i + n, i + 2n,
-    ...
+class Alignment(NamedTuple):
+    """Where each token of a translation looked in its source; EOS is last on both sides."""
 
-    Raises ``UserError`` with the line's number where one is not UTF-8, or in JSONL not an object
-    with the field.
-    """
-    index, count = part
-    for number, line in islice(enumerate(read_lines(source)), index, None, count):
-        if format == "text":
-            yield Record(number, line)
-        else:
-            yield _parse(line, number, f"{_name(source)}, line {number + 1}", text_field)
+    source: tuple[str, ...]
+    target: tuple[str, ...]
+    weights_TS: np.ndarray
+    source_words: Sequence[int]
+    """The number of the word that each source token ends in, EOS apart."""
+    target_words: Sequence[int]
 
-
-def open_records(
-    source: str | Path | BinaryIO,
-    *,
-    format: Literal["text", "jsonl"] = "text",
-    text_field: str = "text",
-    part: tuple[int, int] = (0, 1),
-    targets: str | Path | None = None,
-    hold: bool = False,
-) -> Callable[[], Iterator[Record]]:
-    """A function that gives the input's records, as ``read_records`` does, with their lines of
-    ``targets`` if that is a file.
-
-    A file is checked to its end here, so that its faults show before any work, and can be read
-    again and again. A stream is read once, as far as it is asked for, unless it is to be held in
-    memory (which ``targets`` takes too).
-
-    Raises:
-        UserError: a ``text_field`` that has a meaning already, faults of a file, or targets that
-          are more or fewer than the input's lines.
-    """
-    if text_field in (*OUTPUT_FIELDS, "prefix"):
-        what = (
-            "what a translation begins with" if text_field == "prefix" else "the output's own field"
-        )
-        raise UserError(
-            f"text_field is {text_field!r}; expected another name: {what} has this one."
-        )
-    read = partial(read_records, source, format=format, text_field=text_field, part=part)
-    if isinstance(source, str | Path):
-        records: Callable[[], Iterator[Record]] = read
-    elif hold or targets is not None:
-        held = list(read())
-        records = lambda: iter(held)  # noqa: E731
-    else:
-        once = read()
-        return lambda: once
-    count = sum(1 for _ in records())
-    if targets is None:
-        return records
-
-    def lines() -> Iterator[str]:
-        return islice(read_lines(targets), part[0], None, part[1])
-
-    if (wanted := sum(1 for _ in lines())) != count:
-        raise UserError(
-            f"{_name(source)} has {count:,} lines and {targets} has {wanted:,}{' in this part' * (part[1] > 1)}; "
-            "expected as many in both: line N of one is the target of line N of the other."
-        )
-    return lambda: (
-        record._replace(target=target, prefix="")
-        for record, target in zip(records(), lines(), strict=True)
-    )
+    def hard(self) -> str:
+        """``0-0 1-2``: each token's best source token, EOS apart, as the words they belong to."""
+        if min(self.weights_TS.shape) < 2:
+            return ""
+        best_T = self.weights_TS[:-1, :-1].argmax(axis=1)
+        tokens = zip(self.target, self.target_words, best_T)  # </s> stands between segments
+        pairs = {(self.source_words[best], word) for token, word, best in tokens if token != "</s>"}
+        return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
 
-class UntilFault(Iterator[_T]):
-    """The items before the first one that raises ``UserError``; ``fault`` keeps the error until
-    they are dealt with.
+@dataclass(frozen=True)
+class Records:
+    """The records of an input: of a file (``.gz`` too), again and again; of a stream, once.
+
+    Iterating raises ``UserError`` with the line's number where a line is not UTF-8, or in JSONL not
+    an object with the field, and where ``targets`` has more or fewer lines than the input.
     """
 
-    def __init__(self, items: Iterable[_T]):
-        self._items = iter(items)
-        self.fault: UserError | None = None
+    source: str | Path | BinaryIO
+    format: Literal["text", "jsonl"] = "text"
+    text_field: str = "text"
+    shard: tuple[int, int] = (0, 1)
+    """i of n: lines i, i + n, i + 2n, ..."""
+    targets: str | Path | None = None
+    """File of the records' targets, line by line."""
 
-    def __next__(self) -> _T:
-        if self.fault is not None:
-            raise StopIteration
+    def __iter__(self) -> Iterator[Record]:
+        lines = islice(enumerate(read_lines(self.source)), self.shard[0], None, self.shard[1])
+        if self.targets is None:
+            yield from (self._record(number, line) for number, line in lines)
+            return
+        targets = islice(read_lines(self.targets), self.shard[0], None, self.shard[1])
+        for done, (line, target) in enumerate(zip_longest(lines, targets)):
+            if line is None or target is None:
+                here = done + (line is not None) + sum(1 for _ in lines)
+                there = done + (target is not None) + sum(1 for _ in targets)
+                raise UserError(
+                    f"{self._name} has {here:,} lines and {self.targets} has {there:,}"
+                    f"{' in this shard' * (self.shard[1] > 1)}; expected as many in both: "
+                    "line N of one is the target of line N of the other."
+                )
+            yield self._record(*line)._replace(target=target, prefix="")
+
+    @property
+    def _name(self) -> str:
+        if isinstance(self.source, str | Path):
+            return str(self.source)
+        return str(getattr(self.source, "name", "the input"))
+
+    def _record(self, number: int, line: str) -> Record:
+        if self.format == "text":
+            return Record(number, line)
+        where = f"{self._name}, line {number + 1}"
         try:
-            return next(self._items)
-        except UserError as fault:
-            self.fault = fault
-            raise StopIteration from None
-
-
-def paired(
-    records: Iterable[Record], stream: Callable[[Iterator[Record]], Iterable[list[Translation]]]
-) -> Iterator[tuple[Record, list[Translation]]]:
-    """Each record with what ``stream`` makes of it; holds as many of them as the stream is ahead of
-    its results.
-    """
-    waiting: deque[Record] = deque()
-
-    def read() -> Iterator[Record]:
-        for record in records:
-            waiting.append(record)
-            yield record
-
-    for translations in stream(read()):
-        yield waiting.popleft(), translations
-
-
-def _parse(line: str, number: int, where: str, text_field: str) -> Record:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{where} is a JSON {type(values).__name__}; expected an object with the field {text_field!r}."
-        )
-    if text_field not in values:
-        raise UserError(
-            f"{where} has no field {text_field!r}; expected text there (--text-field names another one). "
-            f"Fields of this line: {', '.join(values) or 'none'}."
-        )
-    text, prefix = values[text_field], values.get("prefix")
-    prefix = "" if prefix is None else prefix  # null: tables give every line all fields
-    for name, value in ((text_field, text), ("prefix", prefix)):
-        if not isinstance(value, str):
-            raise UserError(f"{where} has {value!r} in field {name!r}; expected text there.")
-        try:
-            value.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
+        if not isinstance(values, dict):
             raise UserError(
-                f"{where}: field {name!r} is not valid Unicode; expected whole characters."
-            ) from None
-    return Record(number, text.replace("\n", " "), prefix.replace("\n", " "), line)
+                f"{where} is a JSON {type(values).__name__}; "
+                f"expected an object with the field {self.text_field!r}."
+            )
+        if self.text_field not in values:
+            names = ", ".join(list(values)[:20]) or "none"
+            raise UserError(
+                f"{where} has no field {self.text_field!r}; expected text there (--text-field "
+                f"names another one). Fields of this line: {names}."
+            )
+        text, prefix = values[self.text_field], values.get("prefix")
+        prefix = "" if prefix is None else prefix  # null: tables give every line all fields
+        check_text(text, f"{where}: field {self.text_field!r}")
+        check_text(prefix, f"{where}: field 'prefix'")
+        return Record(number, text.replace("\n", " "), prefix.replace("\n", " "), line)
 
 
-def _name(source: str | Path | BinaryIO) -> str:
-    return (
-        str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "the input"))
-    )
+def blocks(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
+    """Blocks of ``size`` records; no record is read before the blocks before it are taken.
+
+    A ``UserError`` while reading is raised after the records before it were given.
+    """
+    block: list[Record] = []
+    try:
+        for record in records:
+            block.append(record)
+            if len(block) == size:
+                yield block
+                block = []
+    except UserError:
+        if block:
+            yield block
+        raise
+    if block:
+        yield block
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """How a sentence is written.
+
+    Text: the translation; with ``scores`` its log-probability instead; with ``nbest`` > 1 that many
+    lines, best first, as ``number ||| translation ||| score``; hard alignments follow as ``||| 0-0
+    1-2``.
+
+    JSONL: the object that was read, its other fields as they were, and ``translation``, ``score``,
+    ``log_prob``; on request ``hypotheses`` (a list of the same), ``tokens`` and ``token_scores``
+    (EOS last), ``alignment``.
+
+    A hard alignment is a list of pairs i-j: word i of the source (split at white space, from 0) and
+    word j of the translation. A soft one is a matrix: a row for each of ``tokens``, a column for
+    each of ``source_tokens``, EOS included.
+    """
+
+    format: Literal["text", "jsonl"] = "text"
+    nbest: int = 1
+    scores: bool = False
+    """Text: the log-probability instead of the translation."""
+    token_scores: bool = False
+    alignments: Literal["hard", "soft"] | None = None
+
+    @property
+    def lines_per_sentence(self) -> int:
+        """At most."""
+        return self.nbest if self.format == "text" else 1
+
+    def lines(
+        self,
+        record: Record,
+        translations: Sequence[Translation],
+        alignments: Sequence[Alignment | None] | None = None,
+    ) -> list[str]:
+        """The lines of one sentence."""
+        hypotheses = list(zip(translations, alignments or [None] * len(translations), strict=True))
+        if self.format == "jsonl":
+            fields = [self._fields(*hypothesis) for hypothesis in hypotheses]
+            added = fields[0] | ({"hypotheses": fields} if self.nbest > 1 else {})
+            return [_with_fields(record.json or "{}", added)]
+        lines = []
+        for t, alignment in hypotheses:
+            columns = [f"{t.log_prob:.4f}" if self.scores else t.text]
+            if self.nbest > 1:
+                columns = [str(record.number), *columns, f"{t.score:.4f}"]
+            if self.alignments:
+                columns.append(alignment.hard() if alignment else "")
+            lines.append(" ||| ".join(columns))
+        return lines
+
+    def _fields(self, t: Translation, alignment: Alignment | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "translation": t.text,
+            "score": _number(t.score),
+            "log_prob": _number(t.log_prob),
+        }
+        soft = self.alignments == "soft"
+        if self.token_scores or soft:
+            fields["tokens"] = [*t.tokens, "</s>"] if t.length else []
+        if self.token_scores:
+            fields["token_scores"] = list(map(_number, t.token_log_probs))
+        if soft:
+            rows = alignment.weights_TS.tolist() if alignment else []
+            fields["source_tokens"] = list(alignment.source) if alignment else []
+            fields["alignment"] = [list(map(_number, row)) for row in rows]
+        elif self.alignments:
+            fields["alignment"] = alignment.hard() if alignment else ""
+        return fields
+
+
+def _with_fields(text: str, fields: dict[str, Any]) -> str:
+    """The JSON object with these fields at its end; no letter of its other fields changes."""
+    if fields.keys() & json.loads(text).keys():  # from an earlier translation
+        text = _without_fields(text, fields)
+    rest = text.rstrip().removesuffix("}").rstrip()
+    return f"{rest}{'' if rest == '{' else ', '}{json.dumps(fields, ensure_ascii=False)[1:]}"
+
+
+def _without_fields(text: str, names: Iterable[str]) -> str:
+    read, kept = json.JSONDecoder().raw_decode, []
+    field = _BEFORE_FIELD.match(text)
+    while field:
+        name, end = read(text, field.end())
+        _, end = read(text, len(text) - len(text[end:].lstrip(" \t\r\n:")))
+        if name not in names:
+            kept.append(text[field.end() : end])
+        field = _BEFORE_FIELD.match(text, end)
+    return f"{{{', '.join(kept)}}}"
+
+
+def _number(x: float) -> float | None:
+    """Four digits after the point; JSON has no infinities."""
+    return round(float(x), 4) if math.isfinite(x) else None

@@ -1,13 +1,12 @@
-"""Force-decoding: the log-probabilities that a model gives to targets it did not choose, and their
-soft alignments.
-"""
+"""Forced decoding: the log-probabilities of given targets, and their soft alignments."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, groupby, islice
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.search import length_divisor, padded_length
 from transformer_jax.decoding.translator import (
     Translation,
+    check_text,
     check_tokenizer,
     check_window,
     load_runs,
@@ -42,18 +42,18 @@ _LONGEST = 4096  # attention takes memory as the square of the length
 
 
 class Scorer:
-    """One model, or several with one vocabulary, that says how likely given targets are.
+    """A model (or several with one vocabulary) that says how likely given targets are.
 
     Several score by the mean of their probabilities, as an ensemble translates. A batch has
     ``config.batch_size`` pairs of up to 64 tokens and fewer of longer ones. Each shape is compiled
     once.
 
     Attributes:
-      longest: tokens that a sentence may have, the end symbol included: 4,096, or as many as
-        learned positions are.
+      longest: tokens that a sentence may have, EOS included: 4,096, or the number of learned
+        positions.
       parameters: the models', a list of what ``nnx.to_pure_dict`` gives.
-      num_compiled: how many programs have been compiled so far.
-      num_failed: how many pairs ``score`` could not score because they are longer.
+      num_compiled: how many functions have been compiled so far.
+      num_failed: how many pairs could not be scored because they are too long.
     """
 
     def __init__(
@@ -75,17 +75,13 @@ class Scorer:
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
         self.num_compiled = self.num_failed = 0
-        self._layers = [model.config.decoder_layers for model in models]
-        limits = [
-            model.config.max_positions for model in models if model.config.positions == "learned"
-        ]
-        self.longest = min([_LONGEST, *limits])
-        split = [nnx.split(model, nnx.Param) for model in models]
-        self._graphs = [graph for graph, _ in split]
-        self.parameters = [nnx.to_pure_dict(state) for _, state in split]
+        self._layers = min(model.config.decoder_layers for model in models)
+        positions = [m.config.max_positions for m in models if m.config.positions == "learned"]
+        self.longest = min([_LONGEST, *positions])
         self._shares = max(1, len(devices))
         everywhere, self._rows = row_shardings(devices)
-        self.parameters = jax.device_put(self.parameters, everywhere)
+        self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models), strict=True)
+        self.parameters = jax.device_put(list(map(nnx.to_pure_dict, states)), everywhere)
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
@@ -99,51 +95,61 @@ class Scorer:
         devices: Sequence[jax.Device] = (),
         **settings: Any,
     ) -> Scorer:
-        """The scorer of a training run, or of several; everything is as in
-        ``Translator.from_workdir``.
-        """
+        """The scorer of a training run, or of several, as in ``Translator.from_workdir``."""
         config, models, tokenizer = load_runs(workdir, checkpoint=checkpoint, average=average)
-        return cls(
-            models, tokenizer, dataclasses.replace(config.decoding, **settings), devices=devices
-        )
+        decoding = dataclasses.replace(config.decoding, **settings)
+        return cls(models, tokenizer, decoding, devices=devices)
+
+    def stream(
+        self, pairs: Iterable[tuple[str, str]], *, window: int | None = None
+    ) -> Iterator[Translation]:
+        """``score``, reading and scoring ``window`` pairs at a time (default: 100 batches).
+
+        Raises:
+            UserError: a window below 1, at the call; later, as ``score``.
+        """
+        check_window(window)
+        return self._stream(iter(pairs), window or 100 * self.config.batch_size)
+
+    def _stream(self, pairs: Iterator[tuple[str, str]], window: int) -> Iterator[Translation]:
+        first = 1
+        while block := list(islice(pairs, window)):
+            yield from self.score(block, numbers=range(first, first + len(block)))
+            first += len(block)
 
     def score(
-        self,
-        pairs: Iterable[tuple[str, str]],
-        *,
-        numbers: Iterable[int] | None = None,
-        window: int | None = None,
-    ) -> Iterator[Translation]:
+        self, pairs: Iterable[tuple[str, str]], *, numbers: Sequence[int] | None = None
+    ) -> list[Translation]:
         """Each (source, target), in order, as a ``Translation``: the target with its
         log-probabilities, EOS included.
 
-        Holds ``window`` pairs at a time (default: 100 batches). Empty lines are scored too: as EOS
-        alone. A pair with a sentence of more than ``longest`` tokens gets no figures but NaN, with
-        a warning. ``numbers`` are the lines' numbers in messages (default: from 1).
+        Empty lines are scored too: as EOS alone. A pair with a sentence of more than ``longest``
+        tokens gets NaN for its figures, with a warning. ``numbers`` are the lines' numbers in
+        messages (default: from 1).
 
         Raises:
-            UserError: a window below 1.
+            UserError: a source or target that is no text.
         """
-        check_window(window)
-        return self._score(iter(pairs), iter(count(1) if numbers is None else numbers), window)
-
-    def _score(
-        self, pairs: Iterator[tuple[str, str]], numbers: Iterator[int], window: int | None
-    ) -> Iterator[Translation]:
-        while block := list(islice(pairs, window or 100 * self.config.batch_size)):
-            block_numbers = list(islice(numbers, len(block)))
-            sources, targets = zip(*block, strict=True)
-            targets_tokens = self.tokenizer.encode_target(targets)
-            tokens = list(zip(self.tokenizer.encode_source(sources), targets_tokens, strict=True))
-            scored = iter(self.score_tokens([pair for pair in tokens if self.fits(pair)]))
-            for number, target, pair in zip(block_numbers, targets, tokens, strict=True):
-                if not self.fits(pair):
-                    self.num_failed += 1
-                    warn_first(
-                        self.num_failed, "Line %d is not scored: %s", number, self._too_long(pair)
-                    )
-                log_probs = next(scored) if self.fits(pair) else np.full(len(pair[1]) + 1, np.nan)
-                yield self._translation(target, pair[1], log_probs)
+        pairs = list(pairs)
+        numbers = range(1, len(pairs) + 1) if numbers is None else numbers
+        for number, texts in zip(numbers, pairs, strict=True):
+            for side, text in zip(("source", "target"), texts, strict=True):
+                check_text(text, f"Line {number}: {side}")
+        sources = self.tokenizer.encode_source([source for source, _ in pairs])
+        targets = self.tokenizer.encode_target([target for _, target in pairs])
+        tokens = list(zip(sources, targets, strict=True))
+        scored = iter(self.score_tokens([pair for pair in tokens if self.fits(pair)]))
+        translations = []
+        for number, (_, text), pair in zip(numbers, pairs, tokens, strict=True):
+            if self.fits(pair):
+                log_probs = next(scored)
+            else:
+                self.num_failed += 1
+                problem = self._too_long(pair)
+                warn_first(self.num_failed, "Line %d is not scored: %s", number, problem)
+                log_probs = np.full(len(pair[1]) + 1, np.nan)
+            translations.append(self._translation(text, pair[1], log_probs))
+        return translations
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
         """Natural log-probability of each target's tokens and, last, of EOS; float32. Tokens are
@@ -152,14 +158,8 @@ class Scorer:
         Raises:
             UserError: a pair that does not fit (``fits``).
         """
-
-        def run(source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
-            return self._log_probs_BT(self.parameters, source_BS, target_BT)
-
-        return [
-            row[: len(target) + 1]
-            for row, (_, target) in zip(self._in_batches(run, pairs), pairs, strict=True)
-        ]
+        rows = self._in_batches(partial(self._log_probs_BT, self.parameters), pairs)
+        return [row[: len(target) + 1] for row, (_, target) in zip(rows, pairs, strict=True)]
 
     def align_tokens(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int = -1
@@ -168,55 +168,52 @@ class Scorer:
         the target looked.
 
         Mean over the heads of decoder layer ``layer`` (and over the models); each row sums to 1.
-        All of them are held.
 
         Raises:
             UserError: no such layer, or a pair that does not fit (``fits``).
         """
-        if not all(-count <= layer < count for count in self._layers):
-            count = min(self._layers)
-            raise UserError(
-                f"The alignment layer is {layer}; expected {-count} to {count - 1}, one of the decoder's layers."
-            )
-
-        def run(source_BS: jax.Array, target_BT: jax.Array) -> jax.Array:
-            return self._weights_BTS(self.parameters, source_BS, target_BT, layer=layer)
-
-        weights = self._in_batches(run, pairs)
+        self.check_layer(layer)
+        run = partial(self._weights_BTS, self.parameters, layer=layer)
         return [
-            w[: len(target) + 1, : len(source) + 1]
-            for w, (source, target) in zip(weights, pairs, strict=True)
+            weights[: len(target) + 1, : len(source) + 1]
+            for weights, (source, target) in zip(self._in_batches(run, pairs), pairs, strict=True)
         ]
+
+    def check_layer(self, layer: int) -> None:
+        """``UserError`` unless the decoder has this layer; negative ones count from the last."""
+        if not -self._layers <= layer < self._layers:
+            raise UserError(
+                f"The alignment layer is {layer}; expected {-self._layers} to {self._layers - 1}, "
+                "one of the decoder's layers."
+            )
 
     def _in_batches(
         self,
         run: Callable[[jax.Array, jax.Array], jax.Array],
         pairs: Sequence[tuple[Tokens, Tokens]],
     ) -> list[np.ndarray]:
-        """``run(source_BS, target_BT)`` on pairs of similar length at a time; its rows in the order
-        of ``pairs``.
+        """The rows of ``run(source_BS, target_BT)``, called with pairs of similar length, in the
+        order of ``pairs``.
         """
         for number, pair in enumerate(pairs, 1):
             if not self.fits(pair):
                 raise UserError(f"Pair {number} is too long: {self._too_long(pair)}")
         lengths = [min(padded_length(1 + max(map(len, pair)), 16), self.longest) for pair in pairs]
         running = []
-        # The device gets the longest first, and all batches before the first result is waited for.
-        for length, same in groupby(
-            sorted(range(len(pairs)), key=lambda i: -lengths[i]), key=lambda i: lengths[i]
-        ):
+        # The device gets the longest first, and all batches before the first result is awaited.
+        longest_first = sorted(range(len(pairs)), key=lambda i: -lengths[i])
+        for length, same in groupby(longest_first, key=lambda i: lengths[i]):
             rows = min(self.config.batch_size, self.config.batch_size * _FULL_LENGTH // length)
             rows = max(1, rows // self._shares) * self._shares
             while batch := list(islice(same, rows)):
-                sources, targets = (np.full((rows, length), PAD_ID, np.int32) for _ in range(2))
+                sides_2BL = np.full((2, rows, length), PAD_ID, np.int32)
                 for row, i in enumerate(batch):
-                    for array, tokens in zip((sources, targets), pairs[i], strict=True):
-                        array[row, : len(tokens) + 1] = [*tokens, EOS_ID]
-                running.append((batch, run(*jax.device_put((sources, targets), self._rows))))
+                    for side_BL, tokens in zip(sides_2BL, pairs[i], strict=True):
+                        side_BL[row, : len(tokens) + 1] = [*tokens, EOS_ID]
+                running.append((batch, run(*jax.device_put(tuple(sides_2BL), self._rows))))
         results: dict[int, np.ndarray] = {}
         for batch, result in running:
-            # the rows left over are padding
-            results |= zip(batch, np.asarray(result), strict=False)
+            results |= zip(batch, np.asarray(result), strict=False)  # the other rows are padding
         return [results[i] for i in range(len(pairs))]
 
     def _score_batch(
@@ -227,11 +224,9 @@ class Scorer:
         for graph, values in zip(self._graphs, parameters, strict=True):
             model = nnx.merge(graph, values)
             each.append(_label_log_probs(model, model.hidden(source_BS, target_BT), target_BT))
-        return (
-            each[0]
-            if len(each) == 1
-            else jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
-        )
+        if len(each) == 1:
+            return each[0]
+        return jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
 
     def _align_batch(
         self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array, *, layer: int
@@ -244,38 +239,32 @@ class Scorer:
         return jnp.stack(each).mean(axis=0)
 
     def _count(self, source_BS: jax.Array, what: str) -> None:
-        self.num_compiled += 1  # this runs when a shape is traced, which is once
+        self.num_compiled += 1  # runs once for each shape, when it is traced
         logger.info("Compiling the %s of %d pairs of up to %d tokens.", what, *source_BS.shape)
 
     def _translation(self, text: str, tokens: Tokens, log_probs: np.ndarray) -> Translation:
-        log_prob = float(log_probs.sum(dtype=np.float64))
-        divisor = length_divisor(
-            len(log_probs), self.config.length_penalty, self.config.length_offset
-        )
-        score = log_prob / float(divisor)
+        log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
+        divisor = length_divisor(length, self.config.length_penalty, self.config.length_offset)
         return Translation(
             text,
-            score,
+            log_prob / float(divisor),
             log_prob,
-            len(log_probs),
+            length,
             tokens=tuple(self.tokenizer.target_tokens(tokens)),
             token_log_probs=tuple(map(float, log_probs)),
         )
 
     def fits(self, pair: tuple[Tokens, Tokens]) -> bool:
-        """Whether the source and the target, given without EOS, have at most ``longest`` tokens
-        with it.
-        """
+        """Whether source and target, given without EOS, have at most ``longest`` tokens with it."""
         return max(map(len, pair)) < self.longest
 
     def _too_long(self, pair: tuple[Tokens, Tokens]) -> str:
         lengths = " and ".join(str(len(tokens) + 1) for tokens in pair)
-        why = (
-            ""
-            if self.longest == _LONGEST
-            else " = model.max_positions: this model's positions are learned and end there"
+        learned = " = model.max_positions: this model's positions are learned and end there"
+        return (
+            f"{lengths} source and target tokens, EOS included; "
+            f"expected at most {self.longest}{learned if self.longest < _LONGEST else ''}."
         )
-        return f"{lengths} source and target tokens, the end symbols included; expected at most {self.longest}{why}."
 
 
 def _label_log_probs(model: Transformer, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
