@@ -32,7 +32,8 @@ from transformer_jax.config import (
 )
 from transformer_jax.config_io import from_json, to_json
 from transformer_jax.decoding import __main__ as program
-from transformer_jax.decoding.flags import Search
+from transformer_jax.decoding.flags import parse_flags
+from transformer_jax.decoding.output_file import OutputFile
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
@@ -192,7 +193,7 @@ def test_reference(decode, expected, tmp_path):
         (("--output", "no/such/folder/file"), b"one\n", "no/such/folder/file"),
         (("--beam-size", 0), b"one\n", "decoding.beam_size is 0"),
         (("--beam-size", 31), b"one\n", "decoding.beam_size is 31"),
-        (("--nbest", 3), b"one\n", "num_hypotheses is 3; expected 1 to decoding.beam_size = 2"),
+        (("--nbest", 3), b"one\n", "nbest is 3; expected 1 to 2, the --beam-size"),
         (("--checkpoint", 15), b"one\n", "10, 20, 30"),
         (("--average", 9), b"one\n", "average is 9"),
     ],
@@ -369,14 +370,14 @@ def test_one_sample_is_drawn_where_one_is_asked_for(decode):
     assert decode(*flags, "--nbest", 3)[1] == decode(*flags, "--nbest", 3, "--beam-size", 3)[1]
 
 
-def test_sampled_parts_joined_are_the_whole(decode, tmp_path):
+def test_sampled_shards_joined_are_the_whole(decode, tmp_path):
     """The random numbers of a line depend on its number, not on the process that has it."""
     flags = ("--method", "sample", "--seed", 3, "--nbest", 2, "--input", tmp_path / "in")
     (tmp_path / "in").write_bytes(TEXT)
     whole = decode(*flags)[1]
     for i in range(3):
-        assert decode(*flags, "--output", tmp_path / "out", "--part", f"{i}/3")[0] == 0
-    assert (tmp_path / "out.part-2-of-3").read_text() == "".join(
+        assert decode(*flags, "--output", tmp_path / "out", "--shard", f"{i}/3")[0] == 0
+    assert (tmp_path / "out.shard-2-of-3").read_text() == "".join(
         x for x in whole.splitlines(True) if x[:2] in ("2 ", "5 ")
     )
     status, out, err = decode("--join", "--output", tmp_path / "out")
@@ -456,26 +457,52 @@ def test_a_window_of_one_answers_each_line_at_once(workdir):
         pipe.close()
 
 
-def test_every_setting_of_the_search_has_a_flag():
-    names = {field.name for field in dataclasses.fields(DecodingConfig)}
-    assert {field.name for field in dataclasses.fields(Search)} == names
+def test_every_setting_of_the_search_is_a_flag_with_the_runs_value(workdir):
+    arguments, config = parse_flags(["--workdir", str(workdir), "--min-length", "1"], "decode.py")
+    assert arguments.decoding == dataclasses.replace(config.decoding, min_length=1)
+    assert config.decoding.beam_size == 2
+
+
+def test_what_other_flags_imply(workdir):
+    def decoding(*flags):
+        return parse_flags(["--workdir", str(workdir), *flags], "decode.py")[0].decoding
+
+    assert decoding("--window", "1").batch_size == 1
+    assert decoding("--window", "1", "--batch-size", "4").batch_size == 4
+    assert decoding("--window", "2").batch_size == 4
+    assert decoding("--method", "sample").beam_size == 1
+    assert decoding("--method", "sample", "--nbest", "3").beam_size == 3
+    assert decoding("--method", "sample", "--beam-size", "2").beam_size == 2
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--resume",), "--resume is given without --output"),
-        (("--part", "0/2"), "--part is given without --output"),
-        (("--part", "2/2", "--output", "x"), "part is '2/2'"),
+        (("--shard", "0/2"), "--part is given without --output"),
+        (("--shard", "2/2", "--output", "x"), "shard is '2/2'"),
         (("--join",), "--join is given without --output"),
         (("--score", "no/such"), "score is 'no/such', which does not exist"),
-        (("--score", __file__, "--nbest", 2), "expected neither --nbest nor --reference"),
         (
-            ("--reference", __file__, "--part", "0/2", "--output", "x"),
-            "--reference needs the whole output",
+            ("--score", __file__, "--nbest", 2),
+            "--nbest is given with --score, which searches nothing",
         ),
-        (("--token-scores",), "--token-scores does not go with --format text"),
+        (("--score", __file__, "--reference", __file__), "--reference is given with --score"),
+        (
+            ("--reference", __file__, "--shard", "0/2", "--output", "x"),
+            "--shard is given with --reference, which needs the whole output",
+        ),
+        (("--token-scores",), "--token-scores is given without --format jsonl"),
+        (("--alignments", "soft"), "--alignments soft is given without --format jsonl"),
         (("--nbest", 0), "nbest is 0"),
+        (("--suppress", "</s>"), "decoding.suppress has '</s>'"),
+        (("--join", "--output", "x", "--shard", "0/2"), "--shard is given with --join"),
+        (("--join", "--output", "x", "--nbest", 2), "--nbest is given with --join"),
+        (("--join", "--output", "x", "--beam-size", 3), "--beam-size is given with --join"),
+        (("--input", "."), "input is '.', which is no regular file"),
+        (("--reference", os.devnull), "reference is '/dev/null', which is no regular file"),
+        (("--shortlist", "."), "shortlist is '.', which is no regular file"),
+        (("--format", "jsonl", "--text-field", "prefix"), "text_field is 'prefix'"),
         (("--format", "jsonl", "--text-field", "score"), "text_field is 'score'"),
         (("--temperature", 0.5), "temperature is 0.5 without sampling; expected --method sample"),
         (("--input", os.devnull), "which is no regular file; expected a text file or stdin"),
@@ -496,6 +523,35 @@ def test_flags_that_contradict(decode, flags, message):
     status, out, err = decode(*flags)
     assert (status, out) == (2, "")
     assert message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_wrong_flags_are_refused_before_jax_is_loaded(workdir):
+    code = "import sys; from transformer_jax.decoding.__main__ import main\n"
+    code += "status = main(sys.argv[1:]); sys.exit('jax' in sys.modules or status != 2)"
+    for flags in (("--beam-size", "0"), ("--shard", "2/2", "--output", "x"), ("--nbest", "3")):
+        command = [sys.executable, "-c", code, "--workdir", str(workdir), *flags]
+        assert subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0, flags
+
+
+def test_a_full_disk_is_told_with_the_file_and_how_to_continue(decode, tmp_path, monkeypatch):
+    write = OutputFile.write
+
+    def write_two(self, lines):
+        if self._file.tell() >= len(written):
+            with open("/dev/full", "wb") as full:
+                os.dup2(full.fileno(), self._file.fileno())
+        write(self, lines)
+
+    whole = decode()[1]
+    written = "".join(whole.splitlines(keepends=True)[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFile, "write", write_two)
+        status, _, err = decode("--output", tmp_path / "out")
+    assert status == 2 and (tmp_path / "out").read_text() == written
+    assert "out keeps what is translated; the same command with --resume continues it" in err
+    assert "out cannot be written: No space left on device" in err
+    assert decode("--output", tmp_path / "out", "--resume")[0] == 0
+    assert (tmp_path / "out").read_text() == whole
 
 
 def test_without_a_work_directory(capsys):

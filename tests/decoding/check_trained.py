@@ -64,8 +64,8 @@ def main(arguments: Arguments) -> None:
     )
     lines = list(read_lines(arguments.input))[: arguments.limit]
     encoded = translator.tokenizer.encode_source(lines)
-    room = translator.engine.longest_source - 1
-    sentences = [Sentence(tokens[:room]) for tokens in encoded if tokens]
+    limit = translator.engine.longest_source - 1
+    sentences = [Sentence(tokens[:limit]) for tokens in encoded if tokens]
     print(
         f"{len(sentences)} sentences, "
         f"{sum(len(s.tokens) for s in sentences) / len(sentences):.1f} tokens on average"
@@ -174,7 +174,7 @@ def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[i
             f"batch {batch_size}: shuffled and not, "
             f"identical to the last bit on {exact} of {len(sentences)}; "
             f"tokens as with batch {batch_sizes[0]} on {same}; slots wasted {waste:.1%}; "
-            f"{of_size.num_compiled} programs; {time.perf_counter() - start:.0f} s",
+            f"{of_size.num_compiled} functions compiled; {time.perf_counter() - start:.0f} s",
             flush=True,
         )
 

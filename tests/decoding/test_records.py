@@ -1,5 +1,5 @@
-"""Lines and objects in, with every fault reported by its line; parts of an input; nothing is read
-ahead of its need.
+"""Lines and objects in, with every fault reported by its line, shards of an input, nothing read
+ahead of its need; plain lines, n-best lists and objects out, whose other fields stay as they were.
 """
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from itertools import islice
 
+import numpy as np
 import pytest
 
-from transformer_jax.decoding.records import Record, UntilFault, open_records, paired, read_records
+from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records, blocks
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 
@@ -23,11 +23,11 @@ def stream(*lines):
 
 
 def objects(*values, **options):
-    return read_records(stream(*map(json.dumps, values)), format="jsonl", **options)
+    return Records(stream(*map(json.dumps, values)), "jsonl", **options)
 
 
 def test_plain_lines_are_taken_as_they_are():
-    records = list(read_records(stream("one", "", '{"text": "two"}')))
+    records = list(Records(stream("one", "", '{"text": "two"}')))
     assert records == [Record(0, "one"), Record(1, ""), Record(2, '{"text": "two"}')]
 
 
@@ -54,65 +54,77 @@ def test_objects_give_text_and_prefix():
             "line 3 has no field 'text'.*--text-field.*Fields of this line: source, id",
         ),
         ("{}", "Fields of this line: none"),
-        ('{"text": 5}', "line 3 has 5 in field 'text'; expected text"),
-        ('{"text": "x", "prefix": 7}', "line 3 has 7 in field 'prefix'"),
-        ('{"text": null}', "line 3 has None in field 'text'; expected text"),
+        ('{"text": 5}', "line 3: field 'text' is 5; expected text"),
+        ('{"text": "x", "prefix": 7}', "line 3: field 'prefix' is 7"),
+        ('{"text": null}', "line 3: field 'text' is None; expected text"),
         (r'{"text": "\ud800"}', "line 3: field 'text' is not valid Unicode"),
         (b"\xff", "line 3: byte 1 is not valid UTF-8"),
+        (json.dumps({"text": [0] * 9000}), r"line 3: field 'text' is .{50,150}; expected text"),
     ],
 )
-def test_a_faulty_line_is_named_and_loses_nothing_before_it(line, message):
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_a_faulty_line_is_named_and_loses_nothing_before_it(line, message, size):
     good = json.dumps({"text": "x"})
-    records = UntilFault(read_records(stream(good, good, line, good), format="jsonl"))
-    assert [record.number for record in records] == [0, 1]
-    assert next(records, None) is None  # nor is anything after it
+    found = blocks(Records(stream(good, good, line, good), "jsonl"), size)
+    given = []
     with pytest.raises(UserError, match=message):
-        raise records.fault
+        given.extend(record.number for block in found for record in block)
+    assert given == [0, 1]
 
 
 def test_a_prefix_of_null_is_none():
     """As tables have it that give every line all fields."""
-    [record] = read_records(io.BytesIO(b'{"text": "x", "prefix": null}\n'), format="jsonl")
+    [record] = Records(stream('{"text": "x", "prefix": null}'), "jsonl")
     assert (record.text, record.prefix) == ("x", "")
 
 
-def test_a_field_that_the_output_needs_cannot_be_the_text():
-    for name in ("translation", "prefix"):
-        with pytest.raises(UserError, match=f"text_field is '{name}'"):  # before anything is read
-            open_records(stream("{}"), format="jsonl", text_field=name)
-
-
-def test_parts_share_the_lines():
+def test_shards_share_the_lines():
     lines = [f"line {i}" for i in range(11)]
-    parts = [
-        [(r.number, r.text) for r in read_records(stream(*lines), part=(i, 3))] for i in range(3)
-    ]
-    assert sorted(line for part in parts for line in part) == list(enumerate(lines))
-    assert [number for number, _ in parts[1]] == [1, 4, 7, 10]
+    shards = [[(r.number, r.text) for r in Records(stream(*lines), shard=(i, 3))] for i in range(3)]
+    assert sorted(line for shard in shards for line in shard) == list(enumerate(lines))
+    assert [number for number, _ in shards[1]] == [1, 4, 7, 10]
 
 
-def test_a_part_does_not_parse_what_it_does_not_have():
+def test_a_shard_does_not_parse_the_lines_of_others():
     good = json.dumps({"text": "x"})
-    assert len(list(read_records(stream(good, "{", good), format="jsonl", part=(0, 2)))) == 2
+    assert len(list(Records(stream(good, "{", good), "jsonl", shard=(0, 2)))) == 2
 
 
-def test_a_file_is_checked_first_and_read_again(tmp_path):
+def test_a_file_is_read_again(tmp_path):
     path = tmp_path / "in.gz"
     path.write_bytes(gzip.compress(b"one\ntwo\n"))
-    read = open_records(path)
-    assert [r.text for r in read()] == [r.text for r in read()] == ["one", "two"]
+    records = Records(path)
+    assert [r.text for r in records] == [r.text for r in records] == ["one", "two"]
     path.write_bytes(gzip.compress(b"one\n\xff\n"))
     with pytest.raises(UserError, match="line 2"):
-        open_records(path)
+        list(Records(path))
 
 
 def test_a_stream_is_read_as_far_as_it_is_asked_for():
     file = stream("one", "two", "three")
-    read = open_records(file)
+    records = Records(file)
     assert file.tell() == 0
-    assert next(read()).text == "one" and [r.text for r in read()] == ["two", "three"]
-    held = open_records(stream("one", "two"), hold=True)
-    assert len(list(held())) == len(list(held())) == 2
+    records = iter(records)
+    assert next(records).text == "one" and [r.text for r in records] == ["two", "three"]
+
+
+@pytest.mark.parametrize("size", [1, 6, 9, 32])
+def test_a_block_is_answered_before_more_is_read(size):
+    """As one who waits for the answers to so many lines before the next ones are written."""
+    read = 0
+
+    def records():
+        nonlocal read
+        for i in range(20):
+            read += 1
+            yield Record(i, str(i))
+
+    done = 0
+    for block in blocks(records(), size):
+        assert [record.number for record in block] == list(range(done, min(done + size, 20)))
+        assert read == done + len(block)
+        done += len(block)
+    assert done == 20
 
 
 @pytest.mark.parametrize("kind", ["file", "stream"])
@@ -123,31 +135,144 @@ def test_targets_go_with_their_lines(tmp_path, kind):
 
     def read(**options):
         source = lines if kind == "file" else io.BytesIO(lines.read_bytes())
-        return [
-            (r.number, r.text, r.target) for r in open_records(source, targets=targets, **options)()
-        ]
+        return [(r.number, r.text, r.target) for r in Records(source, targets=targets, **options)]
 
     assert read() == [(0, "one", "eins"), (1, "two", "zwei"), (2, "three", "drei")]
-    assert read(part=(1, 2)) == [(1, "two", "zwei")]
+    assert read(shard=(1, 2)) == [(1, "two", "zwei")]
     targets.write_text("eins\nzwei\n")
     with pytest.raises(UserError, match="has 3 lines and .*targets has 2; expected as many"):
         read()
+    targets.write_text("eins\n" * 9)
+    with pytest.raises(UserError, match="has 3 lines and .*targets has 9; expected as many"):
+        read()
 
 
-def test_results_find_their_records_and_no_more_are_held_than_needed():
-    alive = 0
+BEST = Translation("ja gut", -1.23456, -2.5, 3, ("▁ja", "▁gut"), (-1.0, -1.25, -0.25))
+SECOND = Translation("nein", -2.0, -3.0, 2, ("▁nein",), (-1.0, -2.0))
+NOTHING = Translation("", 0.0, 0.0, 0)
+ALIGNMENT = Alignment(
+    ("▁yes", "▁fine", "</s>"),
+    ("▁ja", "▁gut", "</s>"),
+    np.array([[0.9, 0, 0.1], [0.25, 0.5, 0.25], [0, 0, 1]]),
+    [0, 1],
+    [0, 1],
+)
+OTHER = Alignment(
+    ("▁yes", "▁fine", "</s>"), ("▁nein", "</s>"), np.array([[0, 1, 0], [0, 0, 1]]), [0, 1], [0]
+)
+RECORD = Record(4, "yes fine")
 
-    def records():
-        nonlocal alive
-        for i in range(100):
-            alive += 1
-            yield Record(i, str(i))
 
-    def by_twos(records):
-        records = iter(records)
-        while two := list(islice(records, 2)):
-            yield from ([Translation(r.text.upper(), 0, 0, 0)] for r in two)
+def json_lines(output, line, translations, alignments=None):
+    [record] = Records([line.encode()], "jsonl")
+    [written] = output.lines(record, translations, alignments)
+    return written
 
-    for i, (record, [translation]) in enumerate(paired(records(), by_twos)):
-        assert record.text == translation.text == str(i)
-        assert alive <= i + 3
+
+def test_text():
+    assert OutputFormat().lines(RECORD, [BEST]) == ["ja gut"]
+    assert OutputFormat().lines(RECORD, [NOTHING]) == [""]
+    assert OutputFormat(nbest=2).lines(RECORD, [BEST, SECOND]) == [
+        "4 ||| ja gut ||| -1.2346",
+        "4 ||| nein ||| -2.0000",
+    ]
+    assert OutputFormat(scores=True).lines(RECORD, [BEST]) == ["-2.5000"]
+
+
+def test_text_with_alignments():
+    hard = OutputFormat(alignments="hard")
+    assert hard.lines(RECORD, [BEST], [ALIGNMENT]) == ["ja gut ||| 0-0 1-1"]
+    assert hard.lines(RECORD, [NOTHING], [None]) == [" ||| "]
+    both = OutputFormat(nbest=2, alignments="hard").lines(
+        RECORD, [BEST, SECOND], [ALIGNMENT, OTHER]
+    )
+    assert both == ["4 ||| ja gut ||| -1.2346 ||| 0-0 1-1", "4 ||| nein ||| -2.0000 ||| 1-0"]
+
+
+def test_objects_keep_their_fields():
+    line = r'{ "id":1e2, "text": "yes\u0020fine","meta": {"b": [1.10, null], "a": "\ud800"} }'
+    written = json_lines(OutputFormat("jsonl"), line, [BEST])
+    assert written.startswith(line[:-2])  # to the letter
+    values = json.loads(written)
+    assert list(values) == ["id", "text", "meta", "translation", "score", "log_prob"]
+    assert (values["translation"], values["score"], values["log_prob"]) == ("ja gut", -1.2346, -2.5)
+
+
+def test_fields_of_an_earlier_translation_are_replaced():
+    line = json.dumps(
+        {"score": 9, "text": "yes fine", "translation": "old", "id": "ü", "tokens": 3}
+    )
+    written = json_lines(OutputFormat("jsonl"), line, [NOTHING])
+    assert json.loads(written) == {
+        "text": "yes fine",
+        "id": "ü",
+        "tokens": 3,
+        "translation": "",
+        "score": 0,
+        "log_prob": 0,
+    }
+    assert written.count('"translation"') == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "rest"),
+    [
+        (
+            r'{ "score" : 9 , "big": 1e400,"text":"a\u00e9\"}"  ,"x" :{"score": [1.10, {}]}}',
+            r'"big": 1e400, "text":"a\u00e9\"}", "x" :{"score": [1.10, {}]}',
+        ),
+        (
+            '{"text": "x", "n": 0.10000000000000000001, "score": null}',
+            '"text": "x", "n": 0.10000000000000000001',
+        ),
+        (
+            '{"text": "x", "log_prob": {"text": 1}, "n": 1, "n": 2.0 }',
+            '"text": "x", "n": 1, "n": 2.0',
+        ),
+    ],
+)
+def test_what_is_not_replaced_stays_to_the_letter(line, rest):
+    assert (
+        json_lines(OutputFormat("jsonl"), line, [NOTHING])
+        == f'{{{rest}, "translation": "", "score": 0.0, "log_prob": 0.0}}'
+    )
+
+
+def test_n_best_objects():
+    values = json.loads(json_lines(OutputFormat("jsonl", nbest=2), '{"text": "x"}', [BEST, SECOND]))
+    assert values["translation"] == "ja gut"
+    assert values["hypotheses"] == [
+        {"translation": "ja gut", "score": -1.2346, "log_prob": -2.5},
+        {"translation": "nein", "score": -2.0, "log_prob": -3.0},
+    ]
+
+
+def test_tokens_and_alignments_in_objects():
+    output = OutputFormat("jsonl", token_scores=True, alignments="soft")
+    values = json.loads(json_lines(output, '{"text": "yes fine"}', [BEST], [ALIGNMENT]))
+    assert values["tokens"] == ["▁ja", "▁gut", "</s>"] and values["token_scores"] == [
+        -1.0,
+        -1.25,
+        -0.25,
+    ]
+    assert values["source_tokens"] == ["▁yes", "▁fine", "</s>"]
+    assert values["alignment"] == [[0.9, 0.0, 0.1], [0.25, 0.5, 0.25], [0.0, 0.0, 1.0]]
+    values = json.loads(json_lines(output, '{"text": ""}', [NOTHING], [None]))
+    assert (
+        values["tokens"]
+        == values["token_scores"]
+        == values["source_tokens"]
+        == values["alignment"]
+        == []
+    )
+    values = json.loads(
+        json_lines(
+            OutputFormat("jsonl", alignments="hard"), '{"text": "yes fine"}', [BEST], [ALIGNMENT]
+        )
+    )
+    assert values["alignment"] == "0-0 1-1"
+
+
+def test_what_has_no_number_in_json_is_null():
+    broken = Translation("x", float("-inf"), float("nan"), 1, (), (float("nan"),))
+    assert json.loads(json_lines(OutputFormat("jsonl"), '{"text": "x"}', [broken]))["score"] is None

@@ -13,11 +13,9 @@ from flax import nnx
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding import scoring
-from transformer_jax.decoding.alignment import Alignment, aligned, word_numbers
-from transformer_jax.decoding.records import Record
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.search import padded_length
-from transformer_jax.decoding.translator import Translation, Translator
+from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
@@ -152,7 +150,7 @@ def test_lines_come_out_in_order_without_reading_ahead(scorer, pairs):
             read.append(pair)
             yield pair
 
-    stream = scorer.score(lines(), window=5)
+    stream = scorer.stream(lines(), window=5)
     first = next(stream)
     assert len(read) == 5
     found = [first, *stream]
@@ -191,13 +189,20 @@ def test_what_cannot_be_meant_is_refused_at_the_call(tokenizer, scorer):
     with pytest.raises(UserError, match="expected those of one training run"):
         Scorer(model, tokenizer, CONFIG)
     with pytest.raises(UserError, match="window is 0; expected 1 or more"):
-        scorer.score([("one", "ONE")], window=0)
+        scorer.stream([("one", "ONE")], window=0)
+    for pair, message in [
+        ((7, "ONE"), "Line 1: source is 7; expected text"),
+        (("one", b"ONE"), "Line 1: target is b'ONE'; expected text"),
+        (("one", "\ud800"), "Line 1: target is not valid Unicode"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            scorer.score([pair])
 
 
 def test_every_shape_is_compiled_once(model, tokenizer):
     scorer = Scorer(model, tokenizer, CONFIG)
     for _ in range(2):
-        list(scorer.score(zip(LINES, TARGETS, strict=True)))
+        scorer.score(zip(LINES, TARGETS, strict=True))
     assert scorer.num_compiled <= 3
     assert [padded_length(n, 16) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [
         16,
@@ -228,7 +233,7 @@ def test_learned_positions_end_somewhere(tokenizer, caplog):
     pairs = [("one", "TWO"), ("two", "ONE"), ("one", " ".join(WORDS * 3))]
     pairs.append(pairs[0])
     with caplog.at_level("WARNING"):
-        found = list(scorer.score(pairs, numbers=[2, 5, 8, 9]))
+        found = scorer.score(pairs, numbers=[2, 5, 8, 9])
     assert re.search(
         r"Line 8 is not scored: 2 and \d+ source and target tokens.*at most 20 = model.max_pos",
         caplog.text,
@@ -263,94 +268,3 @@ def test_layers_look_elsewhere_and_must_exist(scorer, pairs):
     np.testing.assert_array_equal(last, same)
     with pytest.raises(UserError, match="alignment layer is 2; expected -2 to 1"):
         scorer.align_tokens(pairs[:1], layer=2)
-
-
-def test_translations_are_aligned_in_order(scorer):
-    def translation(text):
-        tokens = scorer.tokenizer.target_tokens(scorer.tokenizer.encode_target([text])[0])
-        return Translation(text, 0.0, 0.0, len(tokens) + 1, tuple(tokens))
-
-    results = [
-        (Record(0, "one two"), [translation("ONE TWO"), translation("TWO")]),
-        (Record(1, ""), [Translation("", 0, 0, 0)]),
-    ]
-    results += [(Record(i, LINES[i]), [translation(TARGETS[i])]) for i in range(2, 9)]
-    found = list(aligned(results, scorer))
-    assert [(record, translations) for record, translations, _ in found] == results
-    assert [alignment is None for _, _, alignments in found for alignment in alignments] == [
-        False,
-        False,
-        True,
-    ] + [False] * 7
-    for record, translations, alignments in found:
-        for t, alignment in zip(translations, alignments, strict=True):
-            if alignment is not None:
-                assert alignment.target == (*t.tokens, "</s>") and alignment.source[-1] == "</s>"
-                source, target = alignment.source[:-1], scorer.tokenizer.target_ids(t.tokens)
-                [expected] = scorer.align_tokens(
-                    [(scorer.tokenizer.encode_source([record.text])[0], target)]
-                )
-                np.testing.assert_allclose(alignment.weights_TS, expected, atol=1e-6)
-                assert "".join(source).replace("▁", " ").strip() == record.text
-                for i, j in (map(int, pair.split("-")) for pair in alignment.hard().split()):
-                    assert i < len(record.text.split()) and j < len(t.text.split())
-
-
-@pytest.mark.parametrize("window", [1, 6, 9, None])
-def test_a_window_is_answered_before_more_is_read(scorer, window):
-    """As one who waits for the answers to so many lines before the next ones are written."""
-    read = 0
-
-    def results():
-        nonlocal read
-        for i in range(20):
-            read += 1
-            yield Record(i, ""), [Translation("", 0, 0, 0)]
-
-    size = window or CONFIG.batch_size
-    for done, _ in enumerate(aligned(results(), scorer, window=window), 1):
-        assert read <= -(-done // size) * size
-
-
-def test_hard_alignments_join_words():
-    weights_TS = np.array(
-        [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.6, 0.1], [0.2, 0.5, 0.2, 0.1], [0, 0, 0, 1]]
-    )
-    source, target = ("▁gr", "een", "▁room"), ("▁grün", "e", "▁Wand")
-    alignment = Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, [0, 0, 1], [0, 0, 1])
-    assert alignment.hard() == "0-0 0-1 1-0"
-    assert (
-        word_numbers(source, [source[:2], source[2:]]),
-        word_numbers(target, [target[:2], target[2:]]),
-    ) == ([0, 0, 1],) * 2
-    parts = ("▁x", "<unk>", "y", "</s>", "▁z")
-    numbers = word_numbers(parts, [("▁x",), ("<unk>",), ("▁y",), ("▁z",)])
-    joined = Alignment(
-        ("▁a", "▁b", "</s>"), (*parts, "</s>"), np.eye(3)[[0, 0, 1, 2, 1, 2]], [0, 1], numbers
-    )
-    assert joined.hard() == "0-0 0-1 1-2 1-3"  # x ⁇ y z
-    assert Alignment(("</s>",), ("▁x", "</s>"), np.ones((2, 1)), [], [0]).hard() == ""
-
-
-def test_parts_in_chinese_are_one_word():
-    assert word_numbers(("▁我", "。", "</s>", "▁你", "▁x"), [("▁我", "。", "你"), ("▁x",)]) == [
-        0,
-        0,
-        0,
-        0,
-        1,
-    ]
-
-
-def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer):
-    """Normalisation makes two words of ONE´TWO, which are one in the file, and nothing of a
-    zero-width space.
-    """
-    text = "one´two \u200b three"
-    [source] = tokenizer.encode_source([text])
-    assert "".join(tokenizer.source_tokens(source)).count("▁") == 3
-    translation = next(scorer.score([(text, text.upper())]))
-    [(_, _, [alignment])] = aligned([(Record(0, text), [translation])], scorer)
-    tokens = zip(alignment.source, alignment.source_words, strict=False)
-    assert {number for token, number in tokens if token != "▁"} == {0, 2}
-    assert set(alignment.target_words) == {0, 2}

@@ -5,7 +5,6 @@ model's own forward pass.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 
 import jax
@@ -17,13 +16,8 @@ from reference_search import Rules, reference_search
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.engine import Program, _programs
-from transformer_jax.decoding.translator import (
-    _SENTENCE_END,
-    Request,
-    Translation,
-    Translator,
-    joint,
-)
+from transformer_jax.decoding.segments import joint, split
+from transformer_jax.decoding.translator import Request, Translation, Translator, _join
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import make_mesh
@@ -166,14 +160,50 @@ def test_a_line_is_no_list_of_lines(translator, line):
         translator.stream([line], window=0)
 
 
-def test_a_long_line_is_translated_in_parts(translator, caplog):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (7, "Line 2 is 7; expected text"),
+        (None, "Line 2 is None; expected text"),
+        (b"one", "Line 2 is b'one'; expected text"),
+        ("one \ud800", "Line 2 is not valid Unicode; expected whole characters"),
+        (Request("one", prefix="\ud800"), "Line 2: prefix is not valid Unicode"),
+        (Request("one", prefix=7, number=5), "Line 5: prefix is 7; expected text"),
+    ],
+)
+def test_a_line_that_is_no_text(translator, line, message):
+    with pytest.raises(UserError, match=message):
+        translator.translate(["one", line])
+
+
+def test_over_long_values_are_shortened_in_messages(translator):
+    for call in (
+        lambda: translator.translate("one " * 9999),
+        lambda: translator.translate(b"one " * 9999),
+        lambda: translator.translate([Request("one", prefix="ONE " * 9999)]),
+        lambda: translator.translate([["one"] * 9999]),
+    ):
+        with pytest.raises(UserError) as error:
+            call()
+        assert len(str(error.value)) < 400
+
+
+def test_it_says_what_it_is(translator, model, tokenizer):
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    size = f"{tokenizer.source_vocab_size} source and {tokenizer.target_vocab_size} target tokens"
+    assert repr(translator) == (f"Translator(1 model, {count:,} parameters, {size}, beam of 3)")
+
+
+def test_a_long_line_is_translated_in_segments(translator, caplog):
     line = " ".join(WORDS) * 30 + ". " + " ".join(WORDS) + ". " + "x" * 100
     with caplog.at_level(logging.WARNING):
         short, long = translator.translate([LINES[0], line])
     assert short == translator.translate([LINES[0]])[0]
     assert len(long.split()) > 30
     [message] = caplog.messages
-    assert message.startswith("Line 2 has ") and "more than 23 are translated in parts" in message
+    assert (
+        message.startswith("Line 2 has ") and "more than 23 are translated in segments" in message
+    )
     [several] = translator.stream([Request(line, number=2**40)], num_hypotheses=3)
     assert several[0].text == long
     assert len(several) == 3 and sorted((t.score for t in several), reverse=True) == [
@@ -181,69 +211,9 @@ def test_a_long_line_is_translated_in_parts(translator, caplog):
     ]
 
 
-def test_long_lines_are_split_at_sentence_ends(translator, tokenizer):
-    sentences = ["one two.", "three four five six!", "seven eight nine ten one two?", "three."]
-    line = " ".join(sentences)
-    parts = translator._split(line, 23)
-    assert len(parts) > 1 and all(len(part) <= 23 for part in parts)
-    assert [token for part in parts for token in part] == tokenizer.encode_source([line])[0]
-    ends = {tokenizer.encode_source([sentence])[0][-1] for sentence in sentences}
-    assert {part[-1] for part in parts} <= ends
-
-
-def cut(line):
-    """Sentences as _SENTENCE_END parts them."""
-    ends = [0, *(found.end() for found in _SENTENCE_END.finditer(line)), len(line)]
-    return [
-        line[start:end].strip()
-        for start, end in itertools.pairwise(ends)
-        if line[start:end].strip()
-    ]
-
-
-@pytest.mark.parametrize(
-    "sentences",
-    [
-        ["「行こう！？」", "そうだ。", "え？！", "（はい。）", "おわり"],
-        ["他说：“好。”", "我们走吧！", "真的？！…", "是"],
-        ["बच्चे खेलते हैं।", "कहाँ?", "यहाँ ॥", "x"],
-        ["كيف حالك؟", "بخير.", "وہ گیا۔", "x"],
-        ["Say “yes.”", "No 3.5 or e.g.x here…", "Quoi ? !", "« Oui ! »", '"Why?"', "(End.)", "x"],
-    ],
-)
-def test_ends_of_sentences_stand_behind_all_their_marks(sentences):
-    spaced = sentences[-1] == "x"
-    assert cut((" " * spaced).join(sentences)) == sentences
-
-
-CHINESE = ["我们去学校。", "「你好！」", "他说。", "今天很好？！", "我不去…。"]
-
-
-@pytest.fixture(scope="module")
-def chinese():
-    lines = [sentence for sentence in CHINESE for _ in range(5)]
-    return Tokenizer.train(
-        zip(lines, lines, strict=True), TokenizerConfig(vocab_size=32, algorithm="bpe")
-    )
-
-
-def test_parts_without_spaces_have_the_tokens_of_their_text(chinese):
-    """No token for a space stands inside a part, and a sentence that is too long itself is cut
-    anywhere.
-    """
-    translator = Translator(make_model(chinese), chinese, CONFIG)
-    line = "".join(CHINESE) * 3 + "我们去学校" * 9
-    parts = translator._split(line, 20)
-    texts = [chinese.decode_source(part) for part in parts]
-    assert "".join(texts) == chinese.decode_source(chinese.encode_source([line])[0])
-    assert parts == chinese.encode_source(texts) and all(len(part) <= 20 for part in parts)
-    assert all("▁" not in "".join(chinese.source_tokens(part))[1:] for part in parts)
-    assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # as many sentences as fit
-
-
-def test_parts_are_joined_as_their_language_is_written(translator):
-    parts = [[Translation(text, -1.0, -1.0, 2)] for text in ("好。", "", "是", "Ja.", "Nein.")]
-    assert translator._join(parts)[0].text == "好。是Ja. Nein."
+def test_segments_are_joined_as_their_language_is_written():
+    segments = [[Translation(text, -1.0, -1.0, 2)] for text in ("好。", "", "是", "Ja.", "Nein.")]
+    assert _join(segments)[0].text == "好。是Ja. Nein."
     assert [joint(text) for text in ("", "Ja.", "好。", "他说:“好!”", "東京 (", "네.")] == [
         "",
         " ",
@@ -254,7 +224,7 @@ def test_parts_are_joined_as_their_language_is_written(translator):
     ]
 
 
-def test_tags_that_a_line_begins_with_go_before_each_part():
+def test_tags_that_a_line_begins_with_go_before_each_segment():
     pairs = [(line, line.upper()) for line in LINES]
     config = TokenizerConfig(
         vocab_size=52, algorithm="unigram", user_defined_symbols=("<2de>", "<BT>")
@@ -262,16 +232,18 @@ def test_tags_that_a_line_begins_with_go_before_each_part():
     tokenizer = Tokenizer.train(pairs, config)
     translator = Translator(make_model(tokenizer), tokenizer, CONFIG)
     line = "<2de> <BT> " + " ".join(WORDS * 3)
-    parts = translator._split(line, 15)
-    assert len(parts) > 3 and all(len(part) <= 15 for part in parts)
+    segments = split(line, 15, tokenizer)
+    assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
     tags = tokenizer.encode_source(["<2de> <BT>"])[0]
-    assert all(part[: len(tags)] == tags for part in parts)
-    assert [token for part in parts for token in part[len(tags) :]] == tokenizer.encode_source(
-        [line]
-    )[0][len(tags) :]
-    many = "<2de> " * 30 + "one two"  # more than a part: no tag, but placeholders
-    parts = translator._split(many, 15)
-    assert [token for part in parts for token in part] == tokenizer.encode_source([many])[0]
+    assert all(segment[: len(tags)] == tags for segment in segments)
+    assert [
+        token for segment in segments for token in segment[len(tags) :]
+    ] == tokenizer.encode_source([line])[0][len(tags) :]
+    many = "<2de> " * 30 + "one two"  # more than a segment: no tag, but placeholders
+    segments = split(many, 15, tokenizer)
+    assert [token for segment in segments for token in segment] == tokenizer.encode_source([many])[
+        0
+    ]
     assert len(translator.translate([many, line])) == 2
 
 

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import re
-import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +28,7 @@ from typing import Any, BinaryIO, Literal, Self
 import jax
 import numpy as np
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, shown
 from transformer_jax.storage import locked, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -241,7 +240,7 @@ def _read_progress(path: Path) -> dict[str, Any] | None:
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     """``beam_size: 4 then, 5 now; ...`` for the settings that differ."""
     return "; ".join(
-        f"{name}: {reprlib.repr(old.get(name))} then, {reprlib.repr(new.get(name))} now"
+        f"{name}: {shown(old.get(name))} then, {shown(new.get(name))} now"
         for name in old | new
         if old.get(name) != new.get(name)
     )

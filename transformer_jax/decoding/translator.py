@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +17,7 @@ from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, check_decoding
 from transformer_jax.decoding.segments import joint, split
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.special_ids import UNK_ID
@@ -140,13 +139,14 @@ class Translator:
         )
 
     def __repr__(self) -> str:
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.engine.parameters))
-        c = self.config
-        method = f"beam search, {c.beam_size=}" if c.method == "beam" else "sampling"
+        count = len(self.engine.parameters)
+        number = sum(leaf.size for leaf in jax.tree.leaves(self.engine.parameters))
+        sampling = self.config.method == "sample"
         return (
-            f"Translator({len(self.engine.parameters)} model(s) of {count:,} parameters in all, "
+            f"Translator({count} model{'s' * (count != 1)}, {number:,} parameters, "
             f"{self.tokenizer.source_vocab_size:,} source and "
-            f"{self.tokenizer.target_vocab_size:,} target tokens, {method})"
+            f"{self.tokenizer.target_vocab_size:,} target tokens, "
+            f"{'sampling' if sampling else f'beam of {self.config.beam_size}'})"
         )
 
     @property
@@ -193,8 +193,7 @@ class Translator:
         """
         if isinstance(lines, str | bytes | Request):
             raise UserError(
-                f"lines is {reprlib.repr(lines)}; expected several lines, "
-                "such as a list of this one."
+                f"lines is {shown(lines)}; expected several lines, such as a list of this one."
             )
         check_window(window)
         if not 1 <= num_hypotheses <= self.config.beam_size:
@@ -263,7 +262,7 @@ class Translator:
     def prefix_tokens(self, request: Request) -> list[int]:
         """The token ids that the request forces; ``UserError`` if that cannot be done."""
         [prefix] = self.tokenizer.encode_target([request.prefix])
-        said = f"Line {request.number}: prefix {reprlib.repr(request.prefix)}"
+        said = f"Line {request.number}: prefix {shown(request.prefix)}"
         if UNK_ID in prefix:
             raise UserError(
                 f"{said} has tokens that the vocabulary lacks "
@@ -357,7 +356,7 @@ def check_window(window: int | None) -> None:
 def check_text(text: object, name: str) -> None:
     """``UserError`` unless ``text`` is a string of whole characters."""
     if not isinstance(text, str):
-        raise UserError(f"{name} is {reprlib.repr(text)}; expected text (a str).")
+        raise UserError(f"{name} is {shown(text)}; expected text (a str).")
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800

@@ -1,5 +1,5 @@
-"""Killed at any moment and resumed, or shared by several processes and joined, an output is what
-one run would have written.
+"""Killed at any moment and resumed, or written in shards and joined, an output is what one run would
+have written.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from transformer_jax.decoding import resuming
-from transformer_jax.decoding.output import Output
-from transformer_jax.decoding.parts import join_parts, parse_part, part_path
-from transformer_jax.decoding.records import open_records, paired
-from transformer_jax.decoding.resuming import (
-    ResumableFile,
+from transformer_jax.decoding import output_file
+from transformer_jax.decoding.output_file import (
+    OutputFile,
+    OutputStream,
     fingerprint,
+    join_shards,
     progress_path,
     sentence_groups,
+    shard_path,
 )
+from transformer_jax.decoding.records import OutputFormat, Records, blocks
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 
@@ -34,47 +35,42 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing of ours runs after it."""
 
 
-def translate(records, nbest=1):
-    """A translator that reads ahead, and finds fewer than ``nbest`` for every fourth line."""
-    records = iter(records)
-    while block := list(islice(records, 6)):
-        for record in block:
-            texts = [f"{record.text.upper()} {k}" for k in range(nbest if record.number % 4 else 1)]
-            yield [Translation(text, -1.0 - k, -2.0, 3) for k, text in enumerate(texts)]
+def translate(record, nbest=1):
+    """A translator that finds fewer than ``nbest`` for every fourth line."""
+    texts = [f"{record.text.upper()} {k}" for k in range(nbest if record.number % 4 else 1)]
+    return [Translation(text, -1.0 - k, -2.0, 3) for k, text in enumerate(texts)]
 
 
-def run(
-    source,
-    path,
-    *,
-    nbest=1,
-    format="text",
-    stop=None,
-    part=None,
-    resume=False,
-    keep=None,
-    **settings,
-):
-    """What decode.py does, with the translator above; ``stop``: killed after so many more
+def run(source, path, *, nbest=1, format="text", stop=None, shard=None, resume=False, **settings):
+    """What decode.py does, with the translator above; ``stop``: killed after that many more
     sentences.
     """
-    output = Output(format, nbest=nbest)
-    read = open_records(source, format=format, part=part or (0, 1))
+    form = OutputFormat(format, nbest=nbest)
+    records = Records(source, format, shard=shard or (0, 1))
     settings = SETTINGS | {"nbest": nbest, "format": format} | settings
-    kept, keep_progress = 0, part is not None if keep is None else keep
+    kept = 0
     with (
         contextlib.suppress(Killed),
-        ResumableFile(
-            path, settings, nbest=output.group_size, resume=resume, keep_progress=keep_progress
+        OutputFile(
+            path,
+            settings,
+            shard=shard,
+            lines_per_sentence=form.lines_per_sentence,
+            resume=resume,
         ) as file,
     ):
         kept = file.kept
-        results = paired(islice(read(), kept, None), lambda records: translate(records, nbest))
+        to_do = islice(records, kept, None)
+        results = ((r, translate(r, nbest)) for block in blocks(to_do, 6) for r in block)
         for record, translations in islice(results, stop):
-            file.write(output.lines(record, translations))
+            file.write(form.lines(record, translations))
         if stop is not None:
             raise Killed  # nothing is done on the way out that a killed process would miss
     return kept
+
+
+def state(path):
+    return json.loads(progress_path(path).read_text())["state"]
 
 
 @pytest.fixture(params=["text", "text-nbest", "jsonl", "jsonl-nbest"])
@@ -116,10 +112,10 @@ def test_cut_anywhere_the_rest_is_the_same(kind, tmp_path):
         assert path.read_bytes() == whole, size
         # it does not begin anew either
         assert kept >= whole[:size].count(b"\n") / arguments["nbest"] - 1
-        assert not progress_path(path).exists()
+        assert state(path) == "complete"
 
 
-@pytest.mark.parametrize("moment", range(8))
+@pytest.mark.parametrize("moment", range(9))
 def test_killed_while_it_begins(tmp_path, monkeypatch, moment):
     """An older file stands there: at no moment is it taken for this run's."""
     source, path = tmp_path / "input", tmp_path / "out"
@@ -138,7 +134,7 @@ def test_killed_while_it_begins(tmp_path, monkeypatch, moment):
         return counted
 
     with monkeypatch.context() as patch:
-        for module, name in ((os, "fsync"), (os, "replace"), (resuming.json, "dump")):
+        for module, name in ((os, "fsync"), (os, "replace"), (output_file.json, "dumps")):
             patch.setattr(module, name, count(getattr(module, name)))
         with contextlib.suppress(Killed):
             run(source, path, stop=3, beam_size=5)
@@ -167,10 +163,10 @@ def test_lines_of_unknown_origin_are_not_gone_on_with(tmp_path):
     path = tmp_path / "out"
     path.write_text("x\n")
     with pytest.raises(UserError, match=r"out has lines, but out.progress.json is not beside it"):
-        ResumableFile(path, SETTINGS, resume=True)
+        OutputFile(path, SETTINGS, resume=True)
     progress_path(path).write_text("{}")
     with pytest.raises(UserError, match=r"out.progress.json is damaged"):
-        ResumableFile(path, SETTINGS, resume=True)
+        OutputFile(path, SETTINGS, resume=True)
     assert path.read_text() == "x\n"
 
 
@@ -184,13 +180,13 @@ def test_with_nothing_there_it_begins(tmp_path):
 def test_a_finished_file_is_known_by_its_progress(tmp_path):
     source, path = tmp_path / "input", tmp_path / "out"
     source.write_text("\n".join(LINES) + "\n")
-    run(source, path, nbest=2, keep=True)
+    run(source, path, nbest=2, resume=True)
     before = path.read_bytes()
     # the last may have been meant to have more lines
-    assert run(source, path, nbest=2, keep=True, resume=True) >= 24
+    assert run(source, path, nbest=2, resume=True) >= 24
     assert path.read_bytes() == before
     with pytest.raises(UserError, match="beam_size: 4 then, 5 now"):
-        run(source, path, nbest=2, keep=True, resume=True, beam_size=5)
+        run(source, path, nbest=2, resume=True, beam_size=5)
     run(source, path, nbest=2)
     with pytest.raises(UserError, match="or a run without --resume was completed"):
         run(source, path, nbest=2, resume=True)
@@ -200,14 +196,14 @@ def test_a_finished_file_is_known_by_its_progress(tmp_path):
 @pytest.mark.parametrize("resume", [True, False])
 def test_two_do_not_write_one_file(tmp_path, resume):
     path = tmp_path / "out"
-    with ResumableFile(path, SETTINGS) as file:
+    with OutputFile(path, SETTINGS) as file:
         file.write(["one"])
         with pytest.raises(UserError, match="out is being written by another process"):
-            ResumableFile(path, SETTINGS, resume=resume)
+            OutputFile(path, SETTINGS, resume=resume)
         file.write(["two"])
         assert progress_path(path).exists()
     assert path.read_text() == "one\ntwo\n"
-    with ResumableFile(path, SETTINGS) as file:  # the lock ended with the first
+    with OutputFile(path, SETTINGS) as file:  # the lock ended with the first
         assert file.kept == 0 and path.read_text() == ""
 
 
@@ -216,65 +212,75 @@ def test_an_error_keeps_what_is_written(tmp_path, caplog):
     with (
         caplog.at_level("INFO"),
         pytest.raises(KeyboardInterrupt),
-        ResumableFile(path, SETTINGS) as file,
+        OutputFile(path, SETTINGS) as file,
     ):
         file.write(["one"])
         assert path.read_text() == "one\n"
         raise KeyboardInterrupt
-    assert "the same command with --resume goes on" in caplog.text
-    with ResumableFile(path, SETTINGS, resume=True) as file:
+    assert "the same command with --resume continues it" in caplog.text
+    with OutputFile(path, SETTINGS, resume=True) as file:
+        assert file.kept == 1
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, caplog):
+    """And what was written before stays."""
+    device = OutputStream("/dev/full")
+    with pytest.raises(UserError, match="^/dev/full cannot be written: No space left on device"):
+        device.write(["one"])
+    with contextlib.suppress(OSError):
+        device._file.close()
+    path = tmp_path / "out"
+    with (
+        caplog.at_level("INFO"),
+        pytest.raises(UserError, match="out cannot be written: No space left on device"),
+        OutputFile(path, SETTINGS) as file,
+        open("/dev/full", "wb") as full,
+    ):
+        file.write(["one"])
+        os.dup2(full.fileno(), file._file.fileno())
+        file.write(["two"])
+    assert f"{path} keeps what is translated; the same command with --resume" in caplog.text
+    assert path.read_text() == "one\n"
+    with OutputFile(path, SETTINGS, resume=True) as file:  # the lock ended
         assert file.kept == 1
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 30])
-def test_parts_joined_are_the_whole(kind, tmp_path, count):
+def test_shards_joined_are_the_whole(kind, tmp_path, count):
     source, arguments = kind
     run(source, tmp_path / "whole", **arguments)
     for i in reversed(range(count)):
-        run(source, part_path(tmp_path / "out", (i, count)), part=(i, count), stop=2, **arguments)
-        run(
-            source,
-            part_path(tmp_path / "out", (i, count)),
-            part=(i, count),
-            resume=True,
-            **arguments,
-        )
-    assert join_parts(tmp_path / "out") == 25
+        run(source, tmp_path / "out", shard=(i, count), stop=2, **arguments)
+        run(source, tmp_path / "out", shard=(i, count), resume=True, **arguments)
+    assert join_shards(tmp_path / "out") == 25
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_parts_that_do_not_make_a_whole(tmp_path):
+def test_shards_that_do_not_make_a_whole(tmp_path):
     source, out = tmp_path / "input", tmp_path / "out"
     source.write_text("\n".join(LINES) + "\n")
-    paths = [part_path(out, (i, 3)) for i in range(3)]
+    paths = [shard_path(out, (i, 3)) for i in range(3)]
 
     def refused(message):
         with pytest.raises(UserError, match=message):
-            join_parts(out)
+            join_shards(out)
         assert not out.exists() and not list(tmp_path.glob(".out*"))
 
-    refused("there are none. Expected out.part-i-of-n")
+    refused("there are none. Expected out.shard-i-of-n")
     for i in range(2):
-        run(source, paths[i], part=(i, 3))
-    refused("out.part-2-of-3 missing; run decode.py --part")
-    run(source, paths[2], part=(2, 3), stop=2)
-    refused("out.part-2-of-3 is not complete .*--resume")
-    run(source, paths[2], part=(2, 3), beam_size=5)
+        run(source, out, shard=(i, 3))
+    refused("out.shard-2-of-3 missing; run decode.py --shard")
+    run(source, out, shard=(2, 3), stop=2)
+    refused("out.shard-2-of-3 is not complete .*--resume")
+    run(source, out, shard=(2, 3), beam_size=5)
     refused(
-        "out.part-0-of-3 and out.part-2-of-3 were written with other settings: beam_size: 4 then, 5 now"
+        "out.shard-0-of-3 and out.shard-2-of-3 were written with other settings: beam_size: 4 then, 5 now"
     )
-    run(source, paths[2], part=(2, 3))
+    run(source, out, shard=(2, 3))
     paths[1].write_text("x\n")
-    refused("out.part-1-of-3 ends before out.part-2-of-3")
-    part_path(out, (0, 2)).write_text("")
+    refused("out.shard-1-of-3 ends before out.shard-2-of-3")
+    shard_path(out, (0, 2)).write_text("")
     refused("there are those of 2, 3")
-
-
-def test_which_part():
-    assert parse_part("0/1") == (0, 1) and parse_part("3/12") == (3, 12)
-    for part in ("4/4", "1", "-1/3", "a/b", "1/0"):
-        with pytest.raises(UserError, match=f"part is '{part}'; expected i/n"):
-            parse_part(part)
 
 
 def test_a_fingerprint_tells_parameters_apart():

@@ -1,0 +1,128 @@
+"""Alignments: in order, of the words of the text as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
+from transformer_jax.decoding.alignment import align, word_numbers
+from transformer_jax.decoding.records import Alignment, Record
+from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.translator import Translation
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.tokenizer import Tokenizer
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(12)]
+TARGETS = [line.upper() for line in reversed(LINES)]
+CONFIG = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(
+        ((line, line.upper()) for line in LINES),
+        TokenizerConfig(vocab_size=50, algorithm="unigram"),
+    )
+
+
+def make_model(tokenizer, seed=8, **settings):
+    settings = {
+        "tie_embeddings": "none",
+        "d_model": 16,
+        "d_ff": 32,
+        "num_heads": 2,
+        "num_layers": 2,
+    } | settings
+    model = Transformer(
+        ModelConfig(vocab_size=tokenizer.target_vocab_size, dtype="float32", **settings),
+        rngs=nnx.Rngs(seed),
+    )
+    model.softmax_matrix[...] = model.softmax_matrix[...] * 4
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return make_model(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def scorer(model, tokenizer):
+    return Scorer(model, tokenizer, CONFIG)
+
+
+def test_translations_are_aligned_in_order(scorer):
+    def translation(text):
+        tokens = scorer.tokenizer.target_tokens(scorer.tokenizer.encode_target([text])[0])
+        return Translation(text, 0.0, 0.0, len(tokens) + 1, tuple(tokens))
+
+    results = [
+        (Record(0, "one two"), [translation("ONE TWO"), translation("TWO")]),
+        (Record(1, ""), [Translation("", 0, 0, 0)]),
+    ]
+    results += [(Record(i, LINES[i]), [translation(TARGETS[i])]) for i in range(2, 9)]
+    found = list(align(results, scorer))
+    assert [alignment is None for alignments in found for alignment in alignments] == [
+        False,
+        False,
+        True,
+    ] + [False] * 7
+    for (record, translations), alignments in zip(results, found, strict=True):
+        for t, alignment in zip(translations, alignments, strict=True):
+            if alignment is not None:
+                assert alignment.target == (*t.tokens, "</s>") and alignment.source[-1] == "</s>"
+                source, target = alignment.source[:-1], scorer.tokenizer.target_ids(t.tokens)
+                [expected] = scorer.align_tokens(
+                    [(scorer.tokenizer.encode_source([record.text])[0], target)]
+                )
+                np.testing.assert_allclose(alignment.weights_TS, expected, atol=1e-6)
+                assert "".join(source).replace("▁", " ").strip() == record.text
+                for i, j in (map(int, pair.split("-")) for pair in alignment.hard().split()):
+                    assert i < len(record.text.split()) and j < len(t.text.split())
+
+
+def test_hard_alignments_join_words():
+    weights_TS = np.array(
+        [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.6, 0.1], [0.2, 0.5, 0.2, 0.1], [0, 0, 0, 1]]
+    )
+    source, target = ("▁gr", "een", "▁room"), ("▁grün", "e", "▁Wand")
+    alignment = Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, [0, 0, 1], [0, 0, 1])
+    assert alignment.hard() == "0-0 0-1 1-0"
+    assert (
+        word_numbers(source, [source[:2], source[2:]]),
+        word_numbers(target, [target[:2], target[2:]]),
+    ) == ([0, 0, 1],) * 2
+    parts = ("▁x", "<unk>", "y", "</s>", "▁z")
+    numbers = word_numbers(parts, [("▁x",), ("<unk>",), ("▁y",), ("▁z",)])
+    joined = Alignment(
+        ("▁a", "▁b", "</s>"), (*parts, "</s>"), np.eye(3)[[0, 0, 1, 2, 1, 2]], [0, 1], numbers
+    )
+    assert joined.hard() == "0-0 0-1 1-2 1-3"  # x ⁇ y z
+    assert Alignment(("</s>",), ("▁x", "</s>"), np.ones((2, 1)), [], [0]).hard() == ""
+
+
+def test_segments_in_chinese_are_one_word():
+    assert word_numbers(("▁我", "。", "</s>", "▁你", "▁x"), [("▁我", "。", "你"), ("▁x",)]) == [
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
+
+
+def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer):
+    """Normalisation makes two words of ONE´TWO, which are one in the file, and nothing of a
+    zero-width space.
+    """
+    text = "one´two \u200b three"
+    [source] = tokenizer.encode_source([text])
+    assert "".join(tokenizer.source_tokens(source)).count("▁") == 3
+    translations = scorer.score([(text, text.upper())])
+    [[alignment]] = align([(Record(0, text), translations)], scorer)
+    tokens = zip(alignment.source, alignment.source_words, strict=False)
+    assert {number for token, number in tokens if token != "▁"} == {0, 2}
+    assert set(alignment.target_words) == {0, 2}
