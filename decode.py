@@ -1,8 +1,10 @@
-"""Translate with a trained model: the flags are in transformer_jax/decoding/flags.py, what they do
-in job.py beside it.
+"""Translate with a trained model. The flags are in transformer_jax/decoding/flags.py, what they do in
+job.py beside it.
 """
 
-from transformer_jax.decoding.__main__ import run
+import sys
+
+from transformer_jax.decoding.__main__ import main
 
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

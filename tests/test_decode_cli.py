@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from transformer_jax import cli
 from transformer_jax.config import (
     Config,
     DataConfig,
@@ -244,17 +245,13 @@ def test_a_closed_pipe_and_ctrl_c_end_it_quietly(workdir):
 
 
 def test_a_ctrl_c_that_python_drops_comes_again():
-    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
-    program._insist_on_ctrl_c()
-    try:
+    old = signal.getsignal(signal.SIGINT)
+    with cli._insistent_interrupts():
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             time.sleep(30)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    assert signal.getsignal(signal.SIGINT) is old
 
 
 OBJECTS = "".join(
@@ -458,14 +455,14 @@ def test_a_window_of_one_answers_each_line_at_once(workdir):
 
 
 def test_every_setting_of_the_search_is_a_flag_with_the_runs_value(workdir):
-    arguments, config = parse_flags(["--workdir", str(workdir), "--min-length", "1"], "decode.py")
-    assert arguments.decoding == dataclasses.replace(config.decoding, min_length=1)
+    arguments, config = parse_flags(["--workdir", str(workdir), "--min-length", "1"])
+    assert arguments.search == dataclasses.replace(config.decoding, min_length=1)
     assert config.decoding.beam_size == 2
 
 
 def test_what_other_flags_imply(workdir):
     def decoding(*flags):
-        return parse_flags(["--workdir", str(workdir), *flags], "decode.py")[0].decoding
+        return parse_flags(["--workdir", str(workdir), *flags])[0].search
 
     assert decoding("--window", "1").batch_size == 1
     assert decoding("--window", "1", "--batch-size", "4").batch_size == 4
@@ -479,7 +476,7 @@ def test_what_other_flags_imply(workdir):
     ("flags", "message"),
     [
         (("--resume",), "--resume is given without --output"),
-        (("--shard", "0/2"), "--part is given without --output"),
+        (("--shard", "0/2"), "--shard is given without --output"),
         (("--shard", "2/2", "--output", "x"), "shard is '2/2'"),
         (("--join",), "--join is given without --output"),
         (("--score", "no/such"), "score is 'no/such', which does not exist"),
@@ -505,7 +502,7 @@ def test_what_other_flags_imply(workdir):
         (("--format", "jsonl", "--text-field", "prefix"), "text_field is 'prefix'"),
         (("--format", "jsonl", "--text-field", "score"), "text_field is 'score'"),
         (("--temperature", 0.5), "temperature is 0.5 without sampling; expected --method sample"),
-        (("--input", os.devnull), "which is no regular file; expected a text file or stdin"),
+        (("--input", os.devnull), "which is no regular file; expected a file or stdin"),
         (
             ("--reference", __file__, "--input", __file__, "--bleu-tokenize", "x"),
             "BLEU tokenisation 'x' cannot be used",
@@ -537,7 +534,7 @@ def test_a_full_disk_is_told_with_the_file_and_how_to_continue(decode, tmp_path,
     write = OutputFile.write
 
     def write_two(self, lines):
-        if self._file.tell() >= len(written):
+        if self._file.tell() >= len(written.encode()):
             with open("/dev/full", "wb") as full:
                 os.dup2(full.fileno(), self._file.fileno())
         write(self, lines)

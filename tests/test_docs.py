@@ -13,7 +13,7 @@ from flax import nnx
 
 from transformer_jax import Transformer
 from transformer_jax.cli import config_in_flags, parse
-from transformer_jax.config import Config
+from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_io import flatten, load_config_file
 from transformer_jax.training.__main__ import Arguments
 
@@ -64,6 +64,7 @@ def test_flags_of_decode_exist() -> None:
         for file in programs
         for name in re.findall(r"^    (\w+): .* = ", file.read_text(), re.MULTILINE)
     ]
+    fields += [field.name for field in dataclasses.fields(DecodingConfig)]
     flags = {field.replace("_", "-") for field in fields} | {"help"}
     text = re.sub(r"srun .*? sh", "", (ROOT / "docs" / "decoding.md").read_text())
     commands = "\n".join(

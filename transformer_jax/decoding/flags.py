@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -12,12 +11,28 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from transformer_jax.cli import check_output, parse_shard
+from transformer_jax.cli import check_output, flag_values, flags_given, parse, parse_shard
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.config_io import from_json
+from transformer_jax.config_io import load_config_file
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import local_workdir
 
+COMMON = (
+    "workdir",
+    "checkpoint",
+    "average",
+    "files.input",
+    "files.output",
+    "files.format",
+    "files.resume",
+    "results.nbest",
+    "results.alignments",
+    "evaluation.reference",
+    "evaluation.score",
+    "search.beam_size",
+    "search.length_penalty",
+    "search.batch_size",
+)
 # Fields that the output may add.
 _OUTPUT_FIELDS = (
     "translation",
@@ -59,14 +74,12 @@ class Files:
     """Continue an interrupted run with the same settings where it stopped writing --output."""
     shard: str | None = None
     """i/n: take lines i, i + n, i + 2n, ... and write OUTPUT.shard-i-of-n; other processes take the
-    other shards.
-    """
+    other shards."""
     join: bool = False
     """Write --output from all its shards; nothing is translated."""
     window: int | None = None
     """Lines that are read, then translated, at a time; 1 for a program that waits for each answer.
-    Default: 1 at a terminal, otherwise 100 batches.
-    """
+    Default: 1 at a terminal, otherwise 100 batches."""
 
     @property
     def one_by_one(self) -> bool:
@@ -81,12 +94,10 @@ class Results:
 
     nbest: int = 1
     """More than 1: this many lines a sentence, best first, as `number ||| translation ||| score`;
-    JSONL: `hypotheses`. Sampling draws as many, if --beam-size does not ask for more.
-    """
+    JSONL: `hypotheses`. Sampling draws as many, if --beam-size does not ask for more."""
     alignments: Literal["hard", "soft"] | None = None
     """hard: after each translation ` ||| 0-0 1-2`, source word - target word. soft (JSONL): a
-    matrix over tokens.
-    """
+    matrix over tokens."""
     alignment_layer: int = -1
     """Decoder layer whose attention is the alignment; negative: from the last."""
     token_scores: bool = False
@@ -94,123 +105,110 @@ class Results:
 
 
 @dataclass(frozen=True)
-class References:
+class Evaluation:
     """Comparing with given translations."""
 
     reference: str | None = None
     """File of reference translations: BLEU and chrF of the output go to stderr; with --shortlist
-    also BLEU without it, how many lines differ, and the time of both.
-    """
+    also BLEU without it, how many lines differ, and the time of both."""
     bleu_tokenize: str | None = None
     """sacreBLEU's tokenisation for --reference. Default: the run's training.bleu_tokenize."""
     score: str | None = None
     """File of targets, a line for each input line: print their log-probabilities instead of
-    translating.
-    """
+    translating."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Translate lines of text with a trained model: one line out for each line in. docs/decoding.md
-    has examples.
+    """Translate lines of text with a trained model: one line out for each line in.
+
+    `--help` shows common flags, `--help all` every flag, `--help SECTION` one of
+
+    files, results, evaluation, search.
     """
 
     workdir: tuple[str, ...] = ()
     """Work directory of a training run, or its URL; several: their models translate together (mean
-    of their probabilities).
-    """
+    of their probabilities)."""
     checkpoint: Literal["last", "best"] | int | None = None
     """The newest checkpoint, the best on the dev set, or that of a step. Default: the newest; the
-    best if early stopping ended the run.
-    """
+    best if early stopping ended the run."""
     average: int | None = None
     """Take the mean of this many checkpoints, up to the chosen one. Default: the run's
-    training.average; with --checkpoint best or a step, 1.
-    """
+    training.average; with --checkpoint best or a step, 1."""
     strict: bool = False
     """Refuse a damaged checkpoint; otherwise older ones are used, with a warning."""
-    files: Files = field(default_factory=Files)
-    results: Results = field(default_factory=Results)
-    references: References = field(default_factory=References)
-    decoding: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
+    files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
+    results: Annotated[Results, tyro.conf.arg(name="")] = field(default_factory=Results)
+    evaluation: Annotated[Evaluation, tyro.conf.arg(name="")] = field(default_factory=Evaluation)
+    search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
         default_factory=DecodingConfig
     )
 
 
-def parse_flags(argv: Sequence[str], program: str) -> tuple[Arguments, Config]:
-    """The flags, checked, and the config of the first run, whose decoding settings they replace.
+def parse_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
+    """The flags, checked, and the config of the first run, whose search settings they replace.
 
     Work directories at URLs are copied to this machine first, and replaced by their copies.
 
     Raises:
         UserError: flags that contradict each other, do nothing, or name files that are not there.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--workdir", nargs="*", default=[])
-    workdirs = tuple(map(_local_workdir, parser.parse_known_args(argv)[0].workdir))
-    config = from_json((workdirs[0] / "config.json").read_text()) if workdirs else Config()
-
-    def parse(decoding: DecodingConfig) -> Arguments:
-        default = Arguments(decoding=decoding)
-        omit = (tyro.conf.OmitArgPrefixes,)
-        return tyro.cli(Arguments, prog=program, args=argv, default=default, config=omit)
-
-    arguments = parse(config.decoding)
-    if implied := _implied(arguments, config.decoding):
-        arguments = parse(dataclasses.replace(config.decoding, **implied))
-    _check_effects(arguments, config.decoding)
+    workdirs = tuple(_local_workdir(workdir) for workdir in flag_values(argv, "workdir"))
+    config = load_config_file(f"{workdirs[0]}/config.json") if workdirs else Config()
+    arguments = parse(Arguments, argv, defaults={"search": config.decoding}, common=COMMON)
+    typed = {name.replace("-", "_") for name in flags_given(argv)}
+    implied: dict[str, Any] = {}
+    if arguments.files.one_by_one and "batch_size" not in typed:
+        implied["batch_size"] = 1
+    by_default = config.decoding.method == "beam" and "beam_size" not in typed
+    if arguments.search.method == "sample" and by_default:
+        implied["beam_size"] = max(1, arguments.results.nbest)  # the run's is no number of samples
+    search = dataclasses.replace(arguments.search, **implied)
+    arguments = dataclasses.replace(arguments, workdir=workdirs, search=search)
+    _check_effects(arguments, typed)
     if not arguments.files.join:
         _check_values(arguments, config)
-    return dataclasses.replace(arguments, workdir=tuple(map(str, workdirs))), config
+    return arguments, config
 
 
-def _local_workdir(workdir: str) -> Path:
+def _local_workdir(workdir: str) -> str:
     folder = local_workdir(workdir)
     if not (folder / "config.json").is_file():
         raise UserError(
             f"workdir is {workdir!r}, which has no config.json; "
             "expected a work directory written by train.py."
         )
-    return folder
+    return str(folder)
 
 
-def _implied(arguments: Arguments, run: DecodingConfig) -> dict[str, Any]:
-    """Defaults of the search that follow from other flags."""
-    implied = {}
-    if arguments.files.one_by_one and run.batch_size > 1:
-        implied["batch_size"] = 1
-    if arguments.decoding.method == "sample" and run.method == "beam":
-        implied["beam_size"] = max(1, arguments.results.nbest)  # the run's says nothing of samples
-    return implied
-
-
-def _check_effects(arguments: Arguments, run: DecodingConfig) -> None:
+def _check_effects(arguments: Arguments, typed: set[str]) -> None:
     """Refuse flags that would do nothing, or that cannot go together."""
-    search = _changed(arguments.decoding, run)
-    groups = (arguments.files, arguments.results, arguments.references, arguments)
-    given = search.union(*(_changed(group, type(group)()) for group in groups)) - {"workdir"}
-    for name in given & _NEEDS.keys():
+    search = typed & vars(arguments.search).keys()
+    given, default = set(search), Arguments()
+    for group in ("files", "results", "evaluation"):
+        values, defaults = vars(getattr(arguments, group)), vars(getattr(default, group))
+        given |= {name for name in values if values[name] != defaults[name]}
+    for name in sorted(given & _NEEDS.keys()):
         if _NEEDS[name].split()[0].removeprefix("--") not in given:
             raise UserError(f"{_flag(name)} is given without {_NEEDS[name]}, which it needs.")
     if arguments.results.alignments == "soft" and "format" not in given:
         raise UserError("--alignments soft is given without --format jsonl, which it needs.")
-    of_samples = set() if arguments.decoding.method == "sample" else set(_SAMPLING)
-    for excluded, reason in (
-        (given - {"join", "output"}, "--join, which only puts shards together"),
-        (search - set(_SCORING) | {"nbest", "reference"}, "--score, which searches nothing"),
-        ({"resume", "shard"}, "--reference, which needs the whole output of one run"),
+    for name, excluded, reason in (
+        ("join", given - {"join", "output"}, "which only puts shards together"),
+        ("score", search - set(_SCORING) | {"nbest", "reference"}, "which searches nothing"),
+        ("reference", {"resume", "shard"}, "which needs the whole output of one run"),
     ):
-        names = excluded & given if reason.split(",")[0].removeprefix("--") in given else set()
-        for name in sorted(names):
-            raise UserError(f"{_flag(name)} is given with {reason}; leave one of them out.")
-    for name in sorted(of_samples & search):
-        value = getattr(arguments.decoding, name)
-        raise UserError(f"{name} is {value} without sampling; expected --method sample with it.")
-
-
-def _changed(values: Any, defaults: Any) -> set[str]:
-    names = [f.name for f in dataclasses.fields(values)]
-    return {name for name in names if getattr(values, name) != getattr(defaults, name)}
+        for other in sorted(excluded & given) if name in given else ():
+            raise UserError(
+                f"{_flag(other)} is given with {_flag(name)}, {reason}; leave one of them out."
+            )
+    for name in sorted(search.intersection(_SAMPLING)):
+        if arguments.search.method != "sample":
+            value = getattr(arguments.search, name)
+            raise UserError(
+                f"{name} is {value} without sampling; expected --method sample with it."
+            )
 
 
 def _flag(name: str) -> str:
@@ -219,7 +217,7 @@ def _flag(name: str) -> str:
 
 def _check_values(arguments: Arguments, config: Config) -> None:
     """Refuse values that cannot work, whatever the model."""
-    files, results, references = arguments.files, arguments.results, arguments.references
+    files, results, evaluation = arguments.files, arguments.results, arguments.evaluation
     if not arguments.workdir:
         raise UserError("--workdir is missing; expected a work directory written by train.py.")
     if files.window is not None and files.window < 1:
@@ -229,11 +227,11 @@ def _check_values(arguments: Arguments, config: Config) -> None:
             f"text_field is {files.text_field!r}; expected another name: this one is what a "
             "translation begins with, or a field of the output."
         )
-    beam_size = arguments.decoding.beam_size
-    if references.score is None and not 1 <= results.nbest <= beam_size:
+    beam_size = arguments.search.beam_size
+    if evaluation.score is None and not 1 <= results.nbest <= beam_size:
         raise UserError(f"nbest is {results.nbest}; expected 1 to {beam_size}, the --beam-size.")
-    shortlist = "" if references.score else arguments.decoding.shortlist
-    inputs = {"input": files.input, "reference": references.reference, "score": references.score}
+    shortlist = "" if evaluation.score else arguments.search.shortlist
+    inputs = {"input": files.input, "reference": evaluation.reference, "score": evaluation.score}
     for name, path in (inputs | {"shortlist": shortlist or None}).items():
         if path is None:
             continue
@@ -254,7 +252,7 @@ def _check_values(arguments: Arguments, config: Config) -> None:
             )
     if files.shard is not None:
         parse_shard(files.shard)
-    if references.reference is not None:
+    if evaluation.reference is not None:
         from transformer_jax.evaluation import check_bleu_tokenizer
 
-        check_bleu_tokenizer(references.bleu_tokenize or config.training.bleu_tokenize)
+        check_bleu_tokenizer(evaluation.bleu_tokenize or config.training.bleu_tokenize)

@@ -53,7 +53,7 @@ def run_job(arguments: Arguments, config: Config) -> None:
     if config.training.compilation_cache:
         folder = os.path.expanduser(config.training.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", folder)
-    reference = arguments.references.reference
+    reference = arguments.evaluation.reference
     references = None if reference is None else list(read_lines(reference))
     records = _open_records(arguments, references)
     models = _Models.load(arguments)
@@ -66,9 +66,9 @@ def run_job(arguments: Arguments, config: Config) -> None:
     seconds = time.perf_counter() - start
     logger.info("%.1f s; %d functions compiled.", seconds, models.num_compiled)
     if references is not None:
-        tokenize = arguments.references.bleu_tokenize or config.training.bleu_tokenize
+        tokenize = arguments.evaluation.bleu_tokenize or config.training.bleu_tokenize
         print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
-        if models.translator is not None and arguments.decoding.shortlist:
+        if models.translator is not None and arguments.search.shortlist:
             _compare_shortlist(models, list(records), references, tokenize)
 
 
@@ -77,7 +77,7 @@ def _write_answers(
 ) -> list[str]:
     """Read a block, answer it, write it; returns the best texts if they are to be kept."""
     files, results = arguments.files, arguments.results
-    scoring = arguments.references.score is not None
+    scoring = arguments.evaluation.score is not None
     token_scores = results.token_scores or (scoring and files.format == "jsonl")
     form = OutputFormat(files.format, results.nbest, scoring, token_scores, results.alignments)
     best = []
@@ -110,29 +110,27 @@ class _Models:
 
     @classmethod
     def load(cls, arguments: Arguments) -> _Models:
-        decoding, results = arguments.decoding, arguments.results
-        devices = devices_for_rows(decoding.batch_size)
+        search, results = arguments.search, arguments.results
+        devices = devices_for_rows(search.batch_size)
         which: dict[str, Any] = {
             "checkpoint": arguments.checkpoint,
             "average": arguments.average,
             "devices": devices,
         }
-        search: dict[str, Any] = {
-            f.name: getattr(decoding, f.name) for f in dataclasses.fields(decoding)
-        }
+        settings = dict(vars(search))
         translator = scorer = None
-        if arguments.references.score is not None:
-            search |= {"shortlist": ""}  # nothing is searched, so its file need not be there
-            scorer = Scorer.from_workdir(arguments.workdir, **which, **search)
+        if arguments.evaluation.score is not None:
+            settings |= {"shortlist": ""}  # nothing is searched, so its file need not be there
+            scorer = Scorer.from_workdir(arguments.workdir, **which, **settings)
         else:
-            translator = Translator.from_workdir(arguments.workdir, **which, **search)
+            translator = Translator.from_workdir(arguments.workdir, **which, **settings)
             if results.alignments:
                 models, tokenizer = translator.models, translator.tokenizer
                 scorer = Scorer(models, tokenizer, translator.config, devices=devices)
         if scorer is not None and results.alignments:
             scorer.check_layer(results.alignment_layer)
         files = arguments.files
-        window = 1 if files.one_by_one else files.window or 100 * decoding.batch_size
+        window = 1 if files.one_by_one else files.window or 100 * search.batch_size
         return cls(translator, scorer, devices, results, window)
 
     def checked(self, records: Iterable[Record]) -> Iterator[Record]:
@@ -191,7 +189,7 @@ def _open_records(arguments: Arguments, references: list[str] | None) -> Iterabl
     """The input. A file is read to its end, so that its faults show before any work; a stream is
     held in memory if that is to be done, or if it is needed again.
     """
-    files, target = arguments.files, arguments.references.score
+    files, target = arguments.files, arguments.evaluation.score
     shard = parse_shard(files.shard) if files.shard else (0, 1)
     source = files.input or sys.stdin.buffer
     records: Iterable[Record] = Records(source, files.format, files.text_field, shard, target)
@@ -228,10 +226,10 @@ def _open_output(
         return OutputStream(files.output)  # a device or a named pipe
     model = models.translator or models.scorer
     assert model is not None
-    scoring = arguments.references.score is not None
+    scoring = arguments.evaluation.score is not None
     contents = {
         "input": files.input,
-        "targets": arguments.references.score,
+        "targets": arguments.evaluation.score,
         "shortlist": model.config.shortlist,
     }
     settings: dict[str, Any] = {"task": "score" if scoring else "translate"}
