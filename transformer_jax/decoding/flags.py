@@ -14,8 +14,8 @@ import tyro
 from transformer_jax.cli import check_output, flag_values, flags_given, parse, parse_shard
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_io import load_config_file
+from transformer_jax.data.files import is_url
 from transformer_jax.errors import UserError
-from transformer_jax.remote_workdir import local_workdir
 
 COMMON = (
     "workdir",
@@ -173,13 +173,16 @@ def parse_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
 
 
 def _local_workdir(workdir: str) -> str:
-    folder = local_workdir(workdir)
-    if not (folder / "config.json").is_file():
+    if is_url(workdir):
+        from transformer_jax.remote_workdir import local_workdir  # loads JAX
+
+        return str(local_workdir(workdir))
+    if not Path(workdir, "config.json").is_file():
         raise UserError(
             f"workdir is {workdir!r}, which has no config.json; "
             "expected a work directory written by train.py."
         )
-    return str(folder)
+    return workdir
 
 
 def _check_effects(arguments: Arguments, typed: set[str]) -> None:
