@@ -113,7 +113,8 @@ def test_every_field_has_a_meaning_for_help() -> None:
             lambda: Config(
                 optimizer=OptimizerConfig(decay="cosine"), training=TrainingConfig(steps=4000)
             ),
-            "training.steps is 4000; expected more than optimizer.warmup_steps = 4000, as optimizer.decay is 'cosine'",
+            "training.steps is 4000; expected more than optimizer.warmup_steps = 4000, "
+            "as optimizer.decay is 'cosine'",
         ),
         (
             lambda: Config(model=ModelConfig(dropout=0.0), training=TrainingConfig(r_drop=5.0)),
@@ -194,12 +195,14 @@ def test_json_accepts_whole_numbers_for_floats() -> None:
     [
         ("def get_config(:", r"c\.py': SyntaxError: .*\(c\.py, line 1\)"),
         (
-            "from transformer_jax import ModelConfig\ndef get_config(): return ModelConfig(d_modle=5)",
+            "from transformer_jax import ModelConfig\n"
+            "def get_config(): return ModelConfig(d_modle=5)",
             r"unexpected keyword argument 'd_modle'. Did you mean d_model\?",
         ),
         ("x = 1", "has no get_config"),
         (
-            "from transformer_jax import ModelConfig\n\ndef get_config():\n    return ModelConfig(dropout=2)",
+            "from transformer_jax import ModelConfig\n\n"
+            "def get_config():\n    return ModelConfig(dropout=2)",
             r"c\.py', line 4: model.dropout is 2; expected a probability",
         ),
         ("\nimport no_such_module", r"c\.py', line 2: ModuleNotFoundError: No module named"),
@@ -254,7 +257,7 @@ def test_requirements_file_starts_with_the_packages_own() -> None:
 
 
 def test_all_packages_are_installed() -> None:
-    """``pip install`` takes every folder with an ``__init__.py``, so each folder of code has one."""
+    """``pip install`` takes folders with an ``__init__.py``, so each folder of code has one."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     find = setuptools["packages"]["find"]
     assert find == {"include": ["transformer_jax", "transformer_jax.*"], "namespaces": False}

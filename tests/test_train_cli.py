@@ -116,7 +116,8 @@ def test_unknown_flag_names_the_nearest(
         ),
         (
             ["--workdir", "w", "--model.vocab-size", "9"],
-            "--model.vocab-size has no effect: training takes it from the tokenizer; expected --tokenizer.vocab-size",
+            "--model.vocab-size has no effect: training takes it from the tokenizer; "
+            "expected --tokenizer.vocab-size",
         ),
         (
             [
@@ -129,7 +130,8 @@ def test_unknown_flag_names_the_nearest(
                 "--data.train.target",
                 "b",
             ],
-            "--data.train.target has no effect as data.train.kind is jsonl; expected --data.train.kind text with it",
+            "--data.train.target has no effect as data.train.kind is jsonl; "
+            "expected --data.train.kind text with it",
         ),
         (
             ["--workdir", "w", "--data.train.kind", "numbers", "--data.train.source=a"],
@@ -137,7 +139,8 @@ def test_unknown_flag_names_the_nearest(
         ),
         (
             ["--workdir", "w", "--data.dev.split", "test"],
-            "--data.dev.split has no effect as data.dev.kind is text; expected --data.dev.kind tfds or numbers",
+            "--data.dev.split has no effect as data.dev.kind is text; "
+            "expected --data.dev.kind tfds or numbers",
         ),
         (["--workdir", "/dev/null/w", "--data.train.kind", "numbers"], "'/dev/null/w'"),
     ],

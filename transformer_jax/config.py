@@ -336,16 +336,16 @@ class TrainingConfig(Section, prefix="training."):
     label_smoothing: Fraction = 0.1
     """epsilon_ls of section 5.4."""
     r_drop: NonNegative = 0.0
-    """alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice and the two
-    predictions, which differ by dropout, are drawn together. Doubles the cost of a step. 5 is usual
-    for small corpora; 0: off."""
+    """alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice, and a loss
+    term makes the two predictions, which differ by dropout, agree. Doubles the cost of a step. 5 is
+    usual for small corpora; 0: off."""
     log_every: Positive = 50
     """Steps between entries in metrics.jsonl and TensorBoard."""
     eval_every: Positive = 1000
     """Steps between evaluations on the dev set: loss, perplexity, accuracy and (see bleu_every)
     BLEU."""
     bleu_every: Count = 1
-    """Translate the dev set with beam search in every n-th evaluation; 0: never."""
+    """At every n-th evaluation, also translate the dev set with beam search; 0: never."""
     bleu_sentences: Positive = 1000
     """Translate only this many sentences, from the start of the dev set."""
     bleu_tokenize: Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"] = "13a"
@@ -432,8 +432,8 @@ class DecodingConfig(Section, prefix="decoding."):
         yield (
             "min_length",
             self.min_length <= self.max_extra_length,
-            f"at most decoding.max_extra_length = {self.max_extra_length}, which the shortest "
-            "source allows",
+            f"at most decoding.max_extra_length = {self.max_extra_length}, so that the shortest "
+            "source allows it",
         )
         yield (
             "coverage_penalty",
@@ -488,7 +488,7 @@ class Config(Section):
         model, batch, optimizer = self.model, self.batch, self.optimizer
         longest = max(self.data.max_source_length, self.data.max_target_length)
         holds_longest = (
-            f"at least data.max_source_length and data.max_target_length, of which one is {longest}"
+            f"at least {longest}, the larger of data.max_source_length and data.max_target_length"
         )
         row = longest if batch.layout == "bucketed" else batch.row_length
         yield (

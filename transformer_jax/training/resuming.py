@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
+from transformer_jax.errors import shown
 
 # Settings that do not change what a given step computes. A name ending in a dot is a section.
 _FREE_ON_RESUME = (
@@ -87,7 +88,9 @@ def fields_that_differ(
     differences: Sequence[Difference], *, where: str = "in the work directory"
 ) -> str:
     """The last lines of a message: each difference, with the old value as the one ``where``."""
-    lines = [f"\n  {each.name}: {each.old!r} {where}, {each.new!r} now" for each in differences]
+    lines = [
+        f"\n  {each.name}: {shown(each.old)} {where}, {shown(each.new)} now" for each in differences
+    ]
     return "Fields that differ:" + "".join(lines)
 
 
