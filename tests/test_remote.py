@@ -218,6 +218,10 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
     assert digest(file, memory) != before
     with pytest.raises(UserError, match="matches no file"):
         check_files(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
+    with pytest.raises(
+        UserError, match="File 'memory://bucket/text' is a folder; expected the tsv"
+    ):
+        check_files(PairsConfig("tsv", ("memory://bucket/text",)))
     with pytest.raises(UserError, match="File 'memory://bucket/text/c.en' does not exist"):
         check_files(PairsConfig("text", ("c.en",), ("c.de",)), "memory://bucket/text")
     with (
@@ -229,7 +233,7 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
         )
         check_files(PairsConfig("tsv", ("memory://bucket/text/a.en.gz",)))
     with pytest.raises(
-        UserError, match="'nowhere://x' cannot be opened: Protocol not known: nowhere"
+        UserError, match="'nowhere://x' cannot be opened: Unsupported filesystem: 'nowhere'"
     ):
         check_files(PairsConfig("tsv", ("nowhere://x",)))
 

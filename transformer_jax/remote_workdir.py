@@ -25,7 +25,7 @@ from transformer_jax.checkpoint import (
     verify,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_stored, is_url, locked, store_of
+from transformer_jax.storage import is_url, kind_of, locked, remote_path
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ class RemoteWorkdir:
     def __init__(self, url: str, *, purpose: str = "train"):
         """``purpose`` gives a training run and the readers of its results separate folders."""
         self.url = url.rstrip("/")
-        self._store, self._root = store_of(self.url)
+        self._remote = remote_path(self.url)
+        self._store, self._root = self._remote.fs, self._remote.path
         if self.url.startswith(("file:", "local:")):
             raise UserError(
                 f"workdir is {url!r}, which is on this machine; expected its path, {self._root!r}."
@@ -87,7 +88,7 @@ class RemoteWorkdir:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._store.invalidate_cache()  # others may have written since fsspec looked
-        if not is_stored(self._store, f"{self._root}/config.json"):
+        if kind_of(self._remote / "config.json") != "file":
             for entry in self.folder.iterdir():
                 if entry.name != "corpus" and not entry.name.startswith("."):
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -1,4 +1,4 @@
-"""Files here and in object stores: which names are URLs, one atomic write, one lock."""
+"""Files here and in object stores: paths, one atomic write, one lock."""
 
 from __future__ import annotations
 
@@ -8,48 +8,60 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import fsspec
+from upath import UPath
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, shown
 
 log = logging.getLogger(__name__)
 
+AnyPath = Path | UPath
+"""A file on this machine, or behind a URL: what ``to_path`` returns."""
+
 
 def is_url(name: str) -> bool:
-    """Whether a name is a URL for fsspec rather than a path."""
+    """Whether a name is a URL (s3://, gs://, https:// and others) rather than a path."""
     return "://" in name
 
 
-def store_of(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and what the URL is called there."""
+def to_path(name: str) -> AnyPath:
+    """The path that a name stands for."""
+    return remote_path(name) if is_url(name) else Path(name)
+
+
+def remote_path(url: str) -> UPath:
+    """The path for a URL; ``UserError`` if no installed package reads such URLs."""
     try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a package that is not installed; no such protocol
+        path = UPath(url)
+        path.fs  # noqa: B018  imports the package
+    except (ImportError, ValueError) as error:
         raise UserError(
-            f"{url!r} cannot be opened: {error}. Expected a path, or a URL that fsspec knows."
+            f"{shown(url)} cannot be opened: {error}. Expected a path, or a URL that fsspec knows."
         ) from None
+    return path
 
 
-def is_stored(store: Any, path: str) -> bool:
-    """Whether a store has this file; ``UserError`` where it does not tell, for want of a password
-    or a network say.
+def kind_of(path: AnyPath) -> str:
+    """ "file", "directory", "other" (a device or pipe) or "" if nothing is there.
+
+    Raises ``UserError`` if an object store does not answer, for lack of a password for example.
     """
-    try:  # not isfile() or exists(), which with some stores are False for any error
-        return bool(store.info(path)["type"] == "file")
+    if isinstance(path, Path):
+        if path.is_file() or path.is_dir():
+            return "file" if path.is_file() else "directory"
+        return "other" if path.exists() else ""
+    try:  # not isfile() or exists(): with some stores these are False for any error
+        return str(path.fs.info(path.path)["type"])
     except FileNotFoundError:
-        return False
+        return ""
     except Exception as error:
         raise UserError(
-            f"{store.unstrip_protocol(path)!r} cannot be read: {str(error) or type(error).__name__}"
+            f"{shown(str(path))} cannot be read: {str(error) or type(error).__name__}"
         ) from error
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replace the content of a file: a reader, or a crash, sees the old content or the new, never
-    a part of it.
-    """
+    """Replace the content of a file: readers, and a crash, see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -66,16 +78,15 @@ def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool
     waits instead. Yields False, with a warning, on a file system without locks.
     """
     with path.open("ab") as file:
+        held = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
         except BlockingIOError:
             if not wait:
                 raise
             if notice:
                 log.info(notice)
             fcntl.flock(file, fcntl.LOCK_EX)
-            held = True
         except OSError:
             log.warning("%s is on a file system without locks: use it from one process.", path)
             held = False

@@ -273,6 +273,14 @@ def test_packed_rows_hold_what_they_can(pairs, seed):
         assert np.bincount(row, s).max() <= 20 and np.bincount(row, t).max() <= 30
 
 
+def test_packing_refuses_a_pair_longer_than_a_row():
+    fits, longer = np.array([20, 1]), np.array([21, 1])
+    assert pack(fits, fits, 20, 20, np.arange(2)).max() + 1 == 2
+    for source, target in ((longer, fits), (fits, longer)):
+        with pytest.raises(AssertionError, match="a pair longer than a row"):
+            pack(source, target, 20, 20, np.arange(2))
+
+
 def test_packing_full_length_pairs_needs_a_row_each():
     s = np.array([64] * 10 + [1] * 5)
     assert pack(s, s, 64, 64, np.arange(15)).max() + 1 == 11

@@ -110,3 +110,13 @@ def test_shards_need_files():
             match=r"data.shards is 2; expected 1 unless data.train is text, tsv or jsonl files",
         ):
             DataConfig(train=train, shards=2)
+
+
+def test_what_is_no_file_is_called_what_it_is(folder):
+    for name, problem in (
+        ("none.tsv", "does not exist"),
+        (".", "is a folder"),
+        ("/dev/null", "is no regular file"),
+    ):
+        with pytest.raises(UserError, match=rf"File '.*' {problem}; expected the tsv file"):
+            check_files(PairsConfig("tsv", (name,)), str(folder))

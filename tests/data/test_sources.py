@@ -167,6 +167,11 @@ def test_jsonl(tmp_path):
     for bad, message in [
         (b"{", r"line 2 is not JSON .* expected one object a line"),
         (b"[1]", r"line 2 is a JSON list; expected an object"),
+        (b'{"id": %s}' % (b"7" * 6001), r"a\.jsonl, line 2 is not JSON .*6001 digits"),
+        (
+            b'{"en": "a", "de": ["%s"]}' % (b"x" * 999),
+            r"line 2 has \['x{50,60}\.\.\.x{50,60}'\] in",
+        ),
         (b'{"en": "a"}', r"line 2 has no field 'de'; expected text there. Fields of this line: en"),
         (b'{"en": "a", "de": 3}', r"line 2 has 3 in field 'de'; expected text"),
         (b'{"en": "a", "de": "\\ud800"}', r"line 2: field 'de' is not valid Unicode"),

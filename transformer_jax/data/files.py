@@ -1,6 +1,4 @@
-"""The files of a text, on disk or in an object store: globs expanded, and digests of contents that
-are remembered.
-"""
+"""Which files a text consists of, on disk or in an object store, and hashes of their contents."""
 
 from __future__ import annotations
 
@@ -11,162 +9,124 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from transformer_jax.config import PairsConfig
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_stored, is_url, store_of
+from transformer_jax.storage import AnyPath, is_url, kind_of, remote_path
 
 _DIGEST_CHARACTERS = 64
 _SETTLED_SECONDS = 10.0  # more than the coarsest clock of a file system
 
 
-@dataclass(frozen=True)
-class Url:
-    """What pathlib's Path is to a file on disk, to one that fsspec reads: s3://, gs://, az://,
-    https:// and others.
+def expanded(name: str, root: str = "") -> list[AnyPath]:
+    """The files that a name stands for: itself, or if it is a glob all that match, sorted.
+
+    Relative names start from the folder or URL ``root``. A name of an existing file is no glob.
+    Raises ``UserError`` if a glob matches no file.
     """
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-    def is_file(self) -> bool:
-        """Whether it is there; ``UserError`` where the store does not tell."""
-        return is_stored(*store_of(self.name))
-
-    def open(self, mode: str = "rb") -> Any:
-        """A stream of its bytes."""
-        store, path = store_of(self.name)
-        return store.open(path, mode)
-
-    def version(self) -> str:
-        """Another one when the content has changed, as the store tells (its ETag, or size and
-        date); '' if it does not tell.
-        """
-        store, path = store_of(self.name)
-        return "" if self.name.startswith(("http:", "https:")) else str(store.ukey(path))
-
-
-File = Path | Url
+    name, root = os.path.expanduser(name), os.path.expanduser(root)
+    if is_url(name) or (is_url(root) and not os.path.isabs(name)):
+        url = name if is_url(name) else f"{root.rstrip('/')}/{name}"
+        remote = remote_path(url)
+        if not glob.has_magic(url) or kind_of(remote) == "file":
+            return [remote]
+        store = remote.fs
+        found = [match for match in sorted(store.glob(remote.path)) if store.isfile(match)]
+        files: list[AnyPath] = [remote_path(store.unstrip_protocol(match)) for match in found]
+    else:
+        path = Path(root, name)
+        if not glob.has_magic(name) or path.exists():
+            return [path]
+        found = sorted(glob.glob(os.path.join(glob.escape(root), name), recursive=True))
+        files = [Path(match) for match in found if os.path.isfile(match)]
+    if not files:
+        start = f" Relative names start from data.root = {root!r}." if root else ""
+        raise UserError(
+            f"{name!r} matches no file; expected at least one, with * for any characters, ? for one, "
+            f"[ab] for one of these and ** for any folders.{start}"
+        )
+    return files
 
 
-def open_file(file: str | File) -> BinaryIO:
-    """A stream of a file's bytes, as they are stored."""
-    if isinstance(file, str):
-        file = Url(file) if is_url(file) else Path(file)
-    return file.open("rb")
-
-
-def files_of(config: PairsConfig, root: str) -> list[tuple[File, ...]]:
+def files_of(config: PairsConfig, root: str) -> list[tuple[AnyPath, ...]]:
     """The (source, target) files of a text, or the (file,) of each TSV or JSONL, in order; empty
     for other kinds.
 
-    A name that is no file but has ``*``, ``?`` or ``[`` is a glob: it stands for all files that it
-    matches, sorted. Raises ``UserError`` if that is none, or if source and target of a text match
-    different numbers of them.
+    Raises ``UserError`` if source and target match different numbers of files.
     """
     if config.kind in ("tsv", "jsonl"):
         return [(path,) for name in config.source for path in expanded(name, root)]
     if config.kind != "text":
         return []
-    files: list[tuple[File, ...]] = []
+    files: list[tuple[AnyPath, ...]] = []
     for source, target in zip(config.source, config.target, strict=True):
         sides = expanded(source, root), expanded(target, root)
         if len(sides[0]) != len(sides[1]):
             raise UserError(
-                f"source {source!r} stands for {len(sides[0])} file(s) and target {target!r} for {len(sides[1])}; expected "
-                f"as many of both: they pair up in sorted order. Relative names start from data.root = {root!r}."
+                f"source {source!r} stands for {len(sides[0])} file(s) and target {target!r} for "
+                f"{len(sides[1])}; expected as many of both: they pair up in sorted order. Relative "
+                f"names start from data.root = {root!r}."
             )
         files += zip(*sides)
     return files
 
 
-def one_file_each(config: PairsConfig, root: str = "") -> list[PairsConfig]:
-    """A text cut into what can be read apart, in order: a config for each file, or pair of files.
+def check_exists(config: PairsConfig, root: str) -> None:
+    """``UserError`` unless all files of a text are there."""
+    for file in (file for sides in files_of(config, root) for file in sides):
+        problems = {"": "does not exist", "directory": "is a folder", "other": "is no regular file"}
+        kind = kind_of(file)
+        if kind != "file":
+            raise UserError(
+                f"File {str(file)!r} {problems.get(kind, 'is no file')}; expected the {config.kind} "
+                "file that a data field (source or target of train, dev or test) names. Relative "
+                f"names start from data.root = {root!r}."
+            )
 
-    TFDS, number names, and a text with a ``limit``, which counts through all files, cannot be cut.
+
+def one_file_each(config: PairsConfig, root: str = "") -> list[PairsConfig]:
+    """A text split into what can be read apart, in order: a config for each file, or pair of files.
+
+    Stays whole if it comes from TFDS or number names, or has a ``limit``, which counts all files.
     """
     files = files_of(config, root)
     if len(files) < 2 or config.limit is not None:
         return [config]
-    names = [[(_absolute(file),) for file in sides] for sides in files]
+    names = [[(str(file.absolute()),) for file in sides] for sides in files]
     return [
         dataclasses.replace(config, source=source, target=target[0] if target else ())
         for source, *target in names
     ]
 
 
-def digest(file: File, memory: Path | None = None) -> str:
-    """SHA-256 (hex) of a file's content, or what the folder ``memory`` has for its name, size and
-    time of last change.
+def digest(file: AnyPath, memory: Path | None = None) -> str:
+    """SHA-256 (hex) of a file's content, remembered in the folder ``memory`` by name, size and time.
 
-    A file on disk that changed in the last seconds is not remembered: a second change might leave
-    its time as it was.
+    A file that changed in the last seconds is not remembered: a second change might leave its time
+    as it was.
     """
     state = _state(file)
-    record = (
-        memory / hashlib.sha256(json.dumps(state).encode()).hexdigest()
-        if memory and state[-1]
-        else None
-    )
-    if (
-        record is not None
-        and record.is_file()
-        and len(known := record.read_text()) == _DIGEST_CHARACTERS
-    ):
-        return known
-    with open_file(file) as stream:
+    record = None
+    if memory and state[-1]:
+        record = memory / hashlib.sha256(json.dumps(state).encode()).hexdigest()
+        with suppress(OSError):
+            if len(known := record.read_text()) == _DIGEST_CHARACTERS:
+                return known
+    with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-    settled = isinstance(file, Url) or time.time() - file.stat().st_ctime > _SETTLED_SECONDS
-    if record is not None and settled and _state(file) == state:
+    settled = not isinstance(file, Path) or time.time() - file.stat().st_ctime > _SETTLED_SECONDS
+    if record and settled and _state(file) == state:
         with suppress(OSError):  # what is not remembered is only slower
             record.parent.mkdir(parents=True, exist_ok=True)
-            # one torn by a crash is too short, and all who write it write the same
-            record.write_text(found)
+            record.write_text(found)  # if a crash tears it, it is too short
     return found
 
 
-def _state(file: File) -> list[Any]:
-    if isinstance(file, Url):
-        return [file.name, file.version()]
-    stat = file.stat()
-    return [str(file.absolute()), stat.st_size, stat.st_ctime_ns]
-
-
-def _absolute(file: File) -> str:
-    return file.name if isinstance(file, Url) else str(file.absolute())
-
-
-def expanded(name: str, root: str = "") -> list[File]:
-    """The files that a name stands for, from the folder or URL ``root``: itself, or if it is a glob
-    all that match, sorted.
-
-    Raises ``UserError`` if a glob matches none.
-    """
-    if is_url(name) or (is_url(root) and not os.path.isabs(name)):
-        url = Url(name if is_url(name) else f"{root.rstrip('/')}/{name}")
-        if not glob.has_magic(url.name) or url.is_file():
-            return [url]
-        store, pattern = store_of(url.name)
-        files: list[File] = [
-            Url(store.unstrip_protocol(path))
-            for path in sorted(store.glob(pattern))
-            if store.isfile(path)
-        ]
-    else:
-        name, root = os.path.expanduser(name), os.path.expanduser(root)
-        path = Path(root, name)
-        if not glob.has_magic(name) or path.exists():
-            return [path]
-        found = glob.glob(os.path.join(glob.escape(root), name), recursive=True)
-        files = [Path(file) for file in sorted(found) if os.path.isfile(file)]
-    if not files:
-        raise UserError(
-            f"{name!r} matches no file; expected at least one, with * for any characters, ? for one, [ab] for one of these "
-            f"and ** for any folders.{f' Relative names start from data.root = {root!r}.' if root else ''}"
-        )
-    return files
+def _state(file: AnyPath) -> list[object]:
+    """Another one when the content has changed; its last entry is empty if that is unknown."""
+    if isinstance(file, Path):
+        stat = file.stat()
+        return [str(file.absolute()), stat.st_size, stat.st_ctime_ns]
+    unknown = file.protocol in ("http", "https")
+    return [str(file), "" if unknown else str(file.fs.ukey(file.path))]

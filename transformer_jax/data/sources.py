@@ -13,16 +13,18 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from num2words import num2words
+from upath import UPath
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.data.files import File, Url, digest, files_of, open_file
-from transformer_jax.errors import UserError
+from transformer_jax.data.files import check_exists, digest, files_of
+from transformer_jax.errors import UserError, shown
+from transformer_jax.storage import AnyPath, to_path
 
 _NUMBERS = 1_000_000
 _NUMBERS_HELD_OUT = 10_000  # in dev, and as many in test
@@ -63,18 +65,16 @@ def read_pairs(
     return islice(pairs(), config.limit)
 
 
-def read_lines(source: str | File | BinaryIO) -> Iterator[str]:
-    """Lines of a file (``.gz`` is unpacked; a URL is read by fsspec) or of a binary stream, without
-    their ends.
+def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
+    """Lines of a file (``.gz`` is unpacked), URL or binary stream, without their ends.
 
     Raises ``UserError`` with file and line number where a line is not UTF-8.
     """
-    name = (
-        str(source)
-        if isinstance(source, str | Path | Url)
-        else str(getattr(source, "name", "the input"))
-    )
-    for number, line in enumerate(_raw_lines(source), 1):
+    if isinstance(source, str | Path | UPath):
+        name, lines = str(source), _lines_of_file(source)
+    else:
+        name, lines = str(getattr(source, "name", "the input")), _lines_of(source)
+    for number, line in enumerate(lines, 1):
         yield _decode(line, name, number)
 
 
@@ -82,8 +82,8 @@ def pairs_fingerprint(config: PairsConfig, root: str = "", *, digests: Path | No
     """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names
     or dates.
 
-    In the folder ``digests`` those of files are remembered, so that large ones are not read again;
-    see ``files.digest``.
+    The folder ``digests`` remembers those of files, so that large ones are not read again: see
+    ``files.digest``.
     """
     check_files(config, root)
     fields: list[Any] = [
@@ -105,23 +105,16 @@ def check_files(config: PairsConfig, root: str = "") -> None:
     """``UserError`` if there is nothing to read or a file is missing; opens nothing."""
     if not config.is_given:
         raise UserError(
-            f"kind is {config.kind!r} and no file is named; expected source and target, or another kind."
+            f"kind is {config.kind!r} and no file is named; expected source and target, or another "
+            "kind."
         )
-    for file in chain.from_iterable(files_of(config, root)):
-        if not file.is_file():
+    check_exists(config, root)
+    for name in ("source_field", "target_field"):
+        column = getattr(config, name)
+        if config.kind == "tsv" and not column.isdecimal():
             raise UserError(
-                f"File {str(file)!r} does not exist; expected the {config.kind} file that a data field (source or target of "
-                f"train, dev or test) names. Relative names start from data.root = {root!r}."
+                f"{name} is {shown(column)}; expected the number of a TSV column, counted from 0."
             )
-    if config.kind == "tsv":
-        for name, column in (
-            ("source_field", config.source_field),
-            ("target_field", config.target_field),
-        ):
-            if not column.isdecimal():
-                raise UserError(
-                    f"{name} is {column!r}; expected the number of a TSV column, counted from 0."
-                )
 
 
 class _InvalidText(UserError):
@@ -136,18 +129,15 @@ class _Record(NamedTuple):
     number: int
 
 
-def _raw_lines(source: str | File | BinaryIO) -> Iterator[bytes]:
-    if not isinstance(source, str | Path | Url):
-        yield from _lines_of(source)
-        return
+def _lines_of_file(name: str | AnyPath) -> Iterator[bytes]:
+    path = to_path(name) if isinstance(name, str) else name
     try:
-        with open_file(source) as file:
-            yield from _lines_of(
-                gzip.GzipFile(fileobj=file) if str(source).endswith(".gz") else file
-            )
+        with path.open("rb") as file:
+            gzipped = str(name).endswith(".gz")
+            yield from _lines_of(gzip.GzipFile(fileobj=file) if gzipped else file)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
-            f"File {str(source)!r} is damaged or is no gzip file ({error}); expected one by its name."
+            f"File {str(name)!r} is damaged or is no gzip file ({error}); expected one by its name."
         ) from None
 
 
@@ -168,15 +158,15 @@ def _decode(data: bytes, name: str, number: int) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise _InvalidText(
-            f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 text. Repair the line, or "
-            "(in training) set data.invalid_utf8 to 'skip'."
+            f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 text. "
+            "Repair the line, or (in training) set data.invalid_utf8 to 'skip'."
         ) from None
 
 
 def _read_text(config: PairsConfig, root: str) -> Iterator[_Record]:
     for source, target in files_of(config, root):
         names = (str(source), str(target))
-        source_lines, target_lines = _raw_lines(source), _raw_lines(target)
+        source_lines, target_lines = _lines_of_file(source), _lines_of_file(target)
         for number, (s, t) in enumerate(zip_longest(source_lines, target_lines), 1):
             if s is None or t is None:
                 rest = sum(1 for _ in (target_lines if s is None else source_lines))
@@ -192,7 +182,7 @@ def _read_text(config: PairsConfig, root: str) -> Iterator[_Record]:
 def _read_one(config: PairsConfig, root: str) -> Iterator[_Record]:
     for (file,) in files_of(config, root):
         names = (str(file),)
-        for number, line in enumerate(_raw_lines(file), 1):
+        for number, line in enumerate(_lines_of_file(file), 1):
             yield _Record((line,), names, number)
 
 
@@ -206,8 +196,9 @@ def _parse_tsv(record: _Record, config: PairsConfig) -> tuple[str, str]:
     wanted = int(config.source_field), int(config.target_field)
     if max(wanted) >= len(columns):
         raise UserError(
-            f"{record.names[0]}, line {record.number} has {len(columns)} tab-separated column(s); expected at least "
-            f"{max(wanted) + 1}: source_field = {config.source_field!r}, target_field = {config.target_field!r}, from 0."
+            f"{record.names[0]}, line {record.number} has {len(columns)} tab-separated column(s); "
+            f"expected at least {max(wanted) + 1}: source_field = {config.source_field!r}, "
+            f"target_field = {config.target_field!r}, from 0."
         )
     return columns[wanted[0]], columns[wanted[1]]
 
@@ -217,20 +208,17 @@ def _parse_json(record: _Record, config: PairsConfig) -> tuple[str, str]:
     line = _decode(record.data[0], record.names[0], record.number)
     try:
         values = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
         raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
     if not isinstance(values, dict):
         raise UserError(f"{where} is a JSON {type(values).__name__}; expected an object.")
     pair = []
     for field in (config.source_field, config.target_field):
         if not isinstance(values.get(field), str):
-            found = (
-                f"{values[field]!r} in field {field!r}"
-                if field in values
-                else f"no field {field!r}"
-            )
+            found = f"{shown(values[field])} in" if field in values else "no"
             raise UserError(
-                f"{where} has {found}; expected text there. Fields of this line: {', '.join(values)}."
+                f"{where} has {found} field {field!r}; expected text there. "
+                f"Fields of this line: {', '.join(values)}."
             )
         try:
             values[field].encode()
@@ -257,7 +245,8 @@ def _tfds_examples(config: PairsConfig, root: str) -> Any:
     except (tfds.core.DatasetNotFoundError, ValueError, KeyError) as error:
         text = " ".join(str(error).split())
         raise UserError(
-            f"TensorFlow Datasets cannot open {name!r}, split {config.split!r} (data.root = {root!r}): {text}"
+            f"TensorFlow Datasets cannot open {name!r}, split {config.split!r} (data.root = {root!r}): "
+            f"{text}"
         ) from None
 
 
@@ -272,8 +261,8 @@ def _read_tfds(config: PairsConfig, root: str) -> Iterator[_Record]:
             for field in (config.source_field, config.target_field):
                 if not isinstance(example.get(field), bytes):
                     raise UserError(
-                        f"{names[0]} has no text field {field!r}; expected source_field and target_field to be two of: "
-                        f"{', '.join(example)}."
+                        f"{names[0]} has no text field {field!r}; expected source_field and "
+                        f"target_field to be two of: {', '.join(example)}."
                     )
                 sides.append(example[field].replace(b"\n", b" "))
             yield _Record((sides[0], sides[1]), names, number)
@@ -298,7 +287,8 @@ def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
     limit = config.limit or min(_NUMBERS_DEFAULT, len(numbers))
     if limit > len(numbers):
         raise UserError(
-            f"limit is {limit}; expected at most {len(numbers)} for split {config.split!r} of kind 'numbers'."
+            f"limit is {limit}; expected at most {len(numbers)} for split {config.split!r} of kind "
+            "'numbers'."
         )
     return (
         (_name(n, "en", ", ", " and "), _name(n, "de", "", "")) for n in map(int, numbers[:limit])

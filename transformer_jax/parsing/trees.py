@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from transformer_jax.data.files import File
 from transformer_jax.data.sources import read_lines
 from transformer_jax.errors import UserError
+from transformer_jax.storage import AnyPath
 
 WORD = "XX"
 """Stands for any word in a sequence."""
@@ -76,7 +76,7 @@ class _Node:
     word: str | None = None
 
 
-def read_parses(file: str | File) -> Iterator[Parse]:
+def read_parses(file: str | AnyPath) -> Iterator[Parse]:
     """The trees of a treebank file in Penn's format (``.gz`` too), as parsers are compared on them.
 
     Left out are traces, constituents that have nothing else, the root above S, and all of a label
@@ -175,7 +175,7 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
     ), faultless
 
 
-def _not_a_tree(file: str | File, line: int, found: str) -> UserError:
+def _not_a_tree(file: str | AnyPath, line: int, found: str) -> UserError:
     return UserError(
         f"{file}, line {line}: {found}; expected trees such as ( (S (NP (DT the) (NN dog)) (VP (VBZ barks))) )."
     )
