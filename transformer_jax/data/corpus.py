@@ -97,20 +97,20 @@ class Corpus:
         v, pair = np.divmod(sequences, max(1, self.num_pairs))
         shard_of = np.searchsorted(self._ends, pair, side="right")
         starts, lengths = np.empty((2, len(sequences)), np.int64)
-        here = [(self.shards[k], np.flatnonzero(shard_of == k)) for k in np.unique(shard_of)]
-        for shard, at in here:
-            first = self._ends[shard_of[at[0]]] - shard.num_pairs
-            sequence, offsets = (
-                v[at] * shard.num_pairs + pair[at] - first,
-                shard.sides[side].offsets,
-            )
+        places = []
+        for k in np.flatnonzero(np.bincount(shard_of)).tolist():
+            at, N = np.flatnonzero(shard_of == k), self.shards[k].num_pairs
+            sequence = v[at] * N + pair[at] - (self._ends[k] - N)
+            stored, offsets = self.shards[k].sides[side]
             starts[at] = offsets[sequence]
             lengths[at] = offsets[sequence + 1] - starts[at]
+            places.append((stored, at))
+        if len(places) == 1:  # the general way, below, is slower
+            return stored[ranges(starts, lengths)], lengths
         tokens = np.empty(lengths.sum(), self.shards[0].sides[side].tokens.dtype)
         to = np.cumsum(lengths) - lengths
-        for shard, at in here:
-            stored = shard.sides[side].tokens[ranges(starts[at], lengths[at])]
-            tokens[ranges(to[at], lengths[at])] = stored
+        for stored, at in places:
+            tokens[ranges(to[at], lengths[at])] = stored[ranges(starts[at], lengths[at])]
         return tokens, lengths
 
     @classmethod
