@@ -165,6 +165,19 @@ def test_wrong_value_in_a_flag_is_explained(
     assert "model.d_model is 33; expected an even number" in errors
 
 
+@pytest.mark.parametrize("flag", ["--training.steps", "--data.train.limit", "--num-processes"])
+def test_a_number_that_is_too_large_is_explained(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    try:
+        status = main(["--workdir", "w", flag, "99999999999999999999"])
+    except SystemExit as end:  # tyro's way to report a bad value of a flag
+        status = int(end.code or 0)
+    assert status == 2
+    errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "is 99999999999999999999; expected a positive number below 2^31" in errors
+
+
 def test_nobody_reading_the_help_is_no_error() -> None:
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "--help"],

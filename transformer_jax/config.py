@@ -455,7 +455,7 @@ class MeshConfig(Section, prefix="mesh."):
 
 
 @dataclass(frozen=True)
-class Processes:
+class Processes(Section, prefix="processes."):
     """How this process finds the others of its run (not saved with the settings)."""
 
     distributed: bool = False
@@ -463,9 +463,9 @@ class Processes:
     which."""
     coordinator_address: str | None = None
     """Without such a cluster: HOST:PORT of process 0, with --num-processes and --process-id."""
-    num_processes: int | None = None
+    num_processes: Positive | None = None
     """Number of processes."""
-    process_id: int | None = None
+    process_id: Count | None = None
     """Number of this process, from 0."""
 
 
