@@ -15,7 +15,7 @@ from transformer_jax.config import Config, DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
-from transformer_jax.interop.huggingface import export_safetensors
+from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import devices_for_rows
@@ -77,7 +77,7 @@ def prepare(job: Job) -> dict[str, Any]:
     """Write the model for the other engines; says where they run and what they cannot be given."""
     config, model, tokenizer = load(job)
     skipped = {}
-    for name, export in (("ctranslate2", export_ctranslate2), ("huggingface", export_safetensors)):
+    for name, export in (("ctranslate2", export_ctranslate2), ("huggingface", export_huggingface)):
         (job["folder"] / name).mkdir()
         try:
             export(config, model, tokenizer, job["folder"] / name)

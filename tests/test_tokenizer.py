@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformer_jax.config import PairsConfig, TokenizerConfig
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
-from transformer_jax.interop.vocabulary import with_ids
+from transformer_jax.imported_vocabulary import with_vocabulary
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenizer import Tokenizer
 
@@ -70,9 +70,7 @@ def test_identity_with_bytes_gives_any_line_back(line, sampling):
 
 
 def test_a_decoded_line_has_no_newline():
-    newline = [
-        i for i in range(BYTES.source_vocab_size) if BYTES._source.id_to_piece(i) == "<0x0A>"
-    ]
+    newline = [i for i in range(BYTES.source_vocab_size) if BYTES.source_tokens([i]) == ["<0x0A>"]]
     assert BYTES.decode_source(newline) == " "
 
 
@@ -160,11 +158,12 @@ print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
 @pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
 def test_sampling_has_sentencepieces_distribution(algorithm):
     tokenizer, n = train(algorithm, pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True)), 20_000
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.source_model)
     ours = Counter(map(tuple, tokenizer.encode_source(["tobane"] * n, sampling=0.3, seed=1)))
     theirs = Counter(
         map(
             tuple,
-            tokenizer._source.encode(
+            processor.encode(
                 ["tobane"] * n, enable_sampling=True, nbest_size=-1, alpha=0.3, num_threads=1
             ),
         )
@@ -297,9 +296,7 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
             [],
         ]
         assert not any("<unk>" in pieces for pieces in found)
-        assert [
-            tokenizer.decode_source(tokenizer._source.piece_to_id(pieces)) for pieces in found
-        ] == lines
+        assert [tokenizer.decode_source(tokenizer._source.ids(pieces)) for pieces in found] == lines
     plain = [tokenizer.encode_source([line])[0] for line in lines]
     assert algorithm == "unigram" or tokenizer.encode_source(lines, sampling=1e-12) == plain
     tags = [tokenizer.source_tag(line) for line in lines]
@@ -345,11 +342,11 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
     assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
     with pytest.raises(
         UserError,
-        match=r"which the vocabulary has as an ordinary or a special piece; expected another name",
+        match=r"which the vocabulary has as an ordinary or a special token; expected another name",
     ):
         old.with_symbols(old.source_tokens([9]))
     with pytest.raises(
-        UserError, match=r"which the vocabulary has as an ordinary or a special piece"
+        UserError, match=r"which the vocabulary has as an ordinary or a special token"
     ):
         old.with_symbols(old.source_tokens([EOS_ID]))
 
@@ -384,9 +381,9 @@ def test_an_imported_vocabulary_grows_by_symbols():
     """
     plain = train("unigram", True)
     pieces = [*plain.source_tokens(range(plain.source_vocab_size)), ">>deu<<"]
-    imported = Tokenizer(with_ids(plain.source_model, pieces, "source.spm"))
+    imported = Tokenizer(with_vocabulary(plain.source_model, pieces, "source.spm"))
     assert imported.imported
-    with_sign = Tokenizer(with_ids(plain.source_model, [*pieces, "Ω"], "source.spm"))
+    with_sign = Tokenizer(with_vocabulary(plain.source_model, [*pieces, "Ω"], "source.spm"))
     for sampling in (0.0, 0.1):
         assert len(pieces) in with_sign.encode_source(["one Ω two"], sampling=sampling)[0]
         assert with_sign.source_tag(">>fra<< one") == ([UNK_ID], " one")

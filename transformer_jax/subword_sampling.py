@@ -14,7 +14,7 @@ import math
 import random
 import re
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -50,29 +50,34 @@ class SubwordSampler:
 
     ``strength``: the merge dropout p of a BPE model (Provilkov et al., 2020), or the smoothing
     alpha of a unigram model, whose segmentations have probability P(pieces)^alpha / Z (Kudo, 2018).
+    ``unknown_ids``: ids of characters that the model lacks.
     """
 
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, strength: float) -> None:
+    def __init__(
+        self,
+        processor: sentencepiece.SentencePieceProcessor,
+        strength: float,
+        *,
+        unknown_ids: Mapping[str, int] | None = None,
+    ) -> None:
         model = model_proto(processor)
         trainer = model.trainer_spec
         if trainer.model_type not in (trainer.BPE, trainer.UNIGRAM):
             raise UserError(
-                "tokenizer.sampling needs a BPE or unigram model; set it to 0 for this tokenizer.model."
+                "tokenizer.sampling needs a BPE or unigram model; set it to 0 for this "
+                "tokenizer.model."
             )
         self._processor = processor
-        self._strength = strength
+        self.strength = strength
         self._ids: dict[str, int] = {}
         self._scores: dict[str, float] = {}
         self._bytes: dict[int, int] = {}
-        # in an imported model: of the vocabulary, but text is not cut into them
-        self._unused: dict[str, int] = {}
+        self._unknown_ids = unknown_ids or {}
         for i, piece in enumerate(model.pieces):
             if piece.type == piece.NORMAL:
                 self._ids[piece.piece], self._scores[piece.piece] = i, piece.score
             elif piece.type == piece.BYTE:
                 self._bytes[int(piece.piece[1:-1], 16)] = i
-            elif piece.type == piece.UNUSED:
-                self._unused[piece.piece] = i
         self._longest = max(map(len, self._ids))
         self._unknown_id = processor.unk_id()
         self._unknown_score = min(self._scores.values()) - 10  # as in SentencePiece
@@ -114,7 +119,7 @@ class SubwordSampler:
         )
 
     def _merges_before_drop(self, generator: random.Random) -> int:
-        return int(math.log(1.0 - generator.random()) / math.log1p(-self._strength))
+        return int(math.log(1.0 - generator.random()) / math.log1p(-self.strength))
 
     def _merge(self, word: str, generator: random.Random | None, until_drop: int = 0) -> _Merged:
         """Byte-pair encoding of a word: the best pair first; with a generator, merges drop out."""
@@ -180,7 +185,7 @@ class SubwordSampler:
                     score = self._unknown_score
                 if score is not None:
                     starts.append(start)
-                    logs.append(log_totals[start] + self._strength * score)
+                    logs.append(log_totals[start] + self.strength * score)
             largest = max(logs)
             cumulative = list(accumulate(math.exp(log - largest) for log in logs))
             log_totals.append(largest + math.log(cumulative[-1]))
@@ -194,8 +199,8 @@ class SubwordSampler:
                 ids.append(self._ids[part])
             elif self._bytes:
                 ids += (self._bytes[byte] for byte in part.encode())
-            elif part in self._unused:
-                ids.append(self._unused[part])
+            elif part in self._unknown_ids:
+                ids.append(self._unknown_ids[part])
             # unknown characters in a row are one unknown piece
             elif not ids or ids[-1] != self._unknown_id:
                 ids.append(self._unknown_id)

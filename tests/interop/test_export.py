@@ -24,9 +24,9 @@ from transformer_jax.config import ModelConfig, TokenizerConfig
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.interop import export
+from transformer_jax.interop.__main__ import main
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
-from transformer_jax.interop.huggingface import export_safetensors
+from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.marian import export_marian
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -35,17 +35,17 @@ from transformer_jax.training.saver import save_imported
 
 EXPORTS = {
     "ctranslate2": export_ctranslate2,
-    "safetensors": export_safetensors,
+    "huggingface": export_huggingface,
     "marian": export_marian,
 }
 # Fields of the model, whether both languages share the vocabulary, and the formats that can express
 # it.
 VARIANTS = {
-    "paper": ({}, True, ["ctranslate2", "safetensors"]),
+    "paper": ({}, True, ["ctranslate2", "huggingface"]),
     "biases": (
         {"attention_bias": True, "softmax_bias": True, "positions": "split"},
         True,
-        ["ctranslate2", "safetensors", "marian"],
+        ["ctranslate2", "huggingface", "marian"],
     ),
     "pre-norm, wide heads, untied": (
         {
@@ -68,7 +68,7 @@ VARIANTS = {
             "tie_embeddings": "target",
         },
         True,
-        ["ctranslate2", "safetensors"],
+        ["ctranslate2", "huggingface"],
     ),
     "untied, one decoder layer": (
         {
@@ -80,12 +80,12 @@ VARIANTS = {
             "d_v": 6,
         },
         True,
-        ["ctranslate2", "safetensors", "marian"],
+        ["ctranslate2", "huggingface", "marian"],
     ),
     "two vocabularies": (
         {"tie_embeddings": "target", "positions": "split", "norm_epsilon": 1e-5},
         False,
-        ["ctranslate2", "safetensors", "marian"],
+        ["ctranslate2", "huggingface", "marian"],
     ),
 }
 
@@ -123,7 +123,7 @@ def test_logits_agree_with_the_libraries(
         folder = tmp_path / form
         folder.mkdir()
         EXPORTS[form](config, model, tokenizer, folder)
-        if form == "safetensors":
+        if form == "huggingface":
             theirs, info = MarianMTModel.from_pretrained(folder, output_loading_info=True)
             assert not any(
                 info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -154,7 +154,7 @@ def test_logits_agree_with_the_libraries(
                     score.log_probs, log_probs_BTV[b, range(len(ids)), ids], atol=1e-4
                 )
     if not shared:
-        assert json.loads((tmp_path / "safetensors" / "tokenizer_config.json").read_text())[
+        assert json.loads((tmp_path / "huggingface" / "tokenizer_config.json").read_text())[
             "separate_vocabs"
         ]
 
@@ -184,15 +184,15 @@ def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines
         )
         _let_sentences_end(model, drift)
         folders = {
-            form: tmp_path / f"{form} {seed} {drift}" for form in ("ctranslate2", "safetensors")
+            form: tmp_path / f"{form} {seed} {drift}" for form in ("ctranslate2", "huggingface")
         }
         for form, folder in folders.items():
             folder.mkdir()
             EXPORTS[form](config, model, joint, folder)
         translator = _translator(folders["ctranslate2"])
         settings = json.loads((folders["ctranslate2"] / "generation_config.json").read_text())
-        theirs = MarianMTModel.from_pretrained(folders["safetensors"]).eval()
-        their_tokenizer = MarianTokenizer.from_pretrained(folders["safetensors"])
+        theirs = MarianMTModel.from_pretrained(folders["huggingface"]).eval()
+        their_tokenizer = MarianTokenizer.from_pretrained(folders["huggingface"])
         batch = their_tokenizer(texts, return_tensors="pt", padding=True)
         sources = joint.encode_source(texts)
         assert [[i for i in row if i != PAD_ID] for row in batch.input_ids.tolist()] == [
@@ -239,7 +239,7 @@ def test_scores_are_those_of_the_libraries_at_length_offset_0(tmp_path, joint, l
     # CTranslate2 normalises again without what is suppressed
     bias[...] = bias[...].at[PAD_ID].set(-30.0)
     decoding = dataclasses.replace(config.decoding, length_penalty=0.8, length_offset=0.0)
-    for form in ("ctranslate2", "safetensors"):
+    for form in ("ctranslate2", "huggingface"):
         (tmp_path / form).mkdir()
         notes = EXPORTS[form](
             dataclasses.replace(config, decoding=decoding), model, joint, tmp_path / form
@@ -254,10 +254,10 @@ def test_scores_are_those_of_the_libraries_at_length_offset_0(tmp_path, joint, l
     found = _translator(tmp_path / "ctranslate2").translate_batch(
         pieces, return_scores=True, **settings
     )
-    batch = MarianTokenizer.from_pretrained(tmp_path / "safetensors")(
+    batch = MarianTokenizer.from_pretrained(tmp_path / "huggingface")(
         texts, return_tensors="pt", padding=True
     )
-    theirs = MarianMTModel.from_pretrained(tmp_path / "safetensors").eval()
+    theirs = MarianMTModel.from_pretrained(tmp_path / "huggingface").eval()
     generated = theirs.generate(**batch, return_dict_in_generate=True, output_scores=True)
     sequences = [
         [i for i in row if i not in (PAD_ID, BOS_ID, EOS_ID)]
@@ -275,10 +275,10 @@ def test_scores_are_those_of_the_libraries_at_length_offset_0(tmp_path, joint, l
 @pytest.mark.parametrize(
     ("form", "fields", "field"),
     [
-        ("safetensors", {"norm": "pre"}, "model.norm"),
-        ("safetensors", {"d_k": 9, "d_v": 8}, "model.d_k"),
-        ("safetensors", {"d_k": 8, "d_v": 9}, "model.d_v"),
-        ("safetensors", {"norm_epsilon": 1e-3}, "model.norm_epsilon"),
+        ("huggingface", {"norm": "pre"}, "model.norm"),
+        ("huggingface", {"d_k": 9, "d_v": 8}, "model.d_k"),
+        ("huggingface", {"d_k": 8, "d_v": 9}, "model.d_v"),
+        ("huggingface", {"norm_epsilon": 1e-3}, "model.norm_epsilon"),
         ("marian", {"norm": "pre", "positions": "split"}, "model.norm"),
         ("marian", {}, "model.positions"),
         ("marian", {"positions": "learned"}, "model.positions"),
@@ -301,16 +301,16 @@ def test_notes_name_what_is_only_approximated(tmp_path, joint, make) -> None:
     decoding = dataclasses.replace(
         config.decoding, length_penalty=0.6, min_length=2, suppress=("T",), no_repeat_ngram=3
     )
-    notes = export_safetensors(
+    notes = export_huggingface(
         dataclasses.replace(config, decoding=decoding), model, joint, tmp_path
     )
     said = "\n".join(notes)
-    assert "more than 24 pieces are translated in parts here" in said
+    assert "more than 24 tokens are translated in segments here" in said
     assert (
         "length^0.6" in said
         and "((5 + length) / 6)^0.6" in said
         and "1e-05" in said
-        and "34 pieces" in said
+        and "34 tokens" in said
     )
     generation = MarianMTModel.from_pretrained(tmp_path).generation_config
     assert (generation.length_penalty, generation.max_length, generation.min_new_tokens) == (
@@ -324,14 +324,14 @@ def test_notes_name_what_is_only_approximated(tmp_path, joint, make) -> None:
     )
 
 
-@pytest.mark.parametrize("form", ["ctranslate2", "safetensors"])
+@pytest.mark.parametrize("form", ["ctranslate2", "huggingface"])
 def test_a_piece_to_suppress_must_be_one(form, tmp_path, joint, make) -> None:
     config, model = make(joint)
     config = dataclasses.replace(
         config, decoding=dataclasses.replace(config.decoding, suppress=("qqq",))
     )
     with pytest.raises(
-        UserError, match="decoding.suppress has 'qqq'; expected pieces of the target vocabulary"
+        UserError, match="decoding.suppress has 'qqq'; expected tokens of the target vocabulary"
     ):
         EXPORTS[form](config, model, joint, tmp_path)
 
@@ -347,7 +347,7 @@ def test_a_note_says_where_marian_tokenizer_cuts_tags_otherwise(
         folder = tmp_path / str(said)
         folder.mkdir()
         config, model = make(tokenizer)
-        notes = export_safetensors(config, model, tokenizer, folder)
+        notes = export_huggingface(config, model, tokenizer, folder)
         assert any("MarianTokenizer takes >>deu<< off" in note for note in notes) == said
     theirs, [ours] = MarianTokenizer.from_pretrained(folder), tagged.encode_source([">>deu<< one"])
     assert tagged.source_tokens(ours)[0] == "▁" and theirs(">>deu<< one").input_ids == [
@@ -395,6 +395,7 @@ def workdir(tmp_path, joint, make):
 
 def test_program_writes_a_whole_folder(workdir, tmp_path, capsys) -> None:
     arguments = [
+        "export",
         "--workdir",
         str(workdir),
         "--format",
@@ -402,12 +403,12 @@ def test_program_writes_a_whole_folder(workdir, tmp_path, capsys) -> None:
         "--output",
         str(tmp_path / "out"),
     ]
-    assert export.main(arguments) == 0
+    assert main(arguments) == 0
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "model.bin", "config.json", "shared_vocabulary.json", "source.spm", "target.spm", "generation_config.json"
     }  # fmt: skip
     assert "note: " in capsys.readouterr().err
-    assert export.main(arguments) == 2
+    assert main(arguments) == 2
     assert "there already" in capsys.readouterr().err
     assert not list(tmp_path.glob(".*"))
 
@@ -416,12 +417,13 @@ def test_program_fills_an_empty_folder_that_is_there(workdir, tmp_path, capsys) 
     (tmp_path / "out" / ".unfinished" / "left by a kill").mkdir(parents=True)
     number = (tmp_path / "out").stat().st_ino
     assert (
-        export.main(
+        main(
             [
+                "export",
                 "--workdir",
                 str(workdir),
                 "--format",
-                "safetensors",
+                "huggingface",
                 "--output",
                 str(tmp_path / "out"),
             ]
@@ -438,8 +440,16 @@ def test_program_fills_an_empty_folder_that_is_there(workdir, tmp_path, capsys) 
 def test_program_writes_to_no_url(workdir, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert (
-        export.main(
-            ["--workdir", str(workdir), "--format", "safetensors", "--output", "s3://bucket/x"]
+        main(
+            [
+                "export",
+                "--workdir",
+                str(workdir),
+                "--format",
+                "huggingface",
+                "--output",
+                "s3://bucket/x",
+            ]
         )
         == 2
     )
@@ -451,22 +461,22 @@ def test_program_ends_with_status_2_and_writes_nothing(
     workdir, tmp_path, capsys, monkeypatch
 ) -> None:
     output = ["--output", str(tmp_path / "out")]
-    assert export.main(["--workdir", str(workdir), "--format", "marian", *output]) == 2
+    assert main(["export", "--workdir", str(workdir), "--format", "marian", *output]) == 2
     assert "error: model.positions is 'interleaved'" in capsys.readouterr().err
-    assert export.main(["--workdir", str(tmp_path / "none"), "--format", "marian", *output]) == 2
+    assert main(["export", "--workdir", str(tmp_path / "none"), "--format", "marian", *output]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
     assert (
-        export.main(["--workdir", str(workdir), "--format", "marian", "--average", "2", *output])
+        main(["export", "--workdir", str(workdir), "--format", "marian", "--average", "2", *output])
         == 2
     )
     assert "average is 2" in capsys.readouterr().err
     for package, form in (
         ("ctranslate2.specs", "ctranslate2"),
-        ("safetensors.numpy", "safetensors"),
+        ("safetensors.numpy", "huggingface"),
     ):
         monkeypatch.setitem(sys.modules, package, None)
-        assert export.main(["--workdir", str(workdir), "--format", form, *output]) == 2
-        assert f"pip install {form}" in capsys.readouterr().err
+        assert main(["export", "--workdir", str(workdir), "--format", form, *output]) == 2
+        assert f"pip install {package.split('.')[0]}" in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
 
 

@@ -26,12 +26,11 @@ from transformer_jax.config import BatchConfig, DataConfig, ModelConfig, PairsCo
 from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.interop import new_folder
+from transformer_jax.interop import __main__ as program
+from transformer_jax.interop.__main__ import main
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
-from transformer_jax.interop.huggingface import export_safetensors
-from transformer_jax.interop.import_huggingface import main
+from transformer_jax.interop.huggingface import export_huggingface, import_huggingface
 from transformer_jax.interop.marian import export_marian
-from transformer_jax.interop.read_huggingface import read_marian
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training import saver
@@ -117,7 +116,7 @@ def marian(tmp_path_factory, lines) -> Path:
 def workdir(marian, tmp_path_factory) -> Path:
     """The imported model."""
     folder = tmp_path_factory.mktemp("imported") / "run"
-    assert main(["--input", str(marian), "--workdir", str(folder)]) == 0
+    assert main(["import", "--input", str(marian), "--workdir", str(folder)]) == 0
     return folder
 
 
@@ -304,14 +303,14 @@ def test_export_and_import_give_back_the_model(
     fields, tmp_path, joint, lines, make, logits
 ) -> None:
     config, model = make(joint, norm_epsilon=1e-5, **fields)
-    export_safetensors(config, model, joint, tmp_path)
-    _check_same(config, model, joint, read_marian(tmp_path), lines, logits)
+    export_huggingface(config, model, joint, tmp_path)
+    _check_same(config, model, joint, import_huggingface(tmp_path), lines, logits)
 
 
 def test_export_and_import_of_two_vocabularies(tmp_path, separate, lines, make, logits) -> None:
     config, model = make(separate, norm_epsilon=1e-5, tie_embeddings="target")
-    export_safetensors(config, model, separate, tmp_path)
-    _check_same(config, model, separate, read_marian(tmp_path), lines, logits)
+    export_huggingface(config, model, separate, tmp_path)
+    _check_same(config, model, separate, import_huggingface(tmp_path), lines, logits)
 
 
 def _check_same(
@@ -403,7 +402,7 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
         ),
         (
             lambda f: (f / "vocab.json").write_text('{"<unk>": 0}'),
-            "has 1 pieces; expected the ids 0 to",
+            "has 1 tokens; expected the ids 0 to",
         ),
         (_change_config(model_type="bart"), "model_type in .* is 'bart'; expected 'marian'"),
         (_change_config(d_model=None), "lacks d_model"),
@@ -426,7 +425,7 @@ def test_a_folder_that_is_not_whole_is_refused(change, message, marian, tmp_path
     shutil.copytree(marian, folder)
     change(folder)
     with pytest.raises(UserError, match=message):
-        read_marian(folder)
+        import_huggingface(folder)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +436,8 @@ def test_a_tied_matrix_may_stand_under_any_of_its_names(names, marian, tmp_path)
     shutil.copytree(marian, folder)
     _change_tensors(lambda t: t.update(dict.fromkeys(names, t.pop("model.shared.weight"))))(folder)
     matrices = [
-        read_marian(each).parameters["target_embedding"]["matrix"] for each in (marian, folder)
+        import_huggingface(each).parameters["target_embedding"]["matrix"]
+        for each in (marian, folder)
     ]
     np.testing.assert_array_equal(*matrices)
 
@@ -447,9 +447,9 @@ def test_padding_may_be_another_symbol_there(pad, marian, tmp_path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(marian, folder)
     _change_config(pad_token_id=_vocabulary(marian)[pad])(folder)
-    _, parameters, tokenizer, _ = read_marian(folder)
+    _, parameters, tokenizer, _ = import_huggingface(folder)
     assert tokenizer.target_tokens(range(4)) == ["<<pad>>", "<pad>", "</s>", "<unk>"]
-    before = read_marian(marian)
+    before = import_huggingface(marian)
     for ours in (BOS_ID, EOS_ID, UNK_ID):
         rows = [
             each["target_embedding"]["matrix"][ours] for each in (parameters, before.parameters)
@@ -470,7 +470,7 @@ def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
         marian, tmp_path / "beam", num_beams=2, min_length=4, repetition_penalty=1.5, length_penalty=-1.0, early_stopping=True,
         suppress_tokens=[_vocabulary(marian)[some]], encoder_no_repeat_ngram_size=3, diversity_penalty=0.0, min_p=None,
     )  # fmt: skip
-    config, *_, notes = read_marian(folder)
+    config, *_, notes = import_huggingface(folder)
     decoding = config.decoding
     assert (
         decoding.method,
@@ -486,20 +486,22 @@ def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
     )
     assert "length_penalty is -1 there" in said and "logits" not in said
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
-    decoding = read_marian(_with_settings(marian, tmp_path / "sample", **sampling)).config.decoding
+    decoding = import_huggingface(
+        _with_settings(marian, tmp_path / "sample", **sampling)
+    ).config.decoding
     assert (decoding.method, decoding.beam_size) == ("sample", 1)
     assert (decoding.temperature, decoding.top_p, decoding.top_k) == (0.7, 0.9, 50)
     with pytest.raises(
         UserError,
         match=r"generation_config.json' asks for .*decoding.min_length is 60.* Change or remove it",
     ):
-        read_marian(_with_settings(marian, tmp_path / "long", min_new_tokens=60))
+        import_huggingface(_with_settings(marian, tmp_path / "long", min_new_tokens=60))
 
 
 def test_an_imported_model_can_be_exported_and_imported_again(workdir, tmp_path, lines) -> None:
     config, model, tokenizer = load_model(workdir)
-    export_safetensors(config, model, tokenizer, tmp_path)
-    theirs, again = MarianTokenizer.from_pretrained(tmp_path), read_marian(tmp_path)
+    export_huggingface(config, model, tokenizer, tmp_path)
+    theirs, again = MarianTokenizer.from_pretrained(tmp_path), import_huggingface(tmp_path)
     texts = [*lines, *map(_target, lines), ">>deu<< one", "漢 Ä zzz"]
     assert [theirs(text).input_ids[:-1] for text in texts] == tokenizer.encode_source(texts)
     assert again.tokenizer.encode_source(texts) == tokenizer.encode_source(texts)
@@ -538,18 +540,18 @@ def test_pytorch_files_are_read_too(marian, tmp_path) -> None:
     }
     state["lm_head.weight"] = state["model.shared.weight"]
     torch.save(state, folder / "pytorch_model.bin")
-    first, second = read_marian(marian), read_marian(folder)
+    first, second = import_huggingface(marian), import_huggingface(folder)
     np.testing.assert_array_equal(
         first.parameters["target_embedding"]["matrix"],
         second.parameters["target_embedding"]["matrix"],
     )
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")
     with pytest.raises(UserError, match="cannot be read"):
-        read_marian(folder)
+        import_huggingface(folder)
 
 
 def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path, capsys) -> None:
-    assert main(["--input", str(marian), "--workdir", str(workdir)]) == 2
+    assert main(["import", "--input", str(marian), "--workdir", str(workdir)]) == 2
     assert "there already" in capsys.readouterr().err
     (tmp_path / "marian").mkdir()
     (tmp_path / "marian" / "model.npz").touch()
@@ -558,7 +560,7 @@ def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path
         str(tmp_path / "marian"),
         str(tmp_path / "marian" / "model.npz"),
     ):
-        assert main(["--input", name, "--workdir", str(tmp_path / "w")]) == 2
+        assert main(["import", "--input", name, "--workdir", str(tmp_path / "w")]) == 2
         assert f"{name!r} holds no config.json" in capsys.readouterr().err
     assert not (tmp_path / "w").exists()
 
@@ -566,7 +568,7 @@ def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path
 def test_an_import_that_was_cut_short_can_be_repeated(
     marian, tmp_path, monkeypatch, capsys
 ) -> None:
-    arguments = ["--input", str(marian), "--workdir", str(tmp_path / "w")]
+    arguments = ["import", "--input", str(marian), "--workdir", str(tmp_path / "w")]
 
     def full(path):
         raise OSError("no space left")
@@ -576,7 +578,7 @@ def test_an_import_that_was_cut_short_can_be_repeated(
         assert main(arguments) == 2
         assert "no space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
         # as after a kill
-        patched.setattr(new_folder.shutil, "rmtree", lambda path, ignore_errors: None)
+        patched.setattr(program.shutil, "rmtree", lambda path, ignore_errors: None)
         assert main(arguments) == 2
     assert main(arguments) == 0 and [path.name for path in tmp_path.iterdir()] == ["w"]
     assert (load_model(tmp_path / "w")[2]).imported

@@ -1,75 +1,111 @@
-"""Take a trained model to another library: python -m transformer_jax.interop.export --workdir W
---format F --output DIR.
-"""
+"""What all exports share: limits of lengths, what cannot travel exactly, and the vocabulary."""
 
 from __future__ import annotations
 
-import logging
-import sys
-from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
-from transformer_jax.cli import run_program
-
-logger = logging.getLogger("transformer_jax.export")
+from transformer_jax.config import Config, ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Write a trained model in the format of another library: weights, vocabulary and search
-    settings.
+def length_limits(config: Config) -> tuple[int, int]:
+    """The longest source and the longest translation in tokens, end symbols included, that decoding
+    allows.
     """
+    source = config.decoding.max_source_length
+    target = source + config.decoding.max_extra_length
+    if config.model.positions == "learned":
+        return min(source, config.model.max_positions), min(target, config.model.max_positions)
+    return source, target
 
-    workdir: str
-    """Work directory of a training run."""
-    format: Literal["ctranslate2", "marian", "safetensors"]
-    """CTranslate2's folder, Marian's model.npz, or a Hugging Face MarianMT folder with
-    safetensors.
+
+def search_notes(
+    config: Config,
+    library: str,
+    *,
+    stops: str,
+    limit: str = "",
+    long_lines: str = "cuts them off",
+) -> list[str]:
+    """Where the search of ``library`` differs from ours, though it gets the same settings.
+
+    Args:
+        config: the settings.
+        library: its name.
+        stops: when it ends a search with a length penalty.
+        limit: the longest translation there, in words, unless it is a number of tokens.
+        long_lines: what it does with too long a source.
     """
-    output: str
-    """Folder to write; it must not exist, or be empty."""
-    checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on dev, or that of a step. Default: the newest; the best if
-    training.patience ended the run.
-    """
-    average: int | None = None
-    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's
-    training.average; with --checkpoint best or a step, 1.
-    """
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status, as ``run_program`` has it."""
-    return run_program(lambda: _export(argv))
-
-
-def _export(argv: list[str] | None) -> None:
-    import tyro  # here, and what follows, so that Ctrl-C is quiet from the start
-
-    arguments = tyro.cli(Arguments, prog="python -m transformer_jax.interop.export", args=argv)
-    from transformer_jax.checkpoint import load_model
-    from transformer_jax.interop.ctranslate2 import export_ctranslate2
-    from transformer_jax.interop.huggingface import export_safetensors
-    from transformer_jax.interop.marian import export_marian
-    from transformer_jax.interop.new_folder import new_folder
-    from transformer_jax.remote_workdir import local_workdir, require_folder
-
-    exports = {
-        "ctranslate2": export_ctranslate2,
-        "marian": export_marian,
-        "safetensors": export_safetensors,
-    }
-    with new_folder(require_folder(arguments.output, "output"), "output") as folder:
-        config, model, tokenizer = load_model(
-            local_workdir(arguments.workdir),
-            average=arguments.average,
-            checkpoint=arguments.checkpoint,
+    decoding = config.decoding
+    longest_source, longest_target = length_limits(config)
+    limit = limit or f"{longest_target} tokens"
+    notes = [
+        f"translations end at {limit} at the latest in {library}, at source length + "
+        f"{decoding.max_extra_length} here.",
+        f"lines of more than {longest_source} tokens are translated in segments here; {library} "
+        f"{long_lines}.",
+    ]
+    if decoding.length_penalty and decoding.length_offset and decoding.beam_size > 1:
+        c, alpha = decoding.length_offset, f"{decoding.length_penalty:g}"
+        notes.append(
+            f"{library} divides log P by length^{alpha}, decoding here by (({c:g} + length) / "
+            f"{c + 1:g})^{alpha}: hypotheses of different lengths may rank otherwise. Set "
+            "decoding.length_offset to 0 for the same formula."
         )
-        notes = exports[arguments.format](config, model, tokenizer, folder)
-    for note in notes:
-        logger.info("note: %s", note)
-    logger.info("%s holds the model for %s.", arguments.output, arguments.format)
+    if decoding.length_penalty and decoding.beam_size > 1:
+        notes.append(
+            f"{library} ends a search {stops}; decoding here ends it when no other translation can "
+            "still score better."
+        )
+    left_out = {
+        "decoding.method 'sample'": decoding.method == "sample",
+        "decoding.repetition_penalty (it works on logits there, on log-probabilities here)": (
+            decoding.repetition_penalty != 1
+        ),
+        "decoding.shortlist": bool(decoding.shortlist),
+        "decoding.coverage_penalty": bool(decoding.coverage_penalty),
+    }
+    return notes + [f"{name} is left out." for name, given in left_out.items() if given]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def square_head_width(config: ModelConfig, library: str) -> int:
+    """d_model / num_heads, for a library that knows no other width; ``UserError`` where the model's
+    heads are wider.
+    """
+    width = config.d_model // config.num_heads
+    for name, ours in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
+        if ours > width or config.d_model % config.num_heads:
+            raise UserError(
+                f"model.{name} is {ours}; expected at most model.d_model / model.num_heads = "
+                f"{config.d_model} / {config.num_heads}, the only head width that {library} has. "
+                "Narrower heads can be exported."
+            )
+    return width
+
+
+def check_epsilon(config: ModelConfig, theirs: float, library: str) -> list[str]:
+    """A note where layer norm adds another epsilon there; ``UserError`` where that would show in
+    the output.
+    """
+    if config.norm_epsilon > 1e-5:
+        raise UserError(
+            f"model.norm_epsilon is {config.norm_epsilon:g}; expected at most 1e-05: {library} "
+            f"always adds {theirs:g}."
+        )
+    if config.norm_epsilon == theirs:
+        return []
+    return [
+        f"layer norm adds {theirs:g} to the variance in {library}, {config.norm_epsilon:g} here: "
+        "its output differs by a few 1e-6."
+    ]
+
+
+def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], list[str]]:
+    """Write source.spm and target.spm into ``folder``; returns the source and the target tokens, by
+    their ids.
+    """
+    (folder / "source.spm").write_bytes(tokenizer.source_model)
+    (folder / "target.spm").write_bytes(tokenizer.target_model or tokenizer.source_model)
+    source, target = range(tokenizer.source_vocab_size), range(tokenizer.target_vocab_size)
+    return tokenizer.source_tokens(source), tokenizer.target_tokens(target)

@@ -1,11 +1,8 @@
-"""A model in Marian's own format: ``model.npz`` with its settings inside, vocabularies, and a ready
-decoder config.
-"""
+"""Export to Marian: ``model.npz`` with its settings inside, vocabularies, and a decoder config."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +10,20 @@ import numpy as np
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
-from transformer_jax.interop.search_settings import length_limits, search_notes
-from transformer_jax.interop.vocabulary import write_sentencepiece
-from transformer_jax.interop.weights import (
-    Attention,
-    Layer,
-    Linear,
-    Norm,
+from transformer_jax.interop.export import (
     check_epsilon,
-    plain_weights,
-    position_tables,
+    length_limits,
+    search_notes,
     square_head_width,
+    write_sentencepiece,
+)
+from transformer_jax.interop.weights import (
+    MARIAN,
+    Form,
+    Weights,
+    plain_weights,
+    to_library,
+    with_position_tables,
 )
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID
@@ -40,66 +40,31 @@ def export_marian(
     """Write ``model`` into ``folder``, which exists; returns what cannot travel exactly, a line
     each.
 
-    ``marian-decoder -c decoder.yml`` reads text and writes text. ``*.vocab.yml`` hold the piece ids
+    ``marian-decoder -c decoder.yml`` reads text and writes text. ``*.vocab.yml`` hold the token ids
     for other tools.
-
-    Marian starts a translation from a zero vector where ours starts from the embedding of BOS. The
-    copy is exact all the
-    same: that embedding is taken off every target embedding, which shifts all scores of a step
-    alike, and given back by the biases of the first layer, the only one that sees embeddings.
     """
-    shape = config.model
     _check(config, tokenizer)
-    if config.decoding.suppress or config.decoding.min_length or config.decoding.no_repeat_ngram:
-        left_out = [
-            "decoding.suppress, min_length and no_repeat_ngram are left out: marian-decoder has none of them."
-        ]
-    else:
-        left_out = []
-    notes = (
-        left_out
-        + check_epsilon(shape, _NORM_EPSILON, "Marian")
-        + search_notes(config, "Marian", limit=f"{_LENGTH_FACTOR} times the source length")
+    decoding = config.decoding
+    notes = check_epsilon(config.model, _NORM_EPSILON, "Marian") + search_notes(
+        config,
+        "Marian",
+        stops="when its best hypothesis or as many as the beam is wide have ended",
+        limit=f"{_LENGTH_FACTOR} times the source length",
     )
-    weights = plain_weights(model, head_width=square_head_width(shape, "Marian"))
-    start_D = weights.target_matrix_VD[BOS_ID]
-    shift_D = start_D * np.float32(shape.d_model**0.5)
-    shared = weights.source_matrix_VD is weights.target_matrix_VD
-    tensors = dict(
-        _stack("decoder", (_with_shift(weights.decoder[0], shift_D), *weights.decoder[1:]))
-    )
-    first = _with_shift(weights.encoder[0], shift_D) if shared else weights.encoder[0]
-    tensors |= _stack("encoder", (first, *weights.encoder[1:]))
-    if shared:
-        tensors["Wemb"] = weights.target_matrix_VD - start_D
-    else:
-        tensors["encoder_Wemb"], tensors["decoder_Wemb"] = (
-            weights.source_matrix_VD,
-            weights.target_matrix_VD - start_D,
+    if decoding.suppress or decoding.min_length or decoding.no_repeat_ngram:
+        notes.append(
+            "decoding.suppress, min_length and no_repeat_ngram are left out: marian-decoder has "
+            "none of them."
         )
-    if weights.softmax_matrix_VD is not weights.target_matrix_VD:
-        tensors["decoder_ff_logit_out_W"] = weights.softmax_matrix_VD.T
-    tensors["decoder_ff_logit_out_b"] = weights.softmax_bias_V[None]
-    # Marian computes this table itself; converters that would take other wavelengths find it here.
-    tensors["Wpos"] = position_tables(weights, shape, max(_POSITIONS, *length_limits(config)))[0]
-    settings = "".join(
-        f"{key}: {json.dumps(value)}\n" for key, value in _model_settings(config).items()
-    )
-    tensors["special:model.yml"] = np.frombuffer(settings.encode() + b"\0", np.int8)
-    files: dict[str, Any] = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    np.savez(folder / "model.npz", **files)
-
-    for name, pieces in zip(
-        ("source", "target"), write_sentencepiece(tokenizer, folder), strict=True
-    ):
-        lines = (
-            f"{json.dumps(piece, ensure_ascii=False)}: {i}\n" for i, piece in enumerate(pieces)
-        )
+    tensors: dict[str, Any] = _tensors(config, model)
+    settings = _yaml(_model_settings(config)).encode() + b"\0"
+    tensors["special:model.yml"] = np.frombuffer(settings, np.int8)
+    np.savez(folder / "model.npz", **tensors)
+    vocabularies = write_sentencepiece(tokenizer, folder)
+    for name, tokens in zip(("source", "target"), vocabularies, strict=True):
+        lines = (f"{json.dumps(t, ensure_ascii=False)}: {i}\n" for i, t in enumerate(tokens))
         (folder / f"{name}.vocab.yml").write_text("".join(lines), encoding="utf-8")
-    decoder = "".join(
-        f"{key}: {json.dumps(value)}\n" for key, value in _decoder_settings(config).items()
-    )
-    (folder / "decoder.yml").write_text(decoder)
+    (folder / "decoder.yml").write_text(_yaml(_decoder_settings(config)))
     return notes
 
 
@@ -109,67 +74,65 @@ def _check(config: Config, tokenizer: Tokenizer) -> None:
     elsewhere = "Export to ctranslate2 or safetensors instead."
     if shape.norm == "pre":
         raise UserError(
-            "model.norm is 'pre'; expected 'post': Marian starts a translation from a zero vector, not from the embedding of "
-            "BOS, and a norm before the first layer leaves no bias that could make up for it. Export to ctranslate2 instead."
+            "model.norm is 'pre'; expected 'post': Marian starts a translation from a zero vector, "
+            "not from the embedding of BOS, and a norm before the first layer leaves no bias that "
+            "could make up for it. Export to ctranslate2 instead."
         )
     if shape.positions != "split":
         raise UserError(
-            f"model.positions is {shape.positions!r}; expected 'split': Marian's sinusoids have the wavelengths "
-            "10000^(i / (d_model / 2 - 1)), the paper's 10000^(2i / d_model), and its learned positions work in training "
-            f"only (its decoder takes the first one at each step). {elsewhere}"
+            f"model.positions is {shape.positions!r}; expected 'split': Marian's sinusoids have "
+            "the wavelengths 10000^(i / (d_model / 2 - 1)), the paper's 10000^(2i / d_model), and "
+            "its learned positions work in training only (its decoder takes the first one at each "
+            f"step). {elsewhere}"
         )
     if shape.activation == "gelu":
         raise UserError(
-            "model.activation is 'gelu'; expected 'relu' or 'silu': Marian's gelu is x sigmoid(1.702 x), another function. "
-            + elsewhere
+            "model.activation is 'gelu'; expected 'relu' or 'silu': Marian's gelu is "
+            f"x sigmoid(1.702 x), another function. {elsewhere}"
         )
     if tokenizer.imported:
         raise UserError(
-            "The vocabulary is that of an imported model; expected one that training made: marian-decoder cuts text by "
-            f"source.spm alone, which may have pieces that the model lacks, and which keeps no tags like >>deu<<. {elsewhere}"
+            "The vocabulary is that of an imported model; expected one that training made: "
+            "marian-decoder cuts text by source.spm alone, which may have pieces that the model "
+            f"lacks, and which keeps no tags like >>deu<<. {elsewhere}"
         )
 
 
-def _with_shift(layer: Layer, shift_D: np.ndarray) -> Layer:
-    """The first layer for inputs from which ``shift_D`` was taken: projections see it in their
-    biases, the residual too.
+def _tensors(config: Config, model: Transformer) -> Weights:
+    """The arrays of model.npz.
+
+    Marian starts a translation from a zero vector where ours starts from the embedding of BOS. The
+    copy is exact all the same: that embedding is taken off every target embedding, which shifts all
+    scores of a step alike, and given back by the biases of the first layer, the only one that sees
+    embeddings.
     """
-
-    def reads(linear: Linear) -> Linear:
-        return Linear(linear.kernel_IO, linear.bias_O + shift_D @ linear.kernel_IO)
-
-    a = layer.self_attention
-    output = Linear(a.output.kernel_IO, a.output.bias_O + shift_D)
-    return layer._replace(
-        self_attention=Attention(reads(a.query), reads(a.key), reads(a.value), output, a.norm)
-    )
-
-
-def _stack(side: str, layers: tuple[Layer, ...]) -> Iterator[tuple[str, np.ndarray]]:
-    for i, layer in enumerate(layers, 1):
-        prefix = f"{side}_l{i}_"
-        yield from _attention(prefix + "self", layer.self_attention)
-        if layer.cross_attention is not None:
-            yield from _attention(prefix + "context", layer.cross_attention)
-        yield from _linear(prefix + "ffn", "1", layer.feed_forward.inner)
-        yield from _linear(prefix + "ffn", "2", layer.feed_forward.output)
-        yield from _norm(prefix + "ffn_ffn", layer.feed_forward.norm)
-
-
-def _attention(name: str, attention: Attention) -> Iterator[tuple[str, np.ndarray]]:
-    for part, linear in zip("qkvo", attention[:4], strict=True):
-        yield from _linear(name, part, linear)
-    yield from _norm(f"{name}_Wo", attention.norm)
-
-
-def _linear(name: str, part: str, linear: Linear) -> Iterator[tuple[str, np.ndarray]]:
-    yield f"{name}_W{part}", linear.kernel_IO
-    yield f"{name}_b{part}", linear.bias_O[None]
-
-
-def _norm(name: str, norm: Norm) -> Iterator[tuple[str, np.ndarray]]:
-    yield f"{name}_ln_scale", norm.scale_D[None]
-    yield f"{name}_ln_bias", norm.bias_D[None]
+    shape = config.model
+    weights = plain_weights(model, head_width=square_head_width(shape, "Marian"))
+    # Marian computes this table itself; converters that would take other wavelengths find it here.
+    weights = with_position_tables(weights, shape, max(_POSITIONS, *length_limits(config)))
+    del weights["source_embedding.position_matrix"]
+    shared = shape.tie_embeddings == "all"
+    target_VD = weights["target_embedding.matrix"]
+    start_D = target_VD[BOS_ID]
+    shift_D = start_D * np.float32(shape.d_model**0.5)
+    for side in ("encoder", "decoder") if shared else ("decoder",):
+        attention = f"{side}.layers.0.self_attention"
+        for part in ("query", "key", "value"):
+            kernel_DO = weights[f"{attention}.{part}.kernel"]
+            weights[f"{attention}.{part}.bias"] = (
+                weights[f"{attention}.{part}.bias"] + shift_D @ kernel_DO
+            )
+        weights[f"{attention}.output.bias"] = weights[f"{attention}.output.bias"] + shift_D
+    weights["target_embedding.matrix"] = target_VD - start_D
+    others: dict[str, tuple[str, Form]] = {
+        "source_embedding.matrix": ("encoder_Wemb", "same"),
+        "target_embedding.matrix": ("Wemb" if shared else "decoder_Wemb", "same"),
+        "target_embedding.position_matrix": ("Wpos", "same"),
+        "softmax_matrix": ("decoder_ff_logit_out_W", "transposed"),
+        "softmax_bias": ("decoder_ff_logit_out_b", "row"),
+    }
+    tensors = to_library(weights, MARIAN, others)
+    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
 def _model_settings(config: Config) -> dict[str, Any]:
@@ -218,3 +181,7 @@ def _decoder_settings(config: Config) -> dict[str, Any]:
         "max-length-crop": True,
         "max-length-factor": _LENGTH_FACTOR,
     }
+
+
+def _yaml(settings: dict[str, Any]) -> str:
+    return "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())

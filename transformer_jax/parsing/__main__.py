@@ -1,10 +1,10 @@
-"""Constituency parsing as translation (section 6.3): from a treebank to text that train.py reads,
-and back to trees.
+"""Constituency parsing as translation (section 6.3): a treebank as text, and back to trees.
 
-python -m transformer_jax.parsing prepare --trees 'wsj/22/*.mrg' --output data/wsj/dev python
-decode.py --workdir W --input data/wsj/dev.words --output dev.sequences python -m
-transformer_jax.parsing restore --words data/wsj/dev.words --sequences dev.sequences --output
-dev.mrg python -m transformer_jax.parsing score --gold data/wsj/dev.mrg --parses dev.mrg
+    python -m transformer_jax.parsing prepare --trees 'wsj/22/*.mrg' --output data/wsj/dev
+    python decode.py --workdir W --input data/wsj/dev.words --output dev.sequences
+    python -m transformer_jax.parsing restore --words data/wsj/dev.words \\
+        --sequences dev.sequences --output dev.mrg
+    python -m transformer_jax.parsing score --gold data/wsj/dev.mrg --parses dev.mrg
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -46,7 +46,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Restore:
-    """Write the tree of each sentence, a line each, from what decode.py wrote for it."""
+    """Write the tree of each sentence, one a line, from what decode.py wrote for it."""
 
     words: str
     """The input of decode.py."""
@@ -78,7 +78,8 @@ def _run(argv: list[str] | None) -> None:
         Prepare | Restore | Score,  # type: ignore[arg-type]
         prog="python -m transformer_jax.parsing",
         args=argv,
-        description="Constituency parsing as translation: a treebank to text for train.py, and back to trees.",
+        description="Constituency parsing as translation: a treebank to text for train.py, and "
+        "back to trees.",
     )
     if isinstance(task, Prepare):
         print(prepare(task), file=sys.stderr)
@@ -89,40 +90,55 @@ def _run(argv: list[str] | None) -> None:
 
 
 def prepare(task: Prepare) -> str:
-    """Do it; returns what was done, in words."""
+    """Write the three files; returns what was done, in words."""
     for name, value, least in (("skip", task.skip, 0), ("take", task.take, 1)):
         if value is not None and value < least:
             raise UserError(f"{name} is {value}; expected {least} or more.")
     files = [file for name in task.trees for file in expanded(name)]
     parses = chain.from_iterable(map(read_parses, files))
-    output = Path(task.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    sentences = words = 0
-    # a text appears whole or not at all
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        made = [Path(folder, ending) for ending in ("words", "sequences", "mrg")]
-        with ExitStack() as stack:
-            sides = [stack.enter_context(path.open("w", encoding="utf-8")) for path in made]
-            for parse in islice(
-                parses, task.skip, None if task.take is None else task.skip + task.take
-            ):
-                for side, line in zip(
-                    sides, (" ".join(parse.words), parse.sequence(), str(parse)), strict=True
-                ):
-                    side.write(f"{line}\n")
-                sentences, words = sentences + 1, words + len(parse.words)
-        if not sentences:
+    end = None if task.take is None else task.skip + task.take
+    Path(task.output).parent.mkdir(parents=True, exist_ok=True)
+    num_parses = num_words = 0
+    with ExitStack() as stack:
+        words, sequences, trees = (
+            stack.enter_context(_written_whole(Path(f"{task.output}.{ending}")))
+            for ending in ("words", "sequences", "mrg")
+        )
+        for parse in islice(parses, task.skip, end):
+            print(*parse.words, file=words)
+            print(parse.sequence(), file=sequences)
+            print(parse, file=trees)
+            num_parses, num_words = num_parses + 1, num_words + len(parse.words)
+        if not num_parses:
             raise UserError(
-                f"{len(files)} file(s) have no tree after the first {task.skip}; expected at least one."
+                f"{len(files)} file(s) have no tree after the first {task.skip}; expected at least "
+                "one."
             )
-        for path in made:
-            path.replace(f"{output}.{path.name}")
-    return f"{output}.words, .sequences and .mrg: {sentences} trees over {words} words."
+    return f"{task.output}.words, .sequences and .mrg: {num_parses} trees over {num_words} words."
+
+
+def restore(task: Restore) -> str:
+    """Write the trees; returns what was done, in words."""
+    total = malformed = 0
+    with _written_whole(Path(task.output)) if task.output else nullcontext(sys.stdout) as output:
+        for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
+            total += 1
+            if words is None or sequence is None:
+                short = task.words if words is None else task.sequences
+                raise UserError(
+                    f"{short} ends after {total - 1} lines; expected as many lines in {task.words} "
+                    f"and {task.sequences}."
+                )
+            parse, well_formed = from_sequence(words.split(), sequence)
+            malformed += not well_formed
+            print(parse, file=output)
+        output.flush()
+    return f"{total} trees, {malformed} of them from malformed sequences."
 
 
 @contextmanager
 def _written_whole(path: Path) -> Iterator[TextIO]:
-    """A text file that appears when it is whole; until then an older one, which may be what is
+    """A text file that appears when it is complete; until then an older one, which may be what is
     read, stays.
     """
     if path.exists() and not path.is_file():  # a device or a named pipe
@@ -130,31 +146,9 @@ def _written_whole(path: Path) -> Iterator[TextIO]:
             yield file
         return
     with tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
-        made = Path(folder, path.name)
-        with made.open("w", encoding="utf-8") as file:
+        with Path(folder, path.name).open("w", encoding="utf-8") as file:
             yield file
-        made.replace(path)
-
-
-def restore(task: Restore) -> str:
-    """Do it; returns what was done, in words."""
-    total = faulty = 0
-    with ExitStack() as stack:
-        output = (
-            stack.enter_context(_written_whole(Path(task.output))) if task.output else sys.stdout
-        )
-        for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
-            total += 1
-            if words is None or sequence is None:
-                short = task.words if words is None else task.sequences
-                raise UserError(
-                    f"{short} ends after {total - 1} lines; expected as many lines in {task.words} and {task.sequences}."
-                )
-            parse, faultless = from_sequence(words.split(), sequence)
-            faulty += not faultless
-            output.write(f"{parse}\n")
-        output.flush()
-    return f"{total} trees, {faulty} of them from sequences that were no whole tree of their words."
+        Path(folder, path.name).replace(path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Labelled bracket F1, by which constituency parsers are compared (Black et al., 1991; section
-6.3).
-"""
+"""Labelled bracket F1, the measure of constituency parsers (Black et al., 1991; section 6.3)."""
 
 from __future__ import annotations
 
@@ -45,9 +43,10 @@ class BracketScore(NamedTuple):
 
     def __str__(self) -> str:
         """All of it on one line."""
+        exact = 100 * self.exact / max(self.sentences, 1)
         return (
-            f"labelled bracket F1 = {self.f1:.2f} (precision {self.precision:.2f}, recall {self.recall:.2f}, "
-            f"exact match {100 * self.exact / max(self.sentences, 1):.2f}%, {self.sentences} sentences)"
+            f"labelled bracket F1 = {self.f1:.2f} (precision {self.precision:.2f}, "
+            f"recall {self.recall:.2f}, exact match {exact:.2f}%, {self.sentences} sentences)"
         )
 
 
@@ -55,8 +54,8 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
     """Score trees as the program EVALB does with Collins' parameters, over sentences of any length.
 
     Punctuation (by the gold tags , : `` '' .) is taken out of both trees, and with it constituents
-    that have nothing else. ADVP and PRT are the same label. A constituent that stands twice in a
-    tree counts twice.
+    that have nothing else. ADVP and PRT are the same label. A constituent that a tree has twice
+    counts twice.
 
     Raises:
         UserError: different numbers of sentences, none at all, or different words.
@@ -68,8 +67,8 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
             continue
         if right.words != parse.words:
             raise UserError(
-                f"Tree {golds}: the words are {' '.join(parse.words)!r}; expected those of the gold tree, "
-                f"{' '.join(right.words)!r}."
+                f"Tree {golds}: the words are {' '.join(parse.words)!r}; expected those of the "
+                f"gold tree, {' '.join(right.words)!r}."
             )
         a, b = _brackets(right.constituents, right.tags), _brackets(parse.constituents, right.tags)
         found = (a & b).total(), a.total(), b.total(), int(a == b), 1

@@ -1,7 +1,6 @@
-"""Parse trees as flat lists of constituents: read from a treebank, and as sequences that a model
-learns to write (section 6.3).
+"""Parse trees, from a treebank and as the sequences that a model learns to write (section 6.3).
 
-A sequence is that of Vinyals et al. (2015), ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``: XX
+A sequence is as in Vinyals et al. (2015), ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``, with XX
 for each word.
 """
 
@@ -44,9 +43,7 @@ class Parse(NamedTuple):
     """In the order in which they open: one stands before those inside it."""
 
     def __str__(self) -> str:
-        """The tree in Penn's brackets, on one line; those that a word has become -LRB- and
-        -RRB-.
-        """
+        """The tree in Penn's brackets, on one line; brackets in words become -LRB- and -RRB-."""
         words = [word.replace("(", "-LRB-").replace(")", "-RRB-") for word in self.words]
         leaves = [f"({tag} {word})" for tag, word in zip(self.tags, words, strict=True)]
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
@@ -70,10 +67,11 @@ class Parse(NamedTuple):
 
 @dataclass
 class _Node:
-    number: int  # its place among all nodes, in the order in which they open
+    number: int  # of nodes opened before it
     start: int
-    label: str | None = None
-    word: str | None = None
+    label: str = ""
+    word: str = ""
+    has_children: bool = False
 
 
 def read_parses(file: str | AnyPath) -> Iterator[Parse]:
@@ -85,68 +83,63 @@ def read_parses(file: str | AnyPath) -> Iterator[Parse]:
     Raises:
         UserError: another format, with file and line; not UTF-8.
     """
-    line, path = 0, list[_Node]()
-    words, tags, constituents = list[str](), list[str](), list[Constituent | None]()
+    line = opened = 0
+    path = list[_Node]()
+    words, tags, constituents = list[str](), list[str](), list[tuple[int, Constituent]]()
     for line, text in enumerate(read_lines(file), 1):
         for token in _TOKEN.findall(text):
             node = path[-1] if path else None
             if token == "(":
-                if node is not None and node.word is not None:
+                if node is not None and node.word:
                     raise _not_a_tree(file, line, f"( after the word {node.word!r}")
-                path.append(_Node(len(constituents), len(words)))
-                constituents.append(None)
-            elif node is None:
+                if node is not None:
+                    node.has_children = True
+                path.append(_Node(opened, len(words)))
+                opened += 1
+                continue
+            if node is None:
                 raise _not_a_tree(file, line, f"{token!r} outside all brackets")
-            elif token != ")":
-                inside = len(constituents) > node.number + 1
-                if node.label is None and not inside:
-                    node.label = token
-                elif node.word is None and not inside:
+            if token != ")":
+                if node.word or node.has_children:
+                    found = f"a word {token!r} beside another word or a constituent"
+                    raise _not_a_tree(file, line, found)
+                if node.label:
                     node.word = token
                 else:
-                    raise _not_a_tree(
-                        file, line, f"a word {token!r} beside another word or a constituent"
-                    )
-            else:
-                path.pop()
-                # how no words are written
-                if not path and node.label is None and len(constituents) == 1:
-                    yield Parse((), (), ())
-                    constituents = []
-                    continue
-                if node.word is None and len(constituents) == node.number + 1:
-                    raise _not_a_tree(
-                        file, line, f"({node.label or ''}) without a word or a constituent"
-                    )
-                if node.word is not None and node.label != _EMPTY:
-                    words.append(node.word)
-                    tags.append(str(node.label))
-                label = _FUNCTION.sub("", node.label or "")
-                if node.word is None and node.start < len(words) and label not in _ROOTS:
-                    constituents[node.number] = Constituent(label, node.start, len(words))
-                if not path:
-                    if words:
-                        yield Parse(
-                            tuple(words),
-                            tuple(tags),
-                            tuple(c for c in constituents if c is not None),
-                        )
-                    words, tags, constituents = [], [], []
+                    node.label = token
+                continue
+            path.pop()
+            is_empty_tree = not path and not node.label and not node.has_children
+            if node.word and node.label != _EMPTY:
+                words.append(node.word)
+                tags.append(node.label)
+            if node.has_children:
+                label = _FUNCTION.sub("", node.label)
+                if node.start < len(words) and label not in _ROOTS:
+                    constituent = Constituent(label, node.start, len(words))
+                    constituents.append((node.number, constituent))
+            elif not node.word and not is_empty_tree:
+                raise _not_a_tree(file, line, f"({node.label}) without a word or a constituent")
+            if not path:
+                if words or is_empty_tree:
+                    in_order = tuple(constituent for _, constituent in sorted(constituents))
+                    yield Parse(tuple(words), tuple(tags), in_order)
+                words, tags, constituents = [], [], []
     if path:
         raise _not_a_tree(file, line, f"the end of the file inside {len(path)} open bracket(s)")
 
 
 def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
-    """The tree of ``words`` that a sequence describes, and whether the sequence is a whole one of
-    so many words.
+    """The tree of ``words`` that a sequence describes, and whether the sequence is well-formed and
+    has that many words.
 
-    Any sequence gives a tree. An end closes what was opened last, whatever its label; ends and
-    words too many count for nothing; words too few are added to the last constituent before it
-    ends, and what has no words is left out.
+    Any sequence gives a tree. A closing bracket closes the constituent opened last, whatever its
+    label; surplus brackets and words are ignored; missing words go to the last constituent before
+    it ends, and constituents without words are left out.
     """
     count, place, faultless = len(words), 0, True
     open_, constituents = list[tuple[str, int, int]](), list[Constituent | None]()
-    outer = -1  # the last constituent that stands in no other
+    outer = -1  # the last constituent that is in no other
     for token in sequence.split():
         if token[0] in "()" and _BRACKET.match(token) is None:
             faultless = False
@@ -177,5 +170,6 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
 
 def _not_a_tree(file: str | AnyPath, line: int, found: str) -> UserError:
     return UserError(
-        f"{file}, line {line}: {found}; expected trees such as ( (S (NP (DT the) (NN dog)) (VP (VBZ barks))) )."
+        f"{file}, line {line}: {found}; expected trees such as "
+        "( (S (NP (DT the) (NN dog)) (VP (VBZ barks))) )."
     )

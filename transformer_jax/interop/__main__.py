@@ -1,0 +1,159 @@
+"""Take a trained model to another library, or bring one here.
+
+python -m transformer_jax.interop export --workdir W --format F --output DIR
+python -m transformer_jax.interop import --input DIR --workdir W
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from transformer_jax.cli import run_program
+from transformer_jax.errors import UserError
+
+logger = logging.getLogger("transformer_jax.interop")
+
+_UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a trained model in the format of another library: weights, vocabulary and search
+    settings.
+    """
+
+    workdir: str
+    """Work directory of a training run."""
+    format: Literal["ctranslate2", "huggingface", "marian"]
+    """CTranslate2's folder, a MarianMT folder for Hugging Face, or Marian's own model.npz."""
+    output: str
+    """Folder to write; it must not exist, or be empty."""
+    checkpoint: Literal["last", "best"] | int | None = None
+    """The newest checkpoint, the best on the dev set, or that of a step. Default: the newest; the
+    best if early stopping ended the run.
+    """
+    average: int | None = None
+    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's
+    training.average; with --checkpoint best or a step, 1.
+    """
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a work directory, for decode.py and train.py, of a Hugging Face MarianMT folder (OPUS-MT
+    models, for example).
+    """
+
+    input: str
+    """Folder with config.json, vocab.json, source.spm, target.spm, and model.safetensors or
+    pytorch_model.bin.
+    """
+    workdir: str
+    """Work directory to write; it must not exist, or be empty."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns its exit status (see ``run_program``)."""
+    return run_program(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> None:
+    task = tyro.cli(
+        Annotated[Export, tyro.conf.subcommand("export")]  # type: ignore[arg-type]
+        | Annotated[Import, tyro.conf.subcommand("import")],
+        prog="python -m transformer_jax.interop",
+        args=argv,
+        description="Take a trained model to another library, or bring one here.",
+    )
+    if isinstance(task, Export):
+        _export(task)
+    else:
+        _import(task)
+
+
+def _export(task: Export) -> None:
+    # here, so that flags are checked before JAX is loaded
+    from transformer_jax.checkpoint import load_model
+    from transformer_jax.interop.ctranslate2 import export_ctranslate2
+    from transformer_jax.interop.huggingface import export_huggingface
+    from transformer_jax.interop.marian import export_marian
+    from transformer_jax.remote_workdir import local_workdir, require_folder
+
+    exports = {
+        "ctranslate2": export_ctranslate2,
+        "huggingface": export_huggingface,
+        "marian": export_marian,
+    }
+    with _new_folder(require_folder(task.output, "output"), "output") as folder:
+        config, model, tokenizer = load_model(
+            local_workdir(task.workdir), average=task.average, checkpoint=task.checkpoint
+        )
+        notes = exports[task.format](config, model, tokenizer, folder)
+    for note in notes:
+        logger.info("note: %s", note)
+    logger.info("%s holds the model for %s.", task.output, task.format)
+
+
+def _import(task: Import) -> None:
+    from transformer_jax.interop.huggingface import import_huggingface
+    from transformer_jax.remote_workdir import require_folder
+    from transformer_jax.training.saver import save_imported
+
+    workdir = require_folder(task.workdir)
+    with _new_folder(workdir, "workdir") as folder:
+        imported = import_huggingface(Path(task.input))
+        save_imported(folder, imported.config, imported.tokenizer, imported.parameters)
+    for note in imported.notes:
+        logger.info("note: %s", note)
+    logger.info("translate:  python decode.py --workdir %s", workdir)
+    logger.info(
+        "train on:   python train.py --config %s --workdir %s --data...",
+        workdir / "config.json",
+        workdir,
+    )
+
+
+@contextmanager
+def _new_folder(path: Path, flag: str) -> Iterator[Path]:
+    """A folder to write into. It becomes ``path`` when the context ends; after an error nothing is
+    left of it.
+
+    ``UserError``, naming ``flag``, unless ``path`` is new or an empty folder. What an earlier try
+    left when it was killed does not count.
+    """
+    final = path.absolute()
+    there = final.exists()
+    if there and (
+        not final.is_dir() or any(entry.name != _UNFINISHED for entry in final.iterdir())
+    ):
+        raise UserError(
+            f"{flag} is {str(path)!r}, which is there already; expected a new or empty folder."
+        )
+    # A folder that is there may be a mount point, which no other folder can replace.
+    unfinished = final / _UNFINISHED if there else final.with_name(f".{final.name}{_UNFINISHED}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if there:
+            for entry in sorted(
+                unfinished.iterdir(), key=lambda entry: (entry.name == "config.json", entry.name)
+            ):
+                entry.rename(final / entry.name)  # what declares the folder whole comes last
+        else:
+            unfinished.rename(final)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
