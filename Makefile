@@ -7,9 +7,10 @@ RUN := $(VENV)/bin/python
 NUMBERS := 'forty-two' 'seventeen thousand, six hundred and eight' \
 	'nine hundred and ninety-nine thousand and one'
 
-# What `make quick` runs: no training runs, no search is compiled, no other toolkit is loaded.
-QUICK := tests/test_layout.py tests/test_config.py tests/test_docs.py tests/test_launch.py \
-	tests/test_tokenizer.py tests/data tests/parsing
+# What `make quick` runs: no training runs, no engine, no other toolkit.
+QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_docs.py \
+	tests/test_launch.py tests/test_tokenizer.py tests/test_evaluation.py tests/data tests/parsing \
+	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/decoding/test_records.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test lint types unit format clean

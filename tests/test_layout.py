@@ -3,6 +3,7 @@ there, when asked for.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,9 @@ def test_the_package_offers_what_its_stub_lists() -> None:
     for name in listed:
         offered = getattr(transformer_jax, name)
         assert isinstance(offered, int) or offered.__module__.startswith("transformer_jax.")
+
+
+def test_make_quick_names_tests_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    [quick] = re.findall(r"^QUICK := (.*)", makefile, re.MULTILINE)
+    assert all((ROOT / name).exists() for name in quick.split())
