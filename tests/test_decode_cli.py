@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -208,6 +209,27 @@ def test_wrong_input_is_one_line_and_status_2(decode, flags, stdin, message):
 def test_a_folder_that_is_no_work_directory(decode, tmp_path):
     status, _, err = decode(folder=tmp_path)
     assert status == 2 and "expected a work directory" in err
+
+
+def test_a_damaged_checkpoint_is_counted_or_refused(decode, workdir, tmp_path):
+    shutil.copytree(workdir, tmp_path / "copy")
+    newest = tmp_path / "copy" / "checkpoints" / "00000030"
+    (newest / "progress.json").write_text("{}")
+    status, out, err = decode(folder=tmp_path / "copy")
+    assert (status, out) == (0, decode("--checkpoint", 20, "--average", 2)[1])
+    assert "00000030 is damaged" in err
+    assert "1 damaged checkpoints were not used; --strict refuses them" in err
+    status, out, err = decode("--strict", folder=tmp_path / "copy")
+    assert (status, out) == (2, "") and "00000030 is damaged" in err and err.count("\n") == 1
+
+
+def test_a_work_directory_at_a_url(workdir, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = fsspec.filesystem("memory")
+    store.put(f"{workdir}/", "/a/run/", recursive=True)
+    translator = Translator.from_workdir("memory://a/run")
+    assert translator.translate(LINES) == expected
+    store.rm("/a", recursive=True)
 
 
 def test_unknown_flags(workdir, capsys):

@@ -49,6 +49,7 @@ def load_model(
     average: int | None = None,
     checkpoint: str | int | None = None,
     strict: bool = False,
+    damaged: set[Path] | None = None,
 ) -> tuple[Config, Transformer, Tokenizer]:
     """The trained model of a work directory, or of a single checkpoint's folder.
 
@@ -59,6 +60,7 @@ def load_model(
       checkpoint: ``last``, ``best`` (on the dev set), or a step. None: the last, or the best if
         early stopping ended the run. For a single checkpoint: None, ``last``, or its own step.
       strict: refuse a damaged checkpoint; otherwise ``last`` and None warn and use older ones.
+      damaged: gets the folders of the damaged checkpoints that are not used.
 
     Raises:
       UserError: there is no such checkpoint, it is damaged, or there are fewer than ``average``.
@@ -69,7 +71,9 @@ def load_model(
             "take URLs)."
         )
     workdir = Path(workdir).absolute()
-    chosen = choose_checkpoints(workdir, average=average, checkpoint=checkpoint, strict=strict)
+    chosen = choose_checkpoints(
+        workdir, average=average, checkpoint=checkpoint, strict=strict, damaged=damaged
+    )
     config, now = config_of(chosen[0]), _current_config(workdir, chosen[0])
     then = flatten(config.model, "model.")
     for name, value in flatten(now.model, "model.").items():
@@ -90,6 +94,7 @@ def choose_checkpoints(
     average: int | None = None,
     checkpoint: str | int | None = None,
     strict: bool = False,
+    damaged: set[Path] | None = None,
 ) -> list[Path]:
     """The folders of the checkpoints whose mean ``load_model`` takes: intact, newest first.
 
@@ -98,6 +103,7 @@ def choose_checkpoints(
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
     latest = checkpoint in (None, "last")
+    damaged = set() if damaged is None else damaged
     if (workdir / MANIFEST).exists():
         if not latest and str(checkpoint).zfill(8) != workdir.name:
             raise UserError(
@@ -105,13 +111,14 @@ def choose_checkpoints(
                 "checkpoint; expected last, or the folder of the whole run."
             )
         folders = [workdir]
-        [chosen] = _intact(folders, strict=True)
+        [chosen] = _intact(folders, strict=True, damaged=damaged)
     else:
         folders = _folders(workdir)
-        chosen = _choose(folders, checkpoint, strict=strict)
+        chosen = _choose(folders, checkpoint, strict=strict, damaged=damaged)
     limit = average or (_current_config(workdir, chosen).training.average if latest else 1)
     before = filter(is_regular, folders[folders.index(chosen) + 1 :])
-    found = [chosen, *islice(_intact(before, strict=strict or not latest), limit - 1)]
+    intact = _intact(before, strict=strict or not latest, damaged=damaged)
+    found = [chosen, *islice(intact, limit - 1)]
     if average is not None and len(found) < average:
         raise UserError(
             f"average is {average}; expected at most {len(found)}, the number of checkpoints up to "
@@ -120,7 +127,9 @@ def choose_checkpoints(
     return found
 
 
-def _choose(folders: list[Path], checkpoint: str | int | None, *, strict: bool) -> Path:
+def _choose(
+    folders: list[Path], checkpoint: str | int | None, *, strict: bool, damaged: set[Path]
+) -> Path:
     """One of a run's checkpoints, which are given newest first."""
     by_step = {int(folder.name): folder for folder in folders}
     listed = ", ".join(map(str, sorted(by_step)))
@@ -130,8 +139,8 @@ def _choose(folders: list[Path], checkpoint: str | int | None, *, strict: bool) 
             raise UserError(
                 f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}."
             )
-        return next(_intact([by_step[step]], strict=True))
-    newest = _newest_intact(folders, strict=strict)
+        return next(_intact([by_step[step]], strict=True, damaged=damaged))
+    newest = _newest_intact(folders, strict=strict, damaged=damaged)
     progress = progress_of(newest)
     if checkpoint == "best":
         step = progress.get("best_step")
@@ -144,10 +153,10 @@ def _choose(folders: list[Path], checkpoint: str | int | None, *, strict: bool) 
             raise UserError(
                 f"There is no best checkpoint: {why}. Expected last, or one of {listed}."
             )
-        return next(_intact([by_step[step]], strict=True))
+        return next(_intact([by_step[step]], strict=True, damaged=damaged))
     best = by_step.get(progress.get("early_stopping_best_step", -1))
     if checkpoint is None and best is not None:
-        return _newest_intact(folders[folders.index(best) :], strict=strict)
+        return _newest_intact(folders[folders.index(best) :], strict=strict, damaged=damaged)
     return newest
 
 
@@ -280,10 +289,10 @@ def _folders(workdir: Path) -> list[Path]:
     return [checkpoints / checkpoint_name(step) for step in reversed(steps)]
 
 
-def _newest_intact(folders: list[Path], *, strict: bool) -> Path:
+def _newest_intact(folders: list[Path], *, strict: bool, damaged: set[Path]) -> Path:
     """The first of ``folders`` or, where that is damaged, the next regular one that is not."""
     candidates = [folders[0], *filter(is_regular, folders[1:])]
-    for folder in _intact(candidates, strict=strict or len(candidates) == 1):
+    for folder in _intact(candidates, strict=strict or len(candidates) == 1, damaged=damaged):
         return folder
     raise UserError(
         f"All {len(candidates)} checkpoints in {folders[0].parent} are damaged; expected at least "
@@ -291,9 +300,9 @@ def _newest_intact(folders: list[Path], *, strict: bool) -> Path:
     )
 
 
-def _intact(folders: Iterable[Path], *, strict: bool) -> Iterator[Path]:
-    """Those of ``folders`` that are intact; damaged ones are warned about or, if ``strict``,
-    raise ``UserError``.
+def _intact(folders: Iterable[Path], *, strict: bool, damaged: set[Path]) -> Iterator[Path]:
+    """Those of ``folders`` that are intact. The first damaged one raises ``UserError`` if
+    ``strict``; otherwise each is warned about and added to ``damaged``.
     """
     for folder in folders:
         try:
@@ -304,5 +313,6 @@ def _intact(folders: Iterable[Path], *, strict: bool) -> Iterator[Path]:
                     f"Checkpoint {folder} is damaged: {error}. Choose another with --checkpoint."
                 ) from None
             log.warning("Checkpoint %s is damaged (%s); using the one before it.", folder, error)
+            damaged.add(folder)
         else:
             yield folder

@@ -14,8 +14,8 @@ import tyro
 from transformer_jax.cli import check_output, flag_values, flags_given, parse, parse_shard
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_io import load_config_file
-from transformer_jax.data.files import is_url
 from transformer_jax.errors import UserError
+from transformer_jax.storage import is_url
 
 COMMON = (
     "workdir",

@@ -62,9 +62,7 @@ def run_job(arguments: Arguments, config: Config) -> None:
             pass
     start = time.perf_counter()
     best = _write_answers(records, models, arguments, keep_best=references is not None)
-    models.report()
-    seconds = time.perf_counter() - start
-    logger.info("%.1f s; %d functions compiled.", seconds, models.num_compiled)
+    models.report(time.perf_counter() - start)
     if references is not None:
         tokenize = arguments.evaluation.bleu_tokenize or config.training.bleu_tokenize
         print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
@@ -115,6 +113,7 @@ class _Models:
         which: dict[str, Any] = {
             "checkpoint": arguments.checkpoint,
             "average": arguments.average,
+            "strict": arguments.strict,
             "devices": devices,
         }
         settings = dict(vars(search))
@@ -132,6 +131,13 @@ class _Models:
         files = arguments.files
         window = 1 if files.one_by_one else files.window or 100 * search.batch_size
         return cls(translator, scorer, devices, results, window)
+
+    @property
+    def loaded(self) -> Translator | Scorer:
+        """The one that came from the work directories."""
+        found = self.translator or self.scorer
+        assert found is not None
+        return found
 
     def checked(self, records: Iterable[Record]) -> Iterator[Record]:
         """The records; ``UserError`` at one whose prefix cannot be forced."""
@@ -164,25 +170,23 @@ class _Models:
             block, translations, align(found, self.scorer, layer=self.results.alignment_layer)
         )
 
-    @property
-    def num_compiled(self) -> int:
-        of_translator = 0 if self.translator is None else self.translator.engine.num_compiled
-        return of_translator + (0 if self.scorer is None else self.scorer.num_compiled)
-
-    def report(self) -> None:
-        """Log how many lines did not go as they should."""
-        failed, unscored, split = (
-            (0 if self.translator is None else self.translator.num_failed),
-            (0 if self.scorer is None else self.scorer.num_failed),
-            (0 if self.translator is None else self.translator.num_split),
-        )
-        for count, what in (
-            (failed, "could not be translated; their output is empty"),
-            (unscored, "were too long to be scored; their figure is nan"),
-            (split, "were translated in segments"),
-        ):
+    def report(self, seconds: float) -> None:
+        """Log what did not go as it should, and how long it took."""
+        compiled, counts = 0, {}
+        if self.scorer is not None:
+            compiled += self.scorer.num_compiled
+            counts["lines were too long to be scored; their figure is nan"] = self.scorer.num_failed
+        if self.translator is not None:
+            compiled += self.translator.engine.num_compiled
+            failed, split = self.translator.num_failed, self.translator.num_split
+            counts["lines could not be translated; their output is empty"] = failed
+            counts["lines were translated in segments"] = split
+        damaged = self.loaded.num_damaged
+        counts["damaged checkpoints were not used; --strict refuses them"] = damaged
+        for what, count in counts.items():
             if count:
-                logger.warning("%d lines %s.", count, what)
+                logger.warning("%d %s.", count, what)
+        logger.info("%.1f s; %d functions compiled.", seconds, compiled)
 
 
 def _open_records(arguments: Arguments, references: list[str] | None) -> Iterable[Record]:
@@ -224,8 +228,7 @@ def _open_output(
         return OutputStream()
     if not files.shard and Path(files.output).exists() and not Path(files.output).is_file():
         return OutputStream(files.output)  # a device or a named pipe
-    model = models.translator or models.scorer
-    assert model is not None
+    model = models.loaded
     scoring = arguments.evaluation.score is not None
     contents = {
         "input": files.input,

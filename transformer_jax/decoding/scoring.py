@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, islice
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +16,11 @@ from flax import nnx
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.search import length_divisor, padded_length
 from transformer_jax.decoding.translator import (
+    FromWorkdir,
     Translation,
     check_text,
-    check_tokenizer,
     check_window,
-    load_runs,
+    checked_models,
     warn_first,
 )
 from transformer_jax.errors import UserError
@@ -41,7 +39,7 @@ _FULL_LENGTH = 64
 _LONGEST = 4096  # attention takes memory as the square of the length
 
 
-class Scorer:
+class Scorer(FromWorkdir):
     """A model (or several with one vocabulary) that says how likely given targets are.
 
     Several score by the mean of their probabilities, as an ensemble translates. A batch has
@@ -70,8 +68,7 @@ class Scorer:
         Raises:
             UserError: a model with another vocabulary than the tokenizer's.
         """
-        models = [models] if isinstance(models, Transformer) else list(models)
-        check_tokenizer(tokenizer, models)
+        models = checked_models(models, tokenizer)
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
         self.num_compiled = self.num_failed = 0
@@ -84,21 +81,6 @@ class Scorer:
         self.parameters = jax.device_put(list(map(nnx.to_pure_dict, states)), everywhere)
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
-
-    @classmethod
-    def from_workdir(
-        cls,
-        workdir: str | Path | Sequence[str | Path],
-        *,
-        checkpoint: Literal["last", "best"] | int | None = None,
-        average: int | None = None,
-        devices: Sequence[jax.Device] = (),
-        **settings: Any,
-    ) -> Scorer:
-        """The scorer of a training run, or of several, as in ``Translator.from_workdir``."""
-        config, models, tokenizer = load_runs(workdir, checkpoint=checkpoint, average=average)
-        decoding = dataclasses.replace(config.decoding, **settings)
-        return cls(models, tokenizer, decoding, devices=devices)
 
     def stream(
         self, pairs: Iterable[tuple[str, str]], *, window: int | None = None
@@ -269,20 +251,13 @@ class Scorer:
 
 def _label_log_probs(model: Transformer, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
     """log softmax(logits)[target], float32 [B, T]; logits exist for a few positions at a time."""
-    batch, length, d_model = hidden_BTD.shape
-    width = max(1, min(length, _MAX_LOGITS // (batch * model.config.vocab_size)))
-    chunks = -(-length // width)
-    spare = chunks * width - length
-    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, spare), (0, 0)))
-    target_BT = jnp.pad(target_BT, ((0, 0), (0, spare)), constant_values=PAD_ID)
 
-    def one_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden_BtD, target_Bt = chunk
-        logits_BtV = model.logits(hidden_BtD)
-        label_Bt = jnp.take_along_axis(logits_BtV, target_Bt[:, :, None], axis=-1)[..., 0]
-        return label_Bt - jax.nn.logsumexp(logits_BtV, axis=-1)
+    def at_position(position: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden_BD, target_B = position
+        logits_BV = model.logits(hidden_BD[:, None])[:, 0]
+        label_B = jnp.take_along_axis(logits_BV, target_B[:, None], axis=-1)[:, 0]
+        return label_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
-    hidden_CBtD = hidden_BTD.reshape(batch, chunks, width, d_model).swapaxes(0, 1)
-    target_CBt = target_BT.reshape(batch, chunks, width).swapaxes(0, 1)
-    log_probs_CBt = jax.lax.map(one_chunk, (hidden_CBtD, target_CBt))
-    return log_probs_CBt.swapaxes(0, 1).reshape(batch, chunks * width)[:, :length]
+    width = max(1, _MAX_LOGITS // (len(target_BT) * model.config.vocab_size))
+    by_position = hidden_BTD.swapaxes(0, 1), target_BT.T
+    return jax.lax.map(at_position, by_position, batch_size=min(width, len(target_BT.T))).T

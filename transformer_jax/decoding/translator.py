@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 
 from transformer_jax.checkpoint import load_model
-from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, check_decoding
 from transformer_jax.decoding.segments import joint, split
 from transformer_jax.errors import UserError, shown
@@ -69,7 +69,55 @@ class _Segment(NamedTuple):
     sentence: Sentence
 
 
-class Translator:
+class FromWorkdir:
+    """What ``Translator`` and ``Scorer`` share: the models of one or several training runs.
+
+    Attributes:
+      num_damaged: how many damaged checkpoints older ones were used for.
+    """
+
+    num_damaged = 0
+
+    @classmethod
+    def from_workdir(
+        cls,
+        workdir: str | Path | Sequence[str | Path],
+        *,
+        checkpoint: Literal["last", "best"] | int | None = None,
+        average: int | None = None,
+        strict: bool = False,
+        devices: Sequence[jax.Device] = (),
+        **settings: Any,
+    ) -> Self:
+        """The models of a training run, or of several that work as one.
+
+        ``workdir`` is a folder or a URL; ``settings`` replace fields of the (first) run's
+        ``decoding`` config; ``checkpoint``, ``average`` and ``strict`` choose the parameters as in
+        ``load_model``.
+
+        Raises:
+          UserError: runs with different tokenizers; as ``load_model`` and the constructor.
+        """
+        workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
+        choice: dict[str, Any] = {"average": average, "checkpoint": checkpoint, "strict": strict}
+        damaged = set[Path]()
+        loaded = [load_model(local_workdir(each), **choice, damaged=damaged) for each in workdirs]
+        config, _, tokenizer = loaded[0]
+        for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
+            if its_tokenizer.fingerprint != tokenizer.fingerprint:
+                raise UserError(
+                    f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected "
+                    "models that were trained with the same tokenizer (train.py --tokenizer.model, "
+                    "--tokenizer.target-model)."
+                )
+        models = [model for _, model, _ in loaded]
+        decoding = dataclasses.replace(config.decoding, **settings)
+        found = cls(models, tokenizer, decoding, devices=devices)  # type: ignore[call-arg]
+        found.num_damaged = len(damaged)
+        return found
+
+
+class Translator(FromWorkdir):
     """A model (or several, whose probabilities are averaged), its tokenizer and search settings.
 
     A line's translation depends on the line and the settings alone, not on its neighbours.
@@ -82,7 +130,7 @@ class Translator:
 
     def __init__(
         self,
-        model: Transformer | Sequence[Transformer],
+        models: Transformer | Sequence[Transformer],
         tokenizer: Tokenizer,
         config: DecodingConfig | None = None,
         *,
@@ -95,8 +143,7 @@ class Translator:
           UserError: settings that do not go together, or not with the model; a model with another
             vocabulary; no usable ``config.shortlist``.
         """
-        models = [model] if isinstance(model, Transformer) else list(model)
-        check_tokenizer(tokenizer, models)
+        models = checked_models(models, tokenizer)
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
         suppress, shortlist = check_decoding(self.config, tokenizer)
@@ -113,30 +160,6 @@ class Translator:
             models, self.config, suppress=suppress, shortlist=shortlist, devices=devices
         )
         self.num_failed = self.num_split = 0
-
-    @classmethod
-    def from_workdir(
-        cls,
-        workdir: str | Path | Sequence[str | Path],
-        *,
-        checkpoint: Literal["last", "best"] | int | None = None,
-        average: int | None = None,
-        devices: Sequence[jax.Device] = (),
-        **settings: Any,
-    ) -> Translator:
-        """The translator of a training run, or of several whose models decode as one.
-
-        ``workdir`` is a folder or a URL; ``settings`` replace fields of the (first) run's
-        ``decoding`` config; ``checkpoint`` and ``average`` choose the parameters as in
-        ``load_model``.
-
-        Raises:
-          UserError: runs with different tokenizers; as ``load_model`` and the constructor.
-        """
-        config, models, tokenizer = load_runs(workdir, checkpoint=checkpoint, average=average)
-        return cls(
-            models, tokenizer, dataclasses.replace(config.decoding, **settings), devices=devices
-        )
 
     def __repr__(self) -> str:
         count = len(self.engine.parameters)
@@ -311,32 +334,11 @@ def _numbered_request(line: str | Request, place: int) -> Request:
     return request
 
 
-def load_runs(
-    workdir: str | Path | Sequence[str | Path],
-    *,
-    checkpoint: Literal["last", "best"] | int | None,
-    average: int | None,
-) -> tuple[Config, list[Transformer], Tokenizer]:
-    """Config and tokenizer of the first run, and the models of all. ``UserError`` for runs with
-    different tokenizers.
-    """
-    workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
-    loaded = [
-        load_model(local_workdir(each), checkpoint=checkpoint, average=average) for each in workdirs
-    ]
-    config, _, tokenizer = loaded[0]
-    for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
-        if its_tokenizer.fingerprint != tokenizer.fingerprint:
-            raise UserError(
-                f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected models "
-                "that were trained with the same tokenizer (train.py --tokenizer.model, "
-                "--tokenizer.target-model)."
-            )
-    return config, [model for _, model, _ in loaded], tokenizer
-
-
-def check_tokenizer(tokenizer: Tokenizer, models: Sequence[Transformer]) -> None:
-    """``UserError`` unless every model has as many source and target tokens as the tokenizer."""
+def checked_models(
+    models: Transformer | Sequence[Transformer], tokenizer: Tokenizer
+) -> list[Transformer]:
+    """The models; ``UserError`` unless each has as many tokens as the tokenizer."""
+    models = [models] if isinstance(models, Transformer) else list(models)
     tokens = tokenizer.source_vocab_size, tokenizer.target_vocab_size
     for model in models:
         rows = model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size
@@ -345,6 +347,7 @@ def check_tokenizer(tokenizer: Tokenizer, models: Sequence[Transformer]) -> None
                 f"The tokenizer has {tokens} source and target tokens, the model {rows}; "
                 "expected those of one training run."
             )
+    return models
 
 
 def check_window(window: int | None) -> None:
