@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import chex
 import jax
@@ -343,6 +344,107 @@ def test_full_disk_is_reported_and_older_checkpoints_stay(
         1,
         1,
     ]
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
+    tmp_path: Path,
+    run: StepFunctions,
+    config: Config,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    monkeypatch.setattr(checkpoint_module, "write_manifest", _full)
+    _save(checkpoints, run, 1)
+    assert "Checkpoint 1 could not be saved: [Errno 28] No space" in caplog.text
+    assert "There is no checkpoint." in caplog.text
+    for again in (checkpoints.check, lambda: _save(checkpoints, run, 2)):
+        with pytest.raises(UserError, match=r"The first checkpoint .* No space.*at the beginning"):
+            again()
+
+
+def test_after_a_failed_save_the_next_one_succeeds(
+    tmp_path: Path,
+    run: StepFunctions,
+    config: Config,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Even if the failed one's folder cannot be deleted, as it is still written to."""
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    _save(checkpoints, run, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "write_manifest", _full)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        _save(checkpoints, run, 2)
+        assert "Checkpoint 2 could not be saved" in caplog.text
+        assert "The newest is of step 1." in caplog.text
+        patch.setattr(checkpoint_module, "write_manifest", checkpoint.write_manifest)
+        _save(checkpoints, run, 2)
+    checkpoints.check()
+    assert checkpoints.steps() == [1, 2] and not checkpoints.failure
+    _save(checkpoints, run, 3)
+    assert [path.name for path in sorted(checkpoints.folder.iterdir())] == ["00000002", "00000003"]
+
+
+def test_a_mean_leaves_out_irregular_checkpoints_below_the_chosen_one(
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
+) -> None:
+    """Of an interruption at step 20, or of a best value between two that were due."""
+    training = dataclasses.replace(config.training, average=3, keep_checkpoints=9)
+    config = dataclasses.replace(config, training=training)
+    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    for step in (10, 20, 30, 40):
+        progress = Progress(best_step=min(step, 20))  # which keeps step 20
+        checkpoints.save(_state(run, step), progress, regular=step != 20)
+    checkpoints.wait()
+    assert checkpoints.steps() == [10, 20, 30, 40]
+
+    def chosen(**options: Any) -> list[int]:
+        return [int(path.name) for path in checkpoint.choose_checkpoints(tmp_path, **options)]
+
+    assert chosen() == [40, 30, 10]
+    assert chosen(average=2, checkpoint=30) == [30, 10]
+    assert chosen(average=2, checkpoint="best") == [20, 10]  # the chosen one itself may be one
+    with pytest.raises(UserError, match="average is 4; expected at most 3"):
+        chosen(average=4)
+
+
+def test_strict_refuses_a_damaged_checkpoint(
+    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
+) -> None:
+    _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2, best_step=1)
+    assert load_model(tmp_path, strict=True)[0] == config
+    for step, options in ((1, {}), (2, {}), (2, {"checkpoint": "best"})):
+        damaged = tmp_path / "checkpoints" / f"{step:08d}" / "config.json"
+        content = damaged.read_text()
+        damaged.write_text("{}")
+        with pytest.raises(UserError, match=f"Checkpoint .*{step:08d} is damaged: config.json"):
+            load_model(tmp_path, strict=True, **options)
+        assert load_model(tmp_path, **options)[0] == config
+        damaged.write_text(content)
+
+
+def test_a_model_edited_in_the_work_directory_has_no_effect_and_says_so(
+    tmp_path: Path,
+    run: StepFunctions,
+    config: Config,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _save(Checkpoints(tmp_path, config, tokenizer), run, 1)
+    (tmp_path / "config.json").write_text(to_json(config))
+    assert load_model(tmp_path)[0] == config and not caplog.records
+    edited = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=99))
+    (tmp_path / "config.json").write_text(to_json(edited))
+    assert load_model(tmp_path)[0] == config
+    assert "model.d_ff is 99 in" in caplog.text and "was trained with 8" in caplog.text
 
 
 def test_folder_without_checkpoints_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ evaluation that failed.
 """
 
 import dataclasses
+import errno
 import os
 import signal
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 from flax import nnx
 from runs import ONE, dev_figures, entries, no_evaluation, tiny
 
-from transformer_jax.checkpoint import complete_steps, load_model
+from transformer_jax.checkpoint import complete_steps, load_model, write_manifest
 from transformer_jax.config import Config, OptimizerConfig, PairsConfig
+from transformer_jax.config_io import load_config_file, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training import prepare
+from transformer_jax.training import prepare, saver
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.signals import Signals
@@ -301,3 +303,51 @@ def test_parameters_that_are_not_finite_are_refused(
     )
     with pytest.raises(UserError, match=r"The parameters in .*00000001 are not all finite"):
         load_model(tmp_path)
+
+
+def test_fewer_steps_than_were_done_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = no_evaluation(tiny(steps=3, checkpoint_every=3))
+    train(config, tmp_path, devices=ONE)
+    assert "nothing is left to train" not in caplog.text
+    assert train(changed(config, "training", steps=2), tmp_path, devices=ONE)["steps"] == 3
+    assert "training.steps is 2, but the run has done 3 already" in caplog.text
+
+
+def test_a_model_edited_in_the_work_directory_is_refused(tmp_path: Path) -> None:
+    """Also where the edited file is what the command trains with."""
+    config = no_evaluation(tiny(steps=1))
+    train(config, tmp_path, devices=ONE)
+    edited = changed(load_config_file(tmp_path / "config.json"), "model", d_ff=64)
+    (tmp_path / "config.json").write_text(to_json(edited))
+    with pytest.raises(UserError, match=r"another config(?s:.*)model.d_ff: 32 in .*, 64 now"):
+        train(edited, tmp_path, devices=ONE)
+    assert train(config, tmp_path, devices=ONE)["steps"] == 1  # which mends the file
+    assert load_config_file(tmp_path / "config.json").model.d_ff == 32
+
+
+def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = no_evaluation(tiny(steps=40, checkpoint_every=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_manifest", full)
+        with pytest.raises(UserError, match="The first checkpoint could not be saved"):
+            train(config, tmp_path, devices=ONE)
+    assert len(entries(tmp_path)) <= 5
+    config = changed(config, "training", steps=6)
+
+    def full_at_4(path: Path) -> None:
+        if "00000004" in path.name:
+            full(path)
+        write_manifest(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_manifest", full_at_4)
+        assert train(config, tmp_path, devices=ONE)["steps"] == 6
+    assert "Checkpoint 4 could not be saved: [Errno 28] No space" in capfd.readouterr().err
+    assert complete_steps(tmp_path / "checkpoints") == [2, 6]

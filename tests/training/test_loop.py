@@ -237,6 +237,29 @@ def test_unequal_test_files_are_named_before_training(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("section", "fields", "message"),
+    [
+        ("training", {"bleu_tokenize": "ko-mecab"}, "BLEU tokenisation 'ko-mecab'"),
+        ("data", {"shards": 2}, "data.shards is 2; expected at most 1"),
+        ("data", {"dev": PairsConfig("text", ("short",), ("long",))}, "has 1 line"),
+        ("data", {"test": PairsConfig("text", ("empty",), ("empty",))}, "data.test has no pairs"),
+    ],
+)
+def test_what_is_wrong_is_named_before_the_tokenizer_is_trained(
+    tmp_path: Path, section: str, fields: dict[str, Any], message: str
+) -> None:
+    for name, text in {"short": "1\n", "long": "1\n2\n", "empty": ""}.items():
+        (tmp_path / name).write_text(text)
+    train_text = PairsConfig("text", ("long",), ("long",))
+    data = dataclasses.replace(tiny().data, train=train_text, root=str(tmp_path))
+    config = dataclasses.replace(tiny(bleu_every=0), data=data)
+    changed = dataclasses.replace(getattr(config, section), **fields)
+    with pytest.raises(UserError, match=message):
+        train(dataclasses.replace(config, **{section: changed}), tmp_path / "run", devices=ONE)
+    assert not (tmp_path / "run").exists()
+
+
 def test_wrong_decoding_settings_are_named_before_training(tmp_path: Path) -> None:
     decoding = dataclasses.replace(tiny().decoding, suppress=("no-such-token",))
     with pytest.raises(UserError, match="decoding.suppress has 'no-such-token'"):

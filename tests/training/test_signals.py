@@ -1,0 +1,101 @@
+"""Ctrl-C and SIGTERM set a flag; nothing is raised from their handler."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from runs import ONE, no_evaluation, tiny
+
+from transformer_jax.config import PairsConfig
+from transformer_jax.training.evaluator import EvaluationStopped, Evaluator
+from transformer_jax.training.loop import train
+from transformer_jax.training.reporting import Reporter
+from transformer_jax.training.signals import Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_sets_a_flag_and_raises_nothing(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        assert not signals.stop_after(1)
+        signal.raise_signal(number)
+        assert signals.received == number and signals.stop_after(1)
+        # From now on Ctrl-C is the system's, which ends the program without Python's help.
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)  # a group's signal may come twice
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert "stopping; saving ..." in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_ends_the_program_at_once() -> None:
+    program = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from transformer_jax.training.signals import Signals\n"
+        "with Signals():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline().startswith("stopping; saving ...")
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == -signal.SIGINT
+    process.communicate()
+
+
+def test_a_translation_is_stopped_between_windows() -> None:
+    windows: list[int] = []
+
+    class Translator:
+        config = SimpleNamespace(batch_size=2)
+        parameters: Any = ()
+
+        def stream(self, lines: list[str], *, window: int) -> Any:
+            for number, line in enumerate(lines):
+                if number % window == 0:
+                    windows.append(number)
+                yield [SimpleNamespace(text=line.upper())]
+
+    run: Any = SimpleNamespace(dev_pairs=[], test_pairs=[])
+    evaluator = Evaluator(run, stop=lambda: len(windows) > 1)
+    evaluator._translator = Translator()  # type: ignore[assignment]
+    pairs = [("a", "b")] * 1000
+    with pytest.raises(EvaluationStopped):
+        evaluator._translate({}, pairs)
+    assert len(windows) == 2
+    evaluator = Evaluator(run)
+    evaluator._translator = Translator()  # type: ignore[assignment]
+    assert evaluator._translate({}, pairs) == ["A"] * 1000
+
+
+def test_a_signal_during_the_test_set_leaves_it_to_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = no_evaluation(tiny(steps=1))
+    test = PairsConfig("numbers", split="test", limit=3)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=test))
+
+    def interrupted(self: Evaluator, workdir: Path) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        self._poll()
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(Evaluator, "test", interrupted)
+    summary = train(config, tmp_path, devices=ONE)
+    assert summary["stopped_by"] == "SIGTERM" and "test" not in summary
+    monkeypatch.setattr(Evaluator, "test", lambda self, workdir: ({"sentences": 3}, None))
+    monkeypatch.setattr(Reporter, "test", lambda self, figures, scores: None)
+    summary = train(config, tmp_path, devices=ONE)
+    assert summary["stopped_by"] is None and summary["test"] == {"sentences": 3}
