@@ -219,6 +219,18 @@ def test_bad_config_files_are_named(tmp_path: Path, text: str, message: str) -> 
         load_config_file(path)
 
 
+def test_a_config_file_is_plain_python(tmp_path: Path) -> None:
+    """It does not get the ``from __future__`` imports of the module that runs it."""
+    path = tmp_path / "c.py"
+    path.write_text(
+        "from transformer_jax import Config\n\n"
+        "def get_config() -> Config:\n"
+        "    assert get_config.__annotations__ == {'return': Config}\n"
+        "    return Config(seed=3)"
+    )
+    assert load_config_file(path) == Config(seed=3)
+
+
 def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
@@ -226,6 +238,9 @@ def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
         load_config_file(tmp_path)
     with pytest.raises(UserError, match="'/dev/null' is not a regular file"):
         load_config_file("/dev/null")
+    (tmp_path / "config.yaml").write_text("model: {}")
+    with pytest.raises(UserError, match=r"config\.yaml' ends in neither \.py nor \.json"):
+        load_config_file(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize(

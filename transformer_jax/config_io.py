@@ -22,11 +22,16 @@ def load_config_file(path: str | Path) -> Config:
         Python, the line.
     """
     path = Path(path)
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "is not a regular file"
+    problems = {
+        "does not exist": not path.exists(),
+        "is a folder": path.is_dir(),
+        "is not a regular file": not path.is_file(),
+        "ends in neither .py nor .json": path.suffix not in (".py", ".json"),
+    }
+    if found := [problem for problem, holds in problems.items() if holds]:
         raise UserError(
-            f"Config file {str(path)!r} {kind if path.exists() else 'does not exist'}; expected a "
-            "Python file with get_config(), as in configs/, or a work directory's config.json."
+            f"Config file {str(path)!r} {found[0]}; expected a Python file with get_config(), as "
+            "in configs/, or a work directory's config.json."
         )
     try:
         return from_json(path.read_bytes()) if path.suffix == ".json" else _run(path)
@@ -39,7 +44,7 @@ def load_config_file(path: str | Path) -> Config:
 
 def _run(path: Path) -> Config:
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
-    exec(compile(path.read_bytes(), path, "exec"), names)
+    exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), names)
     if "get_config" not in names:
         raise UserError("It has no get_config(); expected `def get_config() -> Config`.")
     config = names["get_config"]()
