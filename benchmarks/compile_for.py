@@ -113,7 +113,7 @@ def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
     kind, _, count = name.partition(":")
     if kind in _GPUS:
         flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-        dumps = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*search_queue.*"
+        dumps = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*search_bucket.*"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} {dumps}"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # nobody to ask
     jax.config.update("jax_platforms", "cpu")
@@ -181,11 +181,11 @@ def _train_step(config: Config, devices: list[Any], length: int) -> dict[str, An
 def _search(config: Config, platform: str, device: Any, folder: Path) -> dict[str, Any]:
     """On one device: searches on several are as many of these."""
     engine = Engine([Transformer(config.model, rngs=nnx.Rngs(0))], config.decoding)
-    program = engine.programs[0]
-    compiled, figures = _compile(engine.lowered(program, sharding=SingleDeviceSharding(device)))
-    text, hypotheses = compiled.as_text(), program.rows * config.decoding.beam_size
+    bucket = engine.buckets[0]
+    compiled, figures = _compile(engine.lowered(bucket, sharding=SingleDeviceSharding(device)))
+    text, hypotheses = compiled.as_text(), bucket.rows * config.decoding.beam_size
     step = hlo.innermost_loop(text, hypotheses=hypotheses, vocab_size=config.model.vocab_size)
-    blocks = {x.shape for x in jax.tree.leaves(engine.cache_shapes(program)) if len(x.shape) == 4}
+    blocks = {x.shape for x in jax.tree.leaves(engine.cache_shapes(bucket)) if len(x.shape) == 4}
     # what is fused is written nowhere
     loops = {name for name in hlo.computations(text) if "fused" not in name}
     copied = {
@@ -193,13 +193,13 @@ def _search(config: Config, platform: str, device: Any, folder: Path) -> dict[st
         "a_hand_over": len(hlo.moved(text, loops - step, blocks)),
     }
     figures |= {
-        "rows": program.rows,
-        "longest_source": program.lengths[-1],
+        "rows": bucket.rows,
+        "longest_source": bucket.lengths[-1],
         "copied_caches": copied,
     }
     if platform == "gpu":
         figures |= hlo.launches(
-            next(folder.glob("*search_queue*thunk_sequence_after_thunk_passes.txt")).read_text()
+            next(folder.glob("*search_bucket*thunk_sequence_after_thunk_passes.txt")).read_text()
         )
     return figures
 

@@ -98,9 +98,9 @@ class ForcedEngine(Engine):
     output.
     """
 
-    def _queue(self, *arguments: Any) -> Any:
-        queue, *others = super()._queue(*arguments)
-        return queue._replace(limit_Q=queue.seed_Q.astype(queue.limit_Q.dtype)), *others
+    def _waiting(self, *arguments: Any) -> Any:
+        waiting, *others = super()._waiting(*arguments)
+        return waiting._replace(limit_Q=waiting.seed_Q.astype(waiting.limit_Q.dtype)), *others
 
 
 class Ours:

@@ -17,12 +17,12 @@ from .config_io import load_config_file
 from .data.batching import Batch, BatchPlan
 from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
-from .decoding.beam_search import beam_search
+from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
 from .decoding.engine import Engine, Hypothesis, Sentence
-from .decoding.sampling import sample
+from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
-from .decoding.search import SearchResult, gather_beams
+from .decoding.search import SearchResult, gather_beams, search
 from .decoding.translator import Request, Translation, Translator
 from .errors import UserError
 from .evaluation import bleu, chrf
@@ -45,6 +45,7 @@ __all__ = [
     "Batch",
     "BatchConfig",
     "BatchPlan",
+    "BeamSearch",
     "Config",
     "Constraints",
     "Corpus",
@@ -65,6 +66,7 @@ __all__ = [
     "OptimizerConfig",
     "PairsConfig",
     "Request",
+    "Sampling",
     "Scorer",
     "SearchResult",
     "Sentence",
@@ -77,7 +79,6 @@ __all__ = [
     "UserError",
     "attention_mask",
     "batch_sharding",
-    "beam_search",
     "bleu",
     "build_corpus",
     "chrf",
@@ -89,7 +90,7 @@ __all__ = [
     "load_model",
     "make_mesh",
     "make_optimizer",
-    "sample",
+    "search",
     "sinusoidal_positions",
     "smoothed_cross_entropy",
     "state_shardings",

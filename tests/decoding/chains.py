@@ -4,12 +4,17 @@ and the token before.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array
+
+from transformer_jax.decoding.search import gather_beams
 
 PAD, BOS, EOS = 0, 1, 2
 IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
@@ -36,38 +41,51 @@ def random_chains(seed: int, *, sentences: int, length: int, vocab: int, source:
     )
 
 
-def start(chains: Chains, sentence_B: Array, *, beam_size: int) -> dict[str, Array]:
+@struct.dataclass
+class ToyCache:
+    """Which sentence a beam belongs to, how far it is, and where its last step looked."""
+
+    sentence_BW: Array
+    position_BW: Array
+    attention_BWS: Array
+
+    def reorder(self, parents_BW: Array) -> ToyCache:
+        """Beam w continues what was beam ``parents_BW[b, w]``."""
+        return gather_beams(self, parents_BW)
+
+    def replace_rows(self, rows_R: Array, fresh: ToyCache) -> ToyCache:
+        """Rows ``rows_R`` hold the sentences of ``fresh``."""
+        return jax.tree.map(lambda old, new: old.at[rows_R].set(new, mode="drop"), self, fresh)
+
+
+def start(chains: Chains, sentence_B: Array, *, beam_size: int) -> ToyCache:
     """A cache in which row b holds sentence ``sentence_B[b]`` of ``chains``."""
-    batch = sentence_B.shape[0]
-    return {
-        "sentence_BW": jnp.broadcast_to(sentence_B[:, None], (batch, beam_size)).astype(jnp.int32),
-        "position_BW": jnp.zeros((batch, beam_size), jnp.int32),
-        "attention_BWS": jnp.zeros((batch, beam_size, chains.attention_BLVS.shape[-1])),
-    }
+    shape_BW = sentence_B.shape[0], beam_size
+    return ToyCache(
+        jnp.broadcast_to(sentence_B[:, None], shape_BW).astype(jnp.int32),
+        jnp.zeros(shape_BW, jnp.int32),
+        jnp.zeros((*shape_BW, chains.attention_BLVS.shape[-1])),
+    )
 
 
 def step(chains: Chains) -> Callable[[Array, Any], tuple[Array, Any]]:
     """The step function of the chains over such a cache."""
     log_probs_BLVV, attention_BLVS = map(jnp.asarray, chains)
 
-    def step(tokens_BW: Array, cache: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-        at = (
-            cache["sentence_BW"],
-            jnp.minimum(cache["position_BW"], log_probs_BLVV.shape[1] - 1),
-            tokens_BW,
+    def step(tokens_BW: Array, cache: ToyCache) -> tuple[Array, ToyCache]:
+        position_BW = jnp.minimum(cache.position_BW, log_probs_BLVV.shape[1] - 1)
+        at = cache.sentence_BW, position_BW, tokens_BW
+        cache = dataclasses.replace(
+            cache, position_BW=cache.position_BW + 1, attention_BWS=attention_BLVS[at]
         )
-        return log_probs_BLVV[at], {
-            **cache,
-            "position_BW": cache["position_BW"] + 1,
-            "attention_BWS": attention_BLVS[at],
-        }
+        return log_probs_BLVV[at], cache
 
     return step
 
 
-def attention(cache: dict[str, Array]) -> Array:
+def attention(cache: ToyCache) -> Array:
     """Where the last step looked."""
-    return cache["attention_BWS"]
+    return cache.attention_BWS
 
 
 def hypotheses(result: Any) -> list[list[tuple[tuple[int, ...], float, float]]]:

@@ -14,8 +14,8 @@ import pytest
 from reference_search import Rules, every_hypothesis, reference_search
 from reference_search import chain as as_model
 
-from transformer_jax.decoding.beam_search import beam_search, top_k
-from transformer_jax.decoding.search import length_divisor
+from transformer_jax.decoding.beam_search import BeamSearch, length_divisor, top_k
+from transformer_jax.decoding.search import search
 from transformer_jax.errors import UserError
 
 PAD, BOS, EOS = 0, 1, 2
@@ -47,20 +47,14 @@ def _search(logits_BLVV, max_lengths_B, *, beam_size, length_penalty, num_hypoth
         rows_B1 = jnp.arange(batch)[:, None]
         return logits_BLVV[rows_B1, position_BW, tokens_BW], position_BW + 1
 
-    return beam_search(
-        step,
-        jnp.zeros((batch, beam_size), jnp.int32),
-        batch_size=batch,
-        beam_size=beam_size,
-        max_length=length,
-        max_lengths_B=max_lengths_B,
-        length_penalty=length_penalty,
-        num_hypotheses=num_hypotheses,
-        **IDS,
+    method = BeamSearch(
+        **IDS, beam_size=beam_size, length_penalty=length_penalty, num_hypotheses=num_hypotheses
     )
+    cache = jnp.zeros((batch, beam_size), jnp.int32)
+    return search(method, step, cache, limit_B=max_lengths_B, max_length=length)
 
 
-def search(logits, *, beam_size, length_penalty=0.6, max_lengths=None, num_hypotheses=None):
+def found_in(logits, *, beam_size, length_penalty=0.6, max_lengths=None, num_hypotheses=None):
     """The result as one list of (tokens, score, log-probability) a sentence, with what every result
     must satisfy checked.
     """
@@ -139,7 +133,7 @@ def assert_same(found, expected):
 def test_a_wide_beam_finds_the_best_of_all_sequences(possible, length, beam_size, alpha):
     logits = random_chain(possible, sentences=6, length=length, vocab=beam_size, possible=possible)
     for chain, found in zip(
-        logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True
+        logits, found_in(logits, beam_size=beam_size, length_penalty=alpha), strict=True
     ):
         rules = Rules(max_length=length, length_penalty=alpha)
         assert_same(found, every_hypothesis(as_model(log_softmax(chain)), rules)[:beam_size])
@@ -149,7 +143,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(possible, length, beam_size
 def test_agrees_with_a_plain_search(beam_size, alpha):
     logits = random_chain(beam_size, sentences=100, length=9, vocab=11)
     for chain, found in zip(
-        logits, search(logits, beam_size=beam_size, length_penalty=alpha), strict=True
+        logits, found_in(logits, beam_size=beam_size, length_penalty=alpha), strict=True
     ):
         rules = Rules(max_length=9, length_penalty=alpha)
         assert_same(
@@ -159,7 +153,7 @@ def test_agrees_with_a_plain_search(beam_size, alpha):
 
 def test_beam_of_one_is_greedy():
     logits = random_chain(0, sentences=40, length=12, vocab=9)
-    for chain, [(tokens, _, _)] in zip(logits, search(logits, beam_size=1), strict=True):
+    for chain, [(tokens, _, _)] in zip(logits, found_in(logits, beam_size=1), strict=True):
         expected = [BOS]
         while expected[-1] != EOS:
             position = len(expected) - 1
@@ -172,15 +166,15 @@ def test_beam_of_one_is_greedy():
 @pytest.mark.parametrize("num_hypotheses", [1, 2, 3])
 def test_fewer_hypotheses_are_the_first_of_more(num_hypotheses):
     logits = random_chain(1, sentences=30, length=9, vocab=11)
-    some = search(logits, beam_size=4, num_hypotheses=num_hypotheses)
-    assert some == [hypotheses[:num_hypotheses] for hypotheses in search(logits, beam_size=4)]
+    some = found_in(logits, beam_size=4, num_hypotheses=num_hypotheses)
+    assert some == [hypotheses[:num_hypotheses] for hypotheses in found_in(logits, beam_size=4)]
 
 
 def test_reported_scores_are_those_of_the_forced_output():
     logits = random_chain(2, sentences=20, length=10, vocab=13)
     limits = np.arange(20) % 10 + 1
     for chain, hypotheses in zip(
-        logits, search(logits, beam_size=5, max_lengths=limits), strict=True
+        logits, found_in(logits, beam_size=5, max_lengths=limits), strict=True
     ):
         for tokens, score, log_prob in hypotheses:
             expected = forced_log_prob(log_softmax(chain), tokens)
@@ -191,19 +185,19 @@ def test_reported_scores_are_those_of_the_forced_output():
 def test_neighbours_do_not_matter():
     logits = random_chain(3, sentences=12, length=8, vocab=10)
     limits = np.array([8, 1, 3, 8, 5, 2, 8, 7, 6, 4, 8, 1])
-    together = search(logits, beam_size=3, max_lengths=limits)
+    together = found_in(logits, beam_size=3, max_lengths=limits)
     order = np.random.default_rng(0).permutation(12)
-    shuffled = search(logits[order], beam_size=3, max_lengths=limits[order])
+    shuffled = found_in(logits[order], beam_size=3, max_lengths=limits[order])
     assert [together[i] for i in order] == shuffled
     for i in range(12):
-        assert search(logits[i : i + 1], beam_size=3, max_lengths=limits[i : i + 1]) == [
+        assert found_in(logits[i : i + 1], beam_size=3, max_lengths=limits[i : i + 1]) == [
             together[i]
         ]
 
 
 def test_a_limit_is_the_same_as_a_shorter_search():
     logits = random_chain(4, sentences=8, length=9, vocab=10)
-    assert search(logits, beam_size=4, max_lengths=[5] * 8) == search(
+    assert found_in(logits, beam_size=4, max_lengths=[5] * 8) == found_in(
         logits[:, :5], beam_size=4, max_lengths=[5] * 8
     )
 
@@ -212,25 +206,25 @@ def test_at_the_limit_only_the_end_is_allowed():
     logits = random_chain(5, sentences=4, length=6, vocab=8)
     logits[..., EOS] = -20
     for limit in (1, 3, 6):
-        for hypotheses in search(logits, beam_size=2, max_lengths=[limit] * 4):
+        for hypotheses in found_in(logits, beam_size=2, max_lengths=[limit] * 4):
             assert len(hypotheses[0][0]) == limit
 
 
 def test_no_room_gives_no_hypothesis():
     logits = random_chain(6, sentences=2, length=4, vocab=8)
-    nothing, something = search(logits, beam_size=2, max_lengths=[0, 4])
+    nothing, something = found_in(logits, beam_size=2, max_lengths=[0, 4])
     assert not nothing and something
 
 
 def test_slots_that_nothing_can_fill_stay_empty():
     logits = random_chain(7, sentences=3, length=2, vocab=6, possible=4)  # EOS, or 1 EOS, or 3 EOS
-    assert [len(hypotheses) for hypotheses in search(logits, beam_size=6)] == [3, 3, 3]
+    assert [len(hypotheses) for hypotheses in found_in(logits, beam_size=6)] == [3, 3, 3]
 
 
 def test_ties_go_to_the_better_beam_then_the_lower_token():
     logits = np.zeros((5, 4, 12, 12), np.float32)
     logits[..., EOS] = -1
-    found = search(logits, beam_size=3)
+    found = found_in(logits, beam_size=3)
     assert found == [found[0]] * 5
     assert [tokens for tokens, _, _ in found[0]] == [[1, 1, 1, EOS], [1, 1, 3, EOS], [1, 1, 4, EOS]]
 
@@ -241,16 +235,39 @@ def test_impossible_tokens_never_give_nan():
     logits[:, :, 3, EOS] = 0
     assert all(
         np.isfinite(score)
-        for hypotheses in search(logits, beam_size=5)
+        for hypotheses in found_in(logits, beam_size=5)
         for _, score, _ in hypotheses
     )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbours(value):
+    logits = random_chain(9, sentences=3, length=6, vocab=10)
+    expected = found_in(logits, beam_size=2)
+    logits[1, 2] = value
+    batch_B, limits_B = jnp.arange(3), np.full(3, 6)
+    result = _search(logits, limits_B, beam_size=2, length_penalty=0.6, num_hypotheses=None)
+    assert np.isnan(result.scores_BN[1]).all() and np.isnan(result.log_probs_BN[1]).all()
+    assert (result.lengths_BN[1] == 0).all() and (result.tokens_BNL[1] == PAD).all()
+    others = jax.tree.map(lambda x: x[batch_B != 1], result)
+    assert found_in(logits[[0, 2]], beam_size=2) == [expected[0], expected[2]]
+    assert others.scores_BN.tolist() == [[score for _, score, _ in expected[i]] for i in (0, 2)]
+
+
+def test_what_is_not_a_number_where_no_hypothesis_lives_is_not_felt():
+    """After a token of probability 0, say."""
+    logits = random_chain(10, sentences=2, length=6, vocab=10)
+    logits[:, :, :, 5] = -np.inf
+    expected = found_in(logits, beam_size=3)
+    logits[:, :, 5] = np.nan
+    assert found_in(logits, beam_size=3) == expected
 
 
 def test_compiles_once_for_one_shape():
     before = _search._cache_size()
     for seed in range(3):
         logits = random_chain(seed, sentences=7, length=7, vocab=7)
-        search(logits, beam_size=2, max_lengths=np.full(7, 3 + seed))
+        found_in(logits, beam_size=2, max_lengths=np.full(7, 3 + seed))
     assert _search._cache_size() == before + 1
 
 
@@ -258,32 +275,43 @@ def test_compiles_once_for_one_shape():
     ("arguments", "message"),
     [
         ({"beam_size": 9}, "beam_size is 9; expected at most the vocabulary's 8"),
-        ({"beam_size": 2, "num_hypotheses": 3}, "num_hypotheses is 3"),
-        ({"beam_size": 0}, "beam_size 0"),
+        ({"beam_size": 2, "num_hypotheses": 3}, "num_hypotheses is 3; expected 1 to 2"),
+        ({"beam_size": 2, "num_hypotheses": 0}, "num_hypotheses is 0; expected 1 to 2"),
+        ({"beam_size": 0}, "beam_size is 0"),
         ({"beam_size": 2, "length_penalty": -1.0}, "length_penalty is -1.0"),
         ({"beam_size": 2, "length_penalty": float("nan")}, "length_penalty is nan"),
     ],
 )
 def test_settings_out_of_range(arguments, message):
     with pytest.raises(UserError, match=message):
-        search(random_chain(0, sentences=2, length=3, vocab=8), **arguments)
+        found_in(random_chain(0, sentences=2, length=3, vocab=8), **arguments)
 
 
-@pytest.mark.parametrize(("weights", "source_length"), [(None, 3), (jnp.ones((1, 2, 3)) / 3, 0)])
-def test_a_coverage_penalty_needs_attention_weights(weights, source_length):
+@pytest.mark.parametrize("attention", [None, lambda cache: jnp.ones((1, 2, 0))])
+def test_a_coverage_penalty_needs_attention_weights(attention):
     with pytest.raises(
-        UserError, match="coverage_penalty is 0.5 without attention weights .* expected `attention`"
+        UserError, match="coverage_penalty is 0.5 without attention weights; expected `attention`"
     ):
-        beam_search(
+        search(
+            BeamSearch(**IDS, beam_size=2, coverage_penalty=0.5),
             lambda tokens_BW, cache: (jnp.zeros((1, 2, 5)), cache),
             (),
-            batch_size=1,
-            beam_size=2,
+            limit_B=jnp.array([4]),
             max_length=4,
-            coverage_penalty=0.5,
-            attention=None if weights is None else lambda cache: weights,
-            source_length=source_length,
-            **IDS,
+            attention=attention,
+        )
+
+
+@pytest.mark.parametrize("name", ["bos_id", "eos_id", "pad_id"])
+@pytest.mark.parametrize("token", [-1, 5, 99])
+def test_token_ids_outside_the_vocabulary(name, token):
+    with pytest.raises(UserError, match=rf"{name} is {token}; expected .* 0\.\.4"):
+        search(
+            BeamSearch(**{**IDS, name: token}, beam_size=2),
+            lambda tokens_BW, cache: (jnp.zeros((1, 2, 5)), cache),
+            (),
+            limit_B=jnp.array([4]),
+            max_length=4,
         )
 
 
@@ -336,16 +364,13 @@ def test_a_beam_in_a_dead_end_never_finishes(max_length: int, prefix: tuple[int,
     """
     log_chance = np.full((5, 5), -np.inf, np.float32)
     log_chance[1, [3, 4]], log_chance[4, 2] = np.log(0.5), 0
-    result = beam_search(
+    result = search(
+        BeamSearch(**IDS, beam_size=2),
         lambda tokens_BW, cache: (jnp.asarray(log_chance)[tokens_BW], cache),
         (),
-        batch_size=1,
-        beam_size=2,
+        limit_B=jnp.array([max_length]),
         max_length=max_length,
         prefix_BP=jnp.array([prefix], jnp.int32).reshape(1, -1),
-        bos_id=1,
-        eos_id=2,
-        pad_id=0,
     )
     rules = Rules(max_length, prefix=prefix)
     expected = reference_search(
@@ -366,16 +391,12 @@ def test_tokens_and_rows_of_probability_zero_never_win() -> None:
     chance[1, 3], chance[1, 4], chance[3, 2], chance[3, 3], chance[4, 2] = 0.9, 0.1, 0.5, 0.5, 1.0
     with np.errstate(divide="ignore"):
         log_chance_VV = jnp.asarray(np.log(chance))
-    result = beam_search(
+    result = search(
+        BeamSearch(**IDS, beam_size=2, length_penalty=0.0),
         lambda tokens_BW, cache: (log_chance_VV[tokens_BW], cache),
         (),
-        batch_size=1,
-        beam_size=2,
+        limit_B=jnp.array([6]),
         max_length=6,
-        length_penalty=0.0,
-        bos_id=1,
-        eos_id=2,
-        pad_id=0,
     )
     assert result.tokens_BNL[0, 0].tolist() == [3, 2, 0, 0, 0, 0]
     np.testing.assert_allclose(result.scores_BN[0, 0], np.log(0.45), rtol=1e-5)

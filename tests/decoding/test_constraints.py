@@ -14,9 +14,9 @@ import pytest
 from chains import EOS, IDS, Chains, random_chains
 from reference_search import Rules, chain, every_hypothesis, reference_search
 
-from transformer_jax.decoding.beam_search import beam_search
+from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.search import NOT_FORCED
+from transformer_jax.decoding.search import NOT_FORCED, search
 from transformer_jax.errors import UserError
 
 SENTENCES, LENGTH = 20, 9
@@ -46,7 +46,7 @@ RULES = {
 }
 
 
-def search(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int | None = None):
+def found_in(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int | None = None):
     batch, length = toys.log_probs_BLVV.shape[:2]
     prefix_BP = np.full((batch, len(rules.prefix) + 1), NOT_FORCED)
     prefix_BP[:, : len(rules.prefix)] = rules.prefix
@@ -54,23 +54,26 @@ def search(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int | 
         rules.min_length, tuple(rules.suppress), rules.no_repeat_ngram, rules.repetition_penalty
     )
 
+    method = BeamSearch(
+        **IDS,
+        beam_size=beam_size,
+        num_hypotheses=num_hypotheses,
+        length_penalty=rules.length_penalty,
+        length_offset=rules.length_offset,
+        constraints=constraints,
+        coverage_penalty=rules.coverage_penalty,
+    )
+
     @jax.jit
     def run():
-        return beam_search(
+        return search(
+            method,
             chains.step(toys),
             chains.start(toys, jnp.arange(batch), beam_size=beam_size),
-            batch_size=batch,
-            beam_size=beam_size,
-            num_hypotheses=num_hypotheses,
+            limit_B=jnp.full(batch, length),
             max_length=length,
-            length_penalty=rules.length_penalty,
-            length_offset=rules.length_offset,
-            constraints=constraints,
             prefix_BP=jnp.asarray(prefix_BP),
-            coverage_penalty=rules.coverage_penalty,
             attention=chains.attention,
-            source_length=toys.attention_BLVS.shape[-1],
-            **IDS,
         )
 
     return chains.hypotheses(run())
@@ -104,7 +107,7 @@ def assert_same(found, expected):
 def test_agrees_with_the_plain_search(name, beam_size):
     toys = random_chains(beam_size, sentences=SENTENCES, length=LENGTH, vocab=11)
     rules = Rules(LENGTH, **RULES[name])
-    for sentence, found in enumerate(search(toys, rules, beam_size=beam_size)):
+    for sentence, found in enumerate(found_in(toys, rules, beam_size=beam_size)):
         log_probs, attention = model(toys, sentence)
         assert_same(
             found, reference_search(log_probs, rules, beam_size=beam_size, attention=attention)
@@ -118,7 +121,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(name):
     wide.log_probs_BLVV[..., :5, :5] = toys.log_probs_BLVV
     wide.attention_BLVS[:, :, :5] = toys.attention_BLVS
     rules = Rules(4, **RULES[name])
-    for sentence, found in enumerate(search(wide, rules, beam_size=60)):
+    for sentence, found in enumerate(found_in(wide, rules, beam_size=60)):
         log_probs, attention = model(toys, sentence)
         assert_same(found, every_hypothesis(log_probs, rules, attention=attention)[:60])
 
@@ -126,7 +129,7 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(name):
 def test_what_is_reported_is_the_models_own_probability():
     toys = random_chains(3, sentences=10, length=LENGTH, vocab=11)
     rules = Rules(LENGTH, repetition_penalty=2.0, no_repeat_ngram=2, suppress=(5, 6), min_length=3)
-    for sentence, found in enumerate(search(toys, rules, beam_size=3)):
+    for sentence, found in enumerate(found_in(toys, rules, beam_size=3)):
         log_probs, _ = model(toys, sentence)
         for tokens, _, log_prob in found:
             forced = sum(log_probs(tokens[:t])[token] for t, token in enumerate(tokens))
@@ -136,7 +139,7 @@ def test_what_is_reported_is_the_models_own_probability():
 def test_where_everything_is_forbidden_nothing_is_found():
     toys = random_chains(4, sentences=3, length=LENGTH, vocab=6)
     everything = Rules(LENGTH, suppress=(1, 2, 3, 4, 5))
-    assert search(toys, everything, beam_size=2) == [[], [], []]
+    assert found_in(toys, everything, beam_size=2) == [[], [], []]
 
 
 @pytest.mark.parametrize(
@@ -151,3 +154,10 @@ def test_where_everything_is_forbidden_nothing_is_found():
 def test_settings_out_of_range(settings, message):
     with pytest.raises(UserError, match=message):
         Constraints(**settings)
+
+
+@pytest.mark.parametrize("token", [-1, 6])
+def test_suppressed_tokens_outside_the_vocabulary(token):
+    toys = random_chains(4, sentences=1, length=LENGTH, vocab=6)
+    with pytest.raises(UserError, match=f"constraints.suppress is {token}; expected .* 0..5"):
+        found_in(toys, Rules(LENGTH, suppress=(3, token)), beam_size=2)

@@ -1,6 +1,4 @@
-"""Sentences through the compiled program: the same in any company, and the program moves no more
-than it must.
-"""
+"""Sentences through the compiled search: the same in any company, and it moves no more than it must."""
 
 from __future__ import annotations
 
@@ -79,8 +77,8 @@ def test_the_same_in_any_company():
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 144})
     engine = Engine([make_model(0)], config)
     engine._search = jax.jit(
-        engine._search_queue,
-        static_argnames=("program", "num_hypotheses"),
+        engine._search_bucket,
+        static_argnames=("bucket", "num_hypotheses"),
         compiler_options=dict(USERS_CODE_GENERATOR),
     )
     sentences = [
@@ -111,7 +109,7 @@ def test_what_accelerators_do_otherwise_finds_the_same(backend, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     engine = Engine([make_model(0)], config)
     found = engine.search(sentences)
-    assert not engine._caches
+    assert not engine._memory
     assert tokens(found) == tokens(expected)
     np.testing.assert_allclose(
         *([its[0].log_prob for its in each] for each in (found, expected)), rtol=1e-5
@@ -130,7 +128,7 @@ def test_a_search_in_bfloat16_converts_its_weights_once(tied):
     }
     model = Transformer(ModelConfig(**shape), rngs=nnx.Rngs(0))
     engine = Engine([model], CONFIG)
-    program = engine.lowered(engine.programs[0]).as_text()
+    program = engine.lowered(engine.buckets[0]).as_text()
     loops = program.index("stablehlo.while")
     matrix = re.compile(r"stablehlo.convert %\S+ : \(tensor<((?:\d+x)+)f32>\) -> tensor<\1bf16>")
     # softmax, attention's, feed-forward's, its bias
@@ -216,6 +214,33 @@ def test_samples_of_a_sentence_depend_on_its_seed_alone():
     assert tokens(engine.search(other_seeds, num_hypotheses=2)) != tokens(whole)
 
 
+def test_equal_sentences_have_samples_of_their_own_whatever_the_batch():
+    config = dataclasses.replace(CONFIG, method="sample", beam_size=2)
+    equals = [Sentence([5, 6, 7, 8, 9], seed=seed) for seed in range(8)]
+    together = tokens(Engine([make_model(0)], config).search(equals, num_hypotheses=2))
+    assert len({str(its) for its in together}) == 8
+    for batch_size in (1, 3):
+        engine = Engine([make_model(0)], dataclasses.replace(config, batch_size=batch_size))
+        mixed = [*SENTENCES[:5], *equals[::-1]]
+        assert tokens(engine.search(mixed, num_hypotheses=2))[:4:-1] == together
+    same_seed = [sentence._replace(seed=3) for sentence in equals]
+    assert tokens(engine.search(same_seed, num_hypotheses=2)) == [together[3]] * 8
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "sample"}])
+def test_logits_that_are_not_numbers_are_reported(settings, caplog):
+    """Those of one sentence, whose own token has a damaged embedding."""
+    sound = Engine([make_model(0)], dataclasses.replace(CONFIG, **settings))
+    damaged = make_model(0, dataclasses.replace(MODEL, tie_embeddings="none"))
+    matrix = damaged.source_embedding.matrix
+    matrix[...] = matrix[...].at[39].set(np.nan)
+    engine = Engine([damaged], dataclasses.replace(CONFIG, **settings))
+    without = [s for s in SENTENCES[:9] if 39 not in s.tokens]
+    found = engine.search([*without, Sentence([5, 39])])
+    assert found == [*sound.search(without), []] and engine.num_nan == 1
+    assert f"1 of {len(found)} sentences have no result, as the model's logits" in caplog.text
+
+
 def test_the_coverage_penalty_is_that_of_the_models_attention():
     model = make_model(0)
     config = DecodingConfig(
@@ -240,24 +265,24 @@ def test_the_coverage_penalty_is_that_of_the_models_attention():
 def test_caches_are_made_once_and_used_again():
     engine = Engine([make_model(0)], CONFIG)
     first = engine.search(SENTENCES)
-    [caches] = engine._caches.values()
-    places = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(caches[0].self_keys)}
+    [caches] = engine._memory.values()
+    places = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(caches.self_keys)}
     assert engine.search(SENTENCES) == first
-    [again] = engine._caches.values()
-    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(again[0].self_keys)} == places
-    assert all(x.is_deleted() for x in jax.tree.leaves(caches[0].self_keys))
+    [again] = engine._memory.values()
+    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(again.self_keys)} == places
+    assert all(x.is_deleted() for x in jax.tree.leaves(caches.self_keys))
 
 
 def test_devices_share_the_work(engine):
     spread = Engine([make_model(0)], CONFIG, devices=jax.devices()[:4])
     assert tokens(spread.search(SENTENCES)) == tokens(engine.search(SENTENCES))
     # Each gets as many as any other, whatever the blocks of one length that they come in.
-    places = spread._places(spread.programs[0], [[0], [1, 2, 3], [4], [5, 6]])
-    queue, counts, _ = spread._queue(
-        spread.programs[0], {place: SENTENCES[index] for index, place in places.items()}
+    places = spread._places(spread.buckets[0], [[0], [1, 2, 3], [4], [5, 6]])
+    waiting, counts, _ = spread._waiting(
+        spread.buckets[0], {place: SENTENCES[index] for index, place in places.items()}
     )
     assert len(set(places.values())) == 7 and counts.sum(axis=1).tolist() == [2, 2, 2, 1]
-    assert (queue.limit_Q > 0).sum() == 7
+    assert (waiting.limit_Q > 0).sum() == 7
 
 
 def test_one_device_is_where_the_search_runs(engine):
@@ -269,7 +294,7 @@ def test_one_device_is_where_the_search_runs(engine):
         and there.num_compiled == 1
     )
     assert all(
-        leaf.devices() == {device} for leaf in jax.tree.leaves((there.parameters, there._caches))
+        leaf.devices() == {device} for leaf in jax.tree.leaves((there.parameters, there._memory))
     )
 
 
@@ -287,8 +312,8 @@ def test_assigned_parameters_go_where_the_work_is_done(engine, num_devices):
 
 def test_several_devices_are_given_no_array_without_elements(engine):
     """It would crash XLA's compiler in jaxlib 0.11.2."""
-    queue, *_ = engine._queue(engine.programs[0], {0: SENTENCES[0]})
-    assert all(leaf.size for leaf in jax.tree.leaves(queue))
+    waiting, *_ = engine._waiting(engine.buckets[0], {0: SENTENCES[0]})
+    assert all(leaf.size for leaf in jax.tree.leaves(waiting))
 
 
 def test_a_source_that_is_too_long(engine):
@@ -355,7 +380,7 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
         **{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24}
     )
     engine = Engine([model], config)
-    compiled = engine.lowered(engine.programs[0]).compile(USERS_CODE_GENERATOR)
+    compiled = engine.lowered(engine.buckets[0]).compile(USERS_CODE_GENERATOR)
     memory, program = compiled.memory_analysis(), compiled.as_text()
     # layers, heads, widths, positions, keys and values, bytes
     caches = batch * 2 * 2 * 8 * (length * beam + 24) * 2 * 4

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from chains import EOS, IDS, random_chains
 
-from transformer_jax.decoding.beam_search import beam_search
+from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.sampling import sample
+from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.decoding.search import search
 from transformer_jax.errors import UserError
 
 LENGTH, VOCAB = 5, 8
@@ -24,14 +25,19 @@ TOYS = random_chains(0, sentences=2, length=LENGTH, vocab=VOCAB)
 
 def draw(num_samples, *, toys=TOYS, **settings):
     batch = len(toys.log_probs_BLVV)
+    length = toys.log_probs_BLVV.shape[1]
+    of_sentences = {
+        name: settings.pop(name) for name in ("prefix_BP", "seed_B") if name in settings
+    }
+    method = Sampling(**{**IDS, "num_samples": num_samples, **settings})
     result = jax.jit(
-        lambda: sample(
+        lambda: search(
+            method,
             chains.step(toys),
             chains.start(toys, jnp.arange(batch), beam_size=num_samples),
-            batch_size=batch,
-            num_samples=num_samples,
-            max_length=toys.log_probs_BLVV.shape[1],
-            **{**IDS, **settings},
+            limit_B=jnp.full(batch, length),
+            max_length=length,
+            **of_sentences,
         )
     )()
     return chains.hypotheses(result)
@@ -68,13 +74,12 @@ def test_top_k_and_top_p_leave_the_likeliest():
 
 
 def test_the_likeliest_alone_is_greedy():
-    greedy = beam_search(
+    greedy = search(
+        BeamSearch(**IDS, beam_size=1),
         chains.step(TOYS),
         chains.start(TOYS, jnp.arange(2), beam_size=1),
-        batch_size=2,
-        beam_size=1,
+        limit_B=jnp.full(2, LENGTH),
         max_length=LENGTH,
-        **IDS,
     )
     assert draw(1, top_k=1) == chains.hypotheses(greedy)
 
@@ -83,9 +88,14 @@ def test_the_likeliest_alone_is_greedy():
 def test_the_coldest_samples_are_greedy(temperature):
     """Whatever the likeliest token is worth: here every allowed one is a good deal below 0."""
     rules = Constraints(suppress=(3, 4, 5))
-    start = chains.start(TOYS, jnp.arange(2), beam_size=1)
-    settings = {"batch_size": 2, "max_length": LENGTH, "constraints": rules, **IDS}
-    greedy = chains.hypotheses(beam_search(chains.step(TOYS), start, beam_size=1, **settings))
+    result = search(
+        BeamSearch(**IDS, beam_size=1, constraints=rules),
+        chains.step(TOYS),
+        chains.start(TOYS, jnp.arange(2), beam_size=1),
+        limit_B=jnp.full(2, LENGTH),
+        max_length=LENGTH,
+    )
+    greedy = chains.hypotheses(result)
     assert draw(1, temperature=temperature, constraints=rules) == greedy
     assert draw(1, temperature=temperature, constraints=rules, top_p=0.9) == greedy
 
@@ -94,6 +104,19 @@ def test_seeds_choose_the_samples():
     assert draw(5, seed=1) == draw(5, seed=1) != draw(5, seed=2)
     one, other = draw(5, seed_B=jnp.array([3, 4])), draw(5, seed_B=jnp.array([4, 4]))
     assert one[0] != other[0] and one[1] == other[1]
+
+
+def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbours():
+    with_nan = TOYS._replace(log_probs_BLVV=TOYS.log_probs_BLVV.copy())
+    with_nan.log_probs_BLVV[0, 1:] = np.nan
+    limit_B = jnp.array([LENGTH, LENGTH])
+    start = chains.start(TOYS, jnp.arange(2), beam_size=3)
+    result = search(
+        Sampling(**IDS, num_samples=3), chains.step(with_nan), start, limit_B=limit_B, max_length=5
+    )
+    assert np.isnan(result.scores_BN[0]).all() and (result.lengths_BN[0] == 0).all()
+    sound = jax.tree.map(lambda x: x[1:], result)
+    assert chains.hypotheses(sound) == draw(3)[1:]
 
 
 def test_log_probabilities_are_the_models_at_temperature_one():
@@ -122,7 +145,7 @@ def test_rules_hold_for_samples():
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"top_p": 0.0}, "top_p 0.0"),
         ({"top_k": -1}, "top_k -1"),
-        ({"num_samples": 0}, "num_samples 0"),
+        ({"num_samples": 0}, "num_samples is 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"length_penalty": -1.0}, "length_penalty is -1.0"),
         ({"length_offset": float("nan")}, "length_offset is nan"),

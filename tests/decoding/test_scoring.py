@@ -13,8 +13,8 @@ from flax import nnx
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding import scoring
+from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.search import padded_length
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer

@@ -370,7 +370,7 @@ def test_devices_share_the_work(engine):
 
 
 def test_the_loop_copies_no_softmax_weights(engine):
-    program = engine.lowered(engine.programs[0]).compile().as_text()
+    program = engine.lowered(engine.buckets[0]).compile().as_text()
     weights = rf"f32\[{CONFIG.batch_size},16,64\]"
     assert re.search(weights, program)
     # where they are made

@@ -15,7 +15,7 @@ from flax import nnx
 from reference_search import Rules, reference_search
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
-from transformer_jax.decoding.engine import Program, _programs
+from transformer_jax.decoding.buckets import Bucket, make_buckets
 from transformer_jax.decoding.segments import joint, split
 from transformer_jax.decoding.translator import Request, Translation, Translator, _join
 from transformer_jax.errors import UserError
@@ -116,7 +116,7 @@ def test_batch_size_does_not_change_the_text(model, tokenizer, translator):
 
 def test_nothing_is_compiled_twice(model, tokenizer, caplog):
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.engine.programs == (Program((16, 24), CONFIG.batch_size),)
+    assert translator.engine.buckets == (Bucket((16, 24), CONFIG.batch_size),)
     with caplog.at_level(logging.INFO, "transformer_jax"):
         first = translator.translate(LINES)
         assert translator.engine.num_compiled == 1
@@ -288,10 +288,10 @@ def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog
 
 def test_learned_positions_bound_the_shapes(tokenizer):
     model = make_model(tokenizer, positions="learned", max_positions=20)
-    assert Translator(model, tokenizer, CONFIG).engine.programs[0].lengths == (16, 20)
+    assert Translator(model, tokenizer, CONFIG).engine.buckets[0].lengths == (16, 20)
     model = make_model(tokenizer, positions="learned", max_positions=12)
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.engine.programs[0].lengths == (12,)
+    assert translator.engine.buckets[0].lengths == (12,)
     assert all(translator.translate([LINES[0], " ".join(WORDS)]))
 
 
@@ -309,12 +309,12 @@ def test_learned_positions_bound_what_may_be_asked(tokenizer):
 
 def test_longer_sources_have_fewer_rows():
     short, longer = (16, 24, 32, 48, 64, 96, 128), (192, 256, 384, 512)
-    assert _programs(512, 32) == (Program(short, 32), Program(longer, 8))
-    assert _programs(2048, 32)[2:] == (Program((768, 1024, 1536, 2048), 2),)
-    assert _programs(140, 7) == (Program(short, 7), Program((140,), 1))
-    assert _programs(129, 1) == (Program(short, 1), Program((129,), 1))
-    assert _programs(10, 5) == (Program((10,), 5),)
-    assert [program.num_blocks * program.block_size for program in _programs(512, 32)] == [
+    assert make_buckets(512, 32) == (Bucket(short, 32), Bucket(longer, 8))
+    assert make_buckets(2048, 32)[2:] == (Bucket((768, 1024, 1536, 2048), 2),)
+    assert make_buckets(140, 7) == (Bucket(short, 7), Bucket((140,), 1))
+    assert make_buckets(129, 1) == (Bucket(short, 1), Bucket((129,), 1))
+    assert make_buckets(10, 5) == (Bucket((10,), 5),)
+    assert [program.num_blocks * program.block_size for program in make_buckets(512, 32)] == [
         32 * 32,
         32 * 8,
     ]

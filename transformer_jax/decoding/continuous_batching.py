@@ -1,190 +1,221 @@
-"""Many sentences through few rows, on the device: when a sentence is done, a waiting one takes its
-row.
+"""Continuous batching on the device: when a sentence is done, a waiting one takes its row.
 
-A batch that starts and ends together computes until its longest sentence is done. Here rows are
-handed on in between, so that most of what is computed is of use.
+A batch that starts and ends together computes until its longest sentence is done. Handing rows over
+in between wastes few of them.
 
-Letters as in ``search.py``, and Q places in the queue, M blocks of them, R rows handed on at a
+Letters as in ``search.py``, and Q waiting sentences, M blocks of them, R rows handed over at a
 time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from transformer_jax.decoding.models import DecodingModel
 from transformer_jax.decoding.search import (
-    Attention,
     Cache,
     Method,
-    Reorder,
     SearchResult,
     SearchState,
-    StepFn,
     results,
     take_step,
 )
 
 
-class Queue(NamedTuple):
-    """What waits; every leaf has Q as its first axis. It falls into M blocks of equal size, each
-    begun by its sentences.
+class Waiting(NamedTuple):
+    """Sentences that wait for a row, in M blocks of equal size; every leaf has Q as its first axis.
+    The places at the end of a block may be empty.
     """
 
-    inputs: Any
-    """What ``start_cache`` asks for: an array or a tree of them."""
+    source: Any
+    """What the model's ``start_cache`` takes: a pytree."""
     limit_Q: Array
     prefix_QP: Array
     seed_Q: Array
 
 
-class QueueResult(NamedTuple):
-    """What came of the queue, in its order."""
+class Found(NamedTuple):
+    """Results in the order of the waiting sentences."""
 
-    found: SearchResult
+    results: SearchResult
     slots_computed: Array
     """int32: rows times steps."""
     slots_used: Array
-    """int32: those of them in which a sentence was under way."""
+    """int32: those of them in which a sentence was in progress."""
+
+
+def search_waiting(
+    method: Method,
+    model: DecodingModel,
+    waiting: Waiting,
+    counts_M: Array,
+    cache: Cache,
+    *,
+    max_length: int,
+) -> tuple[Found, Cache]:
+    """Search the first ``counts_M[m]`` sentences of every block m in the rows of ``cache``; no
+    result depends on the other sentences.
+
+    ``cache``, whose rows hold no sentence yet, comes back for the next search: large caches are
+    best made once and donated. Every leaf of it has the rows as its first axis. A block is best a
+    good deal smaller than that, as it is encoded whole, however few sentences it has.
+
+    Three nested loops, so that none holds a branch through which caches would be copied: the outer
+    one encodes a block, the middle one hands rows over as soon as 1/16 of them are idle, or enough
+    for the rest of the block, the inner one takes steps.
+    """
+    batch_size = jax.tree.leaves(cache)[0].shape[0]
+    attention_BWS = cache.attention_BWS
+    source_length = 0 if attention_BWS is None else attention_BWS.shape[2]
+    run = _Run(method, model, waiting, counts_M, batch_size, max_length, source_length)
+    return run.search(cache)
 
 
 class _Carry(NamedTuple):
     state: SearchState
     cache: Cache
-    owner_B: Array  # whose row it is; Q: nobody's
+    owner_B: Array  # the sentence in each row; Q: none
     block: Array  # the block that sentences are taken from
-    next: Array  # the place of the next one
-    found: SearchResult
+    next: Array  # the next waiting sentence
+    finished: SearchResult  # of all Q sentences
     slots_computed: Array
     slots_used: Array
 
 
-def search_queue(
-    method: Method,
-    step_fn: StepFn,
-    start_cache: Callable[[Any], Cache],
-    replace_rows: Callable[[Cache, Array, Cache], Cache],
-    queue: Queue,
-    counts_M: Array,
-    cache: Cache,
-    *,
-    batch_size: int,
-    max_length: int,
-    reorder: Reorder,
-    attention: Attention | None = None,
-    source_length: int = 0,
-) -> tuple[QueueResult, Cache]:
-    """Search the first ``counts_M[m]`` sentences of every block m in ``batch_size`` rows; none gets
-    what depends on another.
+@dataclass(frozen=True)
+class _Run:
+    method: Method
+    model: DecodingModel
+    waiting: Waiting
+    counts_M: Array
+    batch_size: int
+    max_length: int
+    source_length: int
 
-    ``start_cache(inputs)`` makes a cache of a block. ``replace_rows(cache, rows_R, fresh)`` puts
-    its R rows into those of a cache of B rows; an index of B is ignored. ``cache``, whose rows hold
-    nothing yet, is filled that way and given back for the next queue, as large caches are best made
-    once and donated. Every leaf of a cache has the rows as its first axis. A block is best a good
-    deal smaller than B, as it is encoded whole, however few sentences begin it. ``attention`` and
-    ``source_length`` are those of ``beam_search``.
-
-    Three loops, one in the other, so that none holds a branch through which caches would be copied:
-    the outer one encodes a block, the middle one hands rows on as soon as 1/16 of them are idle, or
-    enough for the rest of the block, the inner one takes steps.
-    """
-    B, Q, M = batch_size, queue.limit_Q.shape[0], counts_M.shape[0]
-    R, block_size = max(1, B // 16), Q // M
-    num_blocks = jnp.where(counts_M > 0, jnp.arange(1, M + 1), 0).max()
-
-    def start(entries: Queue) -> SearchState:
-        return method.start(
-            entries.limit_Q,
-            max_length=max_length,
-            source_length=source_length,
-            prefix_BP=entries.prefix_QP,
-            seed_B=entries.seed_Q,
+    def search(self, cache: Cache) -> tuple[Found, Cache]:
+        """All blocks, from the first to the last that has a sentence."""
+        M, Q, B = self.counts_M.shape[0], self.waiting.limit_Q.shape[0], self.batch_size
+        num_blocks = jnp.where(self.counts_M > 0, jnp.arange(1, M + 1), 0).max()
+        carry = _Carry(
+            state=self.start(self.nothing(B)),
+            cache=cache,
+            owner_B=jnp.full(B, Q, jnp.int32),
+            block=jnp.int32(0),
+            next=jnp.int32(0),
+            finished=self.start(self.nothing(Q)).finished,
+            slots_computed=jnp.int32(0),
+            slots_used=jnp.int32(0),
         )
+        carry = jax.lax.while_loop(
+            lambda carry: carry.block < num_blocks, partial(self.search_block, num_blocks), carry
+        )
+        finished = self.collect(carry, jnp.arange(B))
+        found = results(finished, self.method.pad_id)
+        return Found(found, carry.slots_computed, carry.slots_used), carry.cache
 
-    def step(carry: _Carry) -> _Carry:
+    def search_block(self, num_blocks: Array, carry: _Carry) -> _Carry:
+        """Encode a block and give its sentences rows; in the last block, until all are done."""
+        size = self.waiting.limit_Q.shape[0] // self.counts_M.shape[0]
+        first = carry.block * size
+        end = first + self.counts_M[carry.block]
+        block: Waiting = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, first, size), self.waiting
+        )
+        encoded = self.model.start_cache(block.source)
+
+        def is_unfinished(carry: _Carry) -> Array:
+            is_last = carry.block == num_blocks - 1
+            return (carry.next < end) | (is_last & ~carry.state.done_B.all())
+
+        def hand_over(carry: _Carry) -> _Carry:
+            carry = self.step_until_idle(carry, end)
+            # Up to R idle rows: their results go out, the next sentences come in. Row B is none.
+            B, R = self.batch_size, self.num_handed_over
+            rows_R = jnp.argsort(~carry.state.done_B, stable=True)[:R]
+            rows_R = jnp.where(carry.state.done_B[rows_R], rows_R, B)
+            finished = self.collect(carry, rows_R)
+            places_R = carry.next + jnp.arange(R)
+            come_R = (places_R < end) & (rows_R < B)
+            entries, fresh = jax.tree.map(
+                lambda x: x[jnp.minimum(places_R - first, size - 1)], (block, encoded)
+            )
+            started = self.start(entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0)))
+            owners_R = jnp.where(come_R, places_R, self.waiting.limit_Q.shape[0])
+            return carry._replace(
+                state=jax.tree.map(
+                    lambda old, new: old.at[rows_R].set(new, mode="drop"), carry.state, started
+                ),
+                cache=carry.cache.replace_rows(rows_R, fresh),
+                owner_B=carry.owner_B.at[rows_R].set(owners_R, mode="drop"),
+                next=carry.next + come_R.sum(),
+                finished=finished,
+            )
+
+        carry = jax.lax.while_loop(is_unfinished, hand_over, carry._replace(next=first))
+        return carry._replace(block=carry.block + 1)
+
+    def step_until_idle(self, carry: _Carry, end: Array) -> _Carry:
+        """Take steps until enough rows are idle for a hand-over, or all are."""
+        B, R = self.batch_size, self.num_handed_over
+
+        def goes_on(carry: _Carry) -> Array:
+            num_idle = carry.state.done_B.sum()
+            num_waiting = end - carry.next
+            return (num_idle < B) & ~((num_waiting > 0) & (num_idle >= jnp.minimum(R, num_waiting)))
+
+        return jax.lax.while_loop(goes_on, self.step, carry)
+
+    def step(self, carry: _Carry) -> _Carry:
+        """Write one token of every row's sentence."""
         busy_B = ~carry.state.done_B
         state, cache = take_step(
-            method, step_fn, carry.state, carry.cache, reorder=reorder, attention=attention
+            self.method,
+            self.model.step,
+            carry.state,
+            carry.cache,
+            reorder=lambda cache, parents_BW: cache.reorder(parents_BW),
+            attention=lambda cache: cache.attention_BWS,
         )
         return carry._replace(
             state=state,
             cache=cache,
-            slots_computed=carry.slots_computed + B,
+            slots_computed=carry.slots_computed + self.batch_size,
             slots_used=carry.slots_used + busy_B.sum(),
         )
 
-    def collect(carry: _Carry, rows_R: Array) -> SearchResult:
+    @property
+    def num_handed_over(self) -> int:
+        """R."""
+        return max(1, self.batch_size // 16)
+
+    def nothing(self, count: int) -> Waiting:
+        """``count`` sentences with nothing to search."""
+        return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), self.waiting)
+
+    def start(self, entries: Waiting) -> SearchState:
+        """Waiting sentences as they begin."""
+        return self.method.start(
+            entries.limit_Q,
+            max_length=self.max_length,
+            prefix_BP=entries.prefix_QP,
+            seed_B=entries.seed_Q,
+            source_length=self.source_length,
+        )
+
+    def collect(self, carry: _Carry, rows_R: Array) -> SearchResult:
+        """What these rows have finished, put to the results of all."""
+        Q = self.waiting.limit_Q.shape[0]
         owners_R = carry.owner_B.at[rows_R].get(mode="fill", fill_value=Q)
         return jax.tree.map(
-            lambda all_of_them, new: all_of_them.at[owners_R].set(
+            lambda of_all, new: of_all.at[owners_R].set(
                 new.at[rows_R].get(mode="clip"), mode="drop"
             ),
-            carry.found,
+            carry.finished,
             carry.state.finished,
         )
-
-    def one_block(carry: _Carry) -> _Carry:
-        first = carry.block * block_size
-        end = first + counts_M[carry.block]
-        block: Queue = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, first, block_size), queue
-        )
-        encoded = start_cache(block.inputs)
-
-        def hand_on(carry: _Carry) -> _Carry:
-            def go_on(carry: _Carry) -> Array:
-                num_idle = carry.state.done_B.sum()
-                return (num_idle < B) & ~(
-                    (carry.next < end) & (num_idle >= jnp.minimum(R, end - carry.next))
-                )
-
-            carry = jax.lax.while_loop(go_on, step, carry)
-            # Up to R idle rows: their results go out, the next of the block come in. Row B is none.
-            rows_R = jnp.argsort(~carry.state.done_B, stable=True)[:R]
-            rows_R = jnp.where(carry.state.done_B[rows_R], rows_R, B)
-            found = collect(carry, rows_R)
-            places_R = carry.next + jnp.arange(R)
-            come_R = (places_R < end) & (rows_R < B)
-            entries, fresh = jax.tree.map(
-                lambda x: x[jnp.minimum(places_R - first, block_size - 1)], (block, encoded)
-            )
-            entries = entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0))
-            return carry._replace(
-                state=jax.tree.map(
-                    lambda old, new: old.at[rows_R].set(new, mode="drop"),
-                    carry.state,
-                    start(entries),
-                ),
-                cache=replace_rows(carry.cache, rows_R, fresh),
-                owner_B=carry.owner_B.at[rows_R].set(jnp.where(come_R, places_R, Q), mode="drop"),
-                next=carry.next + come_R.sum(),
-                found=found,
-            )
-
-        def more(carry: _Carry) -> Array:
-            is_last = carry.block == num_blocks - 1
-            return (carry.next < end) | (is_last & ~carry.state.done_B.all())
-
-        carry = jax.lax.while_loop(more, hand_on, carry._replace(next=first))
-        return carry._replace(block=carry.block + 1)
-
-    def nothing(count: int) -> Queue:
-        return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), queue)
-
-    carry = _Carry(
-        state=start(nothing(B)),
-        cache=cache,
-        owner_B=jnp.full(B, Q, jnp.int32),
-        block=jnp.int32(0),
-        next=jnp.int32(0),
-        found=start(nothing(Q)).finished,
-        slots_computed=jnp.int32(0),
-        slots_used=jnp.int32(0),
-    )
-    carry = jax.lax.while_loop(lambda carry: carry.block < num_blocks, one_block, carry)
-    found = results(collect(carry, jnp.arange(B)), method.pad_id)
-    return QueueResult(found, carry.slots_computed, carry.slots_used), carry.cache

@@ -1,14 +1,13 @@
-"""Token ids in, token ids out: sentences of all lengths through few compiled programs, on one or
-several devices.
+"""Token ids in, token ids out: sentences of all lengths in few compiled searches, on one or several
+devices.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +16,20 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding import ensemble
 from transformer_jax.decoding.beam_search import BeamSearch
+from transformer_jax.decoding.buckets import Bucket, make_buckets
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import Queue, QueueResult, search_queue
+from transformer_jax.decoding.continuous_batching import Found, Waiting, search_waiting
+from transformer_jax.decoding.models import (
+    DecodingModel,
+    Ensemble,
+    Shortlisted,
+    SingleModel,
+    Source,
+)
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import NOT_FORCED, padded_length
+from transformer_jax.decoding.search import NOT_FORCED, Method
 from transformer_jax.decoding.shortlist import Shortlist
-from transformer_jax.decoding.shortlisted_model import ShortlistedModel
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.sharding import row_shardings
@@ -33,24 +38,22 @@ from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# a queue holds so many batches; its end, where no sentence waits any more, is what costs
-_BATCHES = 32
 _PREFIX_STEP = 8  # prefixes are padded to a multiple of this: few shapes
 
 
 class Sentence(NamedTuple):
-    """What to search."""
+    """What to translate."""
 
     tokens: Sequence[int]
     """Source tokens without EOS, fewer than ``Engine.longest_source``."""
     prefix: Sequence[int] = ()
     """Target tokens that the translation must begin with."""
     seed: int = 0
-    """Tells the samples of sentences apart."""
+    """Makes the samples of sentences differ."""
 
 
 class Hypothesis(NamedTuple):
-    """What was found."""
+    """A translation."""
 
     tokens: list[int]
     """Target tokens without EOS."""
@@ -60,48 +63,30 @@ class Hypothesis(NamedTuple):
     """One more than ``tokens``: the end symbol's is the last."""
 
 
-class _Inputs(NamedTuple):
-    source_QS: Any
-    shape_Q: Any  # which of a program's lengths to encode in; the same in all of a block
-    own_QK: Any  # tokens that a shortlist adds, or None
+class _Running(NamedTuple):
+    """A search that the devices are at work on."""
 
-
-class Program(NamedTuple):
-    """What is compiled once: a search of sentences of similar lengths."""
-
-    lengths: tuple[int, ...]
-    """Source lengths, end symbol included, that sentences are encoded in; the search has room for
-    the last one.
-    """
-    rows: int
-    """Sentences that each device has under way."""
-
-    @property
-    def block_size(self) -> int:
-        """Sentences that a device encodes at a time, all in one shape: few, as seldom just as many
-        of a length wait.
-        """
-        return max(1, self.rows // 4)
-
-    @property
-    def num_blocks(self) -> int:
-        """In a device's queue."""
-        return _BATCHES * self.rows // self.block_size
+    places: dict[int, int]
+    """Where among the waiting sentences each sentence (by its index) stands."""
+    tokens_QX: np.ndarray | None
+    """Their shortlists, if any."""
+    found: Found
 
 
 class Engine:
     """The search of one model, or of several whose probabilities are averaged.
 
-    A sentence's own length says in which shape it is encoded and by which of few programs it is
-    searched. What it gets does not depend on the sentences around it.
+    A sentence's own length decides in which shape it is encoded and in which of few buckets it is
+    searched. Its result does not depend on the sentences around it.
 
     Attributes:
-      programs: one for sources of up to 128 tokens, one with a quarter of the rows for those of up
+      buckets: one for sources of up to 128 tokens, one with a quarter of the rows for those of up
         to 512, and so on.
       longest_source: tokens, end symbol included.
-      num_compiled: how many programs have been compiled so far.
+      num_compiled: how many functions have been compiled so far.
+      num_nan: sentences so far that have no result because the model's logits were NaN.
       slots_computed, slots_used: rows times steps of the searches so far, and those of them in
-        which a sentence was under way.
+        which a sentence was in progress.
     """
 
     def __init__(
@@ -113,8 +98,7 @@ class Engine:
         shortlist: Shortlist | None = None,
         devices: Sequence[jax.Device] = (),
     ):
-        """``suppress`` holds the ids of ``config.suppress``, ``shortlist`` what the file
-        ``config.shortlist`` says.
+        """``suppress`` and ``shortlist`` are what ``check_decoding`` gives for ``config``.
 
         Each of ``devices`` searches an equal share of the rows, for as long as that takes. Without
         them the search runs where the parameters are. In a run of several processes all must ask
@@ -122,7 +106,7 @@ class Engine:
 
         Raises:
           UserError: a batch size that does not divide over the devices, a beam wider than the
-            vocabulary, models with other vocabularies than the first one's.
+            vocabulary, models with different vocabularies.
         """
         self.config = config
         self._shares = max(1, len(devices))
@@ -132,40 +116,41 @@ class Engine:
         ]
         if len(set(sizes)) > 1:
             raise UserError(
-                f"The models have {sizes} source and target tokens; expected models of one vocabulary."
+                f"The models have {sizes} source and target tokens; expected models of one "
+                "vocabulary."
+            )
+        if config.batch_size % self._shares:
+            raise UserError(
+                f"decoding.batch_size is {config.batch_size}; expected a multiple of "
+                f"{self._shares}, the number of devices that share it."
             )
         self._everywhere, self._rows = row_shardings(devices)
         self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
         self.parameters = states
         self._suppress, self._shortlist = suppress, shortlist
         self._shared_C = None if shortlist is None else shortlist.shared(suppress)
-        if config.batch_size % self._shares:
-            raise UserError(
-                f"decoding.batch_size is {config.batch_size}; expected a multiple of {self._shares}, the devices that share it."
-            )
+        if self._shared_C is not None:  # searches number tokens by their places in shortlists
+            self._suppress = tuple(self._shared_C.tolist().index(token) for token in suppress)
         _check_beam(config, models[0].config.vocab_size, self._shared_C)
         # Learned positions end somewhere.
         self._max_positions = [
             model.config.max_positions for model in models if model.config.positions == "learned"
         ]
         self.longest_source = min([config.max_source_length, *self._max_positions])
-        self.programs = _programs(self.longest_source, config.batch_size // self._shares)
-        self.num_compiled = self.slots_computed = self.slots_used = 0
-        # Without this, XLA's CPU compiler copies caches that could be updated in place.
-        options = (
-            {"xla_cpu_copy_insertion_use_region_analysis": True}
-            if jax.default_backend() == "cpu"
-            else None
-        )
+        self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
+        self.num_compiled = self.num_nan = self.slots_computed = self.slots_used = 0
+        on_cpu = jax.default_backend() == "cpu"
         self._search = jax.jit(
-            self._search_queue,
-            static_argnames=("program", "num_hypotheses"),
-            donate_argnames="caches",
-            compiler_options=options,
+            self._search_bucket,
+            static_argnames=("bucket", "num_hypotheses"),
+            donate_argnames="memory",
+            # Without this, XLA's CPU compiler copies caches that could be updated in place.
+            compiler_options={"xla_cpu_copy_insertion_use_region_analysis": True}
+            if on_cpu
+            else None,
         )
-        # Kept from search to search on a CPU, where new memory costs; elsewhere training may need
-        # it back.
-        self._caches: dict[Program, ensemble.Caches] = {}
+        # Kept between searches on a CPU, where new memory costs; elsewhere training may need it.
+        self._memory: dict[Bucket, Any] = {}
 
     @property
     def parameters(self) -> tuple[Any, ...]:
@@ -194,7 +179,8 @@ class Engine:
     def search(
         self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1
     ) -> list[list[Hypothesis]]:
-        """The best hypotheses of each sentence, best first; none where the search finds none.
+        """The best hypotheses of each sentence, best first; none where the search finds none (with
+        a warning where the model's logits were NaN).
 
         Raises:
           UserError: a source that is too long.
@@ -202,296 +188,264 @@ class Engine:
         for index, sentence in enumerate(sentences):
             if len(sentence.tokens) >= self.longest_source:
                 raise UserError(
-                    f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most {self.longest_source - 1}, "
-                    "one less than decoding.max_source_length (or model.max_positions of learned ones), for the end symbol."
+                    f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most "
+                    f"{self.longest_source - 1}, one less than decoding.max_source_length (or "
+                    "model.max_positions of learned ones), for the end symbol."
                 )
-        of_length: dict[int, list[int]] = defaultdict(list)
-        for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens)):
-            of_length[self._encoded_length(sentences[index])].append(index)
-        # The device gets everything before the first result is waited for.
-        running = []
-        for program in self.programs:
-            size = program.block_size * self._shares
-            blocks = [
-                of_length[length][first : first + size]
-                for length in reversed(program.lengths)
-                for first in range(0, len(of_length[length]), size)
-            ]
-            for first in range(0, len(blocks), program.num_blocks):
-                places = self._places(program, blocks[first : first + program.num_blocks])
-                queue, counts, tokens_QX = self._queue(
-                    program, {place: sentences[index] for index, place in places.items()}
-                )
-                # gone if the search is interrupted
-                caches = self._caches.pop(program, None) or self._new_caches(program)
-                result, self._caches[program] = self._search(
-                    self.parameters,
-                    queue,
-                    counts,
-                    caches,
-                    program=program,
-                    num_hypotheses=num_hypotheses,
-                )
-                running.append((places, tokens_QX, result))
+        # The devices get all the work before the first result is waited for.
+        running = [
+            self._start(bucket, blocks, sentences, num_hypotheses)
+            for bucket, blocks in self._batches(sentences)
+        ]
         if jax.default_backend() != "cpu":
-            self._caches.clear()
+            self._memory.clear()
         found: list[list[Hypothesis]] = [[] for _ in sentences]
-        for places, tokens_QX, result in running:
-            fetched: Any = jax.tree.map(np.asarray, result)
+        with_nan = []
+        for places, tokens_QX, on_device in running:
+            results, slots_computed, slots_used = jax.tree.map(np.asarray, on_device)
             if tokens_QX is not None:  # from places in shortlists to tokens
-                tokens_QNL = np.take_along_axis(
-                    tokens_QX[:, None], fetched.found.tokens_BNL, axis=2
-                )
-                fetched = fetched._replace(found=fetched.found._replace(tokens_BNL=tokens_QNL))
-            self.slots_computed += int(fetched.slots_computed.sum())
-            self.slots_used += int(fetched.slots_used.sum())
+                tokens_QNL = np.take_along_axis(tokens_QX[:, None], results.tokens_BNL, axis=2)
+                results = results._replace(tokens_BNL=tokens_QNL)
+            self.slots_computed += int(slots_computed.sum())
+            self.slots_used += int(slots_used.sum())
             for index, place in places.items():
-                found[index] = _hypotheses(*(x[place] for x in fetched.found))
+                found[index] = _hypotheses(*(x[place] for x in results))
+                if np.isnan(results.scores_BN[place, 0]):
+                    with_nan.append(index)
+        if with_nan:
+            self.num_nan += len(with_nan)
+            logger.warning(
+                "%d of %d sentences have no result, as the model's logits were NaN or infinite "
+                "(sentence %d first). Its parameters are damaged, or training has diverged.",
+                len(with_nan),
+                len(sentences),
+                min(with_nan),
+            )
         return found
 
     def lowered(
         self,
-        program: Program,
+        bucket: Bucket,
         *,
         num_hypotheses: int = 1,
         sharding: jax.sharding.Sharding | None = None,
     ) -> jax.stages.Lowered:
-        """One of ``programs``, not yet compiled: to look at, or to compile ahead; for
+        """The search of one of ``buckets``, not yet compiled: to look at, or to compile ahead; for
         ``sharding``'s devices, if given.
         """
-        queue, counts, _ = self._queue(program, {0: Sentence([EOS_ID])})
-        given = self.parameters, queue, counts, self.cache_shapes(program)
+        waiting, counts, _ = self._waiting(bucket, {0: Sentence([EOS_ID])})
+        given = self.parameters, waiting, counts, self.cache_shapes(bucket)
         if sharding is not None:
             given = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
             )
-        return self._search.lower(*given, program=program, num_hypotheses=num_hypotheses)
+        return self._search.lower(*given, bucket=bucket, num_hypotheses=num_hypotheses)
 
-    def cache_shapes(self, program: Program) -> ensemble.Caches:
-        """Of the caches of one of ``programs``: all rows of all devices."""
-        source_BS = jax.ShapeDtypeStruct(
-            (program.rows * self._shares, program.lengths[0]), jnp.int32
-        )
-        max_length = self._longest(program.lengths[-1])
-        return jax.eval_shape(
-            lambda source_BS: self._start_caches(program, self.models, source_BS, max_length),
-            source_BS,
-        )
+    def cache_shapes(self, bucket: Bucket) -> Any:
+        """Of the caches of one of ``buckets``: all rows of all devices."""
+        longest = bucket.lengths[-1]
+        model = self._model(self.models, (longest,))
+        rows = bucket.rows * self._shares
+        tokens_BS = jax.ShapeDtypeStruct((rows, longest), jnp.int32)
+        source = Source(tokens_BS, jax.ShapeDtypeStruct((rows,), jnp.int32), None)
+
+        def memory(source: Source) -> Any:
+            max_length = self._longest_target(longest)
+            return model.memory_of(model.start_cache(source, max_length=max_length))
+
+        return jax.eval_shape(memory, source)
+
+    def _model(
+        self,
+        transformers: Sequence[Transformer],
+        lengths: tuple[int, ...],
+        shared_C: np.ndarray | None = None,
+    ) -> DecodingModel:
+        keep_attention = self.config.coverage_penalty > 0
+        members: list[DecodingModel] = []
+        for transformer in transformers:
+            single = SingleModel(transformer, lengths, self.config.beam_size, keep_attention)
+            members.append(single if shared_C is None else Shortlisted(single, shared_C))
+        return members[0] if len(members) == 1 else Ensemble(members)
 
     def _encoded_length(self, sentence: Sentence) -> int:
-        lengths = (length for program in self.programs for length in program.lengths)
+        lengths = (length for bucket in self.buckets for length in bucket.lengths)
         return next(length for length in lengths if len(sentence.tokens) < length)
 
-    def _longest(self, source_length: int) -> int:
-        """Positions that any translation of a source of this shape can need."""
+    def _longest_target(self, source_length: int) -> int:
+        """Positions that any translation of a source of this length can need."""
         return min([source_length + self.config.max_extra_length, *self._max_positions])
 
-    def _places(self, program: Program, blocks: list[list[int]]) -> dict[int, int]:
-        """Where in the queue the sentences of each block stand: dealt out to the devices in turn,
-        from block to block.
+    def _batches(self, sentences: Sequence[Sentence]) -> Iterator[tuple[Bucket, list[list[int]]]]:
+        """The blocks of each search: indices of sentences of one encoded length, longest first."""
+        of_length: dict[int, list[int]] = defaultdict(list)
+        for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens)):
+            of_length[self._encoded_length(sentences[index])].append(index)
+        for bucket in self.buckets:
+            size = bucket.block_size * self._shares
+            blocks = [
+                of_length[length][first : first + size]
+                for length in reversed(bucket.lengths)
+                for first in range(0, len(of_length[length]), size)
+            ]
+            for first in range(0, len(blocks), bucket.num_blocks):
+                yield bucket, blocks[first : first + bucket.num_blocks]
+
+    def _start(
+        self,
+        bucket: Bucket,
+        blocks: list[list[int]],
+        sentences: Sequence[Sentence],
+        num_hypotheses: int,
+    ) -> _Running:
+        places = self._places(bucket, blocks)
+        waiting, counts, tokens_QX = self._waiting(
+            bucket, {place: sentences[index] for index, place in places.items()}
+        )
+        # Gone if the search is interrupted.
+        memory = self._memory.pop(bucket, None) or self._new_memory(bucket)
+        found, self._memory[bucket] = self._search(
+            self.parameters, waiting, counts, memory, bucket=bucket, num_hypotheses=num_hypotheses
+        )
+        return _Running(places, tokens_QX, found)
+
+    def _places(self, bucket: Bucket, blocks: list[list[int]]) -> dict[int, int]:
+        """Where each block's sentences wait: dealt out to the devices in turn, from block to
+        block.
         """
         places: dict[int, int] = {}
         for block, indices in enumerate(blocks):
             for i, index in enumerate(indices):
                 device = len(places) % self._shares
-                places[index] = (
-                    device * program.num_blocks + block
-                ) * program.block_size + i // self._shares
+                first = (device * bucket.num_blocks + block) * bucket.block_size
+                places[index] = first + i // self._shares
         return places
 
-    def _queue(
-        self, program: Program, sentences: dict[int, Sentence]
-    ) -> tuple[Queue, np.ndarray, np.ndarray | None]:
+    def _waiting(
+        self, bucket: Bucket, sentences: dict[int, Sentence]
+    ) -> tuple[Waiting, np.ndarray, np.ndarray | None]:
         """The sentences at their places as arrays, how many each device has in each block, and
         their shortlists, if any.
         """
-        blocks = self._shares * program.num_blocks
-        size, room = blocks * program.block_size, program.lengths[-1]
+        blocks = self._shares * bucket.num_blocks
+        size, longest = blocks * bucket.block_size, bucket.lengths[-1]
         # At least 1: an array without elements crashes jaxlib 0.11.2 where several devices search.
         longest_prefix = max([1, *(len(sentence.prefix) for sentence in sentences.values())])
-        source_QS = np.full((size, room), PAD_ID, np.int32)
+        padded_prefix = -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP
+        source_QS = np.full((size, longest), PAD_ID, np.int32)
+        prefix_QP = np.full((size, padded_prefix), NOT_FORCED, np.int32)
         limit_Q, seed_Q = np.zeros(size, np.int32), np.zeros(size, np.uint32)
-        prefix_QP = np.full(
-            (size, -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP), NOT_FORCED, np.int32
-        )
-        shape_Q, counts = np.zeros(size, np.int32), np.zeros(blocks, np.int32)
+        length_index_Q, counts = np.zeros(size, np.int32), np.zeros(blocks, np.int32)
         for place, sentence in sentences.items():
             tokens, prefix = sentence.tokens, sentence.prefix
             source_QS[place, : len(tokens) + 1] = [*tokens, EOS_ID]
-            limit_Q[place] = min(
-                len(tokens) + 1 + self.config.max_extra_length, self._longest(room)
-            )
+            limit_Q[place] = self._longest_target(len(tokens) + 1)
             prefix_QP[place, : len(prefix)] = prefix
             seed_Q[place] = sentence.seed
-            shape_Q[place] = program.lengths.index(self._encoded_length(sentence))
-            counts[place // program.block_size] += 1
+            length_index_Q[place] = bucket.lengths.index(self._encoded_length(sentence))
+            counts[place // bucket.block_size] += 1
         tokens_QX = own_QK = None
         if self._shortlist is not None and self._shared_C is not None:
             tokens_QX = self._shortlist.of_sentences(source_QS, self._shared_C, prefix_BP=prefix_QP)
             own_QK = tokens_QX[:, len(self._shared_C) :]
             places_QP = (tokens_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
             prefix_QP = np.where(prefix_QP < 0, NOT_FORCED, places_QP)
-        # they go to the devices with the call
-        arrays: Any = _Inputs(source_QS, shape_Q, own_QK), limit_Q, prefix_QP, seed_Q
-        return Queue(*arrays), counts.reshape(self._shares, program.num_blocks), tokens_QX
+        # They go to the devices with the call.
+        arrays: Any = Source(source_QS, length_index_Q, own_QK), limit_Q, prefix_QP, seed_Q
+        return Waiting(*arrays), counts.reshape(self._shares, bucket.num_blocks), tokens_QX
 
-    def _start_caches(
-        self, program: Program, models: Sequence[Transformer], source_BS: jax.Array, max_length: int
-    ) -> Any:
-        return ensemble.start_caches(
-            models,
-            source_BS,
-            source_BS != PAD_ID,
-            beam_size=self.config.beam_size,
-            max_length=max_length,
-            source_room=program.lengths[-1],
-            keep_attention=self.config.coverage_penalty > 0,
-        )
-
-    def _new_caches(self, program: Program) -> ensemble.Caches:
-        shapes = self.cache_shapes(program)
+    def _new_memory(self, bucket: Bucket) -> Any:
+        shapes = self.cache_shapes(bucket)
         return jax.jit(
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
             out_shardings=self._rows,
         )()
 
-    def _search_queue(
+    def _search_bucket(
         self,
         parameters: Any,
-        queue: Queue,
+        waiting: Waiting,
         counts: jax.Array,
-        caches: ensemble.Caches,
+        memory: Any,
         *,
-        program: Program,
+        bucket: Bucket,
         num_hypotheses: int,
-    ) -> tuple[QueueResult, ensemble.Caches]:
-        """``caches`` are overwritten, and come back for the next queue of this program."""
+    ) -> tuple[Found, Any]:
+        """``memory`` is overwritten, and comes back for the next search of this bucket."""
         self.num_compiled += 1  # this runs when a shape is traced, which is once
-        inputs: _Inputs = queue.inputs
-        own = (
-            ""
-            if inputs.own_QK is None
-            else f" and {inputs.own_QK.shape[1]} target tokens of their own"
-        )
-        sizes = program.rows * self._shares, program.lengths[-1]
+        own_QK = waiting.source.own_BK
+        own = "" if own_QK is None else f" and {own_QK.shape[1]} target tokens of their own"
         devices = "" if self._shares == 1 else f" on {self._shares} devices"
         logger.info(
-            "Compiling the search for %d sentences of up to %d tokens%s%s.", *sizes, own, devices
+            "Compiling the search for %d sentences of up to %d tokens%s%s.",
+            bucket.rows * self._shares,
+            bucket.lengths[-1],
+            own,
+            devices,
         )
-        search = partial(self._search_share, program, num_hypotheses=num_hypotheses)
+        search = partial(self._search_share, bucket, self._method(num_hypotheses))
         if self._shares == 1:
-            return search(parameters, queue, counts, caches)
+            return search(parameters, waiting, counts, memory)
         everywhere, rows = self._everywhere.spec, self._rows.spec
-        search_shares = jax.shard_map(
+        found, memory = jax.shard_map(
             search,
             mesh=self._rows.mesh,
             in_specs=(everywhere, rows, rows, rows),
             out_specs=rows,
             check_vma=False,
-        )
-        result, caches = search_shares(parameters, queue, counts, caches)
-        return jax.lax.with_sharding_constraint(result, self._everywhere), caches
+        )(parameters, waiting, counts, memory)
+        return jax.lax.with_sharding_constraint(found, self._everywhere), memory
 
     def _search_share(
         self,
-        program: Program,
+        bucket: Bucket,
+        method: Method,
         parameters: Any,
-        queue: Queue,
+        waiting: Waiting,
         counts_1M: jax.Array,
-        caches: ensemble.Caches,
-        *,
-        num_hypotheses: int,
-    ) -> tuple[QueueResult, ensemble.Caches]:
-        models = [
+        memory: Any,
+    ) -> tuple[Found, Any]:
+        """What one device does."""
+        transformers = [
             with_cast_weights(nnx.merge(graph, each))
             for graph, each in zip(self._graphs, parameters, strict=True)
         ]
-        source_room = program.lengths[-1]
-        shortlisted = (
-            []
-            if self._shared_C is None
-            else [ShortlistedModel(model, self._shared_C) for model in models]
-        )
-
-        def with_own(caches: ensemble.Caches, own_BK: jax.Array | None) -> ensemble.Caches:
-            if own_BK is None:
-                return caches
-            return tuple(
-                model.with_own(cache, own_BK)
-                for model, cache in zip(shortlisted, caches, strict=True)
-            )
-
-        def start_cache(inputs: _Inputs) -> ensemble.Caches:
-            """Encodes the block in its own shape, which all its sentences have, to the caches that
-            all shapes share.
-            """
-
-            def start_at(length: int, source_BS: jax.Array) -> ensemble.Caches:
-                return self._start_caches(program, models, source_BS[:, :length], 0)
-
-            branches = [partial(start_at, length) for length in program.lengths]
-            return with_own(
-                jax.lax.switch(inputs.shape_Q[0], branches, inputs.source_QS), inputs.own_QK
-            )
-
-        # Rows begin without tokens of their own (-1), where sentences have such.
-        nobodys_BK = jax.tree.map(
-            lambda own_QK: jnp.full((program.rows, own_QK.shape[1]), -1, jnp.int32),
-            queue.inputs.own_QK,
-        )
-        result, caches = search_queue(
-            self._method(num_hypotheses),
-            ensemble.ensemble_step(shortlisted or models),
-            start_cache,
-            ensemble.replace_rows,
-            queue,
+        model = self._model(transformers, bucket.lengths, self._shared_C)
+        found, cache = search_waiting(
+            method,
+            model,
+            waiting,
             counts_1M[0],
-            with_own(tuple(cache.cleared() for cache in caches), nobodys_BK),
-            batch_size=program.rows,
-            max_length=self._longest(source_room),
-            reorder=ensemble.reorder,
-            attention=ensemble.attention if self.config.coverage_penalty > 0 else None,
-            source_length=source_room,
+            model.empty_cache(memory, waiting.source),
+            max_length=self._longest_target(bucket.lengths[-1]),
         )
-        if shortlisted:
-            caches = tuple(cache.decoder for cache in caches)
-        return result._replace(
-            slots_computed=result.slots_computed[None], slots_used=result.slots_used[None]
-        ), caches
+        slots = found.slots_computed[None], found.slots_used[None]
+        return Found(found.results, *slots), model.memory_of(cache)
 
-    def _method(self, num_hypotheses: int) -> BeamSearch | Sampling:
+    def _method(self, num_hypotheses: int) -> Method:
         config = self.config
-        suppress = self._suppress
-        if self._shared_C is not None:  # all searches number tokens by their places
-            suppress = tuple(self._shared_C.tolist().index(token) for token in suppress)
-        constraints = Constraints(
-            config.min_length, suppress, config.no_repeat_ngram, config.repetition_penalty
-        )
+        common: dict[str, Any] = {
+            "bos_id": BOS_ID,
+            "eos_id": EOS_ID,
+            "pad_id": PAD_ID,
+            "num_hypotheses": num_hypotheses,
+            "constraints": Constraints(
+                config.min_length, self._suppress, config.no_repeat_ngram, config.repetition_penalty
+            ),
+        }
+        for name in ("length_penalty", "length_offset"):
+            common[name] = getattr(config, name)
         if config.method == "sample":
             return Sampling(
-                BOS_ID,
-                EOS_ID,
-                PAD_ID,
+                **common,
                 num_samples=config.beam_size,
-                num_hypotheses=num_hypotheses,
                 temperature=config.temperature,
                 top_k=config.top_k,
                 top_p=config.top_p,
                 seed=config.seed,
-                length_penalty=config.length_penalty,
-                length_offset=config.length_offset,
-                constraints=constraints,
             )
         return BeamSearch(
-            BOS_ID,
-            EOS_ID,
-            PAD_ID,
-            beam_size=config.beam_size,
-            num_hypotheses=num_hypotheses,
-            length_penalty=config.length_penalty,
-            length_offset=config.length_offset,
-            coverage_penalty=config.coverage_penalty,
-            constraints=constraints,
+            **common, beam_size=config.beam_size, coverage_penalty=config.coverage_penalty
         )
 
 
@@ -535,23 +489,11 @@ def _hypotheses(
     lengths_N: np.ndarray,
     token_log_probs_NL: np.ndarray,
 ) -> list[Hypothesis]:
+    arrays = tokens_NL, scores_N, log_probs_N, lengths_N, token_log_probs_NL
     return [
         Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
         for tokens, score, log_prob, length, token_log_probs in zip(
-            *(
-                x.tolist()
-                for x in (tokens_NL, scores_N, log_probs_N, lengths_N, token_log_probs_NL)
-            ),
-            strict=True,
+            *(x.tolist() for x in arrays), strict=True
         )
         if length
     ]
-
-
-def _programs(longest: int, batch_size: int) -> tuple[Program, ...]:
-    """A program for the lengths 16, 24, 32, ..., 128, one for those up to 512, one up to 2,048,
-    ..., to the longest.
-    """
-    lengths = sorted({min(padded_length(length, 16), longest) for length in range(1, longest + 1)})
-    groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
-    return tuple(Program(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)

@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.search import length_divisor, padded_length
+from transformer_jax.decoding.beam_search import length_divisor
+from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.translator import (
     FromWorkdir,
     Translation,

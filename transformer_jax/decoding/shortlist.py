@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from transformer_jax.data.corpus import ranges
+from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.lexicon import Lexicon, read_table, strongest
-from transformer_jax.decoding.search import padded_length
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenizer import Tokenizer
