@@ -236,14 +236,16 @@ class BatchPlan:
     def _make_rows(self, window: int) -> list[_Rows]:
         """The window's rows in each segmentation."""
         s_KN, t_KN = self._windows[window].lengths()
-        if not self.packed:
-            table, starts = bucket_table(self._widths), np.arange(s_KN.shape[1] + 1, dtype=np.int32)
-            buckets_KN = (table[s_N, t_N] for s_N, t_N in zip(s_KN, t_KN))
-            return [_bucketed(bucket_N, len(self._widths), starts) for bucket_N in buckets_KN]
-        rows = []
+        N, rows = s_KN.shape[1], []
+        one_each, table = np.arange(N + 1, dtype=np.int32), bucket_table(self._widths)
         for v, (s_N, t_N) in enumerate(zip(s_KN, t_KN)):
-            order = self._permutation(len(s_N), _OF_PACKING, v, window=window)
-            rows.append(_packed(pack(s_N, t_N, *self._widths[0], order)))
+            if self.packed:
+                order = self._permutation(N, _OF_PACKING, v, window=window)
+                pairs_N, starts = _grouped(pack(s_N, t_N, *self._widths[0], order))
+                rows.append(_Rows(pairs_N, starts.astype(np.int32), np.array([0, len(starts) - 1])))
+            else:
+                pairs_N, starts = _grouped(table[s_N, t_N], len(self._widths))
+                rows.append(_Rows(pairs_N, one_each, starts))
         return rows
 
     # How many rows all windows have.
@@ -317,15 +319,10 @@ def _fill_rows(
     return tokens_BL, segments_BL
 
 
-def _packed(row_N: np.ndarray) -> _Rows:
-    row_starts = _cumulative(np.bincount(row_N)).astype(np.int32)
-    pairs_N = np.argsort(row_N, kind="stable").astype(np.int32)
-    return _Rows(pairs_N, row_starts, np.array([0, len(row_starts) - 1]))
-
-
-def _bucketed(bucket_N: np.ndarray, buckets: int, row_starts: np.ndarray) -> _Rows:
-    pairs_N = np.argsort(bucket_N, kind="stable").astype(np.int32)
-    return _Rows(pairs_N, row_starts, _cumulative(np.bincount(bucket_N, minlength=buckets)))
+def _grouped(group_N: np.ndarray, groups: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Members of group 0, then of 1, ..., int32 [N], and where each group starts."""
+    members = np.argsort(group_N, kind="stable").astype(np.int32)
+    return members, _cumulative(np.bincount(group_N, minlength=groups))
 
 
 def _cumulative(counts: np.ndarray) -> np.ndarray:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import pickle
-import signal
 import tempfile
 import threading
 import time
@@ -223,7 +222,7 @@ def _tokenised_by_workers(
 
 
 def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent alone
+    os.setsid()  # Ctrl-C is for the parent alone
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 
