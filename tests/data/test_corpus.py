@@ -224,7 +224,8 @@ def test_nothing_left(tmp_path):
     config, data = from_text(tmp_path, [("", "a"), ("b", "")])
     with pytest.raises(
         UserError,
-        match=r"No sentence pair is left of 2 read in .*: 2 empty, 0 longer than .*; expected at least one",
+        match=r"No sentence pair is left of 2 read in .*: 2 empty, 0 longer than .*; expected "
+        "at least one",
     ):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     config, data = from_text(tmp_path, [])
@@ -284,7 +285,8 @@ if __name__ == "__main__":
 
     shards._append = append_or_die
     tokenizer = Tokenizer.load(os.path.dirname(folder))
-    build_corpus(PairsConfig(kind="numbers", limit=3000), tokenizer, DataConfig(workers=workers), folder)
+    numbers = PairsConfig(kind="numbers", limit=3000)
+    build_corpus(numbers, tokenizer, DataConfig(workers=workers), folder)
     print("built")
 """
 

@@ -63,7 +63,10 @@ def test_globs_that_match_nothing_or_not_alike(folder):
     with pytest.raises(UserError, match=r"'none-\*.en' matches no file; expected at least one"):
         check_files(PairsConfig("text", ("none-*.en",), ("part-*.de",)), str(folder))
     (folder / "part-c.de").unlink()
-    message = r"'part-\*.en' stands for 3 file\(s\) and target 'part-\*.de' for 2; expected as many of both"
+    message = (
+        r"'part-\*.en' stands for 3 file\(s\) and target 'part-\*.de' for 2; expected as many of "
+        "both"
+    )
     with pytest.raises(UserError, match=message):
         read_pairs(PairsConfig("text", SOURCES, TARGETS), str(folder))
     with pytest.raises(UserError, match="stands for 3 file.* for 1"):

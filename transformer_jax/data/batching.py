@@ -109,7 +109,8 @@ class BatchPlan:
         """
         if not corpus.num_pairs:
             raise UserError(
-                "The corpus has no pairs; expected at least one. Check its files and the filters in data."
+                "The corpus has no pairs; expected at least one. Check its files and the filters "
+                "in data."
             )
         self.packed = config.layout == "packed"
         self._corpus, self._config, self._seed = corpus, config, seed

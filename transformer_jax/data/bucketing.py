@@ -168,6 +168,6 @@ def _check_budget(longest: int, config: BatchConfig, *, remedy: str) -> None:
     if not batch_rows(longest, longest, config):
         raise UserError(
             f"batch.tokens is {config.tokens}; expected at least {longest * config.row_multiple}: "
-            f"batch.row_multiple = {config.row_multiple} rows of {longest}, the longest. Raise it, or "
-            f"lower batch.row_multiple or {remedy}."
+            f"batch.row_multiple = {config.row_multiple} rows of {longest}, the longest. Raise it, "
+            f"or lower batch.row_multiple or {remedy}."
         )

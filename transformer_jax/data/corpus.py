@@ -120,7 +120,8 @@ class Corpus:
         """A corpus in memory from token ids without EOS, which is added here."""
         if len(sources) != len(targets):
             raise UserError(
-                f"There are {len(sources)} sources and {len(targets)} targets; expected as many of both."
+                f"There are {len(sources)} sources and {len(targets)} targets; expected as many of "
+                "both."
             )
         digest, sides = hashlib.sha256(), []
         for lists in (sources, targets):
@@ -223,9 +224,9 @@ def _open_prepared(job: TokeniseJob, number: int, workdir: Path, directory: Path
         folder, name = directory / fingerprint[:20], f"{number}/{count}"
         raise UserError(
             f"Shard {name} of the training text is {'damaged' if folder.exists() else 'missing'}: "
-            f"{folder}; expected what this command makes of the text and settings as they are now:\n"
-            f"  python -m transformer_jax.training.tokenize_ahead --config {workdir / 'config.json'} "
-            f"--workdir {workdir} --shard {name}"
+            f"{folder}; expected what this command makes of the text and settings as they are "
+            "now:\n  python -m transformer_jax.training.tokenize_ahead --config "
+            f"{workdir / 'config.json'} --workdir {workdir} --shard {name}"
         )
     return shard
 

@@ -43,8 +43,8 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     if not files:
         start = f" Relative names start from data.root = {root!r}." if root else ""
         raise UserError(
-            f"{name!r} matches no file; expected at least one, with * for any characters, ? for one, "
-            f"[ab] for one of these and ** for any folders.{start}"
+            f"{name!r} matches no file; expected at least one, with * for any characters, ? for "
+            f"one, [ab] for one of these and ** for any folders.{start}"
         )
     return files
 
@@ -65,8 +65,8 @@ def files_of(config: PairsConfig, root: str) -> list[tuple[AnyPath, ...]]:
         if len(sides[0]) != len(sides[1]):
             raise UserError(
                 f"source {source!r} stands for {len(sides[0])} file(s) and target {target!r} for "
-                f"{len(sides[1])}; expected as many of both: they pair up in sorted order. Relative "
-                f"names start from data.root = {root!r}."
+                f"{len(sides[1])}; expected as many of both: they pair up in sorted order. "
+                f"Relative names start from data.root = {root!r}."
             )
         files += zip(*sides)
     return files
@@ -79,9 +79,9 @@ def check_exists(config: PairsConfig, root: str) -> None:
         kind = kind_of(file)
         if kind != "file":
             raise UserError(
-                f"File {str(file)!r} {problems.get(kind, 'is no file')}; expected the {config.kind} "
-                "file that a data field (source or target of train, dev or test) names. Relative "
-                f"names start from data.root = {root!r}."
+                f"File {str(file)!r} {problems.get(kind, 'is no file')}; expected the "
+                f"{config.kind} file that a data field (source or target of train, dev or test) "
+                f"names. Relative names start from data.root = {root!r}."
             )
 
 
@@ -101,7 +101,8 @@ def one_file_each(config: PairsConfig, root: str = "") -> list[PairsConfig]:
 
 
 def digest(file: AnyPath, memory: Path | None = None) -> str:
-    """SHA-256 (hex) of a file's content, remembered in the folder ``memory`` by name, size and time.
+    """SHA-256 (hex) of a file's content; ``memory`` is a folder that remembers it by name, size and
+    time of change.
 
     A file that changed in the last seconds is not remembered: a second change might leave its time
     as it was.

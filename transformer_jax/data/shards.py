@@ -1,8 +1,9 @@
 """A shard of a corpus on disk: token arrays, tokenised once, then opened by memory map.
 
-A shard lives in ``<directory>/<fingerprint>``, named after its text and all settings that matter. It
-is written under another name and renamed when complete, so a crash leaves a temporary folder that
-nobody opens. If two processes build one shard, the second waits and opens what the first one built.
+A shard lives in ``<directory>/<fingerprint>``, named after its text and all settings that matter.
+It is written under another name and renamed when complete, so a crash leaves a temporary folder
+that nobody opens. If two processes build one shard, the second waits and opens what the first one
+built.
 """
 
 from __future__ import annotations
@@ -232,8 +233,8 @@ def require_pairs(statistics: dict[str, int], pairs: PairsConfig) -> None:
             or f"data of kind {pairs.kind!r}"
         )
         raise UserError(
-            "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} longer "
-            "than data.max_source_length or data.max_target_length, {ratio:,} beyond "
-            "data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least one: check the text, "
-            "or relax these settings.".format(**statistics, where=where)
+            "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} "
+            "longer than data.max_source_length or data.max_target_length, {ratio:,} beyond "
+            "data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least one: check the "
+            "text, or relax these settings.".format(**statistics, where=where)
         )

@@ -51,9 +51,9 @@ def read_pairs(
     read, parse = _KINDS[config.kind]
 
     def pairs() -> Iterator[tuple[str, str]]:
-        for record in read(config, root):
+        for lines in read(config, root):
             try:
-                pair = parse(record, config)
+                pair = parse(config, *lines)
             except _InvalidText:
                 if invalid_utf8 == "error":
                     raise
@@ -71,11 +71,11 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
     Raises ``UserError`` with file and line number where a line is not UTF-8.
     """
     if isinstance(source, str | Path | UPath):
-        name, lines = str(source), _lines_of_file(source)
+        lines = _lines_of_file(source)
     else:
-        name, lines = str(getattr(source, "name", "the input")), _lines_of(source)
-    for number, line in enumerate(lines, 1):
-        yield _decode(line, name, number)
+        lines = _lines_of(source, str(getattr(source, "name", "the input")))
+    for line in lines:
+        yield line.text()
 
 
 def pairs_fingerprint(config: PairsConfig, root: str = "", *, digests: Path | None = None) -> str:
@@ -121,93 +121,85 @@ class _InvalidText(UserError):
     pass
 
 
-class _Record(NamedTuple):
-    """One pair before it is decoded: a line or example of one file, or of two."""
+class _Line(NamedTuple):
+    """A line or example before it is decoded."""
 
-    data: tuple[bytes, ...]
-    names: tuple[str, ...]
+    data: bytes
+    file: str
     number: int
 
+    @property
+    def where(self) -> str:
+        return f"{self.file}, line {self.number}"
 
-def _lines_of_file(name: str | AnyPath) -> Iterator[bytes]:
+    def text(self) -> str:
+        try:
+            return self.data.decode()
+        except UnicodeDecodeError as error:
+            raise _InvalidText(
+                f"{self.where}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 text. "
+                "Repair the line, or (in training) set data.invalid_utf8 to 'skip'."
+            ) from None
+
+
+def _lines_of_file(name: str | AnyPath) -> Iterator[_Line]:
     path = to_path(name) if isinstance(name, str) else name
     try:
         with path.open("rb") as file:
-            gzipped = str(name).endswith(".gz")
-            yield from _lines_of(gzip.GzipFile(fileobj=file) if gzipped else file)
+            unzipped = gzip.GzipFile(fileobj=file) if str(name).endswith(".gz") else file
+            yield from _lines_of(unzipped, str(name))
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
             f"File {str(name)!r} is damaged or is no gzip file ({error}); expected one by its name."
         ) from None
 
 
-def _lines_of(stream: Iterable[bytes]) -> Iterator[bytes]:
-    lines = iter(stream)
-    for first in islice(lines, 1):
-        yield _stripped(first.removeprefix(codecs.BOM_UTF8))
-    yield from map(_stripped, lines)
+def _lines_of(stream: Iterable[bytes], name: str) -> Iterator[_Line]:
+    for number, line in enumerate(stream, 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        yield _Line(line.removesuffix(b"\n").removesuffix(b"\r"), name, number)
 
 
-def _stripped(line: bytes) -> bytes:
-    line = line.removesuffix(b"\n")
-    return line.removesuffix(b"\r")
-
-
-def _decode(data: bytes, name: str, number: int) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise _InvalidText(
-            f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 text. "
-            "Repair the line, or (in training) set data.invalid_utf8 to 'skip'."
-        ) from None
-
-
-def _read_text(config: PairsConfig, root: str) -> Iterator[_Record]:
+def _read_text(config: PairsConfig, root: str) -> Iterator[tuple[_Line, ...]]:
     for source, target in files_of(config, root):
-        names = (str(source), str(target))
-        source_lines, target_lines = _lines_of_file(source), _lines_of_file(target)
-        for number, (s, t) in enumerate(zip_longest(source_lines, target_lines), 1):
+        sides = _lines_of_file(source), _lines_of_file(target)
+        for number, (s, t) in enumerate(zip_longest(*sides), 1):
             if s is None or t is None:
-                rest = sum(1 for _ in (target_lines if s is None else source_lines))
-                shorter, longer = number - 1, number + rest
-                lengths = (shorter, longer) if s is None else (longer, shorter)
+                read = (number - 1 + (s is not None), number - 1 + (t is not None))
+                lengths = [count + sum(1 for _ in side) for count, side in zip(read, sides)]
                 raise UserError(
-                    f"{names[0]!r} has {lengths[0]:,} lines and {names[1]!r} has {lengths[1]:,}; "
-                    "expected as many on both sides: line N of one translates line N of the other."
+                    f"{str(source)!r} has {lengths[0]:,} lines and {str(target)!r} has "
+                    f"{lengths[1]:,}; expected as many on both sides: line N of one translates "
+                    "line N of the other."
                 )
-            yield _Record((s, t), names, number)
+            yield s, t
 
 
-def _read_one(config: PairsConfig, root: str) -> Iterator[_Record]:
-    for (file,) in files_of(config, root):
-        names = (str(file),)
-        for number, line in enumerate(_lines_of_file(file), 1):
-            yield _Record((line,), names, number)
+def _read_one(config: PairsConfig, root: str) -> Iterator[tuple[_Line, ...]]:
+    return ((line,) for (file,) in files_of(config, root) for line in _lines_of_file(file))
 
 
-def _parse_text(record: _Record, config: PairsConfig) -> tuple[str, str]:
-    (source, target), (source_name, target_name), number = record
-    return _decode(source, source_name, number), _decode(target, target_name, number)
+def _parse_text(_: PairsConfig, source: _Line, target: _Line) -> tuple[str, str]:
+    return source.text(), target.text()
 
 
-def _parse_tsv(record: _Record, config: PairsConfig) -> tuple[str, str]:
-    columns = _decode(record.data[0], record.names[0], record.number).split("\t")
-    wanted = int(config.source_field), int(config.target_field)
-    if max(wanted) >= len(columns):
+def _parse_tsv(config: PairsConfig, line: _Line) -> tuple[str, str]:
+    columns = line.text().split("\t")
+    source, target = int(config.source_field), int(config.target_field)
+    if max(source, target) >= len(columns):
         raise UserError(
-            f"{record.names[0]}, line {record.number} has {len(columns)} tab-separated column(s); "
-            f"expected at least {max(wanted) + 1}: source_field = {config.source_field!r}, "
+            f"{line.where} has {len(columns)} tab-separated column(s); expected at least "
+            f"{max(source, target) + 1}: source_field = {config.source_field!r}, "
             f"target_field = {config.target_field!r}, from 0."
         )
-    return columns[wanted[0]], columns[wanted[1]]
+    return columns[source], columns[target]
 
 
-def _parse_json(record: _Record, config: PairsConfig) -> tuple[str, str]:
-    where = f"{record.names[0]}, line {record.number}"
-    line = _decode(record.data[0], record.names[0], record.number)
+def _parse_json(config: PairsConfig, line: _Line) -> tuple[str, str]:
+    where, text = line.where, line.text()
     try:
-        values = json.loads(line)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
         raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
     if not isinstance(values, dict):
@@ -245,36 +237,27 @@ def _tfds_examples(config: PairsConfig, root: str) -> Any:
     except (tfds.core.DatasetNotFoundError, ValueError, KeyError) as error:
         text = " ".join(str(error).split())
         raise UserError(
-            f"TensorFlow Datasets cannot open {name!r}, split {config.split!r} (data.root = {root!r}): "
-            f"{text}"
+            f"TensorFlow Datasets cannot open {name!r}, split {config.split!r} (data.root = "
+            f"{root!r}): {text}"
         ) from None
 
 
-def _read_tfds(config: PairsConfig, root: str) -> Iterator[_Record]:
-    examples = _tfds_examples(config, root)
-    names = (f"{config.source[0]} ({config.split})",) * 2
-    block = 1024
+def _read_tfds(config: PairsConfig, root: str) -> Iterator[tuple[_Line, ...]]:
+    examples, name = _tfds_examples(config, root), f"{config.source[0]} ({config.split})"
+    fields, block = (config.source_field, config.target_field), 1024
     for start in range(0, len(examples), block):
         stop = min(start + block, len(examples))
         for number, example in enumerate(examples.__getitems__(range(start, stop)), start + 1):
-            sides = []
-            for field in (config.source_field, config.target_field):
+            for field in fields:
                 if not isinstance(example.get(field), bytes):
                     raise UserError(
-                        f"{names[0]} has no text field {field!r}; expected source_field and "
+                        f"{name} has no text field {field!r}; expected source_field and "
                         f"target_field to be two of: {', '.join(example)}."
                     )
-                sides.append(example[field].replace(b"\n", b" "))
-            yield _Record((sides[0], sides[1]), names, number)
+            yield tuple(_Line(example[f].replace(b"\n", b" "), name, number) for f in fields)
 
 
-_KINDS: dict[
-    str,
-    tuple[
-        Callable[[PairsConfig, str], Iterator[_Record]],
-        Callable[[_Record, PairsConfig], tuple[str, str]],
-    ],
-] = {
+_KINDS: dict[str, tuple[Callable[..., Iterator[tuple[_Line, ...]]], Callable[..., Any]]] = {
     "text": (_read_text, _parse_text),
     "tsv": (_read_one, _parse_tsv),
     "jsonl": (_read_one, _parse_json),
