@@ -194,7 +194,10 @@ def test_both_models_of_the_training_benchmark_compute_the_same_loss() -> None:
         [[7, 6, 2, 0, 0, 0, 0], [5, 8, 9, 10, 11, 12, 2], [4, 4, 4, 2, 0, 0, 0]], np.int32
     )
     sums = smoothed_cross_entropy(
-        ours.hidden(source, target), ours.output_matrix_VD, target, job.label_smoothing
+        ours.hidden(source, target),
+        ours.output_matrix_VD,
+        target,
+        label_smoothing=job.label_smoothing,
     )
     loss = theirs(torch.tensor(source).long(), torch.tensor(target).long()).item()
     np.testing.assert_allclose(loss, float(sums.loss / sums.tokens), rtol=1e-5)

@@ -124,19 +124,16 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     )
 
 
-def gathered(parameters: Any, shardings: Any) -> Any:
-    """Parameters under ``jit``, whole along ``fsdp``, as each device computes with them on its rows
-    of a batch.
-
-    ``shardings`` says how they are kept, as ``state_shardings`` gives it.
-    """
+def gathered(parameters: Any, mesh: Mesh) -> Any:
+    """Parameters under ``jit``, whole along ``fsdp``, as a device needs them for its rows."""
 
     def whole(kept: NamedSharding) -> NamedSharding:
         return NamedSharding(
-            kept.mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec))
+            mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec))
         )
 
-    return jax.lax.with_sharding_constraint(parameters, jax.tree.map(whole, shardings))
+    shardings = jax.tree.map(whole, state_shardings(parameters, mesh))
+    return jax.lax.with_sharding_constraint(parameters, shardings)
 
 
 def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

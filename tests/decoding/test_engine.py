@@ -18,7 +18,6 @@ from transformer_jax.decoding.engine import Engine, Sentence, check_decoding
 from transformer_jax.decoding.lexicon import Lexicon
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
-from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.tokenizer import Tokenizer
 
@@ -249,7 +248,9 @@ def test_the_coverage_penalty_is_that_of_the_models_attention():
     found = Engine([model], config).search(SENTENCES)
     source_NS, target_NT = as_arrays(SENTENCES, found)
     weights_NTS = np.asarray(
-        jax.jit(lambda s, t: cross_attention_weights(model, s, t))(source_NS, target_NT)
+        jax.jit(lambda s, t: model.attention_weights(s, t).cross[-1].mean(axis=1))(
+            source_NS, target_NT
+        )
     )
     penalties = []
     for sentence, its, weights_TS in zip(SENTENCES, found, weights_NTS, strict=True):
@@ -266,11 +267,13 @@ def test_caches_are_made_once_and_used_again():
     engine = Engine([make_model(0)], CONFIG)
     first = engine.search(SENTENCES)
     [caches] = engine._memory.values()
-    places = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(caches.self_keys)}
+    keys = jax.tree.leaves([layer.self_keys for layer in caches.layers])
+    places = {x.unsafe_buffer_pointer() for x in keys}
     assert engine.search(SENTENCES) == first
     [again] = engine._memory.values()
-    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(again.self_keys)} == places
-    assert all(x.is_deleted() for x in jax.tree.leaves(caches.self_keys))
+    keys_again = jax.tree.leaves([layer.self_keys for layer in again.layers])
+    assert {x.unsafe_buffer_pointer() for x in keys_again} == places
+    assert all(x.is_deleted() for x in keys)
 
 
 def test_devices_share_the_work(engine):

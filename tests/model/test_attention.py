@@ -10,8 +10,8 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.attention import (
     MultiHeadAttention,
     attention_mask,
+    attention_weights,
     dot_product_attention,
-    dropout,
 )
 
 
@@ -74,21 +74,56 @@ def test_output_of_a_head_is_a_mean_of_values() -> None:
     )
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.3, 0.5])
-def test_dropout_rate_and_mean(rate: float) -> None:
-    x = jnp.ones((200, 501))
-    y = dropout(x, rate, jax.random.key(1))
-    assert y.shape == x.shape
-    assert float((y == 0).mean()) == pytest.approx(rate, abs=0.01)
-    assert float(y.mean()) == pytest.approx(1.0, abs=0.01)
-
-
-def test_dropout_without_a_key_or_rate_is_the_identity() -> None:
-    x = _random(3, 4)
-    assert dropout(x, 0.5, None) is x
-    assert dropout(x, 0.0, jax.random.key(0)) is x
-
-
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(UserError, match="d_model is 10; expected a multiple of num_heads = 4"):
         MultiHeadAttention(10, 4, rngs=nnx.Rngs(0))
+
+
+def test_without_a_mask_every_position_is_visible() -> None:
+    q, k, v = _random(2, 3, 2, 4), _random(2, 5, 2, 4, seed=1), _random(2, 5, 2, 4, seed=2)
+    everything = jnp.ones((1, 1, 3, 5), bool)
+    np.testing.assert_array_equal(
+        dot_product_attention(q, k, v), dot_product_attention(q, k, v, everything)
+    )
+    layer = MultiHeadAttention(12, 3, rngs=nnx.Rngs(0))
+    x = _random(2, 4, 12)
+    np.testing.assert_array_equal(layer(x, x), layer(x, x, jnp.ones((1, 1, 4, 4), bool)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_a_mask_that_is_not_bool_is_refused(dtype: str) -> None:
+    """A mask to be added to the scores (0 and -1e9) would mean the opposite as a bool."""
+    q = _random(1, 2, 1, 4)
+    with pytest.raises(UserError, match=f"mask has type {dtype}; expected bool"):
+        dot_product_attention(q, q, q, jnp.zeros((1, 1, 2, 2), dtype))
+
+
+def test_multi_head_attention_gives_its_weights() -> None:
+    layer = MultiHeadAttention(12, 3, dropout=0.5, rngs=nnx.Rngs(0))
+    x, memory = _random(2, 4, 12), _random(2, 5, 12, seed=1)
+    mask = jnp.ones((2, 1, 4, 5), bool).at[1, :, :, 2:].set(False)
+    out, weights = layer.with_weights(x, memory, mask)
+    np.testing.assert_array_equal(out, layer(x, memory, mask))
+    np.testing.assert_array_equal(
+        weights, attention_weights(layer.query(x), layer.key(memory), mask)
+    )
+    assert weights.shape == (2, 3, 4, 5) and (weights[1, :, :, 2:] == 0).all()
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+    by_hand = jnp.einsum("BHTS,BSHK->BTHK", weights, layer.value(memory))
+    np.testing.assert_allclose(layer.output(by_hand), out, rtol=1e-5, atol=1e-6)
+    dropped = layer.with_weights(x, memory, mask, dropout_key=jax.random.key(0))
+    np.testing.assert_array_equal(dropped[1], weights)  # those before dropout
+    assert not np.allclose(dropped[0], out)
+
+
+def test_weights_are_float32_whatever_the_products_are() -> None:
+    layer = MultiHeadAttention(12, 3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x = _random(1, 4, 12)
+    out, weights = layer.with_weights(x, x)
+    assert (out.dtype, weights.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+
+
+def test_a_seed_is_no_rngs() -> None:
+    with pytest.raises(UserError, match=r"rngs is 0; expected an nnx.Rngs, .* nnx.Rngs\(0\)"):
+        MultiHeadAttention(12, 3, rngs=0)  # type: ignore[arg-type]

@@ -4,16 +4,22 @@ parameter counts.
 
 import dataclasses
 import functools
+import subprocess
+import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.layers import segment_positions, sinusoidal_positions
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.errors import UserError
+from transformer_jax.model.layers import segment_positions
+from transformer_jax.model.transformer import AttentionWeights, Decoder, Encoder, Transformer
+from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 TINY = ModelConfig(vocab_size=40, d_model=16, d_ff=24, num_heads=2, num_layers=2)
 VARIANTS = {
@@ -198,32 +204,10 @@ def test_each_dropout_drops_by_itself(rate: str) -> None:
     )
 
 
-def test_sinusoids() -> None:
-    table = sinusoidal_positions(50, 8)
-    np.testing.assert_allclose(table[7, 0], np.sin(7), rtol=1e-6)
-    np.testing.assert_allclose(table[7, 5], np.cos(7 / 10000 ** (4 / 8)), rtol=1e-6)
-    # PE(pos + k) is a linear function of PE(pos) (section 3.5): rotations by a fixed angle.
-    k, frequency = 3, 10000 ** (-2 / 8)
-    rotation = np.array(
-        [
-            [np.cos(k * frequency), np.sin(k * frequency)],
-            [-np.sin(k * frequency), np.cos(k * frequency)],
-        ]
-    )
-    np.testing.assert_allclose(table[k:, 2:4], table[:-k, 2:4] @ rotation.T, atol=1e-5)
-    split = sinusoidal_positions(50, 8, layout="split")
-    np.testing.assert_allclose(split[7, [0, 3, 4]], [np.sin(7), np.sin(7e-4), np.cos(7)], rtol=1e-5)
-
-
-def test_segment_positions() -> None:
-    np.testing.assert_array_equal(
-        segment_positions(jnp.array([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 3, 3, 3]])),
-        [[0, 1, 2, 0, 1, 0, 1], [0, 0, 1, 2, 0, 1, 2]],
-    )
-
-
 def test_learned_positions_end_with_a_clear_error() -> None:
-    with pytest.raises(ValueError, match="max_positions is 12"):
+    with pytest.raises(
+        UserError, match=r"has 13 positions; expected at most 12: model.max_positions is 12"
+    ):
         build(positions="learned", max_positions=12)(tokens(1, 13), tokens(1, 3))
 
 
@@ -235,3 +219,120 @@ def test_computing_in_bfloat16_keeps_parameters_and_logits_in_float32() -> None:
     np.testing.assert_allclose(
         logits, run(build(dtype="float32"), tokens(2, 5), tokens(2, 6)), atol=0.1
     )
+
+
+def padded(rows: list[list[int]], length: int) -> np.ndarray:
+    array_BL = np.full((len(rows), length), PAD_ID, np.int32)
+    for row, ids in zip(array_BL, rows, strict=True):
+        row[: len(ids) + 1] = [*ids, EOS_ID]
+    return array_BL
+
+
+SOURCE_BS = padded([[4, 5, 6, 7, 8], [9], []], 8)
+TARGET_BT = padded([[7, 7, 4], [5, 6, 8, 9, 4], [6]], 7)
+
+
+@functools.cache
+def weights(**changes: object) -> AttentionWeights:
+    look = nnx.jit(lambda model, *sides: model.attention_weights(*sides))
+    return jax.tree.map(np.asarray, look(build(**changes), SOURCE_BS, TARGET_BT))
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_attention_weights_of_every_layer_and_head(changes: dict) -> None:
+    """Rows of real tokens sum to 1, padding has and gets none, later targets get none."""
+    found = weights(**changes)
+    layers = changes.get("num_decoder_layers", 2)
+    assert [len(part) for part in found] == [2, layers, layers]
+    for part, rows, columns in (
+        (found.encoder, SOURCE_BS, SOURCE_BS),
+        (found.decoder, TARGET_BT, TARGET_BT),
+        (found.cross, TARGET_BT, SOURCE_BS),
+    ):
+        for layer in part:
+            shape = (3, 2, rows.shape[1], columns.shape[1])
+            assert layer.shape == shape and layer.dtype == np.float32
+            real = np.broadcast_to((rows != PAD_ID)[:, None], shape[:3])
+            np.testing.assert_allclose(layer.sum(-1), real, atol=1e-5)
+            padding = np.broadcast_to((columns == PAD_ID)[:, None, None], shape)
+            assert (layer[padding] == 0).all()
+    for layer in found.decoder:
+        assert (layer == np.tril(layer)).all()
+
+
+def test_attention_weights_are_equation_1_in_each_head() -> None:
+    model = build()
+    segments = (SOURCE_BS != PAD_ID).astype(np.int32)
+    x = model.target_embedding(SOURCE_BS, segment_positions(segments), num_positions=8)
+    attention = model.encoder.layers[0].self_attention
+    q, k = (np.einsum("BLD,DHK->BLHK", x, p.kernel[...]) for p in (attention.query, attention.key))
+    for head in range(2):
+        scores = q[0, :6, head] @ k[0, :6, head].T / np.sqrt(8)
+        by_hand = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(weights().encoder[0][0, head, :6, :6], by_hand, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_decoding_step_by_step_looks_there_too(norm: str) -> None:
+    model = build(norm=norm)
+    step = nnx.jit(lambda model, tokens_BW, cache: model.decode_step(tokens_BW, cache))
+    cache = model.start_cache(
+        encode(model, SOURCE_BS),
+        SOURCE_BS != PAD_ID,
+        beam_size=1,
+        max_length=7,
+        keep_attention=True,
+    )
+    inputs_BT = np.pad(TARGET_BT[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
+    cross_BTS = weights(norm=norm).cross[-1].mean(axis=1)
+    for t in range(7):
+        _, cache = step(model, jnp.asarray(inputs_BT[:, t : t + 1]), cache)
+        real_B = TARGET_BT[:, t] != PAD_ID
+        np.testing.assert_allclose(
+            cross_BTS[real_B, t], np.asarray(cache.attention_BWS)[real_B, 0], atol=1e-5
+        )
+
+
+def test_weights_that_are_not_used_are_not_computed() -> None:
+    model = build()
+
+    def flops(choose: Callable[[AttentionWeights], object]) -> float:
+        look = jax.jit(lambda s, t: choose(model.attention_weights(s, t)))
+        return look.lower(SOURCE_BS, TARGET_BT).compile().cost_analysis()["flops"]
+
+    everything = flops(lambda found: found)
+    assert flops(lambda found: found.cross[0]) < 0.9 * everything
+    assert flops(lambda found: found.encoder[0]) < 0.3 * everything
+
+
+def test_token_ids_outside_the_vocabulary_are_found_when_asked_for() -> None:
+    """Off by default: ``checkify``'s index checks find them on any device."""
+    model, source, target = build(), tokens(1, 5), tokens(1, 6)
+    check = jax.jit(checkify.checkify(model.__call__, errors=checkify.index_checks))
+    assert check(source, target)[0].get() is None
+    for wrong in (40, -1, -100):
+        error, logits = check(source.at[0, 2].set(wrong), target)
+        assert jnp.isnan(logits).any()
+        assert f"index {wrong} is out of bounds for axis 0 with size 40" in error.get()
+        assert check(source, target.at[0, 2].set(wrong))[0].get() is not None
+
+
+def test_a_seed_is_no_rngs() -> None:
+    for module in (Transformer, Encoder, Decoder):
+        with pytest.raises(UserError, match="rngs is 0; expected an nnx.Rngs"):
+            module(TINY, rngs=0)  # type: ignore[arg-type]
+
+
+def test_the_model_imports_no_more_than_flax_does() -> None:
+    """So that one module is light to import into another project."""
+    code = """
+import sys, jax, numpy, flax.nnx
+before = {name.split(".")[0] for name in sys.modules}
+from transformer_jax import MultiHeadAttention, Transformer, dot_product_attention
+import transformer_jax.model.transformer
+print(*sorted({name.split(".")[0] for name in sys.modules} - before))
+"""
+    brought = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
+    assert set(brought) <= {"transformer_jax", "lazy_loader", "annotated_types"}

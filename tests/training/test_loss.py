@@ -1,7 +1,9 @@
 """The chunked loss equals a plain one: values, gradients, padding, chunk sizes, devices."""
 
 import re
+from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 from jax.sharding import Mesh
 
 from transformer_jax.config import MeshConfig
+from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding, make_mesh, replicated
-from transformer_jax.training.loss import smoothed_cross_entropy
+from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
 
 B, T, D, V = 3, 7, 8, 19
 
@@ -33,7 +36,9 @@ def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int
     hidden, matrix, target = _inputs()
 
     def ours(h: jax.Array, m: jax.Array) -> jax.Array:
-        return smoothed_cross_entropy(h, m, target, epsilon, max_logits).loss
+        return smoothed_cross_entropy(
+            h, m, target, label_smoothing=epsilon, max_logits=max_logits
+        ).loss
 
     np.testing.assert_allclose(
         ours(hidden, matrix), _plain(hidden, matrix, target, epsilon), rtol=1e-5
@@ -59,7 +64,7 @@ def test_a_bias_counts_in_value_and_gradient(max_logits: int) -> None:
         )
 
     def ours(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
-        return smoothed_cross_entropy(h, m, target, 0.1, max_logits, b).loss
+        return smoothed_cross_entropy(h, m, target, max_logits=max_logits, bias_V=b).loss
 
     np.testing.assert_allclose(ours(hidden, matrix, bias), plain(hidden, matrix, bias), rtol=1e-5)
     expected = jax.grad(plain, argnums=(0, 1, 2))(hidden, matrix, bias)
@@ -92,7 +97,7 @@ def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
     twice = jnp.repeat(target, 2, axis=0)
 
     def ours(h: jax.Array, m: jax.Array) -> jax.Array:
-        return smoothed_cross_entropy(h, m, twice, 0.1, max_logits, r_drop=3.0).loss
+        return smoothed_cross_entropy(h, m, twice, max_logits=max_logits, r_drop=3.0).loss
 
     np.testing.assert_allclose(
         ours(side_by_side, matrix), _plain_r_drop(hidden, matrix, target, 3.0), rtol=1e-5
@@ -103,8 +108,8 @@ def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
         jax.grad(ours, argnums=(0, 1))(side_by_side, matrix), expected, strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    sums = smoothed_cross_entropy(side_by_side, matrix, twice, 0.1, max_logits, r_drop=3.0)
-    without = smoothed_cross_entropy(side_by_side, matrix, twice, 0.1, max_logits)
+    sums = smoothed_cross_entropy(side_by_side, matrix, twice, max_logits=max_logits, r_drop=3.0)
+    without = smoothed_cross_entropy(side_by_side, matrix, twice, max_logits=max_logits)
     np.testing.assert_allclose(sums[1:], without[1:], rtol=1e-6)
     assert sums.loss > without.loss + 1
 
@@ -112,8 +117,8 @@ def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
 def test_sums_beside_the_loss() -> None:
     hidden, matrix, target = _inputs()
     for sums in (
-        smoothed_cross_entropy(hidden, matrix, target, 0.1, 60),
-        jax.vjp(lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60), hidden)[0],
+        smoothed_cross_entropy(hidden, matrix, target, max_logits=60),
+        jax.vjp(lambda h: smoothed_cross_entropy(h, matrix, target, max_logits=60), hidden)[0],
     ):
         np.testing.assert_allclose(sums.nll, _plain(hidden, matrix, target, 0.0), rtol=1e-5)
         predicted = jnp.einsum("BTD,VD->BTV", hidden, matrix).argmax(axis=-1)
@@ -123,14 +128,16 @@ def test_sums_beside_the_loss() -> None:
 
 def test_gradient_is_zero_at_padding() -> None:
     hidden, matrix, target = _inputs()
-    gradient = jax.grad(lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60).loss)(hidden)
+    gradient = jax.grad(lambda h: smoothed_cross_entropy(h, matrix, target, max_logits=60).loss)(
+        hidden
+    )
     assert (gradient[target == 0] == 0).all()
 
 
 def test_large_logits_stay_finite() -> None:
     hidden, matrix, target = _inputs()
     sums, pull = jax.vjp(
-        lambda h: smoothed_cross_entropy(h, matrix, target, 0.1, 60).loss, 1e4 * hidden
+        lambda h: smoothed_cross_entropy(h, matrix, target, max_logits=60).loss, 1e4 * hidden
     )
     assert jnp.isfinite(sums) and jnp.isfinite(pull(jnp.ones(()))[0]).all()
 
@@ -147,7 +154,9 @@ def test_rows_spread_over_devices_change_nothing(r_drop: float) -> None:
 
     def value_and_gradient(mesh: Mesh | None) -> jax.stages.Wrapped:
         def loss(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
-            return smoothed_cross_entropy(h, m, target, 0.1, 3 * V, b, mesh, r_drop).loss
+            return smoothed_cross_entropy(
+                h, m, target, max_logits=3 * V, bias_V=b, mesh=mesh, r_drop=r_drop
+            ).loss
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
 
@@ -183,7 +192,8 @@ def test_memory_is_an_eighth_of_all_logits() -> None:
     compiled = (
         jax.jit(
             jax.grad(
-                lambda h, m, t: smoothed_cross_entropy(h, m, t, 0.1, 2**20).loss, argnums=(0, 1)
+                lambda h, m, t: smoothed_cross_entropy(h, m, t, max_logits=2**20).loss,
+                argnums=(0, 1),
             )
         )
         .lower(*shapes)
@@ -191,3 +201,48 @@ def test_memory_is_an_eighth_of_all_logits() -> None:
     )
     all_logits = 4 * tokens[0] * tokens[1] * vocab_size
     assert compiled.memory_analysis().temp_size_in_bytes <= all_logits / 8
+
+
+def test_the_plain_likelihood_has_a_gradient_too() -> None:
+    """By itself, beside the loss, and under R-Drop; and it costs nothing where it is not asked for."""
+    hidden, matrix, target = _inputs()
+    twice = jnp.repeat(target[:2], 2, axis=0)
+    bias = jax.random.normal(jax.random.key(9), (V,))
+
+    def ours(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
+        return smoothed_cross_entropy(h, m, target, max_logits=2 * B * V, bias_V=b).nll
+
+    def plain(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
+        return smoothed_cross_entropy(h, m, target, label_smoothing=0.0, bias_V=b).loss
+
+    expected = jax.grad(plain, argnums=(0, 1, 2))(hidden, matrix, bias)
+    chex.assert_trees_all_close(
+        jax.jit(jax.grad(ours, argnums=(0, 1, 2)))(hidden, matrix, bias), expected, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        jax.grad(lambda h: _plain(h, matrix, target, 0.0))(hidden),
+        jax.grad(lambda h: smoothed_cross_entropy(h, matrix, target).nll)(hidden),
+        atol=1e-5,
+    )
+
+    def both(h: jax.Array, weight: float) -> jax.Array:
+        sums = smoothed_cross_entropy(h, matrix, twice, r_drop=2.0)
+        return sums.loss + weight * sums.nll
+
+    rows = jnp.repeat(hidden[:2], 2, axis=0) + 0.1 * jnp.arange(4.0)[:, None, None]
+    of_nll = jax.grad(lambda h: smoothed_cross_entropy(h, matrix, twice).nll)(rows)
+    np.testing.assert_allclose(
+        jax.grad(both)(rows, 3.0), jax.grad(both)(rows, 0.0) + 3 * of_nll, atol=1e-5
+    )
+
+    def flops(choose: Callable[[LossSums], jax.Array]) -> float:
+        loss = jax.jit(jax.grad(lambda h: choose(smoothed_cross_entropy(h, matrix, target))))
+        return loss.lower(hidden).compile().cost_analysis()["flops"]
+
+    assert flops(lambda sums: sums.loss) < 0.8 * flops(lambda sums: sums.loss + sums.nll)
+
+
+def test_r_drop_wants_pairs_of_rows() -> None:
+    hidden, matrix, target = _inputs()
+    with pytest.raises(UserError, match=r"r_drop is 1.0 with 3 rows; expected an even number"):
+        smoothed_cross_entropy(hidden, matrix, target, r_drop=1.0)

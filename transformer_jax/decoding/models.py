@@ -78,7 +78,7 @@ class SingleModel:
                 tokens_BS != PAD_ID,
                 beam_size=self.beam_size,
                 max_length=max_length,
-                source_room=self.lengths[-1],
+                source_capacity=self.lengths[-1],
                 keep_attention=self.keep_attention,
             )
 
@@ -149,6 +149,7 @@ class Shortlisted:
         C = self._shared_C.shape[0]
         own_BW = jnp.take_along_axis(cache.own_BK, jnp.maximum(places_BW - C, 0), axis=1)
         tokens_BW = jnp.where(places_BW < C, self._shared_C[jnp.minimum(places_BW, C - 1)], own_BW)
+        tokens_BW = jnp.maximum(tokens_BW, 0)  # -1 in a hypothesis that cannot win any more
         hidden_BWD, decoder = self._model.transformer.decode_hidden(tokens_BW, cache.decoder)
         product = partial(jnp.einsum, preferred_element_type=jnp.float32)
         shared_BWC = product("BWD,CD->BWC", hidden_BWD, self._matrix_CD)

@@ -25,7 +25,6 @@ from transformer_jax.decoding.translator import (
     warn_first,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.model.alignment import cross_attention_weights
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import row_shardings
 from transformer_jax.special_ids import EOS_ID, PAD_ID
@@ -215,10 +214,10 @@ class Scorer(FromWorkdir):
         self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array, *, layer: int
     ) -> jax.Array:
         self._count(source_BS, "alignment")
-        each = [
-            cross_attention_weights(nnx.merge(graph, values), source_BS, target_BT, layer=layer)
-            for graph, values in zip(self._graphs, parameters, strict=True)
-        ]
+        each = []
+        for graph, values in zip(self._graphs, parameters, strict=True):
+            weights = nnx.merge(graph, values).attention_weights(source_BS, target_BT)
+            each.append(weights.cross[layer].mean(axis=1))
         return jnp.stack(each).mean(axis=0)
 
     def _count(self, source_BS: jax.Array, what: str) -> None:

@@ -10,125 +10,115 @@ Shapes ride in names. The key, for the whole package:
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from transformer_jax.errors import UserError
+from transformer_jax.model.dropout import dropout
 
-# The score of a forbidden position. Finite, so that a row with nothing to attend to (padding) gives
-# no NaN.
+# The score of a masked position. Finite, so that a row of padding, which sees nothing, has no NaN.
 MASKED = -1e30
 
 
 def attention_mask(
     query_segments_BT: jax.Array, key_segments_BS: jax.Array, *, causal: bool = False
 ) -> jax.Array:
-    """Which key each query may look at: one of its own segment and, if causal, not later than
-    itself.
+    """Let each query see the keys of its own segment, up to its own position if causal.
 
     Args:
-      query_segments_BT: int; 0 marks padding, equal numbers belong together (one sentence, or one
-        of a packed row).
+      query_segments_BT: int; 0 is padding, equal numbers are one sentence of a row.
       key_segments_BS: likewise for the keys. With ``causal``, S = T.
 
     Returns:
       bool [B, 1, T, S], True where attention is allowed. The 1 stands for the heads.
     """
-    same_BTS = (query_segments_BT[:, :, None] == key_segments_BS[:, None, :]) & (
-        key_segments_BS[:, None, :] > 0
-    )
+    keys_B1S = key_segments_BS[:, None, :]
+    mask_BTS = (query_segments_BT[:, :, None] == keys_B1S) & (keys_B1S > 0)
     if causal:
-        length = same_BTS.shape[-1]
-        same_BTS &= jnp.tril(jnp.ones((length, length), bool))[None]
-    return same_BTS[:, None]
+        length = mask_BTS.shape[-1]
+        mask_BTS &= jnp.tril(jnp.ones((length, length), bool))[None]
+    return mask_BTS[:, None]
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Set a share ``rate`` of the elements to zero and scale the rest so that the mean stays;
-    ``key=None`` does nothing.
+def attention_weights(
+    q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BHTS: jax.Array | None = None
+) -> jax.Array:
+    """softmax(q k^T / sqrt(d_k)), float32 [B, H, T, S].
 
-    16 random bits decide over an element, half of what a float32 Bernoulli draw costs. The rate is
-    exact to 2^-16. The halves of the words go to the halves of the last axis: on a TPU neighbours
-    would cost a sixth of a training step.
+    Args:
+      mask_BHTS: bool, True where attention is allowed; axes B, H, T may be 1. None allows all. A
+        query that sees nothing has equal weights.
+
+    Raises:
+      UserError: the mask is not bool.
     """
-    if key is None or rate == 0.0:
-        return x
-    threshold = round(rate * 65536)
-    *leading, last = x.shape
-    words = jax.random.bits(key, (*leading, -(-last // 2)), jnp.uint32)
-    bits = jnp.concatenate([words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)], axis=-1)[
-        ..., :last
-    ]
-    return jnp.where(
-        bits >= threshold,
-        x * jnp.asarray(65536 / (65536 - threshold), x.dtype),
-        jnp.zeros((), x.dtype),
-    )
+    if mask_BHTS is not None and mask_BHTS.dtype != jnp.bool_:
+        raise UserError(
+            f"The attention mask has type {mask_BHTS.dtype}; expected bool, True where attention "
+            "is allowed (for a mask of zeros and ones: mask != 0)."
+        )
+    q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
+    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    if mask_BHTS is not None:
+        scores_BHTS = jnp.where(mask_BHTS, scores_BHTS, MASKED)
+    return jax.nn.softmax(scores_BHTS, axis=-1)
 
 
 def dot_product_attention(
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
     v_BSHK: jax.Array,
-    mask_BHTS: jax.Array,
+    mask_BHTS: jax.Array | None = None,
     *,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(d_k)) v (equation 1), softmax in float32.
+    """softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with the values' K.
 
-    Args:
-      mask_BHTS: bool, True where attention is allowed; axes B, H, T may be 1.
-
-    Returns:
-      [B, T, H, K] with K the width of the values.
+    The mask is that of ``attention_weights``.
     """
-    q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
-    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
-    weights_BHTS = jax.nn.softmax(jnp.where(mask_BHTS, scores_BHTS, MASKED), axis=-1)
-    weights_BHTS = dropout(weights_BHTS.astype(v_BSHK.dtype), dropout_rate, dropout_key)
+    weights_BHTS = attention_weights(q_BTHK, k_BSHK, mask_BHTS)
+    return _weighted_values(weights_BHTS, v_BSHK, dropout_rate, dropout_key)
+
+
+def _weighted_values(
+    weights_BHTS: jax.Array, v_BSHK: jax.Array, rate: float, key: jax.Array | None
+) -> jax.Array:
+    weights_BHTS = dropout(weights_BHTS.astype(v_BSHK.dtype), rate, key)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK)
 
 
-class Projection(nnx.Module):
-    """A matrix product over named axes with Xavier-uniform weights in float32, computed in
-    ``dtype``, and an optional bias.
-    """
+def check_rngs(rngs: Any) -> None:
+    """Refuse a seed where flax wants ``nnx.Rngs``."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise UserError(f"rngs is {rngs!r}; expected an nnx.Rngs, for example nnx.Rngs(0).")
+
+
+class Projection(nnx.Einsum):
+    """A product with a Xavier-uniform float32 matrix, computed in ``dtype``; optionally a bias."""
 
     def __init__(
         self,
         equation: str,
         shape: tuple[int, ...],
         *,
-        inputs: int,
+        inputs: int = 1,
         use_bias: bool = False,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``shape`` is the kernel's; its first ``inputs`` axes are contracted by ``equation``, the
-        others remain.
-        """
-        init = nnx.initializers.variance_scaling(
-            1.0,
-            "fan_avg",
-            "uniform",
-            in_axis=tuple(range(inputs)),
-            out_axis=tuple(range(inputs, len(shape))),
+        """``shape`` is the matrix's; ``equation`` contracts its first ``inputs`` axes."""
+        check_rngs(rngs)
+        axes = range(len(shape))
+        kernel_init = nnx.initializers.variance_scaling(
+            1.0, "fan_avg", "uniform", in_axis=axes[:inputs], out_axis=axes[inputs:]
         )
-        self.equation = equation
-        self.dtype = dtype
-        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32)) if use_bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``equation`` applied to x and the kernel, plus the bias."""
-        y = jnp.einsum(self.equation, x.astype(self.dtype), self.kernel[...].astype(self.dtype))
-        if self.bias is not None:
-            bias = self.bias[...].astype(self.dtype)
-            y = y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
-        return y
+        super().__init__(equation, shape, dtype=dtype, kernel_init=kernel_init, rngs=rngs)
+        if use_bias:  # made here, as nnx.Einsum would draw a random key for its zeros
+            self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32))
 
 
 class MultiHeadAttention(nnx.Module):
@@ -143,21 +133,20 @@ class MultiHeadAttention(nnx.Module):
         d_v: int | None = None,
         use_bias: bool = False,
         dropout: float = 0.0,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` acts on the attention
-        weights.
-        """
+        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` is of the weights."""
         if d_model % num_heads and not (d_k and d_v):
             raise UserError(
-                f"d_model is {d_model}; expected a multiple of num_heads = {num_heads}, or explicit d_k and d_v."
+                f"d_model is {d_model}; expected a multiple of num_heads = {num_heads}, or "
+                "explicit d_k and d_v."
             )
         d_k, d_v = d_k or d_model // num_heads, d_v or d_model // num_heads
         projection = partial(Projection, use_bias=use_bias, dtype=dtype, rngs=rngs)
-        self.query = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k), inputs=1)
-        self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k), inputs=1)
-        self.value = projection("BLD,DHK->BLHK", (d_model, num_heads, d_v), inputs=1)
+        self.query = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
+        self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
+        self.value = projection("BLD,DHK->BLHK", (d_model, num_heads, d_v))
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
         self.dropout = dropout
 
@@ -165,28 +154,29 @@ class MultiHeadAttention(nnx.Module):
         self,
         query_BTD: jax.Array,
         memory_BSD: jax.Array,
-        mask_BHTS: jax.Array,
+        mask_BHTS: jax.Array | None = None,
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Let each query position gather from the memory; self-attention passes one array twice.
+        """Let each query position gather from the memory: [B, T, D].
 
-        Args:
-          mask_BHTS: bool, True where attention is allowed (see ``attention_mask``).
-
-        Returns:
-          [B, T, D].
+        Self-attention passes one array twice. The mask is that of ``attention_weights``.
         """
+        return self.with_weights(query_BTD, memory_BSD, mask_BHTS, dropout_key=dropout_key)[0]
+
+    def with_weights(
+        self,
+        query_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        mask_BHTS: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The output, and the weights before dropout, float32 [B, H, T, S]."""
         k_BSHK, v_BSHK = self.keys_values(memory_BSD)
-        out_BTHK = dot_product_attention(
-            self.query(query_BTD),
-            k_BSHK,
-            v_BSHK,
-            mask_BHTS,
-            dropout_rate=self.dropout,
-            dropout_key=dropout_key,
-        )
-        return self.output(out_BTHK)
+        weights_BHTS = attention_weights(self.query(query_BTD), k_BSHK, mask_BHTS)
+        out_BTHK = _weighted_values(weights_BHTS, v_BSHK, self.dropout, dropout_key)
+        return self.output(out_BTHK), weights_BHTS
 
     def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The memory's projected keys and values, both [B, S, H, K], for a cache."""

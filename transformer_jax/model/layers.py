@@ -1,10 +1,6 @@
-"""Positions, feed-forward layer, residual with norm, encoder layer, decoder layer (paper sections
-3.1, 3.3, 3.5).
-"""
+"""Embedding, positions, feed-forward, residual, encoder and decoder layer (paper section 3)."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +8,16 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.attention import MultiHeadAttention, Projection, dropout
+from transformer_jax.errors import UserError
+from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
+from transformer_jax.model.cache import LayerCache, attend_to_blocks
+from transformer_jax.model.dropout import dropout, split_key
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """Type of the matrix products: as configured, or by backend (float32 on CPU, bfloat16
-    elsewhere).
-    """
+    """Type of the matrix products; ``auto`` is float32 on a CPU and bfloat16 elsewhere."""
     if config.dtype == "auto":
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.dtype)
@@ -30,29 +27,70 @@ def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleave
     """Sinusoidal position vectors, float32 [length, d_model] (section 3.5).
 
     ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the
-    same, as the paper has it. ``split``: all sines, then all cosines, with tensor2tensor's
-    wavelengths 10000^(i / (d_model / 2 - 1)).
+    same, as in the paper. ``split``: all sines, then all cosines, with tensor2tensor's wavelengths
+    10000^(i / (d_model / 2 - 1)).
     """
     half = d_model // 2
     exponents = np.arange(half) / (half if layout == "interleaved" else max(half - 1, 1))
     angles = np.arange(length)[:, None] * 10000.0 ** -exponents[None, :]
-    if layout == "split":
-        return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
-    return (
-        np.stack([np.sin(angles), np.cos(angles)], axis=2)
-        .reshape(length, d_model)
-        .astype(np.float32)
-    )
+    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2 if layout == "interleaved" else 1)
+    return waves.reshape(length, d_model).astype(np.float32)
 
 
 def segment_positions(segments_BL: jax.Array) -> jax.Array:
-    """Position of each token within its own segment, int32 [B, L]: 0 1 2 0 1 for segments 1 1 1 2
-    2.
-    """
-    index_L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)
-    starts_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
-    start_BL = jax.lax.cummax(jnp.where(starts_BL, index_L[None], 0), axis=1)
-    return index_L[None] - start_BL
+    """Positions within each segment, int32 [B, L]: 0 1 2 0 1 for segments 1 1 1 2 2."""
+    index_1L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)[None]
+    is_start_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
+    return index_1L - jax.lax.cummax(jnp.where(is_start_BL, index_1L, 0), axis=1)
+
+
+class Embedding(nnx.Module):
+    """Token vectors times sqrt(d_model) plus positions (sections 3.4 and 3.5)."""
+
+    def __init__(self, vocab_size: int, config: ModelConfig, *, rngs: nnx.Rngs):
+        """Matrices are drawn from N(0, d_model^-1); that of the tokens is [V, D]."""
+        self.matrix = embedding_matrix(vocab_size, config.d_model, rngs)
+        learned = config.positions == "learned"
+        self.position_matrix = (
+            embedding_matrix(config.max_positions, config.d_model, rngs) if learned else None
+        )
+        self.layout = config.positions
+        self.dtype = compute_dtype(config)
+
+    def __call__(
+        self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
+    ) -> jax.Array:
+        """[B, L, D] for tokens at these positions (axis B may be 1).
+
+        Args:
+          num_positions: all positions but those of padding are below it.
+
+        Raises:
+          UserError: more positions than were learned.
+        """
+        d_model = self.matrix.shape[1]
+        # An id outside the vocabulary gives NaN; checkify's index checks find it.
+        vectors_BLD = self.matrix[...].at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
+        x_BLD = vectors_BLD * d_model**0.5
+        if self.position_matrix is None:
+            table_LD = jnp.asarray(sinusoidal_positions(num_positions, d_model, layout=self.layout))
+        elif num_positions <= self.position_matrix.shape[0]:
+            table_LD = self.position_matrix[...] * d_model**0.5
+        else:
+            raise UserError(
+                f"A sequence has {num_positions} positions; expected at most "
+                f"{self.position_matrix.shape[0]}: model.max_positions is "
+                f"{self.position_matrix.shape[0]}, and learned positions end there."
+            )
+        # A packed row may end in more padding than any sentence is long: clipped, as NaN would
+        # spread even where it is masked.
+        return (x_BLD + jnp.take(table_LD, positions_BL, axis=0, mode="clip")).astype(self.dtype)
+
+
+def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
+    """A float32 parameter [rows, D] from N(0, d_model^-1)."""
+    check_rngs(rngs)
+    return nnx.Param(d_model**-0.5 * jax.random.normal(rngs.params(), (rows, d_model), jnp.float32))
 
 
 class FeedForward(nnx.Module):
@@ -60,31 +98,16 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads d_model, d_ff, activation and feed_forward_dropout."""
-        dtype = compute_dtype(config)
-        self.inner = Projection(
-            "BLD,DF->BLF",
-            (config.d_model, config.d_ff),
-            inputs=1,
-            use_bias=True,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        self.output = Projection(
-            "BLF,FD->BLD",
-            (config.d_ff, config.d_model),
-            inputs=1,
-            use_bias=True,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        D, F, dtype = config.d_model, config.d_ff, compute_dtype(config)
+        self.inner = Projection("BLD,DF->BLF", (D, F), use_bias=True, dtype=dtype, rngs=rngs)
+        self.output = Projection("BLF,FD->BLD", (F, D), use_bias=True, dtype=dtype, rngs=rngs)
         self.activation = config.activation
         self.dropout = config.feed_forward_dropout
 
     def __call__(self, x_BLD: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
-        """The same two-layer network at every position; [B, L, D]."""
-        return self.output(
-            dropout(_ACTIVATIONS[self.activation](self.inner(x_BLD)), self.dropout, dropout_key)
-        )
+        """The same two-layer network at every position: [B, L, D]."""
+        hidden_BLF = _ACTIVATIONS[self.activation](self.inner(x_BLD))
+        return self.output(dropout(hidden_BLF, self.dropout, dropout_key))
 
 
 class LayerNorm(nnx.Module):
@@ -101,16 +124,16 @@ class LayerNorm(nnx.Module):
         x = x_BLD.astype(jnp.float32)
         centred = x - x.mean(axis=-1, keepdims=True)
         variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-        shape = (1,) * (x.ndim - 1) + (-1,)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
-        return (normal * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)).astype(
-            x_BLD.dtype
-        )
+        shape = (1,) * (x.ndim - 1) + (-1,)
+        y = normal * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)
+        return y.astype(x_BLD.dtype)
 
 
 class Residual(nnx.Module):
-    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4); pre-norm: x +
-    Dropout(Sublayer(LayerNorm(x))).
+    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4); pre-norm has the norm before the sublayer.
+
+    A layer calls ``before`` on x, its sublayer on the result, and ``after`` on both.
     """
 
     def __init__(self, config: ModelConfig):
@@ -119,17 +142,16 @@ class Residual(nnx.Module):
         self.pre = config.norm == "pre"
         self.dropout = config.dropout
 
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        sublayer: Callable[[jax.Array], jax.Array],
-        *,
-        dropout_key: jax.Array | None = None,
+    def before(self, x_BLD: jax.Array) -> jax.Array:
+        """What the sublayer takes in."""
+        return self.norm(x_BLD) if self.pre else x_BLD
+
+    def after(
+        self, x_BLD: jax.Array, y_BLD: jax.Array, *, dropout_key: jax.Array | None = None
     ) -> jax.Array:
-        """Run ``sublayer`` on x (or on its norm) and join the result to x."""
-        if self.pre:
-            return x_BLD + dropout(sublayer(self.norm(x_BLD)), self.dropout, dropout_key)
-        return self.norm(x_BLD + dropout(sublayer(x_BLD), self.dropout, dropout_key))
+        """x joined with what the sublayer gave."""
+        x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
+        return x_BLD if self.pre else self.norm(x_BLD)
 
 
 def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
@@ -145,15 +167,11 @@ def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
     )
 
 
-def _keys(key: jax.Array | None, count: int) -> list[jax.Array | None]:
-    return [None] * count if key is None else list(jax.random.split(key, count))
-
-
 class EncoderLayer(nnx.Module):
     """Self-attention, then feed-forward, each with residual and norm."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Layers of one encoder share nothing."""
+        """Layers share nothing."""
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
@@ -162,25 +180,27 @@ class EncoderLayer(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, mask_BHSS: jax.Array, *, dropout_key: jax.Array | None = None
     ) -> jax.Array:
-        """[B, S, D] to [B, S, D]; dropout acts only when a key is given."""
-        key_a, key_b, key_c, key_d = _keys(dropout_key, 4)
-        x_BSD = self.self_attention_residual(
-            x_BSD,
-            lambda y: self.self_attention(y, y, mask_BHSS, dropout_key=key_a),
-            dropout_key=key_b,
+        """[B, S, D] to [B, S, D]; without a key nothing is dropped."""
+        return self.with_weights(x_BSD, mask_BHSS, dropout_key=dropout_key)[0]
+
+    def with_weights(
+        self, x_BSD: jax.Array, mask_BHSS: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The output, and the attention weights [B, H, S, S]."""
+        attention_key, residual_key, *keys = split_key(dropout_key, 4)
+        y_BSD = self.self_attention_residual.before(x_BSD)
+        y_BSD, weights_BHSS = self.self_attention.with_weights(
+            y_BSD, y_BSD, mask_BHSS, dropout_key=attention_key
         )
-        return self.feed_forward_residual(
-            x_BSD, lambda y: self.feed_forward(y, dropout_key=key_c), dropout_key=key_d
-        )
+        x_BSD = self.self_attention_residual.after(x_BSD, y_BSD, dropout_key=residual_key)
+        return _feed_forward(self, x_BSD, *keys), weights_BHSS
 
 
 class DecoderLayer(nnx.Module):
-    """Causal self-attention, attention over the encoder's memory, feed-forward, each with residual
-    and norm.
-    """
+    """Causal self-attention, attention over the encoder's memory, feed-forward."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Layers of one decoder share nothing."""
+        """Layers share nothing."""
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         self.cross_attention = _attention(config, rngs)
@@ -197,29 +217,73 @@ class DecoderLayer(nnx.Module):
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D]; dropout acts only when a key is given."""
-        keys = _keys(dropout_key, 6)
-        return self.connect(
-            x_BTD,
-            lambda y: self.self_attention(y, y, self_mask_BHTT, dropout_key=keys[0]),
-            lambda y: self.cross_attention(y, memory_BSD, cross_mask_BHTS, dropout_key=keys[1]),
-            dropout_keys=keys[2:],
-        )
+        """[B, T, D] to [B, T, D]; without a key nothing is dropped."""
+        masks = self_mask_BHTT, cross_mask_BHTS
+        return self.with_weights(x_BTD, memory_BSD, *masks, dropout_key=dropout_key)[0]
 
-    def connect(
+    def with_weights(
         self,
         x_BTD: jax.Array,
-        self_attention: Callable[[jax.Array], jax.Array],
-        cross_attention: Callable[[jax.Array], jax.Array],
+        memory_BSD: jax.Array,
+        self_mask_BHTT: jax.Array,
+        cross_mask_BHTS: jax.Array,
         *,
-        dropout_keys: list[jax.Array | None] | None = None,
-    ) -> jax.Array:
-        """The layer with its two attentions given: over whole targets in training, over caches in
-        decoding.
-        """
-        key_a, key_b, key_c, key_d = dropout_keys or _keys(None, 4)
-        x_BTD = self.self_attention_residual(x_BTD, self_attention, dropout_key=key_a)
-        x_BTD = self.cross_attention_residual(x_BTD, cross_attention, dropout_key=key_b)
-        return self.feed_forward_residual(
-            x_BTD, lambda y: self.feed_forward(y, dropout_key=key_c), dropout_key=key_d
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The output, and the weights of self-attention and cross-attention."""
+        self_key, cross_key, self_residual_key, cross_residual_key, *keys = split_key(
+            dropout_key, 6
         )
+        y_BTD = self.self_attention_residual.before(x_BTD)
+        y_BTD, weights_BHTT = self.self_attention.with_weights(
+            y_BTD, y_BTD, self_mask_BHTT, dropout_key=self_key
+        )
+        x_BTD = self.self_attention_residual.after(x_BTD, y_BTD, dropout_key=self_residual_key)
+        y_BTD, weights_BHTS = self.cross_attention.with_weights(
+            self.cross_attention_residual.before(x_BTD),
+            memory_BSD,
+            cross_mask_BHTS,
+            dropout_key=cross_key,
+        )
+        x_BTD = self.cross_attention_residual.after(x_BTD, y_BTD, dropout_key=cross_residual_key)
+        return _feed_forward(self, x_BTD, *keys), (weights_BHTT, weights_BHTS)
+
+    def step(
+        self,
+        x_BWD: jax.Array,
+        cache: LayerCache,
+        visible_B1LW: jax.Array,
+        source_mask_B1S1: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array]:
+        """One decoding step of W hypotheses, on keys and values of the steps before.
+
+        Returns:
+          The output [B, W, D]; the new keys and values of self-attention, for the cache; the
+          queries of cross-attention; all [B, W, H, K].
+        """
+        y_BWD = self.self_attention_residual.before(x_BWD)
+        own_BWHK = self.self_attention.keys_values(y_BWD)
+        out_BWHK = attend_to_blocks(
+            self.self_attention.query(y_BWD),
+            cache.self_keys,
+            cache.self_values,
+            visible_B1LW,
+            own_BWHK=own_BWHK,
+        )
+        y_BWD = self.self_attention.output(out_BWHK)
+        x_BWD = self.self_attention_residual.after(x_BWD, y_BWD)
+        q_BWHK = self.cross_attention.query(self.cross_attention_residual.before(x_BWD))
+        out_BWHK = attend_to_blocks(q_BWHK, cache.cross_keys, cache.cross_values, source_mask_B1S1)
+        y_BWD = self.cross_attention.output(out_BWHK)
+        x_BWD = self.cross_attention_residual.after(x_BWD, y_BWD)
+        return _feed_forward(self, x_BWD), own_BWHK, q_BWHK
+
+
+def _feed_forward(
+    layer: EncoderLayer | DecoderLayer,
+    x_BLD: jax.Array,
+    inner_key: jax.Array | None = None,
+    residual_key: jax.Array | None = None,
+) -> jax.Array:
+    y_BLD = layer.feed_forward(layer.feed_forward_residual.before(x_BLD), dropout_key=inner_key)
+    return layer.feed_forward_residual.after(x_BLD, y_BLD, dropout_key=residual_key)

@@ -1,6 +1,4 @@
-"""Label-smoothed cross-entropy that never holds the logits of a whole batch (paper section 5.4),
-and R-Drop.
-"""
+"""Label-smoothed cross-entropy that never holds the logits of a whole batch, and R-Drop."""
 
 from __future__ import annotations
 
@@ -9,9 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
+from transformer_jax.errors import UserError
 from transformer_jax.sharding import BATCH_AXES
 from transformer_jax.special_ids import PAD_ID
 
@@ -19,229 +18,206 @@ from transformer_jax.special_ids import PAD_ID
 class LossSums(NamedTuple):
     """Sums over real target tokens, float32 scalars; divide by ``tokens`` for means."""
 
-    # smoothed cross-entropy (with R-Drop's divergence), nats: what training minimises
-    loss: jax.Array
+    loss: jax.Array  # smoothed cross-entropy plus R-Drop's divergence, nats: to be minimised
     nll: jax.Array  # plain negative log-likelihood, nats: exp(nll / tokens) is the perplexity
     correct: jax.Array  # tokens whose label has the highest score
     tokens: jax.Array  # real target tokens
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 6, 7))
+class _Settings(NamedTuple):
+    label_smoothing: float
+    max_logits: int
+    mesh: Mesh | None
+    r_drop: float
+
+
+# What the loss has gradients by: hidden_BTD, matrix_VD, bias_V.
+_Inputs = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
 def smoothed_cross_entropy(
     hidden_BTD: jax.Array,
     matrix_VD: jax.Array,
     target_BT: jax.Array,
+    *,
     label_smoothing: float = 0.1,
     max_logits: int = 2**22,
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
     r_drop: float = 0.0,
 ) -> LossSums:
-    """Cross-entropy between softmax(hidden matrix^T + bias) and targets smoothed to (1 - epsilon)
-    one-hot + epsilon / V.
+    """Cross-entropy of softmax(hidden matrix^T + bias) with smoothed targets (section 5.4).
 
-    Logits exist for a few target positions at a time, at most about ``max_logits`` of them on a
-    device. The gradient is worked out in the same pass, so that no logits are computed twice.
+    The target distribution is (1 - epsilon) one-hot + epsilon / V. Logits exist for a few target
+    positions at a time; the same pass computes the gradient of ``loss``, so that no logits are
+    computed twice. The gradient of ``nll`` takes another pass.
 
     Args:
       hidden_BTD: the decoder's output; its type is the type of the matrix products.
       matrix_VD: softmax weights, float32.
-      target_BT: tokens to predict; positions with PAD_ID count nothing.
+      target_BT: token ids to predict; positions with PAD_ID count nothing.
+      max_logits: about how many logits a device holds at a time.
       bias_V: softmax biases, float32, if there are any.
-      mesh: devices that the rows B are spread over, along the axes ``data`` and ``fsdp``; B must
-        divide over them. Sums and the gradients of matrix and bias cross the devices once, after
-        the last chunk.
+      mesh: devices that share the rows B along ``data`` and ``fsdp``; B must divide over them.
+        Sums and the gradients of matrix and bias cross the devices once, after the last chunk.
       r_drop: alpha of R-Drop (Liang et al. 2021, equation 4). Above 0, rows 2i and 2i + 1 must be
-        one sentence pair under two draws of dropout; where they predict p and q, ``loss`` grows by
+        one sentence pair under two draws of dropout, which predict p and q; ``loss`` grows by
         alpha / 2 (KL(p, q) + KL(q, p)).
 
-    Only ``loss`` has a gradient.
+    Raises:
+      UserError: R-Drop with an odd number of rows.
     """
-    sums, _ = _sums_and_gradients(
-        hidden_BTD,
-        matrix_VD,
-        target_BT,
-        label_smoothing,
-        max_logits,
-        bias_V,
-        mesh,
-        r_drop,
-        gradients=False,
-    )
-    return sums
+    if r_drop and len(target_BT) % 2:
+        raise UserError(
+            f"r_drop is {r_drop} with {len(target_BT)} rows; expected an even number, each "
+            "sentence pair twice, one after the other."
+        )
+    settings = _Settings(label_smoothing, max_logits, mesh, r_drop)
+    return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
-def _forward(*arguments):  # type: ignore[no-untyped-def]
-    return _sums_and_gradients(*arguments, gradients=True)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(settings: _Settings, target_BT: jax.Array, inputs: _Inputs) -> LossSums:
+    return _sums_and_gradients(settings, target_BT, inputs, gradients=False)[0]
 
 
-def _backward(label_smoothing, max_logits, mesh, r_drop, gradients, cotangent):  # type: ignore[no-untyped-def]
-    d_hidden_BTD, d_matrix_VD, d_bias_V = gradients
-    scale = cotangent.loss
-    no_gradient = np.zeros(d_hidden_BTD.shape[:2], jax.dtypes.float0)
-    d_bias_V = None if d_bias_V is None else d_bias_V * scale
-    return (
-        d_hidden_BTD * scale.astype(d_hidden_BTD.dtype),
-        d_matrix_VD * scale,
-        no_gradient,
-        d_bias_V,
-    )
+def _forward(settings: _Settings, target_BT: Any, inputs: Any) -> tuple[LossSums, Any]:
+    target_BT, inputs = jax.tree.map(lambda x: x.value, (target_BT, inputs))
+    sums, gradients = _sums_and_gradients(settings, target_BT, inputs, gradients=True)
+    return sums, (gradients, target_BT, inputs)
 
 
-smoothed_cross_entropy.defvjp(_forward, _backward)
+def _backward(settings: _Settings, residuals: Any, cotangent: LossSums) -> tuple[None, _Inputs]:
+    of_loss, target_BT, inputs = residuals
+    by_loss = cotangent.loss
+    if isinstance(by_loss, SymbolicZero):
+        by_loss = jnp.zeros((), jnp.float32)
+    total = jax.tree.map(lambda g: g * by_loss.astype(g.dtype), of_loss)
+    if not isinstance(cotangent.nll, SymbolicZero):
+        plain = settings._replace(label_smoothing=0.0, r_drop=0.0)
+        _, of_nll = _sums_and_gradients(plain, target_BT, inputs, gradients=True)
+        total = jax.tree.map(lambda t, g: t + g * cotangent.nll.astype(g.dtype), total, of_nll)
+    return None, total
 
-_Gradients = tuple[jax.Array, jax.Array, jax.Array | None]  # of hidden, matrix, bias
+
+_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sums_and_gradients(
-    hidden_BTD: jax.Array,
-    matrix_VD: jax.Array,
-    target_BT: jax.Array,
-    label_smoothing: float,
-    max_logits: int,
-    bias_V: jax.Array | None,
-    mesh: Mesh | None,
-    r_drop: float,
-    *,
-    gradients: bool,
-) -> tuple[LossSums, _Gradients | None]:
-    assert not (r_drop and len(target_BT) % 2), (
-        "R-Drop wants each sentence pair twice, one after the other"
-    )
-    on_device = partial(
-        _on_device,
-        label_smoothing=label_smoothing,
-        max_logits=max_logits,
-        r_drop=r_drop,
-        gradients=gradients,
-    )
-    if mesh is None:
-        return on_device(hidden_BTD, matrix_VD, target_BT, bias_V)
+    settings: _Settings, target_BT: jax.Array, inputs: _Inputs, *, gradients: bool
+) -> tuple[LossSums, _Inputs | None]:
+    """The sums, and if asked for the gradient of ``loss`` by the inputs."""
+    if settings.mesh is None:
+        return _on_device(settings, target_BT, inputs, gradients=gradients)
 
-    def on_each_device(*arrays: Any) -> tuple[LossSums, _Gradients | None]:
-        sums, of_inputs = on_device(*arrays)
-        if of_inputs is None:
+    def on_each_device(target_BT: jax.Array, inputs: _Inputs) -> tuple[LossSums, _Inputs | None]:
+        sums, by_inputs = _on_device(settings, target_BT, inputs, gradients=gradients)
+        if by_inputs is None:
             return jax.lax.psum(sums, BATCH_AXES), None
-        d_hidden_BTD, *of_weights = of_inputs
-        sums, of_weights = jax.lax.psum((sums, of_weights), BATCH_AXES)
-        return sums, (d_hidden_BTD, *of_weights)
+        d_hidden_BTD, *by_weights = by_inputs
+        sums, by_weights = jax.lax.psum((sums, by_weights), BATCH_AXES)
+        return sums, (d_hidden_BTD, *by_weights)
 
     rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
+    of_inputs = rows, everywhere, everywhere
     return jax.shard_map(
         on_each_device,
-        mesh=mesh,
-        in_specs=(rows, everywhere, rows, everywhere),
-        out_specs=(everywhere, (rows, everywhere, everywhere) if gradients else everywhere),
+        mesh=settings.mesh,
+        in_specs=(rows, of_inputs),
+        out_specs=(everywhere, of_inputs if gradients else everywhere),
         check_vma=False,
-    )(hidden_BTD, matrix_VD, target_BT, bias_V)
+    )(target_BT, inputs)
 
 
 def _on_device(
-    hidden_BTD: jax.Array,
-    matrix_VD: jax.Array,
-    target_BT: jax.Array,
-    bias_V: jax.Array | None,
-    *,
-    label_smoothing: float,
-    max_logits: int,
-    r_drop: float,
-    gradients: bool,
-) -> tuple[LossSums, _Gradients | None]:
+    settings: _Settings, target_BT: jax.Array, inputs: _Inputs, *, gradients: bool
+) -> tuple[LossSums, _Inputs | None]:
+    hidden_BTD, matrix_VD, bias_V = inputs
     vocab_size, d_model = matrix_VD.shape
-    dtype = hidden_BTD.dtype
-    weights_VD = matrix_VD.astype(dtype)
-    # Chunks (C) of so many tokens (L); with R-Drop its first half are some tokens' first pass, its
-    # second half their second.
-    passes = 2 if r_drop else 1
+    weights_VD = matrix_VD.astype(hidden_BTD.dtype)
+    # Chunks (C) of so many tokens (L); with R-Drop the first half of a chunk is the first pass of
+    # some tokens, the second half their second pass.
+    passes = 2 if settings.r_drop else 1
     rows, time = target_BT.shape
     count = rows // passes * time
-    length = -(-count // max(1, -(-target_BT.size * vocab_size // max_logits)))
+    length = -(-count // max(1, -(-target_BT.size * vocab_size // settings.max_logits)))
 
     def in_chunks(x: jax.Array) -> jax.Array:
-        by_pass = (
-            x.reshape(-1, passes, time, *x.shape[2:])
-            .swapaxes(0, 1)
-            .reshape(passes, count, *x.shape[2:])
-        )
+        rest = x.shape[2:]
+        by_pass = x.reshape(-1, passes, time, *rest).swapaxes(0, 1).reshape(passes, count, *rest)
         # PAD_ID is 0
-        padded = jnp.pad(by_pass, [(0, 0), (0, -count % length)] + [(0, 0)] * (x.ndim - 2))
-        return (
-            padded.reshape(passes, -1, length, *x.shape[2:])
-            .swapaxes(0, 1)
-            .reshape(-1, passes * length, *x.shape[2:])
-        )
+        padded = jnp.pad(by_pass, [(0, 0), (0, -count % length)] + [(0, 0)] * len(rest))
+        chunks = padded.reshape(passes, -1, length, *rest).swapaxes(0, 1)
+        return chunks.reshape(-1, passes * length, *rest)
 
     def one_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
         hidden_LD, target_L = chunk
-        real_L = (target_L != PAD_ID).astype(jnp.float32)
         logits_LV = jnp.einsum(
             "LD,VD->LV", hidden_LD, weights_VD, preferred_element_type=jnp.float32
         )
         if bias_V is not None:
             logits_LV += bias_V[None]
-        top_L = logits_LV.max(axis=-1)
-        exp_LV = jnp.exp(logits_LV - top_L[:, None])
-        total_L = exp_LV.sum(axis=-1)
-        log_total_L = top_L + jnp.log(total_L)
-        label_L = jnp.take_along_axis(logits_LV, target_L[:, None], axis=-1)[:, 0]
-        nll_L = log_total_L - label_L
-        loss_L = (1 - label_smoothing) * nll_L + label_smoothing * (
-            log_total_L - logits_LV.mean(axis=-1)
-        )
-        if r_drop:
-            kl_L, d_kl_LV = _divergence(logits_LV - log_total_L[:, None])
-            loss_L += r_drop / 2 * kl_L
-        new = LossSums(
-            (loss_L * real_L).sum(),
-            (nll_L * real_L).sum(),
-            ((label_L >= top_L) * real_L).sum(),
-            real_L.sum(),
-        )
+        new, d_logits_LV = _from_logits(settings, logits_LV, target_L)
         sums = jax.tree.map(jnp.add, sums, new)
         if not gradients:
             return (sums, d_matrix_VD, d_bias_V), None
-        is_label_LV = jnp.arange(vocab_size, dtype=target_L.dtype)[None] == target_L[:, None]
-        smoothed_LV = (
-            jnp.where(is_label_LV, 1 - label_smoothing, 0.0) + label_smoothing / vocab_size
-        )
-        d_logits_LV = exp_LV / total_L[:, None] - smoothed_LV
-        if r_drop:
-            d_logits_LV += r_drop / 2 * d_kl_LV
-        d_logits_LV *= real_L[:, None]
         if d_bias_V is not None:
             d_bias_V += d_logits_LV.sum(axis=0)
-        d_logits_LV = d_logits_LV.astype(dtype)
+        d_logits_LV = d_logits_LV.astype(hidden_LD.dtype)
         d_hidden_LD = jnp.einsum("LV,VD->LD", d_logits_LV, weights_VD)
         d_matrix_VD += jnp.einsum(
             "LV,LD->VD", d_logits_LV, hidden_LD, preferred_element_type=jnp.float32
         )
         return (sums, d_matrix_VD, d_bias_V), d_hidden_LD
 
-    zeros = LossSums(*(jnp.zeros((), jnp.float32),) * 4)
     start = (
-        zeros,
+        LossSums(*[jnp.zeros((), jnp.float32)] * 4),
         jnp.zeros(matrix_VD.shape if gradients else (), jnp.float32),
         None if bias_V is None else jnp.zeros(vocab_size, jnp.float32),
     )
     chunks = in_chunks(hidden_BTD), in_chunks(target_BT)
-    (sums, d_matrix_VD, d_bias_V), d_hidden_CLD = jax.lax.scan(one_chunk, start, chunks)
+    (sums, *by_weights), d_hidden_CLD = jax.lax.scan(one_chunk, start, chunks)
     if not gradients:
         return sums, None
-    d_by_pass = (
-        d_hidden_CLD.reshape(-1, passes, length, d_model)
-        .swapaxes(0, 1)
-        .reshape(passes, -1, d_model)[:, :count]
+    by_pass = d_hidden_CLD.reshape(-1, passes, length, d_model).swapaxes(0, 1)
+    by_pass = by_pass.reshape(passes, -1, d_model)[:, :count].reshape(passes, -1, time, d_model)
+    return sums, (by_pass.swapaxes(0, 1).reshape(hidden_BTD.shape), *by_weights)
+
+
+def _from_logits(
+    settings: _Settings, logits_LV: jax.Array, target_L: jax.Array
+) -> tuple[LossSums, jax.Array]:
+    """The sums over some tokens, and the gradient of ``loss`` by their logits."""
+    epsilon, vocab_size = settings.label_smoothing, logits_LV.shape[-1]
+    real_L = (target_L != PAD_ID).astype(jnp.float32)
+    top_L = logits_LV.max(axis=-1)
+    exp_LV = jnp.exp(logits_LV - top_L[:, None])
+    total_L = exp_LV.sum(axis=-1)
+    log_total_L = top_L + jnp.log(total_L)
+    label_L = jnp.take_along_axis(logits_LV, target_L[:, None], axis=-1)[:, 0]
+    nll_L = log_total_L - label_L
+    loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - logits_LV.mean(axis=-1))
+    is_label_LV = jnp.arange(vocab_size, dtype=target_L.dtype)[None] == target_L[:, None]
+    wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
+    d_logits_LV = exp_LV / total_L[:, None] - wanted_LV
+    if settings.r_drop:
+        kl_L, d_kl_LV = _divergence(logits_LV - log_total_L[:, None])
+        loss_L += settings.r_drop / 2 * kl_L
+        d_logits_LV += settings.r_drop / 2 * d_kl_LV
+    sums = LossSums(
+        loss=(loss_L * real_L).sum(),
+        nll=(nll_L * real_L).sum(),
+        correct=((label_L >= top_L) * real_L).sum(),
+        tokens=real_L.sum(),
     )
-    d_hidden_BTD = (
-        d_by_pass.reshape(passes, -1, time, d_model).swapaxes(0, 1).reshape(hidden_BTD.shape)
-    )
-    return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
+    return sums, d_logits_LV * real_L[:, None]
 
 
 def _divergence(log_probs_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """KL(p, q) for the first half of the rows p, KL(q, p) for the second, q; and the gradient of
-    their sum by the logits.
+    """KL divergence of each row and its gradient by the logits.
+
+    The first half of the rows is p and has KL(p, q), the second half is q and has KL(q, p).
     """
     log_probs_PLV = log_probs_LV.reshape(2, -1, log_probs_LV.shape[-1])
     probs_PLV = jnp.exp(log_probs_PLV)

@@ -1,8 +1,9 @@
-"""One training step and one evaluation step, each a single compiled program."""
+"""The training step and the evaluation step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,21 +12,21 @@ import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
 
-from transformer_jax.config import Config
+from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.batching import Batch
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import batch_sharding, gathered, replicated, state_shardings
+from transformer_jax.special_ids import PAD_ID
 from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
 Parameters = Any  # nested dict of float32 arrays, as nnx.to_pure_dict gives it
+LossFn = Callable[[Parameters, Batch, jax.Array], LossSums]
 
 
 @struct.dataclass
 class TrainState:
-    """All that a step changes. What a step computes depends on this, the config and the corpus, on
-    nothing else.
-    """
+    """All that a step changes; a step depends on this, the config and the corpus alone."""
 
     step: jax.Array  # int32: batches consumed; the next step's number, counted from 0
     parameters: Parameters
@@ -47,7 +48,7 @@ class StepMetrics(NamedTuple):
 
 
 class StepFunctions(NamedTuple):
-    """The compiled functions of a run and the shardings they expect."""
+    """The compiled functions of a run and the shardings that they expect."""
 
     init: Callable[[], TrainState]
     # the old state is donated
@@ -58,157 +59,200 @@ class StepFunctions(NamedTuple):
 
 
 def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
-    """Build init, train_step and eval_step for this config on this mesh."""
-    optimizer = make_optimizer(config.optimizer, config.model.d_model, config.training.steps)
-    schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.training.steps)
-    graph = nnx.split(
-        nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))), nnx.Param
-    )[0]
-    # An accelerator wants large chunks. On a CPU small ones stay in its cache, but each reads and
-    # writes matrices of V x D.
-    vocab_size, d_model = config.model.vocab_size, config.model.d_model
-    max_logits = max(2**20, vocab_size * d_model // 2) if jax.default_backend() == "cpu" else 2**25
-
-    def init() -> TrainState:
-        model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
-        parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            parameters=parameters,
-            optimizer=optimizer.init(parameters),
-            ema=jax.tree.map(jnp.copy, parameters) if config.optimizer.ema_decay > 0 else None,
-            bad_steps=jnp.zeros((), jnp.int32),
-            bad_in_a_row=jnp.zeros((), jnp.int32),
-        )
-
-    def loss_sums(
-        parameters: Parameters, batch: Batch, dropout_key: jax.Array | None, r_drop: float = 0.0
-    ) -> LossSums:
-        model = nnx.merge(graph, parameters)
-        hidden_BTD = model.hidden(
-            batch.source_BS,
-            batch.target_BT,
-            source_segments_BS=batch.source_segments_BS,
-            target_segments_BT=batch.target_segments_BT,
-            dropout_key=dropout_key,
-        )
-        return smoothed_cross_entropy(
-            hidden_BTD,
-            model.output_matrix_VD,
-            batch.target_BT,
-            config.training.label_smoothing,
-            max_logits,
-            model.output_bias_V,
-            mesh,
-            r_drop,
-        )
-
-    def gradients(
-        parameters: Parameters, batch: Batch, dropout_key: jax.Array
-    ) -> tuple[Parameters, LossSums]:
-        """Gradient of the summed loss, and the sums."""
-        r_drop = config.training.r_drop
-        if r_drop:  # each row twice, one after the other, for two draws of dropout
-            batch = jax.tree.map(
-                lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch
-            )
-
-        def loss(parameters: Parameters) -> tuple[jax.Array, LossSums]:
-            sums = loss_sums(parameters, batch, dropout_key, r_drop)
-            if r_drop:
-                sums = jax.tree.map(lambda x: x / 2, sums)
-            return sums.loss, sums
-
-        return jax.grad(loss, has_aux=True)(parameters)
-
-    def accumulated_gradients(
-        parameters: Parameters, batch: Batch, dropout_key: jax.Array
-    ) -> tuple[Parameters, LossSums]:
-        parts = config.optimizer.accumulate_steps
-        if parts == 1:
-            return gradients(parameters, batch, dropout_key)
-        # Row r goes to part r % parts: devices keep their own rows wherever these divide by the
-        # parts.
-        split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
-
-        def add_part(total: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
-            number, rows = part
-            return jax.tree.map(
-                jnp.add, total, gradients(parameters, rows, jax.random.fold_in(dropout_key, number))
-            ), None
-
-        zeros = (
-            jax.tree.map(jnp.zeros_like, parameters),
-            LossSums(*(jnp.zeros((), jnp.float32),) * 4),
-        )
-        return jax.lax.scan(add_part, zeros, (jnp.arange(parts), split))[0]
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        dropout_key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        grads, sums = accumulated_gradients(
-            gathered(state.parameters, shardings.parameters), batch, dropout_key
-        )
-        # Whole, then in parts: told only the latter, XLA hands rows of the batch around to compute
-        # parts of the embeddings'.
-        grads = jax.lax.with_sharding_constraint(
-            gathered(grads, shardings.parameters), shardings.parameters
-        )
-        # Sums over the global batch, divided by its number of real target tokens.
-        grads = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), grads)
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-        updates, new_optimizer = optimizer.update(grads, state.optimizer, state.parameters)
-        new_parameters = optax.apply_updates(state.parameters, updates)
-
-        def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-        new_parameters = keep(new_parameters, state.parameters)
-        ema = None
-        if state.ema is not None:
-            # At first it follows closely, so that the random initial parameters are soon forgotten.
-            good_steps = state.step - state.bad_steps + 1
-            decay = jnp.minimum(config.optimizer.ema_decay, (1 + good_steps) / (10 + good_steps))
-            ema = keep(optax.incremental_update(new_parameters, state.ema, 1 - decay), state.ema)
-        bad = (~finite).astype(jnp.int32)
-        state = TrainState(
-            step=state.step + 1,
-            parameters=new_parameters,
-            optimizer=keep(new_optimizer, state.optimizer),
-            ema=ema,
-            bad_steps=state.bad_steps + bad,
-            bad_in_a_row=(state.bad_in_a_row + 1) * bad,
-        )
-        metrics = StepMetrics(
-            sums=sums,
-            source_tokens=(batch.source_BS != 0).sum().astype(jnp.float32),
-            gradient_norm=norm,
-            learning_rate=schedule(state.step - 1 - state.bad_steps),
-            bad_steps=state.bad_steps,
-            bad_in_a_row=state.bad_in_a_row,
-        )
-        return state, metrics
-
-    def eval_step(parameters: Parameters, batch: Batch) -> LossSums:
-        return loss_sums(gathered(parameters, shardings.parameters), batch, None)
-
-    shapes = jax.eval_shape(init)
+    """Compile init, train_step and eval_step for this config on this mesh, when first called."""
+    model = nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
+    graph, _ = nnx.split(model, nnx.Param)
+    shapes = jax.eval_shape(partial(init_state, config))
     shardings = state_shardings(shapes, mesh)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
-    abstract_state = jax.tree.map(
-        lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), shapes, shardings
-    )
+    inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
     return StepFunctions(
-        init=jax.jit(init, out_shardings=shardings),
+        init=jax.jit(partial(init_state, config), out_shardings=shardings),
         train_step=jax.jit(
-            train_step,
+            partial(train_step, **inputs),
             donate_argnums=0,
             in_shardings=(shardings, rows),
             out_shardings=(shardings, everywhere),
         ),
         eval_step=jax.jit(
-            eval_step, in_shardings=(shardings.parameters, rows), out_shardings=everywhere
+            partial(eval_step, **inputs),
+            in_shardings=(shardings.parameters, rows),
+            out_shardings=everywhere,
         ),
-        abstract_state=abstract_state,
+        abstract_state=jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            shardings,
+        ),
         graph=graph,
     )
+
+
+def init_state(config: Config) -> TrainState:
+    """The state before the first step, its parameters drawn from ``config.seed``."""
+    model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
+    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=zero,
+        parameters=parameters,
+        optimizer=_optimizer(config).init(parameters),
+        ema=jax.tree.map(jnp.copy, parameters) if config.optimizer.ema_decay > 0 else None,
+        bad_steps=zero,
+        bad_in_a_row=zero,
+    )
+
+
+def train_step(
+    state: TrainState, batch: Batch, *, config: Config, graph: Any, mesh: Mesh
+) -> tuple[TrainState, StepMetrics]:
+    """One update, or none where loss or gradient are not finite; and the step's figures."""
+    dropout_key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    grads, sums = accumulated_gradients(
+        partial(loss_sums, config=config, graph=graph, mesh=mesh),
+        gathered(state.parameters, mesh),
+        batch,
+        dropout_key,
+        microbatches=config.optimizer.accumulate_steps,
+    )
+    # First whole, then sharded: told only the latter, XLA passes rows of the batch between devices
+    # to compute shards of the embeddings' gradient.
+    grads = jax.lax.with_sharding_constraint(gathered(grads, mesh), state_shardings(grads, mesh))
+    grads = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), grads)
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+
+    updates, optimizer = _optimizer(config).update(grads, state.optimizer, state.parameters)
+    parameters = optax.apply_updates(state.parameters, updates)
+    good_steps = state.step - state.bad_steps
+    ema = moving_average(state.ema, parameters, config.optimizer.ema_decay, good_steps + 1)
+    parameters, optimizer, ema = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (parameters, optimizer, ema),
+        (state.parameters, state.optimizer, state.ema),
+    )
+    bad = (~finite).astype(jnp.int32)
+    state = TrainState(
+        step=state.step + 1,
+        parameters=parameters,
+        optimizer=optimizer,
+        ema=ema,
+        bad_steps=state.bad_steps + bad,
+        bad_in_a_row=(state.bad_in_a_row + 1) * bad,
+    )
+    return state, StepMetrics(
+        sums=sums,
+        source_tokens=(batch.source_BS != PAD_ID).sum().astype(jnp.float32),
+        gradient_norm=norm,
+        learning_rate=_schedule(config)(state.step - 1 - state.bad_steps),
+        bad_steps=state.bad_steps,
+        bad_in_a_row=state.bad_in_a_row,
+    )
+
+
+def eval_step(
+    parameters: Parameters, batch: Batch, *, config: Config, graph: Any, mesh: Mesh
+) -> LossSums:
+    """The sums of a batch without dropout."""
+    return loss_sums(gathered(parameters, mesh), batch, None, config=config, graph=graph, mesh=mesh)
+
+
+def loss_sums(
+    parameters: Parameters,
+    batch: Batch,
+    dropout_key: jax.Array | None,
+    *,
+    config: Config,
+    graph: Any,
+    mesh: Mesh,
+) -> LossSums:
+    """Sums over a batch's real target tokens; without a key there is no dropout and no R-Drop."""
+    r_drop = 0.0 if dropout_key is None else config.training.r_drop
+    if r_drop:  # each row twice, one after the other, for two draws of dropout
+        batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
+    model = nnx.merge(graph, parameters)
+    hidden_BTD = model.hidden(
+        batch.source_BS,
+        batch.target_BT,
+        source_segments_BS=batch.source_segments_BS,
+        target_segments_BT=batch.target_segments_BT,
+        dropout_key=dropout_key,
+    )
+    sums = smoothed_cross_entropy(
+        hidden_BTD,
+        model.output_matrix_VD,
+        batch.target_BT,
+        label_smoothing=config.training.label_smoothing,
+        max_logits=_max_logits(config.model),
+        bias_V=model.output_bias_V,
+        mesh=mesh,
+        r_drop=r_drop,
+    )
+    return jax.tree.map(lambda x: x / 2, sums) if r_drop else sums
+
+
+def gradients(
+    loss_fn: LossFn, parameters: Parameters, batch: Batch, dropout_key: jax.Array
+) -> tuple[Parameters, LossSums]:
+    """The gradient of the summed loss, and the sums."""
+
+    def loss(parameters: Parameters) -> tuple[jax.Array, LossSums]:
+        sums = loss_fn(parameters, batch, dropout_key)
+        return sums.loss, sums
+
+    return jax.grad(loss, has_aux=True)(parameters)
+
+
+def accumulated_gradients(
+    loss_fn: LossFn,
+    parameters: Parameters,
+    batch: Batch,
+    dropout_key: jax.Array,
+    *,
+    microbatches: int,
+) -> tuple[Parameters, LossSums]:
+    """``gradients`` of a batch, one microbatch after another."""
+    if microbatches == 1:
+        return gradients(loss_fn, parameters, batch, dropout_key)
+    # Row r goes to microbatch r % microbatches, so that devices keep their own rows.
+    split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+
+    def add(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        number, microbatch = numbered
+        key = jax.random.fold_in(dropout_key, number)
+        return jax.tree.map(jnp.add, total, gradients(loss_fn, parameters, microbatch, key)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, parameters), LossSums(*[jnp.zeros((), jnp.float32)] * 4)
+    return jax.lax.scan(add, zeros, (jnp.arange(microbatches), split))[0]
+
+
+def moving_average(
+    ema: Parameters | None, parameters: Parameters, decay: float, good_steps: jax.Array
+) -> Parameters | None:
+    """The exponential moving average after ``good_steps`` updates; None stays None.
+
+    At first it follows closely, so that the random initial parameters are soon forgotten.
+    """
+    if ema is None:
+        return None
+    decay_now = jnp.minimum(decay, (1 + good_steps) / (10 + good_steps))
+    return optax.incremental_update(parameters, ema, 1 - decay_now)
+
+
+def _optimizer(config: Config) -> optax.GradientTransformation:
+    return make_optimizer(config.optimizer, config.model.d_model, config.training.steps)
+
+
+def _schedule(config: Config) -> optax.Schedule:
+    return learning_rate_schedule(config.optimizer, config.model.d_model, config.training.steps)
+
+
+def _max_logits(config: ModelConfig) -> int:
+    """How many logits to hold at once.
+
+    Accelerators want large chunks. On a CPU small ones stay in its cache, but each chunk reads and
+    writes matrices of V x D.
+    """
+    if jax.default_backend() != "cpu":
+        return 2**25
+    return max(2**20, config.vocab_size * config.d_model // 2)
