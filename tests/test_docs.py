@@ -55,6 +55,15 @@ def test_named_files_and_fields_exist(path: Path) -> None:
         assert flag.replace("-", "_").replace(".no_", ".") in fields, f"{path.name} names --{flag}"
 
 
+def test_the_readme_map_names_every_module() -> None:
+    files = (ROOT / "transformer_jax").rglob("*.py")
+    modules = {path.stem for path in files} - {"__init__", "__main__"}
+    words = set(
+        re.findall(r"\w+", (ROOT / "README.md").read_text().split("## Which file to open")[1])
+    )
+    assert not modules - words, f"README.md has no place for {modules - words}"
+
+
 def test_flags_of_decode_exist() -> None:
     programs = (
         ROOT / "transformer_jax" / "decoding" / name for name in ("flags.py", "learn_shortlist.py")
