@@ -5,6 +5,7 @@ opens.
 import dataclasses
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -291,7 +292,7 @@ if __name__ == "__main__":
 """
 
 
-def builder(tmp_path, folder, workers, appends, program=BUILDER):
+def builder(tmp_path, folder, workers, appends, program=BUILDER, **options):
     file = tmp_path / "builder.py"
     if not file.exists():  # another one may be reading it
         TOKENIZER.save(tmp_path)
@@ -300,7 +301,12 @@ def builder(tmp_path, folder, workers, appends, program=BUILDER):
     root = str(Path(shards.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "TEST_MARK": str(folder)}
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
     )
 
 
@@ -317,6 +323,16 @@ def test_killed_while_building(tmp_path, workers, appends):
     assert left.exists()  # too young to be sure that nobody works on it
     assert contents(folder / corpus.fingerprint[:20]) == whole(tmp_path)
 
+    wait_for_orphans(folder)
+    for path in (*left.iterdir(), left):
+        os.utime(path, (1, 1))
+    build_corpus(dataclasses.replace(NUMBERS, limit=10), TOKENIZER, DataConfig(), folder)
+    assert not left.exists()
+
+
+def wait_for_orphans(folder):
+    """Until no process is left that a builder started, for 10 seconds at most."""
+
     def orphans():
         return [p for p in psutil.process_iter() if p.pid != os.getpid() and mark(p) == str(folder)]
 
@@ -324,10 +340,6 @@ def test_killed_while_building(tmp_path, workers, appends):
     while orphans() and time.time() < deadline:
         time.sleep(0.05)
     assert not orphans()
-    for path in (*left.iterdir(), left):
-        os.utime(path, (1, 1))
-    build_corpus(dataclasses.replace(NUMBERS, limit=10), TOKENIZER, DataConfig(), folder)
-    assert not left.exists()
 
 
 def mark(process):
@@ -429,6 +441,18 @@ def test_a_script_needs_no_main_guard(tmp_path):
     unguarded = BUILDER.replace('if __name__ == "__main__":', "if True:")
     output, errors = builder(tmp_path, tmp_path / "corpus", 2, 0, program=unguarded).communicate()
     assert output == "built\n", errors
+
+
+def test_ctrl_c_ends_all_processes_with_one_traceback(tmp_path):
+    interrupted = BUILDER.replace(
+        "os.kill(os.getpid(), signal.SIGKILL)", "os.killpg(0, signal.SIGINT)"
+    )
+    folder = tmp_path / "corpus"
+    process = builder(tmp_path, folder, 2, 20, program=interrupted, start_new_session=True)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGINT and errors.count("Traceback") == 1, errors
+    assert list(folder.glob("[!.]*")) == []
+    wait_for_orphans(folder)
 
 
 def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
