@@ -54,7 +54,6 @@ ORDER = [
     "decoding.models",
     "decoding.continuous_batching",
     "decoding.buckets",
-    "decoding.lexicon",
     "decoding.shortlist",
     "decoding.learn_shortlist",
     "decoding.engine",

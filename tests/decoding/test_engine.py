@@ -1,4 +1,4 @@
-"""Sentences through the compiled search: the same in any company, and it moves no more than it must."""
+"""Sentences through the engine: the same in any company, and no cache is copied."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from scipy import sparse
 from benchmarks import hlo
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.engine import Engine, Sentence, check_decoding
-from transformer_jax.decoding.lexicon import Lexicon
-from transformer_jax.decoding.shortlist import Shortlist
+from transformer_jax.decoding.shortlist import Lexicon, Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.tokenizer import Tokenizer
@@ -332,7 +331,7 @@ def test_settings_that_do_not_fit():
         Engine([make_model(0)], DecodingConfig(beam_size=41))
     with pytest.raises(
         UserError,
-        match=r"have \[\(40, 40\), \(50, 50\)\] source and target tokens; expected models of one voc",
+        match=r"have \[\(40, 40\), \(50, 50\)\] source and target tokens; expected models of",
     ):
         Engine(
             [make_model(0), make_model(0, ModelConfig(**{**vars(MODEL), "vocab_size": 50}))], CONFIG
@@ -405,10 +404,8 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
 
     # Logits are written once, by the product that makes them; the search reads them and writes
     # narrower things.
-    wide = re.compile(
-        rf"^  (?:ROOT )?%(\S+) = f32\[(?:{batch * beam},{vocab}|{batch},{beam},{vocab})\]\S* ([\w-]+)\(",
-        re.M,
-    )
+    shapes = rf"(?:{batch * beam},{vocab}|{batch},{beam},{vocab})"
+    wide = re.compile(rf"^  (?:ROOT )?%(\S+) = f32\[{shapes}\]\S* ([\w-]+)\(", re.M)
     loop = [
         text
         for name, text in bodies.items()

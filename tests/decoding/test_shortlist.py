@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from scipy import sparse
 
 from transformer_jax.config import (
     Config,
@@ -26,7 +27,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.config_io import to_json
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.decoding import lexicon, shortlist
+from transformer_jax.decoding import learn_shortlist, shortlist
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.decoding.learn_shortlist import main
 from transformer_jax.decoding.shortlist import Shortlist
@@ -57,8 +58,8 @@ def toy_corpus(pairs: int = 2000) -> Corpus:
     return Corpus.from_lists(sources, targets)
 
 
-def learn(corpus: Corpus, **settings) -> lexicon.Lexicon:
-    return lexicon.learn(corpus, source_vocab_size=V, target_vocab_size=V, **settings)
+def learn(corpus: Corpus, **settings) -> shortlist.Lexicon:
+    return learn_shortlist.learn(corpus, source_vocab_size=V, target_vocab_size=V, **settings)
 
 
 def make_shortlist(*, frequent: int = 2, top: int = 3, vocab_size: int = V) -> Shortlist:
@@ -101,7 +102,7 @@ def tokenizer(text):
 
 def test_model_1_finds_the_right_pairs():
     learned = learn(toy_corpus())
-    best = lexicon.strongest(learned.probability, 1)
+    best = shortlist.strongest(learned.probability, 1)
     seen = np.flatnonzero(np.diff(best.indptr))
     assert len(seen) > 30
     for source in set(seen) - {PAD_ID, 4}:  # PAD stands for NULL here
@@ -130,15 +131,15 @@ def test_every_iteration_makes_the_corpus_likelier():
 
 def test_chunks_do_not_matter(monkeypatch):
     whole = learn(toy_corpus(300))
-    monkeypatch.setattr(lexicon, "_CHUNK", 500)
+    monkeypatch.setattr(learn_shortlist, "_CHUNK", 500)
     np.testing.assert_allclose(
         whole.probability.toarray(), learn(toy_corpus(300)).probability.toarray(), atol=1e-5
     )
 
 
 def test_a_bounded_table_keeps_the_translations(monkeypatch):
-    monkeypatch.setattr(lexicon, "_CHUNK", 500)
-    monkeypatch.setattr(lexicon, "_MOST_ENTRIES", 12 * V)
+    monkeypatch.setattr(learn_shortlist, "_CHUNK", 500)
+    monkeypatch.setattr(learn_shortlist, "_MOST_ENTRIES", 12 * V)
     bounded = learn(toy_corpus()).probability
     assert bounded.nnz <= 12 * V
     for source in range(5, 20):
@@ -153,10 +154,8 @@ def test_a_sample_of_the_pairs_is_spread_over_the_corpus():
 
 
 def test_strongest_keeps_the_largest_and_of_equals_the_lower():
-    table = lexicon.sparse.csr_array(
-        np.array([[0.1, 0.4, 0, 0.4], [0, 0, 0, 0], [0.2, 0.1, 0.3, 0.4]])
-    )
-    kept = lexicon.strongest(table, 2)
+    table = sparse.csr_array(np.array([[0.1, 0.4, 0, 0.4], [0, 0, 0, 0], [0.2, 0.1, 0.3, 0.4]]))
+    kept = shortlist.strongest(table, 2)
     assert kept.indices.tolist() == [1, 3, 3, 2] and kept.indptr.tolist() == [0, 2, 2, 4]
 
 
@@ -404,7 +403,7 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     corpus = Corpus.from_lists(
         tokenizer.encode_source(["a b c"] * 3), tokenizer.encode_target(["C B A"] * 3)
     )
-    learned = lexicon.learn(corpus, source_vocab_size=size, target_vocab_size=size)
+    learned = learn_shortlist.learn(corpus, source_vocab_size=size, target_vocab_size=size)
     made = Shortlist.from_lexicon(learned, tokenizer, top=5, frequent=7)
     made.save(tmp_path / "shortlist.npz")
     loaded = Shortlist.load(tmp_path / "shortlist.npz", tokenizer)

@@ -2,28 +2,39 @@
 
     python -m transformer_jax.decoding.learn_shortlist --workdir W [--top 100] [--frequent 100]
 
-learns which tokens go together and writes ``W/shortlist.npz``.
+writes ``W/shortlist.npz``. Learning is IBM model 1 (Brown et al., 1993): every target token comes
+from one source token of its sentence, or from none (NULL), whatever their positions. A few EM
+iterations are enough to tell translations from tokens that are together by chance.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import sparse
 
 from transformer_jax.cli import check_output, parse, run_program
 from transformer_jax.config_io import load_config_file
-from transformer_jax.data.corpus import prepare_corpus
-from transformer_jax.decoding.lexicon import learn
-from transformer_jax.decoding.shortlist import Shortlist
+from transformer_jax.data.corpus import Corpus, prepare_corpus, ranges
+from transformer_jax.decoding.shortlist import Lexicon, Shortlist, strongest
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import local_workdir
+from transformer_jax.special_ids import EOS_ID, PAD_ID
 from transformer_jax.storage import is_url
 from transformer_jax.tokenizer import Tokenizer
 
-# as a program its __name__ is another
+# As a program its __name__ is another.
 log = logging.getLogger("transformer_jax.decoding.learn_shortlist")
+
+_NULL = PAD_ID  # which no sentence has
+_CHUNK = 2_000_000  # links looked at together: bounds memory, with the next one
+_MOST_ENTRIES = 16_000_000
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,7 @@ class Arguments:
     frequent: int = 100
     """Most frequent target tokens, which any sentence may need."""
     pairs: int = 300_000
-    """Learn from so many sentence pairs, spread over the training text."""
+    """Sentence pairs to learn from, spread over the training text."""
     output: str = ""
     """File to write. Default: shortlist.npz in the work directory."""
 
@@ -71,26 +82,142 @@ def learn_shortlist(
     workdir = local_workdir(workdir)
     if not (workdir / "config.json").is_file():
         raise UserError(
-            f"workdir is {str(workdir)!r}, which has no config.json; expected one written by train.py."
+            f"workdir is {str(workdir)!r}, which has no config.json; expected one written by "
+            "train.py."
         )
     config, tokenizer = load_config_file(workdir / "config.json"), Tokenizer.load(workdir)
     if not config.data.train.is_given:
         raise UserError(
-            f"The config of {str(workdir)!r} names no training text; expected data.train, or give a text table."
+            f"The config of {str(workdir)!r} names no training text; expected data.train, or give "
+            "a text table."
         )
     if top < 1 or frequent < 0 or max_pairs < 1:  # before the work
         raise UserError(
-            f"top, frequent and pairs are {top}, {frequent} and {max_pairs}; expected at least 1, 0 and 1."
+            f"top, frequent and pairs are {top}, {frequent} and {max_pairs}; expected at least 1, "
+            "0 and 1."
         )
-    # that of the training run, if it is still there
+    # The training run's own, if it is still there.
     corpus = prepare_corpus(workdir, config, tokenizer, "train")
-    sizes = {
-        "source_vocab_size": tokenizer.source_vocab_size,
-        "target_vocab_size": tokenizer.target_vocab_size,
-    }
-    return Shortlist.from_lexicon(
-        learn(corpus, **sizes, max_pairs=max_pairs), tokenizer, top=top, frequent=frequent
+    lexicon = learn(
+        corpus,
+        source_vocab_size=tokenizer.source_vocab_size,
+        target_vocab_size=tokenizer.target_vocab_size,
+        max_pairs=max_pairs,
     )
+    return Shortlist.from_lexicon(lexicon, tokenizer, top=top, frequent=frequent)
+
+
+def learn(
+    corpus: Corpus,
+    *,
+    source_vocab_size: int,
+    target_vocab_size: int,
+    iterations: int = 5,
+    max_pairs: int = 300_000,
+) -> Lexicon:
+    """Learn from at most ``max_pairs`` sequences, evenly spread over the corpus; ``iterations``
+    counts the uniform start.
+
+    Memory is bounded: where the table grows too large, each source token keeps its strongest
+    entries.
+    """
+    total = corpus.num_samples * corpus.num_pairs
+    sequences = np.arange(min(total, max_pairs)) * total // min(total, max_pairs)
+    shape = source_vocab_size, target_vocab_size
+    counts, waiting, frequency = (
+        sparse.csr_array(shape, dtype=np.float32),
+        [],
+        np.zeros(target_vocab_size),
+    )
+    for links in _links(corpus, sequences):
+        frequency += np.bincount(links.target_P[links.first_T], minlength=target_vocab_size)
+        expected_P = (1 / np.repeat(links.choices_T, links.choices_T)).astype(np.float32)
+        waiting.append(
+            sparse.coo_array((expected_P, (links.source_P, links.target_P)), shape).tocsr()
+        )
+        if sum(chunk.nnz for chunk in waiting) > _MOST_ENTRIES // 4:
+            counts, waiting = _bounded(sum(waiting, counts)), []
+    counts = sum(waiting, counts)
+    counts.sort_indices()
+    rows_E = np.repeat(np.arange(source_vocab_size), np.diff(counts.indptr))
+    keys_E = rows_E * target_vocab_size + counts.indices
+    for iteration in range(2, iterations + 1):
+        probability_E = _normalized(counts).data
+        expected_E = np.zeros(len(keys_E))
+        for links in _links(corpus, sequences):
+            keys_P = links.source_P * target_vocab_size + links.target_P
+            order_P = np.argsort(keys_P)  # sorted, they are found several times as fast
+            keys_P, target_of_P = (
+                keys_P[order_P],
+                np.repeat(np.arange(len(links.choices_T)), links.choices_T)[order_P],
+            )
+            places_P = np.minimum(np.searchsorted(keys_E, keys_P), len(keys_E) - 1)
+            # 0: not among the strongest
+            p_P = np.where(keys_E[places_P] == keys_P, probability_E[places_P], 0)
+            sums_T = np.maximum(np.bincount(target_of_P, p_P), 1e-30)
+            first_U = np.flatnonzero(np.diff(places_P, prepend=-1))
+            expected_E[places_P[first_U]] += np.add.reduceat(p_P / sums_T[target_of_P], first_U)
+        counts.data = expected_E.astype(np.float32)
+        log.info("IBM model 1: iteration %d of %d.", iteration, iterations)
+    return Lexicon(_normalized(counts), frequency)
+
+
+class _Links(NamedTuple):
+    """Each of T target tokens with each source token (or NULL) of its sentence: P links."""
+
+    source_P: np.ndarray
+    target_P: np.ndarray
+    first_T: np.ndarray
+    """Where the links of a target token begin in P."""
+    choices_T: np.ndarray
+    """How many there are."""
+
+
+def _links(corpus: Corpus, sequences: np.ndarray) -> Iterator[_Links]:
+    for start in range(0, len(sequences), 1 << 16):
+        block = sequences[start : start + (1 << 16)]
+        source, s_N = corpus.source(block)
+        target, t_N = corpus.target(block)
+        target, t_N = np.delete(target, np.cumsum(t_N) - 1), t_N - 1  # without EOS
+        edges = np.flatnonzero(np.diff(np.cumsum(s_N * t_N) // _CHUNK)) + 1
+        chunks = zip(
+            np.split(source, np.cumsum(s_N)[edges - 1]),
+            np.split(s_N, edges),
+            np.split(target, np.cumsum(t_N)[edges - 1]),
+            np.split(t_N, edges),
+        )
+        for chunk in chunks:
+            links = _links_of(*chunk)
+            if len(links.target_P):
+                yield links
+
+
+def _links_of(source: np.ndarray, s_N: np.ndarray, target: np.ndarray, t_N: np.ndarray) -> _Links:
+    source = source.astype(np.int64)
+    source[source == EOS_ID] = _NULL  # EOS translates to nothing
+    choices_T = np.repeat(s_N, t_N)
+    source_starts_T = np.repeat(np.cumsum(s_N) - s_N, t_N)
+    return _Links(
+        source_P=source[ranges(source_starts_T, choices_T)],
+        target_P=np.repeat(target.astype(np.int64), choices_T),
+        first_T=np.cumsum(choices_T) - choices_T,
+        choices_T=choices_T,
+    )
+
+
+def _bounded(counts: sparse.csr_array) -> sparse.csr_array:
+    if counts.nnz <= _MOST_ENTRIES:
+        return counts
+    kept = strongest(counts, max(1, _MOST_ENTRIES // 2 // counts.shape[0]))
+    kept.sort_indices()
+    return kept
+
+
+def _normalized(counts: sparse.csr_array) -> sparse.csr_array:
+    """Rows that sum to 1, or to 0."""
+    sums = np.maximum(np.asarray(counts.sum(axis=1)), 1e-30)
+    data = counts.data / np.repeat(sums, np.diff(counts.indptr)).astype(np.float32)
+    return sparse.csr_array((data, counts.indices, counts.indptr), counts.shape)
 
 
 if __name__ == "__main__":

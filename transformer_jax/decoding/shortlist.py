@@ -1,47 +1,51 @@
-"""The target tokens that a sentence can need: those that go with its source tokens, and the most
-frequent ones.
+"""Shortlists: the target tokens that a sentence may use, by its source tokens and by frequency.
 
-The search numbers a sentence's tokens by their places among what it may use; PAD, BOS, EOS and UNK
-keep their numbers.
+``learn_shortlist.py`` learns what goes with a source token; text tables of other tools can be read
+as well. The search numbers a sentence's tokens by their places in its shortlist; PAD, BOS, EOS and
+UNK keep their numbers.
 """
 
 from __future__ import annotations
 
-import os
-import zipfile
-import zlib
+import io
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from scipy import sparse
 
 from transformer_jax.data.corpus import ranges
+from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.buckets import padded_length
-from transformer_jax.decoding.lexicon import Lexicon, read_table, strongest
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.storage import write_atomically
 from transformer_jax.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 _SPECIAL = (PAD_ID, BOS_ID, EOS_ID, UNK_ID)
 _FORMAT = 1
 _SMALLEST = 64
-_ROWS = 64  # looked at together: what bounds memory
-_DAMAGE = (
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    TypeError,
-    NotImplementedError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+_ROWS = 64  # sentences looked up together: bounds memory
+
+
+class Lexicon(NamedTuple):
+    """p(target token | source token), where it is known."""
+
+    probability: sparse.csr_array
+    """float32 [source vocabulary, target vocabulary]."""
+    frequency: np.ndarray
+    """float64 [target vocabulary]: how often each target token occurs, in any unit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shortlist:
-    """Which target tokens each source token may need. What ``load`` gives is checked."""
+    """Which target tokens each source token may need."""
 
     fingerprint: str
     """The tokenizer's."""
@@ -54,23 +58,15 @@ class Shortlist:
     by_frequency: np.ndarray
     """int32 [target vocabulary]: the special tokens, then all others, most frequent first."""
     frequent: int
-    """So many of them (besides the special ones) any sentence may need."""
+    """How many of them (besides the special ones) every sentence may use."""
 
     def __post_init__(self) -> None:
-        arrays, vocab_size = (
-            (self.offsets, self.candidates, self.by_frequency),
-            len(self.by_frequency),
-        )
+        arrays = self.offsets, self.candidates, self.by_frequency
+        vocab_size = len(self.by_frequency)
         if any(array.ndim != 1 or array.dtype.kind != "i" for array in arrays):
             raise UserError("The shortlist's arrays are not flat integers; make it again.")
         _check_tokens(self.by_frequency, vocab_size)
-        if (
-            len(self.candidates)
-            and not 0 <= self.candidates.min() <= self.candidates.max() < vocab_size
-        ):
-            raise UserError(
-                f"The shortlist has tokens outside 0..{vocab_size - 1}; expected target tokens of the vocabulary."
-            )
+        _check_range(self.candidates, vocab_size)
         steps = np.diff(self.offsets)
         if not (
             steps.size
@@ -97,7 +93,7 @@ class Shortlist:
             )
         table = strongest(lexicon.probability, top)
         sources = np.repeat(np.arange(table.shape[0]), np.diff(table.indptr))
-        # NULL's row is PAD's; padding must not change what a sentence may need.
+        # NULL has PAD's row; padding must not change what a sentence may use.
         sources, targets = sources[sources != PAD_ID], table.indices[sources != PAD_ID]
         if tokenizer.joint:
             new = np.setdiff1d(np.arange(table.shape[0]), sources[sources == targets])
@@ -119,18 +115,18 @@ class Shortlist:
 
     @classmethod
     def load(cls, path: str | Path, tokenizer: Tokenizer) -> Shortlist:
-        """What ``save`` wrote; or a text table ``target source probability``, with this module's
-        defaults.
+        """Read what ``save`` wrote, or a text table ``target source probability``.
 
         Raises:
-          UserError: no such file, a damaged one, one made with another tokenizer, a table without
-            tokens of this vocabulary.
+          UserError: a file that is missing, damaged or made with another tokenizer; a table
+            without tokens of this vocabulary.
         """
         path = Path(path)
         if not path.is_file():
             raise UserError(
                 f"shortlist is {str(path)!r}, which does not exist; expected a file of python -m "
-                "transformer_jax.decoding.learn_shortlist, or a table of lines `target source probability`."
+                "transformer_jax.decoding.learn_shortlist, or a table of lines "
+                "`target source probability`."
             )
         with path.open("rb") as file:
             is_table = file.read(2) != b"PK" and path.suffix != ".npz"
@@ -143,9 +139,9 @@ class Shortlist:
                     saved[name] for name in ("offsets", "candidates", "by_frequency")
                 )
                 frequent = int(saved["frequent"])
-        except _DAMAGE as error:
+        except Exception as error:  # NumPy, zipfile and zlib raise many kinds
             raise UserError(
-                f"Shortlist {str(path)!r} is damaged, or none ({error}); make it again."
+                f"Shortlist {str(path)!r} is damaged, or no shortlist ({error}); make it again."
             ) from None
         if version != _FORMAT:
             raise UserError(
@@ -153,30 +149,30 @@ class Shortlist:
             )
         if fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"Shortlist {str(path)!r} was made with another tokenizer; expected one made for this run."
+                f"Shortlist {str(path)!r} was made with another tokenizer; expected one made for "
+                "this run."
             )
         sizes = len(offsets) - 1, len(by_frequency)
         if sizes != (tokenizer.source_vocab_size, tokenizer.target_vocab_size):
             raise UserError(
-                f"Shortlist {str(path)!r} has {sizes} source and target tokens, not its tokenizer's; make it again."
+                f"Shortlist {str(path)!r} has {sizes} source and target tokens, not as many as its "
+                "tokenizer; make it again."
             )
         return cls(fingerprint, offsets, candidates, by_frequency, frequent)
 
     def save(self, path: str | Path) -> None:
-        """Write a ``.npz`` file (plain arrays; no pickle), which appears whole or not at all."""
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with temporary.open("wb") as file:
-            np.savez_compressed(
-                file,
-                format=np.int32(_FORMAT),
-                fingerprint=np.array(self.fingerprint),
-                offsets=self.offsets,
-                candidates=self.candidates,
-                by_frequency=self.by_frequency,
-                frequent=np.int32(self.frequent),
-            )
-        temporary.replace(path)
+        """Write a ``.npz`` file of plain arrays (no pickle)."""
+        file = io.BytesIO()
+        np.savez_compressed(
+            file,
+            format=np.int32(_FORMAT),
+            fingerprint=np.array(self.fingerprint),
+            offsets=self.offsets,
+            candidates=self.candidates,
+            by_frequency=self.by_frequency,
+            frequent=np.int32(self.frequent),
+        )
+        write_atomically(Path(path), file.getvalue())
 
     def shared(self, first: Sequence[int] = ()) -> np.ndarray:
         """The tokens that every sentence may use, int32 [C], each once: the special ones at 0 to 3,
@@ -189,12 +185,11 @@ class Shortlist:
     def of_sentences(
         self, source_BS: np.ndarray, shared_C: np.ndarray, *, prefix_BP: np.ndarray | None = None
     ) -> np.ndarray:
-        """What each sentence (source tokens, PAD after them) may use, each token once: int32 [B,
-        X].
+        """Each sentence's shortlist, given its source tokens (PAD after them): int32 [B, X].
 
-        First ``shared_C``, then what goes with its own source tokens and its forced target tokens
-        ``prefix_BP`` (negative: none), sorted, then -1. X - C is one of few sizes, so that few
-        shapes are compiled.
+        First ``shared_C``, then, sorted, what goes with its own source tokens and its forced target
+        tokens ``prefix_BP`` (negative: none), then -1. Each token is there once. X - C is one of
+        few sizes, so that few shapes are compiled.
         """
         own = []
         for start in range(0, len(source_BS), _ROWS):
@@ -220,17 +215,23 @@ class Shortlist:
         return self.by_frequency[: len(_SPECIAL) + self.frequent]
 
     def _candidates(self, source_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The candidates of all these source tokens, and which one (its place in P) each belongs
-        to.
-        """
+        """Each candidate of these source tokens: its source token's place in P, and itself."""
         if len(source_P) and not 0 <= source_P.min() <= source_P.max() < len(self.offsets) - 1:
             raise UserError(
-                f"Source tokens go from {source_P.min()} to {source_P.max()}; expected 0..{len(self.offsets) - 2}."
+                f"Source tokens go from {source_P.min()} to {source_P.max()}; expected "
+                f"0..{len(self.offsets) - 2}."
             )
         starts_P, lengths_P = self.offsets[source_P], np.diff(self.offsets)[source_P]
-        return np.repeat(np.arange(len(source_P)), lengths_P), self.candidates[
-            ranges(starts_P, lengths_P)
-        ]
+        places = np.repeat(np.arange(len(source_P)), lengths_P)
+        return places, self.candidates[ranges(starts_P, lengths_P)]
+
+
+def _check_range(tokens: np.ndarray, vocab_size: int) -> None:
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise UserError(
+            f"The shortlist has tokens outside 0..{vocab_size - 1}; expected target tokens of the "
+            "vocabulary."
+        )
 
 
 def _check_tokens(tokens_K: np.ndarray, vocab_size: int) -> None:
@@ -242,9 +243,70 @@ def _check_tokens(tokens_K: np.ndarray, vocab_size: int) -> None:
             raise UserError(
                 f"The shortlist misses {name}; expected token {token} at place {token}."
             )
-    if tokens_K.min() < 0 or tokens_K.max() >= vocab_size:
-        raise UserError(
-            f"The shortlist has tokens outside 0..{vocab_size - 1}; expected target tokens of the vocabulary."
-        )
+    _check_range(tokens_K, vocab_size)
     if len(np.unique(tokens_K)) != len(tokens_K):
         raise UserError("The shortlist has a token twice; expected distinct tokens.")
+
+
+def read_table(path: str | Path, tokenizer: Tokenizer) -> Lexicon:
+    """Read a text table as Marian and fast_align write it (``.gz`` too): lines ``target source
+    probability``, in tokens. Entries with NULL or with unknown tokens are skipped.
+
+    Raises:
+      UserError: a line that is no such entry (with its number), or a table without a single token
+        of the vocabularies.
+    """
+    source_tokens = tokenizer.source_tokens(range(tokenizer.source_vocab_size))
+    target_tokens = tokenizer.target_tokens(range(tokenizer.target_vocab_size))
+    source_ids = {token: i for i, token in enumerate(source_tokens)}
+    target_ids = {token: i for i, token in enumerate(target_tokens)}
+    sources, targets, probabilities, unknown = [], [], [], 0
+    for number, line in enumerate(read_lines(path), 1):
+        if not line:
+            continue
+        fields = line.replace("\t", " ").split(" ")  # only these: a token may be any other space
+        if len(fields) != 3 or not 0 <= _number(fields[2]) <= 1:
+            raise UserError(
+                f"{path}, line {number} is {line!r}; expected `target source probability`, "
+                "separated by single spaces."
+            )
+        target, source = target_ids.get(fields[0]), source_ids.get(fields[1])
+        if target is not None and source is not None:
+            sources.append(source)
+            targets.append(target)
+            probabilities.append(float(fields[2]))
+        elif "NULL" not in fields[:2]:
+            unknown += 1
+    if not sources:
+        raise UserError(
+            f"{path} has no entry in the tokens of this vocabulary; expected a table made with its "
+            "tokenizer."
+        )
+    if unknown:
+        log.warning(
+            "%s: %d entries with tokens that the vocabulary lacks are skipped.", path, unknown
+        )
+    shape = len(source_ids), len(target_ids)
+    probability = sparse.coo_array(
+        (np.array(probabilities, np.float32), (sources, targets)), shape
+    ).tocsr()
+    # A token that goes with much occurs often.
+    return Lexicon(probability, np.asarray(probability.sum(axis=0), np.float64))
+
+
+def strongest(table: sparse.csr_array, most: int) -> sparse.csr_array:
+    """The ``most`` largest positive entries of each row, largest first; among equals the lower
+    column goes before.
+    """
+    rows_E = np.repeat(np.arange(table.shape[0]), np.diff(table.indptr))
+    order_E = np.lexsort((table.indices, -table.data, rows_E))
+    kept = order_E[(np.arange(table.nnz) - table.indptr[rows_E] < most) & (table.data[order_E] > 0)]
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(rows_E[kept], minlength=table.shape[0]))])
+    return sparse.csr_array((table.data[kept], table.indices[kept], indptr), table.shape)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
