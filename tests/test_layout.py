@@ -68,6 +68,7 @@ ORDER = [
     "decoding.job",
     "decoding.__main__",
     "training.resuming",
+    "training.workdir",
     "training.loss",
     "training.optimizer",
     "training.step",

@@ -67,8 +67,8 @@ def load_model(
     """
     if is_url(str(workdir)):
         raise UserError(
-            f"workdir is {str(workdir)!r}; expected a folder (decode.py and Translator.from_workdir "
-            "take URLs)."
+            f"workdir is {str(workdir)!r}; expected a folder (decode.py and "
+            "Translator.from_workdir take URLs)."
         )
     workdir = Path(workdir).absolute()
     chosen = choose_checkpoints(

@@ -98,8 +98,8 @@ def _wait_for(address: str, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise UserError(
-                    f"The coordinator at {address} did not answer within {timeout:.0f} s ({error}); "
-                    "expected process 0 to run there, reachable from this machine."
+                    f"The coordinator at {address} did not answer within {timeout:.0f} s "
+                    f"({error}); expected process 0 to run there, reachable from this machine."
                 ) from None
             time.sleep(0.5)
 

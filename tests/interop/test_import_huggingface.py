@@ -35,7 +35,7 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training import saver
 from transformer_jax.training.loop import train
-from transformer_jax.training.prepare import claimed
+from transformer_jax.training.workdir import claimed
 
 TAGS = [">>deu<<", ">>fra<<"]
 

@@ -29,9 +29,9 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
-from transformer_jax.training.prepare import claimed
 from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.saver import Checkpoints
+from transformer_jax.training.workdir import claimed
 
 
 def whole(**training: Any) -> Config:

@@ -91,29 +91,25 @@ class _Loop:
         self._step = self._start = int(run.state.step)  # steps done
         self._last: StepMetrics | None = None  # of the last step, if not looked at yet
         self._shapes_seen: set[tuple[int, ...]] = set()
+        rows, steps = batch_sharding(run.mesh), run.config.training.steps
+        self._loader = load_batches(run.plan, sharding=rows, start=self._start, stop=steps)
         self._meter = Meter(run.progress, run.plan, self._start)
 
     def train(self) -> dict[str, Any]:
         """Run the loop to its end, or to a signal; returns what summary.json holds."""
         self._announce()
-        rows, steps = batch_sharding(self._run.mesh), self._config.training.steps
-        loader = load_batches(self._run.plan, sharding=rows, start=self._start, stop=steps)
-        with loader as batches:
+        with self._loader as batches:
             stop = self._do(self._due_at_start())
             for batch in [] if stop else batches:
                 self._enter_step(batch)
                 self._state, metrics = self._run.functions.train_step(self._state, batch)
                 # The host looks at a step's figures only once the next step is under way.
-                self._look_at_last_step(loader.waited)
+                self._look_at_last_step()
                 self._step, self._last = self._step + 1, metrics
-                self._reporter.advance(self._step)
-                due = self._due()
-                if any(due):
-                    self._look_at_last_step(loader.waited)
-                if self._do(due):
+                if self._do(self._due()):
                     break
                 self._watchdog.enter("waiting for data")
-            self._look_at_last_step(loader.waited)
+            self._look_at_last_step()
         self._ensure_saved()
         return self._sum_up()
 
@@ -139,6 +135,9 @@ class _Loop:
 
     def _do(self, due: Due) -> bool:
         """Evaluate and save if due; returns whether to stop."""
+        self._reporter.advance(self._step)
+        if any(due):  # the figures of all steps so far go into the checkpoint
+            self._look_at_last_step()
         if due.evaluate:
             due = self._evaluate(due)
         if due.save:
@@ -248,11 +247,8 @@ class _Loop:
             )
             log.info("Compiling the training step for %s.", name)
 
-    def _look_at_last_step(self, waited: float) -> None:
-        """Take in the last step's figures, unless that was done; log them if due.
-
-        ``waited``: seconds that the loop has waited for batches so far.
-        """
+    def _look_at_last_step(self) -> None:
+        """Take in the last step's figures, unless that was done; log them if due."""
         if self._last is None:
             return
         step, metrics, self._last = self._step, jax.device_get(self._last), None
@@ -275,7 +271,7 @@ class _Loop:
                 "bad_steps": int(metrics.bad_steps),
                 "epoch": self._run.plan.epoch(step),
             }
-            self._reporter.training(step, self._meter.entry(waited) | figures)
+            self._reporter.training(step, self._meter.entry(self._loader.waited) | figures)
 
     def _announce(self) -> None:
         run, config, say = self._run, self._config, self._reporter.say

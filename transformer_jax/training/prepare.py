@@ -19,14 +19,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from transformer_jax.checkpoint import (
-    checkpoint_name,
     choose_checkpoints,
     complete_steps,
     config_of,
     load_parameters,
 )
 from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_io import flatten, to_json
+from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus, digests_folder, prepare_corpus
 from transformer_jax.data.loader import place
@@ -44,13 +43,12 @@ from transformer_jax.errors import UserError
 from transformer_jax.evaluation import check_bleu_tokenizer
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import is_url, locked, write_atomically
+from transformer_jax.storage import is_url
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.early_stopping import forget_other_best, selection
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.resuming import (
     FREE_BETWEEN_PROCESSES,
-    Difference,
     differences_on_resume,
     fields_that_differ,
 )
@@ -61,6 +59,7 @@ from transformer_jax.training.step import (
     TrainState,
     make_step_functions,
 )
+from transformer_jax.training.workdir import claimed, held, remove_tokenizer, write_config
 
 log = logging.getLogger(__name__)
 
@@ -106,37 +105,25 @@ def prepare(
     """
     settings = flatten(config).items()
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
-    remote = RemoteWorkdir(str(workdir)) if is_url(str(workdir)) else None
-    if remote is not None and jax.process_count() > 1:
-        raise UserError(
-            f"workdir is {str(workdir)!r} and there are {jax.process_count()} processes; expected "
-            "a folder that all of them share."
-        )
-    folder = Path(workdir).absolute() if remote is None else remote.folder
     if config.training.compilation_cache:
         cache = os.path.expanduser(config.training.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", cache)
     mesh = make_mesh(config.mesh, devices)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
     dev_pairs, test_pairs = all_or_none(lambda: check_inputs(config))
-    if remote is not None:
-        remote.folder.mkdir(parents=True, exist_ok=True)
-        with _held(remote.folder):
-            remote.pull()
+    folder, remote = _local_folder(workdir)
     with ExitStack() as stack:
-        # One process holds the folder for all.
-        from_first(
-            lambda: stack.enter_context(claimed(folder, config, allow_changes=allow_changes))
-        )
+        # Process 0 holds the folder for all.
+        claim = claimed(folder, config, allow_changes=allow_changes)
+        from_first(lambda: stack.enter_context(claim))
         tokenizer = first_then_others(
             lambda: prepare_tokenizer(folder, config) if is_first() else Tokenizer.load(folder)
         )
         config = _with_vocabulary(config, tokenizer)
         all_or_none(lambda: check_decoding(config.decoding, tokenizer))
-        names = ["train", "dev"] if config.data.dev.is_given else ["train"]
         corpora = {
             name: first_then_others(partial(prepare_corpus, folder, config, tokenizer, name))
-            for name in names
+            for name in (["train", "dev"] if config.data.dev.is_given else ["train"])
         }
         check_agreement(
             {"tokenizer": tokenizer.fingerprint, "text of data.dev": _hash(dev_pairs)}
@@ -170,6 +157,22 @@ def prepare(
         )
 
 
+def _local_folder(workdir: str | Path) -> tuple[Path, RemoteWorkdir | None]:
+    """The folder to train in; one that mirrors a URL is brought up to date."""
+    if not is_url(str(workdir)):
+        return Path(workdir).absolute(), None
+    remote = RemoteWorkdir(str(workdir))
+    if jax.process_count() > 1:
+        raise UserError(
+            f"workdir is {str(workdir)!r} and there are {jax.process_count()} processes; expected "
+            "a folder that all of them share."
+        )
+    remote.folder.mkdir(parents=True, exist_ok=True)
+    with held(remote.folder):
+        remote.pull()
+    return remote.folder, remote
+
+
 def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
     """The lines of dev and of test that training will translate; what is missing or wrong is named
     now rather than after hours of preparing the training text.
@@ -188,111 +191,6 @@ def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
     check_bleu_tokenizer(training.bleu_tokenize)
     dev, test = (_read_all(config, name) for name in ("dev", "test"))
     return dev[: training.bleu_sentences] if training.bleu_every else [], test
-
-
-@contextmanager
-def claimed(workdir: Path, config: Config, *, allow_changes: bool = False) -> Iterator[None]:
-    """Make ``workdir`` the work directory of this config, and keep other runs out of it while the
-    context lasts.
-
-    With ``allow_changes`` the run in it may go on with other values of settings that are
-    ``changeable``. A folder in which no step was ever trained, for bad input say, is taken over,
-    with its corpora. One with an imported model gets the new config if that leaves the model and
-    the tokenizer as they are.
-
-    Raises:
-      UserError: another run is at work in it, or it holds a run with another config; a path that is
-        no work directory. Nothing in it was changed.
-    """
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"{str(workdir)!r} is a file; expected a new folder or a work directory.")
-    workdir.mkdir(parents=True, exist_ok=True)
-    # corpora may be left of a run whose URL was emptied
-    others = [e for e in workdir.iterdir() if not e.name.startswith(".") and e.name != "corpus"]
-    if others and not (workdir / "config.json").exists():
-        raise UserError(
-            f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a "
-            "work directory."
-        )
-    with _held(workdir):
-        _claim(workdir, config, allow_changes=allow_changes)
-        yield
-
-
-@contextmanager
-def _held(workdir: Path) -> Iterator[None]:
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(workdir / ".lock"))
-        except BlockingIOError:
-            raise UserError(
-                f"Another run is at work in {str(workdir)!r}; wait for it or choose another "
-                "--workdir."
-            ) from None
-        yield
-
-
-def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
-    path = workdir / "config.json"
-    if not path.exists():
-        write_config(workdir, config)
-        return
-    differences = differences_on_resume(config_of(workdir), config)
-    steps = complete_steps(workdir / "checkpoints")
-    if _was_trained(workdir, steps):
-        if steps:  # config.json may have been edited, which changes nothing that was trained
-            saved = config_of(workdir / "checkpoints" / checkpoint_name(steps[-1]))
-            fixed = [each for each in differences_on_resume(saved, config) if not each.changeable]
-            differences = [*(each for each in differences if each.changeable), *fixed]
-        _check_changes(workdir, differences, allow_changes=allow_changes)
-    elif steps:
-        if fixed := [
-            each
-            for each in differences
-            if each.name.startswith(("model.", "tokenizer.")) and not each.changeable
-        ]:
-            raise UserError(
-                f"{str(workdir)!r} holds an imported model; expected its own settings, which "
-                f"--config {path} gives. {fields_that_differ(fixed)}"
-            )
-        write_config(workdir, config)
-    elif differences:
-        _remove_tokenizer(workdir)
-        write_config(workdir, config)
-
-
-def _check_changes(workdir: Path, differences: list[Difference], *, allow_changes: bool) -> None:
-    """Raise ``UserError`` unless the run may go on with these changes of its settings."""
-    if not differences:
-        return
-    fields = fields_that_differ(differences)
-    changeable = all(each.changeable for each in differences)
-    if not (changeable and allow_changes):
-        flag = ", or --allow-changes" if changeable else ""
-        raise UserError(
-            f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the "
-            f"same settings{flag}. {fields}"
-        )
-    log.warning("The run goes on with other settings. %s", fields)
-    if any(each.name.startswith("batch.") for each in differences):
-        log.warning(
-            "From here on step N has the N-th batch of the new plan: some pairs of this epoch come "
-            "twice and some not at all; the learning rate still follows the step."
-        )
-
-
-def _was_trained(workdir: Path, steps: list[int]) -> bool:
-    """Whether any step was trained: there is a checkpoint of one (an import is step 0), or metrics
-    say more than that a run started.
-    """
-    metrics = workdir / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return any(steps) or any('"kind": "start"' not in line for line in lines)
-
-
-def write_config(workdir: Path, config: Config) -> None:
-    """Replace the work directory's config."""
-    write_atomically(workdir / "config.json", to_json(config))
 
 
 def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
@@ -319,7 +217,7 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     noted = workdir / "tokenizer.origin"
     if has_tokenizer(workdir) and (not noted.is_file() or noted.read_text() == origin):
         return Tokenizer.load(workdir)
-    _remove_tokenizer(workdir)
+    remove_tokenizer(workdir)
     noted.write_text(origin)
     if tokenizer is None:
         log.info("Training the tokenizer.")
@@ -331,11 +229,6 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
 def has_tokenizer(workdir: Path) -> bool:
     """Whether a complete tokenizer is there: of two files the target's is written last."""
     return (workdir / "tokenizer.model").exists() or (workdir / "tokenizer.target.model").exists()
-
-
-def _remove_tokenizer(workdir: Path) -> None:
-    for file in workdir.glob("tokenizer*.model"):
-        file.unlink()
 
 
 def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -425,7 +318,7 @@ def _start_checkpoints(config: Config) -> list[Path]:
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-    """A parameter with rows for the tokens that the vocabulary has gained: the mean of the others."""
+    """A parameter, with the mean of its rows for each token that the vocabulary has gained."""
     missing = abstract.shape[0] - len(values_VD)
     new = np.broadcast_to(values_VD.mean(axis=0), (missing, *abstract.shape[1:]))
     return np.concatenate([values_VD, new])

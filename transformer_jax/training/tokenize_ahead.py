@@ -26,8 +26,9 @@ from transformer_jax.data.corpus import prepare_shard
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import require_folder
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.prepare import check_inputs, claimed, has_tokenizer, prepare_tokenizer
+from transformer_jax.training.prepare import check_inputs, has_tokenizer, prepare_tokenizer
 from transformer_jax.training.resuming import differences_on_resume, fields_that_differ
+from transformer_jax.training.workdir import claimed
 
 COMMON = ("data.root", "data.train.source", "data.train.target", "data.cache", "data.workers")
 
