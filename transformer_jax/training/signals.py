@@ -50,6 +50,8 @@ class Signals:
             signal.raise_signal(signal.SIGTERM)
             return
         self.received = number
-        # print() could raise here, if the signal came while it was at work.
+        # print() could raise here, if the signal came while it was at work. The progress bar has
+        # hidden the cursor, and after Ctrl-C nobody would show it again.
+        show_cursor = b"\x1b[?25h" if os.isatty(2) else b""
         with suppress(OSError):
-            os.write(2, b"stopping; saving ... (Ctrl-C ends the run at once)\n")
+            os.write(2, show_cursor + b"stopping; saving ... (Ctrl-C ends the run at once)\n")
