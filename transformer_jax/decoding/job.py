@@ -57,7 +57,7 @@ def run_job(arguments: Arguments, config: Config) -> None:
     references = None if reference is None else list(read_lines(reference))
     records = _open_records(arguments, references)
     models = _Models.load(arguments)
-    if arguments.files.input is not None:
+    if arguments.files.input is not None and arguments.files.format == "jsonl":
         for _ in models.checked(records):  # before the output file is touched
             pass
     start = time.perf_counter()
@@ -110,19 +110,19 @@ class _Models:
     def load(cls, arguments: Arguments) -> _Models:
         search, results = arguments.search, arguments.results
         devices = devices_for_rows(search.batch_size)
-        which: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "checkpoint": arguments.checkpoint,
             "average": arguments.average,
             "strict": arguments.strict,
             "devices": devices,
+            **vars(search),
         }
-        settings = dict(vars(search))
         translator = scorer = None
         if arguments.evaluation.score is not None:
             settings |= {"shortlist": ""}  # nothing is searched, so its file need not be there
-            scorer = Scorer.from_workdir(arguments.workdir, **which, **settings)
+            scorer = Scorer.from_workdir(arguments.workdir, **settings)
         else:
-            translator = Translator.from_workdir(arguments.workdir, **which, **settings)
+            translator = Translator.from_workdir(arguments.workdir, **settings)
             if results.alignments:
                 models, tokenizer = translator.models, translator.tokenizer
                 scorer = Scorer(models, tokenizer, translator.config, devices=devices)
@@ -165,25 +165,25 @@ class _Models:
         if self.scorer is None or not self.results.alignments:
             return zip(block, translations, repeat(None))
         translations = list(translations)
-        found = list(zip(block, translations, strict=True))
-        return zip(
-            block, translations, align(found, self.scorer, layer=self.results.alignment_layer)
-        )
+        results = list(zip(block, translations, strict=True))
+        alignments = align(results, self.scorer, layer=self.results.alignment_layer)
+        return zip(block, translations, alignments)
 
     def report(self, seconds: float) -> None:
         """Log what did not go as it should, and how long it took."""
-        compiled, counts = 0, {}
-        if self.scorer is not None:
-            compiled += self.scorer.num_compiled
-            counts["lines were too long to be scored; their figure is nan"] = self.scorer.num_failed
+        compiled = 0
+        damaged = "damaged checkpoints were not used; --strict refuses them"
+        counts = [(self.loaded.num_damaged, damaged)]
         if self.translator is not None:
             compiled += self.translator.engine.num_compiled
-            failed, split = self.translator.num_failed, self.translator.num_split
-            counts["lines could not be translated; their output is empty"] = failed
-            counts["lines were translated in segments"] = split
-        damaged = self.loaded.num_damaged
-        counts["damaged checkpoints were not used; --strict refuses them"] = damaged
-        for what, count in counts.items():
+            empty = "lines could not be translated; their output is empty"
+            counts.append((self.translator.num_failed, empty))
+            counts.append((self.translator.num_split, "lines were translated in segments"))
+        if self.scorer is not None:
+            compiled += self.scorer.num_compiled
+            unscored = "lines were too long to be scored; their figure is nan"
+            counts.append((self.scorer.num_failed, unscored))
+        for count, what in counts:
             if count:
                 logger.warning("%d %s.", count, what)
         logger.info("%.1f s; %d functions compiled.", seconds, compiled)

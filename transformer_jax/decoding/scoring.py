@@ -17,7 +17,7 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import length_divisor
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.translator import (
-    FromWorkdir,
+    TrainedModels,
     Translation,
     check_text,
     check_window,
@@ -39,7 +39,7 @@ _FULL_LENGTH = 64
 _LONGEST = 4096  # attention takes memory as the square of the length
 
 
-class Scorer(FromWorkdir):
+class Scorer(TrainedModels):
     """A model (or several with one vocabulary) that says how likely given targets are.
 
     Several score by the mean of their probabilities, as an ensemble translates. A batch has
@@ -91,13 +91,13 @@ class Scorer(FromWorkdir):
             UserError: a window below 1, at the call; later, as ``score``.
         """
         check_window(window)
-        return self._stream(iter(pairs), window or 100 * self.config.batch_size)
+        return self._stream(pairs, window)
 
-    def _stream(self, pairs: Iterator[tuple[str, str]], window: int) -> Iterator[Translation]:
-        first = 1
-        while block := list(islice(pairs, window)):
-            yield from self.score(block, numbers=range(first, first + len(block)))
-            first += len(block)
+    def _stream(
+        self, pairs: Iterable[tuple[str, str]], window: int | None
+    ) -> Iterator[Translation]:
+        for numbers, block in self.numbered_blocks(pairs, window):
+            yield from self.score(block, numbers=numbers)
 
     def score(
         self, pairs: Iterable[tuple[str, str]], *, numbers: Sequence[int] | None = None
@@ -193,10 +193,10 @@ class Scorer(FromWorkdir):
                     for side_BL, tokens in zip(sides_2BL, pairs[i], strict=True):
                         side_BL[row, : len(tokens) + 1] = [*tokens, EOS_ID]
                 running.append((batch, run(*jax.device_put(tuple(sides_2BL), self._rows))))
-        results: dict[int, np.ndarray] = {}
+        rows_of: dict[int, np.ndarray] = {}
         for batch, result in running:
-            results |= zip(batch, np.asarray(result), strict=False)  # the other rows are padding
-        return [results[i] for i in range(len(pairs))]
+            rows_of |= zip(batch, np.asarray(result), strict=False)  # the other rows are padding
+        return [rows_of[i] for i in range(len(pairs))]
 
     def _score_batch(
         self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import jax
 
@@ -24,6 +24,7 @@ from transformer_jax.special_ids import UNK_ID
 from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MOST_WARNINGS = 10
 
@@ -69,13 +70,14 @@ class _Segment(NamedTuple):
     sentence: Sentence
 
 
-class FromWorkdir:
+class TrainedModels:
     """What ``Translator`` and ``Scorer`` share: the models of one or several training runs.
 
     Attributes:
       num_damaged: how many damaged checkpoints older ones were used for.
     """
 
+    config: DecodingConfig
     num_damaged = 0
 
     @classmethod
@@ -116,8 +118,18 @@ class FromWorkdir:
         found.num_damaged = len(damaged)
         return found
 
+    def numbered_blocks(
+        self, items: Iterable[T], window: int | None
+    ) -> Iterator[tuple[range, list[T]]]:
+        """``window`` items (default: 100 batches) with their numbers from 1, and again."""
+        items, size = iter(items), window or 100 * self.config.batch_size
+        first = 1
+        while block := list(islice(items, size)):
+            yield range(first, first + len(block)), block
+            first += len(block)
 
-class Translator(FromWorkdir):
+
+class Translator(TrainedModels):
     """A model (or several, whose probabilities are averaged), its tokenizer and search settings.
 
     A line's translation depends on the line and the settings alone, not on its neighbours.
@@ -224,16 +236,14 @@ class Translator(FromWorkdir):
                 f"num_hypotheses is {num_hypotheses}; "
                 f"expected 1 to decoding.beam_size = {self.config.beam_size}."
             )
-        return self._stream(iter(lines), num_hypotheses, window)
+        return self._stream(lines, num_hypotheses, window)
 
     def _stream(
-        self, lines: Iterator[str | Request], num_hypotheses: int, window: int | None
+        self, lines: Iterable[str | Request], num_hypotheses: int, window: int | None
     ) -> Iterator[list[Translation]]:
-        first = 1
-        while block := list(islice(lines, window or 100 * self.config.batch_size)):
-            requests = [_numbered_request(line, place) for place, line in enumerate(block, first)]
+        for numbers, block in self.numbered_blocks(lines, window):
+            requests = list(map(_numbered_request, block, numbers))
             yield from self._translate(requests, num_hypotheses)
-            first += len(block)
 
     def _translate(
         self, requests: list[Request], num_hypotheses: int
