@@ -39,6 +39,8 @@ class Arguments:
     """Work directory of a training run, whose config names the test set."""
     lines: int = 1000
     """Lines of the test set to translate."""
+    huggingface: bool = True
+    """Whether to translate with transformers too, which takes long."""
     beam_size: int = 4
     length_penalty: float = 0.6
     patience: tuple[float, ...] = ()
@@ -74,8 +76,9 @@ def main(arguments: Arguments) -> None:
             "ours": ours,
             "ctranslate2 greedy": _ctranslate2(folders["ctranslate2"], tokenizer, beam_size=1),
             "ctranslate2": _ctranslate2(folders["ctranslate2"], tokenizer),
-            "huggingface": _huggingface(folders["huggingface"]),
         }
+        if arguments.huggingface:
+            searches["huggingface"] = _huggingface(folders["huggingface"])
         for value in arguments.patience:
             name = f"ctranslate2, patience {value:g}"
             searches[name] = _ctranslate2(folders["ctranslate2"], tokenizer, patience=value)

@@ -221,8 +221,8 @@ def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines
 
 
 def test_scores_are_those_of_the_libraries_at_length_offset_0(tmp_path, joint, lines, make) -> None:
-    """They stop as soon as so many hypotheses as beams have ended, we when no better one can come:
-    so ours are no worse.
+    """They may stop before no better one can come, we do not: so ours are no worse. CTranslate2's
+    are the same with the patience that is exported.
     """
     texts = lines[:12]
     config, model = make(
@@ -270,6 +270,43 @@ def test_scores_are_those_of_the_libraries_at_length_offset_0(tmp_path, joint, l
         log_probs = scorer.score_tokens(list(zip(joint.encode_source(texts), targets, strict=True)))
         np.testing.assert_allclose(scores, [x.sum() / len(x) ** 0.8 for x in log_probs], atol=1e-4)
         assert (np.array(ours) > np.array(scores) - 1e-4).all()
+    np.testing.assert_allclose(ours, [f.scores[0] for f in found], atol=1e-4)
+
+
+def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, make) -> None:
+    """With a length penalty CTranslate2 ends a search once beam size x patience hypotheses are
+    finished, poor ones included: with its default of 1 too early for these models.
+    """
+    for seed, drift in [(9, 0.8), (2, 0.8)]:
+        config, model = make(
+            joint,
+            seed,
+            softmax_bias=True,
+            tie_embeddings="none",
+            num_layers=1,
+            positions="learned",
+            max_positions=40,
+        )
+        _let_sentences_end(model, drift)
+        decoding = dataclasses.replace(config.decoding, length_penalty=0.6)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        export_ctranslate2(dataclasses.replace(config, decoding=decoding), model, joint, folder)
+        translator = _translator(folder)
+        settings = json.loads((folder / "generation_config.json").read_text())
+        tokens = [joint.source_tokens(ids) for ids in joint.encode_source(lines)]
+        scores = {}
+        for name, changes in {
+            "exported": {},
+            "greedy": {"beam_size": 1},
+            "default": {"patience": 1},
+            "exhaustive": {"patience": 50},
+        }.items():
+            found = translator.translate_batch(tokens, return_scores=True, **settings | changes)
+            scores[name] = np.array([result.scores[0] for result in found])
+        assert (scores["default"] < scores["greedy"] - 1e-4).any(), "these models show nothing"
+        assert (scores["exported"] > scores["greedy"] - 1e-4).all()
+        np.testing.assert_allclose(scores["exported"], scores["exhaustive"], atol=1e-4)
 
 
 @pytest.mark.parametrize(

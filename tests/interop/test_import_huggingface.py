@@ -442,6 +442,17 @@ def test_a_tied_matrix_may_stand_under_any_of_its_names(names, marian, tmp_path)
     np.testing.assert_array_equal(*matrices)
 
 
+def test_both_sides_may_share_an_embedding_that_is_not_the_softmaxs(marian, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(marian, folder)
+    _change_config(tie_word_embeddings=False)(folder)
+    _change_tensors(lambda t: t.update({"lm_head.weight": 2 * t["model.shared.weight"]}))(folder)
+    imported = import_huggingface(folder)
+    source, target = (imported.parameters[f"{side}_embedding"] for side in ("source", "target"))
+    np.testing.assert_array_equal(source["matrix"], target["matrix"])
+    np.testing.assert_array_equal(imported.parameters["softmax_matrix"], 2 * target["matrix"])
+
+
 @pytest.mark.parametrize("pad", ["</s>", "<unk>"])
 def test_padding_may_be_another_symbol_there(pad, marian, tmp_path) -> None:
     folder = tmp_path / "folder"

@@ -24,6 +24,10 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenizer import Tokenizer
 
+# CTranslate2 ends a search with a length penalty once beam size x patience translations are
+# finished, however poor, even while a better one is still being written. With 1, its default, its
+# beam search can fall behind greedy search; docs/interop.md has what was measured.
+_PATIENCE = 2.0
 _POSITIONS = 2048  # the length of the table for sinusoids, which have no end here
 _OTHERS: dict[str, tuple[str, Form]] = {
     "source_embedding.matrix": ("encoder/embeddings_0/weight", "same"),
@@ -85,7 +89,7 @@ def export_ctranslate2(
             f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its "
             f"pieces, [{tags[0]!r}, *sp.encode(line, out_type=str)]."
         )
-    stops = f"after {settings['beam_size']} x patience finished translations"
+    stops = f"once {config.decoding.beam_size * _PATIENCE:g} translations are finished"
     return notes + search_notes(config, "CTranslate2", stops=stops)
 
 
@@ -132,6 +136,7 @@ def _search_settings(
     suppressed = tokenizer.require_target_ids(decoding.suppress, "decoding.suppress")
     return {
         "beam_size": decoding.beam_size,
+        "patience": _PATIENCE,
         "length_penalty": decoding.length_penalty,
         "no_repeat_ngram_size": decoding.no_repeat_ngram,
         "max_input_length": longest_source,
