@@ -8,14 +8,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from upath import UPath
+from typing import TYPE_CHECKING, TypeAlias
 
 from transformer_jax.errors import UserError, shown
 
+if TYPE_CHECKING:
+    from upath import UPath
+
 log = logging.getLogger(__name__)
 
-AnyPath = Path | UPath
+AnyPath: TypeAlias = "Path | UPath"
 """A file on this machine, or behind a URL: what ``to_path`` returns."""
 
 
@@ -31,6 +33,8 @@ def to_path(name: str) -> AnyPath:
 
 def remote_path(url: str) -> UPath:
     """The path for a URL; ``UserError`` if no installed package reads such URLs."""
+    from upath import UPath  # slow to import, and few runs need it
+
     try:
         path = UPath(url)
         path.fs  # noqa: B018  imports the package

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 from num2words import num2words
-from upath import UPath
 
 from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import check_exists, digest, files_of
@@ -70,10 +69,10 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
 
     Raises ``UserError`` with file and line number where a line is not UTF-8.
     """
-    if isinstance(source, str | Path | UPath):
-        lines = _lines_of_file(source)
+    if isinstance(source, str) or hasattr(source, "open"):  # a path of any kind
+        lines = _lines_of_file(cast("str | AnyPath", source))
     else:
-        lines = _lines_of(source, str(getattr(source, "name", "the input")))
+        lines = _lines_of(cast(BinaryIO, source), str(getattr(source, "name", "the input")))
     for line in lines:
         yield line.text()
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
-import loky
 import numpy as np
 
 from transformer_jax.config import DataConfig, PairsConfig
@@ -198,6 +197,8 @@ def tokenised(
 def _tokenised_by_workers(
     chunks: Iterable[tuple[Number, Pairs]], job: TokeniseJob, workers: int
 ) -> Generator[TokenisedChunk, None, None]:
+    import loky  # few processes need it
+
     with tempfile.NamedTemporaryFile() as file:  # as an argument it would start them one by one
         pickle.dump(job, file, pickle.HIGHEST_PROTOCOL)
         file.flush()
