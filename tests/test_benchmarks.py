@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -271,3 +272,13 @@ def test_model_flops_of_single_tokens_agree_with_a_count_by_hand() -> None:
 )
 def test_every_benchmark_is_importable(path: Path) -> None:
     importlib.import_module(f"benchmarks.{path.stem}")
+
+
+def test_benchmarks_import_each_other_in_no_circle() -> None:
+    imported = {
+        path.stem: set(re.findall(r"from benchmarks(?:\.| import )(\w+)", path.read_text()))
+        for path in (ROOT / "benchmarks").glob("*.py")
+    }
+    while leaves := {name for name, needed in imported.items() if not needed & set(imported)}:
+        imported = {name: needed for name, needed in imported.items() if name not in leaves}
+    assert not imported

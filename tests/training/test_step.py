@@ -4,12 +4,14 @@ schedule.
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import hlo
 from transformer_jax.config import (
@@ -132,6 +134,83 @@ def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
 
     layer_mb = (512 - 64) / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
     assert crossing_mb(512) - crossing_mb(64) < layer_mb
+
+
+def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
+    """Along ``tensor`` devices sum the outputs of sub-layers, and hand on no matrix."""
+    model = dataclasses.replace(
+        CONFIG.model, vocab_size=256, d_model=64, d_ff=256, num_layers=2, dtype="float32"
+    )
+    config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=8))
+    run = step_functions(config, 8)
+
+    def crossing(rows: int) -> dict[str, dict[str, float]]:
+        side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
+        compiled = run.train_step.lower(run.abstract_state, Batch(side, side)).compile()  # type: ignore[attr-defined]
+        return hlo.collectives(compiled.as_text())
+
+    few, many = crossing(64), crossing(512)
+    assert set(few) == set(many) == {"all-reduce f32", "all-gather f32"}
+    # gathered are the gradients of the biases [F], whatever the rows
+    assert few["all-gather f32"] == many["all-gather f32"]
+    assert many["all-gather f32"]["mb"] <= 2 * 2 * model.d_ff * 4 / 1e6 + 0.001
+    layer_mb = (512 - 64) * 16 * model.d_model * 4 / 1e6  # of the rows more, one layer's output
+    more_mb = many["all-reduce f32"]["mb"] - few["all-reduce f32"]["mb"]
+    # Two encoder layers of two sub-layers, two decoder layers of three: once forward and once
+    # backward for feed-forward, once forward and once for each of queries, keys and values backward
+    # for attention.
+    assert 2 * 10 <= more_mb / layer_mb <= 4 * 2 + 6 * 4 + 0.01
+
+
+def test_the_place_of_every_parameter() -> None:
+    """Each matrix has one axis on ``fsdp``, those of layers another on ``tensor``."""
+    model = dataclasses.replace(
+        CONFIG.model,
+        attention_bias=True,
+        positions="learned",
+        softmax_bias=True,
+        tie_embeddings="none",
+        norm="pre",
+    )
+    config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(2, 2, 2))
+    parameters = make_step_functions(config, make_mesh(config.mesh)).abstract_state.parameters
+    found = {
+        re.sub(r"\d+", "*", ".".join(str(key.key) for key in path)): leaf.sharding.spec
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
+    }
+    heads, inner = P("fsdp", "tensor", None), P("fsdp", "tensor")
+    attention = {
+        **{f"{name}.kernel": heads for name in ("query", "key", "value")},
+        "output.kernel": P("tensor", None, "fsdp"),
+        **{f"{name}.bias": P() for name in ("query", "key", "value", "output")},
+    }
+    feed_forward = {
+        "inner.kernel": inner,
+        "inner.bias": P(),
+        "output.kernel": P("tensor", "fsdp"),
+        "output.bias": P(),
+    }
+    norm = {"norm.scale": P(), "norm.bias": P()}
+    expected = {"softmax_matrix": P(None, "fsdp"), "softmax_bias": P()}
+    for side in ("source", "target"):
+        expected |= {
+            f"{side}_embedding.{name}": P(None, "fsdp") for name in ("matrix", "position_matrix")
+        }
+    for stack, sublayers in (
+        ("encoder", {"self_attention": attention, "feed_forward": feed_forward}),
+        (
+            "decoder",
+            {"self_attention": attention, "cross_attention": attention}
+            | {"feed_forward": feed_forward},
+        ),
+    ):
+        expected |= {f"{stack}.final_norm.{name}": P() for name in ("scale", "bias")}
+        for sublayer, parts in sublayers.items():
+            for prefix, specs in ((sublayer, parts), (f"{sublayer}_residual", norm)):
+                expected |= {
+                    f"{stack}.layers.*.{prefix}.{name}": spec for name, spec in specs.items()
+                }
+    assert found == expected
 
 
 def test_fsdp_leaves_each_device_its_share() -> None:
@@ -355,6 +434,27 @@ def test_the_moving_average_follows_closely_at_first() -> None:
         np.testing.assert_allclose(
             state.ema["target_embedding"]["matrix"], decay * before + (1 - decay) * now, atol=1e-6
         )
+
+
+def test_the_moving_average_does_not_count_a_skipped_step() -> None:
+    """After one bad step the first good one still has the first decay."""
+    run = step_functions(
+        dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.9))
+    )
+    good, broken = run.init(), run.init()
+    broken.parameters["target_embedding"]["matrix"] = jnp.full_like(
+        broken.parameters["target_embedding"]["matrix"], jnp.nan
+    )
+    state, metrics = run.train_step(broken, batch())
+    assert int(metrics.bad_steps) == 1 and int(state.step) == 1
+    before = np.asarray(good.ema["target_embedding"]["matrix"])
+    state = dataclasses.replace(state, parameters=good.parameters)
+    state, _ = run.train_step(state, batch())
+    now = np.asarray(state.parameters["target_embedding"]["matrix"])
+    np.testing.assert_allclose(
+        state.ema["target_embedding"]["matrix"], 2 / 11 * before + 9 / 11 * now, atol=1e-6
+    )
+    assert np.abs(now - before).max() > 1e-3
 
 
 def test_first_update_has_the_size_of_the_learning_rate() -> None:
