@@ -204,7 +204,7 @@ def test_memory_is_an_eighth_of_all_logits() -> None:
 
 
 def test_the_plain_likelihood_has_a_gradient_too() -> None:
-    """By itself, beside the loss, and under R-Drop; and it costs nothing where it is not asked for."""
+    """Alone, beside the loss, and under R-Drop; it costs nothing where it is not asked for."""
     hidden, matrix, target = _inputs()
     twice = jnp.repeat(target[:2], 2, axis=0)
     bias = jax.random.normal(jax.random.key(9), (V,))

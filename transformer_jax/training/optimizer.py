@@ -15,23 +15,28 @@ from transformer_jax.errors import UserError
 def learning_rate_schedule(
     config: OptimizerConfig, d_model: int, steps: int | None = None
 ) -> optax.Schedule:
-    """Equation 3, d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5), or with another peak or
-    decay.
+    """Linear warm-up, then decay: by default equation 3 of the paper.
 
-    The paper counts steps from 1, optax from 0: the schedule adds one. A linear or cosine decay
-    ends after ``steps``.
+    That is d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5); the config may set another
+    peak or decay. The paper counts steps from 1, optax from 0: the schedule adds one.
+
+    Args:
+      steps: length of the training, where a linear or cosine decay ends.
+
+    Raises:
+      UserError: such a decay without steps left after the warm-up.
     """
     peak = config.peak_learning_rate or d_model**-0.5 * config.warmup_steps**-0.5
     if config.decay in ("linear", "cosine") and (steps is None or steps <= config.warmup_steps):
         raise UserError(
-            f"training.steps is {steps}; expected more than optimizer.warmup_steps = {config.warmup_steps} with "
-            f"optimizer.decay {config.decay}, which ends there."
+            f"training.steps is {steps}; expected more than optimizer.warmup_steps = "
+            f"{config.warmup_steps} with optimizer.decay {config.decay}, which ends there."
         )
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         step = jnp.asarray(count, jnp.float32) + 1
         after = jnp.maximum(step - config.warmup_steps, 0)
-        # of the decay; the last step has a rate, too
+        # share of the decay; even the last step has a rate above 0
         share = after / (steps + 1 - config.warmup_steps) if steps else after
         factor = {
             "inverse_sqrt": lambda: jnp.sqrt(config.warmup_steps / step),
@@ -47,10 +52,9 @@ def learning_rate_schedule(
 def make_optimizer(
     config: OptimizerConfig, d_model: int, steps: int | None = None
 ) -> optax.GradientTransformation:
-    """Clip (optional), Adam, decoupled weight decay on matrices (optional), learning rate
-    (``steps`` as for its schedule).
+    """Clipping, Adam, decoupled weight decay on matrices, and the learning rate schedule.
 
-    The state has the same structure whatever is on, so that a run can go on with other settings.
+    The state has the same structure whatever is on, so that a run can resume with other settings.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
@@ -66,7 +70,7 @@ def make_optimizer(
 
 
 def _matrices(parameters: Any) -> Any:
-    """Attention's biases have an axis for the heads; they are no matrices for that."""
+    """True for matrices; attention's biases are none, though they have an axis for the heads."""
     return jax.tree_util.tree_map_with_path(
         lambda path, p: p.ndim > 1 and path[-1].key != "bias", parameters
     )
