@@ -104,12 +104,9 @@ LONG_FILES = {  # above 400 lines
     "transformer_jax/interop/huggingface.py",
     "transformer_jax/training/prepare.py",
 }
-LONG_FUNCTIONS = {  # above 60 lines; to be at most three
+LONG_FUNCTIONS = {  # above 60 lines; at most three
     "decoding.engine.__init__",
-    "model.cache.attend_to_blocks",
-    "training.loss._on_device",
     "training.prepare.prepare",
-    "training.step.make_step_functions",
 }
 MANY_PARAMETERS: set[str] = set()  # above 10
 
@@ -179,6 +176,7 @@ def test_functions_above_60_lines_are_few() -> None:
         if (function.end_lineno or 0) - function.lineno + 1 > 60
     }
     assert long <= LONG_FUNCTIONS
+    assert len(LONG_FUNCTIONS) <= 3
 
 
 def test_no_function_has_more_than_10_parameters() -> None:
