@@ -279,7 +279,7 @@ def test_devices_share_the_work(engine):
     spread = Engine([make_model(0)], CONFIG, devices=jax.devices()[:4])
     assert tokens(spread.search(SENTENCES)) == tokens(engine.search(SENTENCES))
     # Each gets as many as any other, whatever the blocks of one length that they come in.
-    places = spread._places(spread.buckets[0], [[0], [1, 2, 3], [4], [5, 6]])
+    places = spread._layout.places(spread.buckets[0], [[0], [1, 2, 3], [4], [5, 6]])
     waiting, counts, _ = spread._waiting(
         spread.buckets[0], {place: SENTENCES[index] for index, place in places.items()}
     )

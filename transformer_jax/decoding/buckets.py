@@ -1,12 +1,32 @@
-"""The few shapes that searches are compiled for."""
+"""The few shapes that searches are compiled for, and where in them sentences wait."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+
+from transformer_jax.decoding.search import NOT_FORCED
+from transformer_jax.special_ids import EOS_ID, PAD_ID
+
 # A search holds so many batches: its end, where no sentence waits any more, is what costs.
 _BATCHES = 32
+_PREFIX_STEP = 8  # prefixes are padded to a multiple of this: few shapes
+
+
+class Sentence(NamedTuple):
+    """What to translate."""
+
+    tokens: Sequence[int]
+    """Source tokens without EOS, fewer than ``Engine.longest_source``."""
+    prefix: Sequence[int] = ()
+    """Target tokens that the translation must begin with."""
+    seed: int = 0
+    """Makes the samples of sentences differ."""
 
 
 class Bucket(NamedTuple):
@@ -49,3 +69,78 @@ def padded_length(length: int, smallest: int) -> int:
         for width in (smallest, smallest * 3 // 2)
         if width << i >= length
     )
+
+
+class Arrays(NamedTuple):
+    """Sentences at their places, in Q = devices x blocks x block size places."""
+
+    source_QS: np.ndarray
+    length_index_Q: np.ndarray
+    """Which of the bucket's lengths to encode in."""
+    prefix_QP: np.ndarray
+    seed_Q: np.ndarray
+    counts: np.ndarray
+    """Sentences in each block of each device."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which bucket, block and place each sentence waits in, where ``shares`` devices search."""
+
+    buckets: tuple[Bucket, ...]
+    shares: int
+
+    def encoded_length(self, sentence: Sentence) -> int:
+        """The length that a sentence is encoded in: its own one decides, end symbol included."""
+        lengths = (length for bucket in self.buckets for length in bucket.lengths)
+        return next(length for length in lengths if len(sentence.tokens) < length)
+
+    def searches(self, sentences: Sequence[Sentence]) -> Iterator[tuple[Bucket, dict[int, int]]]:
+        """The bucket of each search, and the places of its sentences by their index: blocks of one
+        encoded length, longest first.
+        """
+        of_length: dict[int, list[int]] = defaultdict(list)
+        for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens)):
+            of_length[self.encoded_length(sentences[index])].append(index)
+        for bucket in self.buckets:
+            size = bucket.block_size * self.shares
+            blocks = [
+                of_length[length][first : first + size]
+                for length in reversed(bucket.lengths)
+                for first in range(0, len(of_length[length]), size)
+            ]
+            for first in range(0, len(blocks), bucket.num_blocks):
+                yield bucket, self.places(bucket, blocks[first : first + bucket.num_blocks])
+
+    def places(self, bucket: Bucket, blocks: list[list[int]]) -> dict[int, int]:
+        """Sentences are dealt out to the devices in turn, from block to block."""
+        places: dict[int, int] = {}
+        for block, indices in enumerate(blocks):
+            for i, index in enumerate(indices):
+                device = len(places) % self.shares
+                first = (device * bucket.num_blocks + block) * bucket.block_size
+                places[index] = first + i // self.shares
+        return places
+
+    def arrays(self, bucket: Bucket, sentences: dict[int, Sentence]) -> Arrays:
+        """The sentences at these places."""
+        blocks = self.shares * bucket.num_blocks
+        size = blocks * bucket.block_size
+        # At least 1: an array without elements crashes jaxlib 0.11.2 where several devices search.
+        longest_prefix = max([1, *(len(sentence.prefix) for sentence in sentences.values())])
+        padded_prefix = -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP
+        arrays = Arrays(
+            source_QS=np.full((size, bucket.lengths[-1]), PAD_ID, np.int32),
+            length_index_Q=np.zeros(size, np.int32),
+            prefix_QP=np.full((size, padded_prefix), NOT_FORCED, np.int32),
+            seed_Q=np.zeros(size, np.uint32),
+            counts=np.zeros((self.shares, bucket.num_blocks), np.int32),
+        )
+        for place, sentence in sentences.items():
+            tokens, prefix = sentence.tokens, sentence.prefix
+            arrays.source_QS[place, : len(tokens) + 1] = [*tokens, EOS_ID]
+            arrays.length_index_Q[place] = bucket.lengths.index(self.encoded_length(sentence))
+            arrays.prefix_QP[place, : len(prefix)] = prefix
+            arrays.seed_Q[place] = sentence.seed
+            arrays.counts.ravel()[place // bucket.block_size] += 1
+        return arrays

@@ -35,9 +35,9 @@ class Waiting(NamedTuple):
 
     source: Any
     """What the model's ``start_cache`` takes: a pytree."""
-    limit_Q: Array
-    prefix_QP: Array
-    seed_Q: Array
+    limit_Q: Any
+    prefix_QP: Any
+    seed_Q: Any
 
 
 class Found(NamedTuple):

@@ -5,8 +5,7 @@ devices.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,18 +16,12 @@ from flax import nnx
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.buckets import Bucket, make_buckets
+from transformer_jax.decoding.buckets import Bucket, Layout, Sentence, make_buckets
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import Found, Waiting, search_waiting
-from transformer_jax.decoding.models import (
-    DecodingModel,
-    Ensemble,
-    Shortlisted,
-    SingleModel,
-    Source,
-)
+from transformer_jax.decoding.models import Source, decoding_model
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import NOT_FORCED, Method
+from transformer_jax.decoding.search import NOT_FORCED, Method, SearchResult
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
@@ -37,19 +30,6 @@ from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_PREFIX_STEP = 8  # prefixes are padded to a multiple of this: few shapes
-
-
-class Sentence(NamedTuple):
-    """What to translate."""
-
-    tokens: Sequence[int]
-    """Source tokens without EOS, fewer than ``Engine.longest_source``."""
-    prefix: Sequence[int] = ()
-    """Target tokens that the translation must begin with."""
-    seed: int = 0
-    """Makes the samples of sentences differ."""
 
 
 class Hypothesis(NamedTuple):
@@ -66,10 +46,8 @@ class Hypothesis(NamedTuple):
 class _Running(NamedTuple):
     """A search that the devices are at work on."""
 
-    places: dict[int, int]
-    """Where among the waiting sentences each sentence (by its index) stands."""
-    tokens_QX: np.ndarray | None
-    """Their shortlists, if any."""
+    places: dict[int, int]  # where each sentence (by its index) waits
+    tokens_QX: np.ndarray | None  # the shortlists, if any
     found: Found
 
 
@@ -110,15 +88,7 @@ class Engine:
         """
         self.config = config
         self._shares = max(1, len(devices))
-        sizes = [
-            (model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size)
-            for model in models
-        ]
-        if len(set(sizes)) > 1:
-            raise UserError(
-                f"The models have {sizes} source and target tokens; expected models of one "
-                "vocabulary."
-            )
+        _check_vocabularies(models)
         if config.batch_size % self._shares:
             raise UserError(
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of "
@@ -138,16 +108,15 @@ class Engine:
         ]
         self.longest_source = min([config.max_source_length, *self._max_positions])
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
+        self._layout = Layout(self.buckets, self._shares)
         self.num_compiled = self.num_nan = self.slots_computed = self.slots_used = 0
-        on_cpu = jax.default_backend() == "cpu"
+        # Without this, XLA's CPU compiler copies caches that could be updated in place.
+        in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
         self._search = jax.jit(
             self._search_bucket,
             static_argnames=("bucket", "num_hypotheses"),
             donate_argnames="memory",
-            # Without this, XLA's CPU compiler copies caches that could be updated in place.
-            compiler_options={"xla_cpu_copy_insertion_use_region_analysis": True}
-            if on_cpu
-            else None,
+            compiler_options=in_place if jax.default_backend() == "cpu" else None,
         )
         # Kept between searches on a CPU, where new memory costs; elsewhere training may need it.
         self._memory: dict[Bucket, Any] = {}
@@ -194,8 +163,8 @@ class Engine:
                 )
         # The devices get all the work before the first result is waited for.
         running = [
-            self._start(bucket, blocks, sentences, num_hypotheses)
-            for bucket, blocks in self._batches(sentences)
+            self._start(bucket, places, sentences, num_hypotheses)
+            for bucket, places in self._layout.searches(sentences)
         ]
         if jax.default_backend() != "cpu":
             self._memory.clear()
@@ -209,18 +178,16 @@ class Engine:
             self.slots_computed += int(slots_computed.sum())
             self.slots_used += int(slots_used.sum())
             for index, place in places.items():
-                found[index] = _hypotheses(*(x[place] for x in results))
+                found[index] = _hypotheses(results, place)
                 if np.isnan(results.scores_BN[place, 0]):
                     with_nan.append(index)
         if with_nan:
             self.num_nan += len(with_nan)
-            logger.warning(
+            message = (
                 "%d of %d sentences have no result, as the model's logits were NaN or infinite "
-                "(sentence %d first). Its parameters are damaged, or training has diverged.",
-                len(with_nan),
-                len(sentences),
-                min(with_nan),
+                "(sentence %d first). Its parameters are damaged, or training has diverged."
             )
+            logger.warning(message, len(with_nan), len(sentences), min(with_nan))
         return found
 
     def lowered(
@@ -244,7 +211,7 @@ class Engine:
     def cache_shapes(self, bucket: Bucket) -> Any:
         """Of the caches of one of ``buckets``: all rows of all devices."""
         longest = bucket.lengths[-1]
-        model = self._model(self.models, (longest,))
+        model = decoding_model(self.models, (longest,), self.config)
         rows = bucket.rows * self._shares
         tokens_BS = jax.ShapeDtypeStruct((rows, longest), jnp.int32)
         source = Source(tokens_BS, jax.ShapeDtypeStruct((rows,), jnp.int32), None)
@@ -255,50 +222,17 @@ class Engine:
 
         return jax.eval_shape(memory, source)
 
-    def _model(
-        self,
-        transformers: Sequence[Transformer],
-        lengths: tuple[int, ...],
-        shared_C: np.ndarray | None = None,
-    ) -> DecodingModel:
-        keep_attention = self.config.coverage_penalty > 0
-        members: list[DecodingModel] = []
-        for transformer in transformers:
-            single = SingleModel(transformer, lengths, self.config.beam_size, keep_attention)
-            members.append(single if shared_C is None else Shortlisted(single, shared_C))
-        return members[0] if len(members) == 1 else Ensemble(members)
-
-    def _encoded_length(self, sentence: Sentence) -> int:
-        lengths = (length for bucket in self.buckets for length in bucket.lengths)
-        return next(length for length in lengths if len(sentence.tokens) < length)
-
     def _longest_target(self, source_length: int) -> int:
         """Positions that any translation of a source of this length can need."""
         return min([source_length + self.config.max_extra_length, *self._max_positions])
 
-    def _batches(self, sentences: Sequence[Sentence]) -> Iterator[tuple[Bucket, list[list[int]]]]:
-        """The blocks of each search: indices of sentences of one encoded length, longest first."""
-        of_length: dict[int, list[int]] = defaultdict(list)
-        for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens)):
-            of_length[self._encoded_length(sentences[index])].append(index)
-        for bucket in self.buckets:
-            size = bucket.block_size * self._shares
-            blocks = [
-                of_length[length][first : first + size]
-                for length in reversed(bucket.lengths)
-                for first in range(0, len(of_length[length]), size)
-            ]
-            for first in range(0, len(blocks), bucket.num_blocks):
-                yield bucket, blocks[first : first + bucket.num_blocks]
-
     def _start(
         self,
         bucket: Bucket,
-        blocks: list[list[int]],
+        places: dict[int, int],
         sentences: Sequence[Sentence],
         num_hypotheses: int,
     ) -> _Running:
-        places = self._places(bucket, blocks)
         waiting, counts, tokens_QX = self._waiting(
             bucket, {place: sentences[index] for index, place in places.items()}
         )
@@ -309,41 +243,17 @@ class Engine:
         )
         return _Running(places, tokens_QX, found)
 
-    def _places(self, bucket: Bucket, blocks: list[list[int]]) -> dict[int, int]:
-        """Where each block's sentences wait: dealt out to the devices in turn, from block to
-        block.
-        """
-        places: dict[int, int] = {}
-        for block, indices in enumerate(blocks):
-            for i, index in enumerate(indices):
-                device = len(places) % self._shares
-                first = (device * bucket.num_blocks + block) * bucket.block_size
-                places[index] = first + i // self._shares
-        return places
-
     def _waiting(
         self, bucket: Bucket, sentences: dict[int, Sentence]
     ) -> tuple[Waiting, np.ndarray, np.ndarray | None]:
         """The sentences at their places as arrays, how many each device has in each block, and
         their shortlists, if any.
         """
-        blocks = self._shares * bucket.num_blocks
-        size, longest = blocks * bucket.block_size, bucket.lengths[-1]
-        # At least 1: an array without elements crashes jaxlib 0.11.2 where several devices search.
-        longest_prefix = max([1, *(len(sentence.prefix) for sentence in sentences.values())])
-        padded_prefix = -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP
-        source_QS = np.full((size, longest), PAD_ID, np.int32)
-        prefix_QP = np.full((size, padded_prefix), NOT_FORCED, np.int32)
-        limit_Q, seed_Q = np.zeros(size, np.int32), np.zeros(size, np.uint32)
-        length_index_Q, counts = np.zeros(size, np.int32), np.zeros(blocks, np.int32)
+        arrays = self._layout.arrays(bucket, sentences)
+        source_QS, length_index_Q, prefix_QP, seed_Q, counts = arrays
+        limit_Q = np.zeros(len(source_QS), np.int32)
         for place, sentence in sentences.items():
-            tokens, prefix = sentence.tokens, sentence.prefix
-            source_QS[place, : len(tokens) + 1] = [*tokens, EOS_ID]
-            limit_Q[place] = self._longest_target(len(tokens) + 1)
-            prefix_QP[place, : len(prefix)] = prefix
-            seed_Q[place] = sentence.seed
-            length_index_Q[place] = bucket.lengths.index(self._encoded_length(sentence))
-            counts[place // bucket.block_size] += 1
+            limit_Q[place] = self._longest_target(len(sentence.tokens) + 1)
         tokens_QX = own_QK = None
         if self._shortlist is not None and self._shared_C is not None:
             tokens_QX = self._shortlist.of_sentences(source_QS, self._shared_C, prefix_BP=prefix_QP)
@@ -351,8 +261,8 @@ class Engine:
             places_QP = (tokens_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
             prefix_QP = np.where(prefix_QP < 0, NOT_FORCED, places_QP)
         # They go to the devices with the call.
-        arrays: Any = Source(source_QS, length_index_Q, own_QK), limit_Q, prefix_QP, seed_Q
-        return Waiting(*arrays), counts.reshape(self._shares, bucket.num_blocks), tokens_QX
+        source = Source(source_QS, length_index_Q, own_QK)
+        return Waiting(source, limit_Q, prefix_QP, seed_Q), counts, tokens_QX
 
     def _new_memory(self, bucket: Bucket) -> Any:
         shapes = self.cache_shapes(bucket)
@@ -376,12 +286,9 @@ class Engine:
         own_QK = waiting.source.own_BK
         own = "" if own_QK is None else f" and {own_QK.shape[1]} target tokens of their own"
         devices = "" if self._shares == 1 else f" on {self._shares} devices"
+        sizes = bucket.rows * self._shares, bucket.lengths[-1]
         logger.info(
-            "Compiling the search for %d sentences of up to %d tokens%s%s.",
-            bucket.rows * self._shares,
-            bucket.lengths[-1],
-            own,
-            devices,
+            "Compiling the search for %d sentences of up to %d tokens%s%s.", *sizes, own, devices
         )
         search = partial(self._search_share, bucket, self._method(num_hypotheses))
         if self._shares == 1:
@@ -410,7 +317,7 @@ class Engine:
             with_cast_weights(nnx.merge(graph, each))
             for graph, each in zip(self._graphs, parameters, strict=True)
         ]
-        model = self._model(transformers, bucket.lengths, self._shared_C)
+        model = decoding_model(transformers, bucket.lengths, self.config, self._shared_C)
         found, cache = search_waiting(
             method,
             model,
@@ -424,29 +331,19 @@ class Engine:
 
     def _method(self, num_hypotheses: int) -> Method:
         config = self.config
+        rules = config.no_repeat_ngram, config.repetition_penalty
         common: dict[str, Any] = {
-            "bos_id": BOS_ID,
-            "eos_id": EOS_ID,
-            "pad_id": PAD_ID,
+            **{"bos_id": BOS_ID, "eos_id": EOS_ID, "pad_id": PAD_ID},
             "num_hypotheses": num_hypotheses,
-            "constraints": Constraints(
-                config.min_length, self._suppress, config.no_repeat_ngram, config.repetition_penalty
-            ),
+            "constraints": Constraints(config.min_length, self._suppress, *rules),
+            "length_penalty": config.length_penalty,
+            "length_offset": config.length_offset,
         }
-        for name in ("length_penalty", "length_offset"):
-            common[name] = getattr(config, name)
-        if config.method == "sample":
-            return Sampling(
-                **common,
-                num_samples=config.beam_size,
-                temperature=config.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                seed=config.seed,
-            )
-        return BeamSearch(
-            **common, beam_size=config.beam_size, coverage_penalty=config.coverage_penalty
-        )
+        if config.method == "beam":
+            common["coverage_penalty"] = config.coverage_penalty
+            return BeamSearch(**common, beam_size=config.beam_size)
+        drawing = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+        return Sampling(**common, **drawing, num_samples=config.beam_size, seed=config.seed)
 
 
 def check_decoding(
@@ -472,6 +369,17 @@ def check_decoding(
     return suppress, shortlist
 
 
+def _check_vocabularies(models: Sequence[Transformer]) -> None:
+    sizes = [
+        (model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size)
+        for model in models
+    ]
+    if len(set(sizes)) > 1:
+        raise UserError(
+            f"The models have {sizes} source and target tokens; expected models of one vocabulary."
+        )
+
+
 def _check_beam(config: DecodingConfig, vocab_size: int, shared_C: np.ndarray | None) -> None:
     num_tokens = vocab_size if shared_C is None else len(shared_C)
     if config.method == "beam" and config.beam_size > num_tokens:
@@ -482,18 +390,11 @@ def _check_beam(config: DecodingConfig, vocab_size: int, shared_C: np.ndarray | 
         )
 
 
-def _hypotheses(
-    tokens_NL: np.ndarray,
-    scores_N: np.ndarray,
-    log_probs_N: np.ndarray,
-    lengths_N: np.ndarray,
-    token_log_probs_NL: np.ndarray,
-) -> list[Hypothesis]:
-    arrays = tokens_NL, scores_N, log_probs_N, lengths_N, token_log_probs_NL
+def _hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
+    """The filled slots of one sentence."""
+    slots = zip(*(x[place].tolist() for x in results), strict=True)
     return [
         Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])
-        for tokens, score, log_prob, length, token_log_probs in zip(
-            *(x.tolist() for x in arrays), strict=True
-        )
+        for tokens, score, log_prob, length, token_log_probs in slots
         if length
     ]

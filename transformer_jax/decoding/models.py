@@ -17,6 +17,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.layers import compute_dtype
@@ -237,3 +238,19 @@ class Ensemble:
         """Of every model."""
         pairs = zip(self.members, cache.members, strict=True)
         return tuple(model.memory_of(each) for model, each in pairs)
+
+
+def decoding_model(
+    transformers: Sequence[Transformer],
+    lengths: tuple[int, ...],
+    config: DecodingConfig,
+    shared_C: np.ndarray | None = None,
+) -> DecodingModel:
+    """What the search sees of one or several Transformers, with shortlists if ``shared_C`` is
+    given.
+    """
+    members: list[DecodingModel] = []
+    for transformer in transformers:
+        single = SingleModel(transformer, lengths, config.beam_size, config.coverage_penalty > 0)
+        members.append(single if shared_C is None else Shortlisted(single, shared_C))
+    return members[0] if len(members) == 1 else Ensemble(members)
