@@ -338,5 +338,5 @@ def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, ca
     )
     said = capfd.readouterr().err
     assert "could not be copied to memory://bucket/run: the store is away." in said
-    assert "Training goes on; the next checkpoint tries again" in said
+    assert "Training continues; the next checkpoint tries again" in said
     assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]

@@ -147,7 +147,7 @@ def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixt
     # what was refused left nothing behind
     assert train(config, tmp_path, devices=ONE)["steps"] == 4
     assert train(smaller, tmp_path, devices=ONE, allow_changes=True)["steps"] == 6
-    assert "goes on with other settings" in caplog.text and "batch.tokens: 1024" in caplog.text
+    assert "resumes with other settings" in caplog.text and "batch.tokens: 1024" in caplog.text
     assert "step N has the N-th batch of the new plan" in caplog.text
     before, after = entries(tmp_path)[3], entries(tmp_path)[4:]
     assert before["step"] == 4 and [entry["step"] for entry in after] == [5, 6]

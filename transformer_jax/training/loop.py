@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on: the loss stays non-finite, memory is exhausted, or other processes are
+    """Training cannot continue: the loss stays non-finite, memory is exhausted, or other processes are
     gone. The last checkpoint is there to resume from.
     """
 
@@ -223,7 +223,7 @@ class _Loop:
         if summary["stopped_by"]:
             self._reporter.say(
                 f"{summary['stopped_by']}: saved at step {self._step}. Run the same command again "
-                "to go on from there."
+                "to resume."
             )
         else:
             folder = run.workdir if run.remote is None else run.remote.url
@@ -262,7 +262,7 @@ class _Loop:
                 f"The loss or gradient was not finite for {int(metrics.bad_in_a_row)} steps in a "
                 f"row, up to step {step}. Lower optimizer.peak_learning_rate, raise "
                 "optimizer.warmup_steps, or set optimizer.clip_norm, and start the command again "
-                "with --allow-changes: it goes on from the last checkpoint."
+                "with --allow-changes: it resumes from the last checkpoint."
             )
         if step % self._config.training.log_every == 0:
             figures = {
@@ -327,5 +327,5 @@ def _runtime_errors_explained(watchdog: Watchdog) -> Iterator[None]:
         raise TrainingError(
             f"Process {jax.process_index()} of {jax.process_count()} cannot work with the others "
             "any more, perhaps because one of them has ended. Start all of them again with the "
-            f"same command: they go on from the last checkpoint. ({reason})"
+            f"same command: they resume from the last checkpoint. ({reason})"
         ) from error

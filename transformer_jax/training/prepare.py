@@ -264,7 +264,7 @@ def _restore_or_start(
     if step > config.training.steps:
         log.warning(
             "training.steps is %d, but the run has done %d already: nothing is left to train. "
-            "Expected more than %d to go on.",
+            "Expected more than %d.",
             *(config.training.steps, step, step),
         )
     forget_other_best(progress, selected)
@@ -330,7 +330,7 @@ def _copy(remote: RemoteWorkdir | None) -> None:
         if remote is not None:
             remote.push()
     except UserError as error:
-        log.error("%s Training goes on; the next checkpoint tries again.", error)
+        log.error("%s Training continues; the next checkpoint tries again.", error)
 
 
 def _read_all(config: Config, name: str) -> Pairs:

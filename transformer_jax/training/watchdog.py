@@ -1,5 +1,6 @@
-"""Says what a run is busy with when it has been busy for far too long: a step that hangs tells
-nothing by itself.
+"""Reports what a run is busy with when that takes far longer than usual.
+
+A step that hangs reports nothing by itself.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """A thread that looks at the clock. The loop says what it begins; each kind of phase has a
-    usual length of its own.
+    """A thread that watches the clock. The loop names each phase that it enters; the usual length
+    of a phase is the median of its kind.
 
-    A phase is late after ``factor`` times its usual length, at least ``patience`` seconds; one that
-    has not been seen three times (it may compile), after ``patience_at_first``. A late one is told
-    again whenever its time has doubled.
+    A phase is late after ``factor`` times its usual length, but at least ``patience`` seconds; one
+    of a kind seen less than three times (it may compile) after ``patience_at_first``. A late phase
+    is reported again each time its length has doubled.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Watchdog:
             factor,
         )
         self._lengths: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=50))
-        self._phase: tuple[str, str, float] | None = None  # kind, what it is called, since when
+        self._phase: tuple[str, str, float] | None = None  # kind, name, begin
         self._next_message = 0.0
         self._wake = threading.Event()
         self._ended = False
@@ -46,7 +47,7 @@ class Watchdog:
         self._thread.start()
 
     def enter(self, kind: str, what: str = "") -> None:
-        """The phase before has ended, this one begins."""
+        """End the phase before and begin this one, called ``what`` in messages."""
         now = time.monotonic()
         if self._phase is not None:
             its_kind, _, since = self._phase
@@ -56,11 +57,11 @@ class Watchdog:
 
     @property
     def phase(self) -> str:
-        """What is going on, in words."""
+        """What the current phase is called."""
         return "before the first step" if self._phase is None else self._phase[1]
 
     def close(self) -> None:
-        """No more messages."""
+        """End the thread; no more messages."""
         self._ended = True
         self._wake.set()
         self._thread.join()

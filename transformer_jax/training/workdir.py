@@ -26,7 +26,7 @@ def claimed(workdir: Path, config: Config, *, allow_changes: bool = False) -> It
     """Make ``workdir`` the work directory of this config, and keep other runs out of it while the
     context lasts.
 
-    With ``allow_changes`` the run in it may go on with other values of settings that are
+    With ``allow_changes`` the run in it may resume with other values of settings that are
     ``changeable``. A folder in which no step was ever trained, for bad input say, is taken over,
     with its corpora. One with an imported model gets the new config if that leaves the model and
     the tokenizer as they are.
@@ -94,7 +94,7 @@ def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
 
 
 def _check_changes(workdir: Path, differences: list[Difference], *, allow_changes: bool) -> None:
-    """Raise ``UserError`` unless the run may go on with these changes of its settings."""
+    """Raise ``UserError`` unless the run may resume with these changes of its settings."""
     if not differences:
         return
     fields = fields_that_differ(differences)
@@ -105,7 +105,7 @@ def _check_changes(workdir: Path, differences: list[Difference], *, allow_change
             f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the "
             f"same settings{flag}. {fields}"
         )
-    log.warning("The run goes on with other settings. %s", fields)
+    log.warning("The run resumes with other settings. %s", fields)
     if any(each.name.startswith("batch.") for each in differences):
         log.warning(
             "From here on step N has the N-th batch of the new plan: some pairs of this epoch come "
