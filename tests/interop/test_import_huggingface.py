@@ -24,6 +24,7 @@ from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 from transformer_jax.checkpoint import choose_checkpoints, load_model
 from transformer_jax.config import BatchConfig, DataConfig, ModelConfig, PairsConfig, TrainingConfig
 from transformer_jax.config_io import load_config_file
+from transformer_jax.decoding.segments import split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.interop import __main__ as program
@@ -160,10 +161,9 @@ def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lin
         p for p in _pieces((marian / "source.spm").read_bytes()) if p not in _vocabulary(marian)
     )
     assert tokenizer.target_ids([lacking]) == [UNK_ID]
-    translator = Translator.from_workdir(workdir, max_source_length=16)
-    parts = translator._split(">>deu<<" + " one two three" * 20, 15)
-    assert len(parts) > 3 and all(len(part) <= 15 and part[0] == parts[0][0] for part in parts)
-    assert tokenizer.source_tokens(parts[0][:1]) == [">>deu<<"]
+    segments = split(">>deu<<" + " one two three" * 20, 15, tokenizer)
+    assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
+    assert all(tokenizer.source_tokens(segment[:1]) == [">>deu<<"] for segment in segments)
     ids = tokenizer.encode_target([_target(line) for line in lines[:8]])
     assert [tokenizer.decode_target(row) for row in ids] == [_target(line) for line in lines[:8]]
 
@@ -533,7 +533,8 @@ def test_of_one_checkpoints_folder_only_itself_can_be_chosen(workdir) -> None:
         assert choose_checkpoints(folder, checkpoint=chosen) == [folder]
     for chosen in ("best", 5):
         with pytest.raises(
-            UserError, match=f"checkpoint is {chosen!r}, but .* is the folder of one checkpoint"
+            UserError,
+            match=f"checkpoint is {chosen!r}, but .* is the folder of a single checkpoint",
         ):
             choose_checkpoints(folder, checkpoint=chosen)
 

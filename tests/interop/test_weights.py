@@ -43,7 +43,7 @@ def test_weights_come_back_from_the_names_of_a_library(library, joint, make) -> 
 
 
 @pytest.mark.parametrize(
-    "fields", [FIELDS, {"norm": "pre"}, {"positions": "learned", "max_positions": 8}]
+    "fields", [FIELDS, {"norm": "pre"}, {"positions": "learned", "max_positions": 24}]
 )
 def test_plain_weights_become_the_parameters_they_were(fields, joint, make) -> None:
     config, model = make(joint, **fields)
