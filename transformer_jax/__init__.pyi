@@ -1,4 +1,4 @@
-"""What `from transformer_jax import ...` offers: `__init__.py` reads it, and so do type checkers and editors."""
+"""What `from transformer_jax import ...` offers, for `__init__.py`, type checkers and editors."""
 
 from .checkpoint import load_model
 from .config import (

@@ -44,7 +44,8 @@ def test_figures_are_of_all_sentences_together() -> None:
     assert (score.precision, score.recall) == (100 * 5 / 5, 100 * 5 / 8)
     assert score.f1 == pytest.approx(100 * 2 * 5 / 13)
     assert str(score) == (
-        "labelled bracket F1 = 76.92 (precision 100.00, recall 62.50, exact match 50.00%, 2 sentences)"
+        "labelled bracket F1 = 76.92 "
+        "(precision 100.00, recall 62.50, exact match 50.00%, 2 sentences)"
     )
 
 

@@ -74,7 +74,8 @@ def command(
     file = workdir.parent / f"{workdir.name}_{hash(config)}_config.py"
     text = json.dumps(dataclasses.asdict(config))
     file.write_text(
-        f"from transformer_jax.config_io import from_json\n\n\ndef get_config():\n    return from_json({text!r})\n"
+        "from transformer_jax.config_io import from_json\n\n\n"
+        f"def get_config():\n    return from_json({text!r})\n"
     )
     xla_flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
     environment = os.environ | {"XLA_FLAGS": xla_flags}
