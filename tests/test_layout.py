@@ -1,7 +1,4 @@
-"""The layout that docs/design.md promises: imports point up the list; files and functions are short.
-
-The package offers the names of its stub.
-"""
+"""The layout that docs/design.md promises: imports point up the list, files are short."""
 
 import ast
 import graphlib
