@@ -56,6 +56,7 @@ ORDER = [
     "decoding.learn_shortlist",
     "decoding.engine",
     "decoding.segments",
+    "decoding.trained_models",
     "decoding.translator",
     "decoding.scoring",
     "decoding.records",

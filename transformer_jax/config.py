@@ -6,6 +6,7 @@ departure from the paper is a named field. ``config_io.py`` reads and writes con
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -117,6 +118,11 @@ class ModelConfig(Section, prefix="model."):
     def decoder_layers(self) -> int:
         """Layers in the decoder, resolved."""
         return self.num_decoder_layers or self.num_layers
+
+    @property
+    def position_limit(self) -> int:
+        """Tokens that a sentence may have: learned positions end, sinusoids do not."""
+        return self.max_positions if self.positions == "learned" else sys.maxsize
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from transformer_jax.decoding.output_file import (
     sentence_groups,
     shard_path,
 )
-from transformer_jax.decoding.records import OutputFormat, Records, blocks
+from transformer_jax.decoding.records import OutputFormat, Records
+from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 

@@ -11,7 +11,8 @@ import json
 import numpy as np
 import pytest
 
-from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records, blocks
+from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records
+from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 

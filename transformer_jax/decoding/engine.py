@@ -102,11 +102,8 @@ class Engine:
         if self._shared_C is not None:  # searches number tokens by their places in shortlists
             self._suppress = tuple(self._shared_C.tolist().index(token) for token in suppress)
         _check_beam(config, models[0].config.vocab_size, self._shared_C)
-        # Learned positions end somewhere.
-        self._max_positions = [
-            model.config.max_positions for model in models if model.config.positions == "learned"
-        ]
-        self.longest_source = min([config.max_source_length, *self._max_positions])
+        self._position_limit = min(model.config.position_limit for model in models)
+        self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
         self._layout = Layout(self.buckets, self._shares)
         self.num_compiled = self.num_nan = self.slots_computed = self.slots_used = 0
@@ -224,7 +221,7 @@ class Engine:
 
     def _longest_target(self, source_length: int) -> int:
         """Positions that any translation of a source of this length can need."""
-        return min([source_length + self.config.max_extra_length, *self._max_positions])
+        return min(source_length + self.config.max_extra_length, self._position_limit)
 
     def _start(
         self,

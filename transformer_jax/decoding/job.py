@@ -27,8 +27,9 @@ from transformer_jax.decoding.output_file import (
     fingerprint,
     join_shards,
 )
-from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records, blocks
+from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records
 from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu, check_pairs, evaluate

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from transformer_jax.data.sources import read_lines
-from transformer_jax.decoding.translator import Request, Translation, check_text
+from transformer_jax.decoding.trained_models import check_text
+from transformer_jax.decoding.translator import Request, Translation
 from transformer_jax.errors import UserError
 
 _BEFORE_FIELD = re.compile(r"\s*[{,]\s*(?=\")")
@@ -121,26 +122,6 @@ class Records:
         check_text(text, f"{where}: field {self.text_field!r}")
         check_text(prefix, f"{where}: field 'prefix'")
         return Record(number, text.replace("\n", " "), prefix.replace("\n", " "), line)
-
-
-def blocks(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
-    """Blocks of ``size`` records; no record is read before the blocks before it are taken.
-
-    A ``UserError`` while reading is raised after the records before it were given.
-    """
-    block: list[Record] = []
-    try:
-        for record in records:
-            block.append(record)
-            if len(block) == size:
-                yield block
-                block = []
-    except UserError:
-        if block:
-            yield block
-        raise
-    if block:
-        yield block
 
 
 @dataclass(frozen=True)

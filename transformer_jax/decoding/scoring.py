@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby, islice
+from itertools import count, groupby, islice
 from typing import Any
 
 import jax
@@ -13,22 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import length_divisor
 from transformer_jax.decoding.buckets import padded_length
-from transformer_jax.decoding.translator import (
-    TrainedModels,
-    Translation,
-    check_text,
-    check_window,
-    checked_models,
-    warn_first,
-)
+from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
+from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import row_shardings
 from transformer_jax.special_ids import EOS_ID, PAD_ID
-from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -51,30 +43,12 @@ class Scorer(TrainedModels):
         positions.
       parameters: the models', a list of what ``nnx.to_pure_dict`` gives.
       num_compiled: how many functions have been compiled so far.
-      num_failed: how many pairs could not be scored because they are too long.
     """
 
-    def __init__(
-        self,
-        models: Transformer | Sequence[Transformer],
-        tokenizer: Tokenizer,
-        config: DecodingConfig | None = None,
-        *,
-        devices: Sequence[jax.Device] = (),
-    ):
-        """``config`` gives the batch size and the length penalty of the scores; ``devices`` share
-        the rows of a batch.
-
-        Raises:
-            UserError: a model with another vocabulary than the tokenizer's.
-        """
-        models = checked_models(models, tokenizer)
-        self.tokenizer = tokenizer
-        self.config = DecodingConfig() if config is None else config
-        self.num_compiled = self.num_failed = 0
+    def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
+        self.num_compiled = 0
         self._layers = min(model.config.decoder_layers for model in models)
-        positions = [m.config.max_positions for m in models if m.config.positions == "learned"]
-        self.longest = min([_LONGEST, *positions])
+        self.longest = min(_LONGEST, *(model.config.position_limit for model in models))
         self._shares = max(1, len(devices))
         everywhere, self._rows = row_shardings(devices)
         self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models), strict=True)
@@ -90,17 +64,11 @@ class Scorer(TrainedModels):
         Raises:
             UserError: a window below 1, at the call; later, as ``score``.
         """
-        check_window(window)
-        return self._stream(pairs, window)
-
-    def _stream(
-        self, pairs: Iterable[tuple[str, str]], window: int | None
-    ) -> Iterator[Translation]:
-        for numbers, block in self.numbered_blocks(pairs, window):
-            yield from self.score(block, numbers=numbers)
+        numbers, blocks = count(1), self._blocks(pairs, window)
+        return (t for block in blocks for t in self.score(block, numbers=numbers))
 
     def score(
-        self, pairs: Iterable[tuple[str, str]], *, numbers: Sequence[int] | None = None
+        self, pairs: Iterable[tuple[str, str]], *, numbers: Iterable[int] | None = None
     ) -> list[Translation]:
         """Each (source, target), in order, as a ``Translation``: the target with its
         log-probabilities, EOS included.
@@ -113,7 +81,7 @@ class Scorer(TrainedModels):
             UserError: a source or target that is no text.
         """
         pairs = list(pairs)
-        numbers = range(1, len(pairs) + 1) if numbers is None else numbers
+        numbers = list(islice(count(1) if numbers is None else numbers, len(pairs)))
         for number, texts in zip(numbers, pairs, strict=True):
             for side, text in zip(("source", "target"), texts, strict=True):
                 check_text(text, f"Line {number}: {side}")
@@ -202,10 +170,10 @@ class Scorer(TrainedModels):
         self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array
     ) -> jax.Array:
         self._count(source_BS, "scoring")
-        each = []
-        for graph, values in zip(self._graphs, parameters, strict=True):
-            model = nnx.merge(graph, values)
-            each.append(_label_log_probs(model, model.hidden(source_BS, target_BT), target_BT))
+        each = [
+            _label_log_probs(model, model.hidden(source_BS, target_BT), target_BT)
+            for model in map(nnx.merge, self._graphs, parameters)
+        ]
         if len(each) == 1:
             return each[0]
         return jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
@@ -214,10 +182,10 @@ class Scorer(TrainedModels):
         self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array, *, layer: int
     ) -> jax.Array:
         self._count(source_BS, "alignment")
-        each = []
-        for graph, values in zip(self._graphs, parameters, strict=True):
-            weights = nnx.merge(graph, values).attention_weights(source_BS, target_BT)
-            each.append(weights.cross[layer].mean(axis=1))
+        each = [
+            model.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
+            for model in map(nnx.merge, self._graphs, parameters)
+        ]
         return jnp.stack(each).mean(axis=0)
 
     def _count(self, source_BS: jax.Array, what: str) -> None:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from itertools import chain, count
+from typing import Any
 
 import jax
 
-from transformer_jax.checkpoint import load_model
-from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, check_decoding
 from transformer_jax.decoding.segments import joint, split
+from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
 from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.special_ids import UNK_ID
-from transformer_jax.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-_MOST_WARNINGS = 10
 
 
 @dataclass(frozen=True)
@@ -63,72 +53,6 @@ class Translation:
     """Log-probability of each token given those before it, EOS included: ``length`` numbers."""
 
 
-class _Segment(NamedTuple):
-    """What is searched at a time: a line, or a segment of one that is too long."""
-
-    line: int
-    sentence: Sentence
-
-
-class TrainedModels:
-    """What ``Translator`` and ``Scorer`` share: the models of one or several training runs.
-
-    Attributes:
-      num_damaged: how many damaged checkpoints older ones were used for.
-    """
-
-    config: DecodingConfig
-    num_damaged = 0
-
-    @classmethod
-    def from_workdir(
-        cls,
-        workdir: str | Path | Sequence[str | Path],
-        *,
-        checkpoint: Literal["last", "best"] | int | None = None,
-        average: int | None = None,
-        strict: bool = False,
-        devices: Sequence[jax.Device] = (),
-        **settings: Any,
-    ) -> Self:
-        """The models of a training run, or of several that work as one.
-
-        ``workdir`` is a folder or a URL; ``settings`` replace fields of the (first) run's
-        ``decoding`` config; ``checkpoint``, ``average`` and ``strict`` choose the parameters as in
-        ``load_model``.
-
-        Raises:
-          UserError: runs with different tokenizers; as ``load_model`` and the constructor.
-        """
-        workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
-        choice: dict[str, Any] = {"average": average, "checkpoint": checkpoint, "strict": strict}
-        damaged = set[Path]()
-        loaded = [load_model(local_workdir(each), **choice, damaged=damaged) for each in workdirs]
-        config, _, tokenizer = loaded[0]
-        for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
-            if its_tokenizer.fingerprint != tokenizer.fingerprint:
-                raise UserError(
-                    f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected "
-                    "models that were trained with the same tokenizer (train.py --tokenizer.model, "
-                    "--tokenizer.target-model)."
-                )
-        models = [model for _, model, _ in loaded]
-        decoding = dataclasses.replace(config.decoding, **settings)
-        found = cls(models, tokenizer, decoding, devices=devices)  # type: ignore[call-arg]
-        found.num_damaged = len(damaged)
-        return found
-
-    def numbered_blocks(
-        self, items: Iterable[T], window: int | None
-    ) -> Iterator[tuple[range, list[T]]]:
-        """``window`` items (default: 100 batches) with their numbers from 1, and again."""
-        items, size = iter(items), window or 100 * self.config.batch_size
-        first = 1
-        while block := list(islice(items, size)):
-            yield range(first, first + len(block)), block
-            first += len(block)
-
-
 class Translator(TrainedModels):
     """A model (or several, whose probabilities are averaged), its tokenizer and search settings.
 
@@ -136,42 +60,22 @@ class Translator(TrainedModels):
 
     Attributes:
       engine: the search itself, over token ids, with its compiled shapes and counts.
-      num_failed: how many lines came out empty because the search found nothing.
       num_split: how many lines were translated in segments.
     """
 
-    def __init__(
-        self,
-        models: Transformer | Sequence[Transformer],
-        tokenizer: Tokenizer,
-        config: DecodingConfig | None = None,
-        *,
-        devices: Sequence[jax.Device] = (),
-    ):
-        """The rows of a batch are spread over ``devices``, which must divide ``config.batch_size``;
-        without any the search runs where the parameters are.
-
-        Raises:
-          UserError: settings that do not go together, or not with the model; a model with another
-            vocabulary; no usable ``config.shortlist``.
-        """
-        models = checked_models(models, tokenizer)
-        self.tokenizer = tokenizer
-        self.config = DecodingConfig() if config is None else config
-        suppress, shortlist = check_decoding(self.config, tokenizer)
-        positions = [m.config.max_positions for m in models if m.config.positions == "learned"]
-        self._longest_prefix = min(
-            [self.config.max_extra_length, *(count - 1 for count in positions)]
-        )
+    def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
+        suppress, shortlist = check_decoding(self.config, self.tokenizer)
+        positions = min(model.config.position_limit for model in models)
+        self._longest_prefix = min(self.config.max_extra_length, positions - 1)
         if self.config.min_length > self._longest_prefix:
             raise UserError(
                 f"decoding.min_length is {self.config.min_length}; expected less than "
-                f"model.max_positions = {min(positions)}, where this model's learned positions end."
+                f"model.max_positions = {positions}, where this model's learned positions end."
             )
         self.engine = Engine(
             models, self.config, suppress=suppress, shortlist=shortlist, devices=devices
         )
-        self.num_failed = self.num_split = 0
+        self.num_split = 0
 
     def __repr__(self) -> str:
         count = len(self.engine.parameters)
@@ -230,57 +134,52 @@ class Translator(TrainedModels):
             raise UserError(
                 f"lines is {shown(lines)}; expected several lines, such as a list of this one."
             )
-        check_window(window)
         if not 1 <= num_hypotheses <= self.config.beam_size:
             raise UserError(
                 f"num_hypotheses is {num_hypotheses}; "
                 f"expected 1 to decoding.beam_size = {self.config.beam_size}."
             )
-        return self._stream(lines, num_hypotheses, window)
-
-    def _stream(
-        self, lines: Iterable[str | Request], num_hypotheses: int, window: int | None
-    ) -> Iterator[list[Translation]]:
-        for numbers, block in self.numbered_blocks(lines, window):
-            requests = list(map(_numbered_request, block, numbers))
-            yield from self._translate(requests, num_hypotheses)
+        requests = map(_numbered_request, lines, count(1))
+        return chain.from_iterable(
+            self._translate(block, num_hypotheses) for block in self._blocks(requests, window)
+        )
 
     def _translate(
         self, requests: list[Request], num_hypotheses: int
     ) -> Iterator[list[Translation]]:
-        segments = list(self._segments(requests))
-        sentences = [segment.sentence for segment in segments]
-        found = self.engine.search(sentences, num_hypotheses=num_hypotheses)
-        of_line: list[list[list[Translation]]] = [[] for _ in requests]
-        for segment, hypotheses in zip(segments, found, strict=True):
-            of_line[segment.line].append([self._translation(each) for each in hypotheses])
-        for request, its_segments in zip(requests, of_line, strict=True):
-            if not all(its_segments):
+        lines = list(self._sentences(requests))
+        sentences = list(chain.from_iterable(lines))
+        found = iter(self.engine.search(sentences, num_hypotheses=num_hypotheses))
+        for request, line in zip(requests, lines, strict=True):
+            segments = [list(map(self._translation, next(found))) for _ in line]
+            if not all(segments):
                 self.num_failed += 1
                 warn_first(
                     self.num_failed,
                     "Line %d: the search found no translation; its output is empty.",
                     request.number,
                 )
-            yield _join(its_segments)
+            yield _join(segments)
 
-    def _segments(self, requests: list[Request]) -> Iterator[_Segment]:
+    def _sentences(self, requests: list[Request]) -> Iterator[list[Sentence]]:
+        """What to search for each request: itself, its segments, or (an empty line) nothing."""
         limit = self.engine.longest_source - 1  # EOS takes one position
         encoded = self.tokenizer.encode_source([request.text for request in requests])
-        for line, (request, tokens) in enumerate(zip(requests, encoded, strict=True)):
+        for request, tokens in zip(requests, encoded, strict=True):
             prefix = self.prefix_tokens(request)
+            segments = [tokens]
             if not request.text.strip():
-                continue
-            segments = (
-                [tokens] if len(tokens) <= limit else split(request.text, limit, self.tokenizer)
-            )
+                segments = []
+            elif len(tokens) > limit:
+                segments = split(request.text, limit, self.tokenizer)
             if len(segments) > 1:
                 self.num_split += 1
                 said = "Line %d has %d tokens; more than %d are translated in segments, here %d."
                 warn_first(self.num_split, said, request.number, len(tokens), limit, len(segments))
-            for index, segment in enumerate(filter(None, segments)):
-                seed = (request.number + 1_000_003 * index) % 2**32
-                yield _Segment(line, Sentence(segment, prefix if index == 0 else [], seed))
+            yield [
+                Sentence(segment, [] if i else prefix, (request.number + 1_000_003 * i) % 2**32)
+                for i, segment in enumerate(filter(None, segments))
+            ]
 
     def _translation(self, hypothesis: Hypothesis) -> Translation:
         return Translation(
@@ -311,8 +210,6 @@ class Translator(TrainedModels):
 
 def _join(segments: list[list[Translation]]) -> list[Translation]:
     """The best of each segment as one line, then the second-best, while every segment has one."""
-    if len(segments) == 1 and segments[0]:
-        return segments[0]
     joined = []
     for hypotheses in zip(*segments, strict=False):
         text, tokens = "", list[str]()
@@ -342,42 +239,3 @@ def _numbered_request(line: str | Request, place: int) -> Request:
     check_text(request.text, f"Line {request.number}")
     check_text(request.prefix, f"Line {request.number}: prefix")
     return request
-
-
-def checked_models(
-    models: Transformer | Sequence[Transformer], tokenizer: Tokenizer
-) -> list[Transformer]:
-    """The models; ``UserError`` unless each has as many tokens as the tokenizer."""
-    models = [models] if isinstance(models, Transformer) else list(models)
-    tokens = tokenizer.source_vocab_size, tokenizer.target_vocab_size
-    for model in models:
-        rows = model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size
-        if tokens != rows:
-            raise UserError(
-                f"The tokenizer has {tokens} source and target tokens, the model {rows}; "
-                "expected those of one training run."
-            )
-    return models
-
-
-def check_window(window: int | None) -> None:
-    """``UserError`` for fewer than one line at a time."""
-    if window is not None and window < 1:
-        raise UserError(f"window is {window}; expected 1 or more.")
-
-
-def check_text(text: object, name: str) -> None:
-    """``UserError`` unless ``text`` is a string of whole characters."""
-    if not isinstance(text, str):
-        raise UserError(f"{name} is {shown(text)}; expected text (a str).")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
-        raise UserError(f"{name} is not valid Unicode; expected whole characters.") from None
-
-
-def warn_first(count: int, message: str, *arguments: Any) -> None:
-    """Log the warning if its ``count`` is among the first few: a large file may have thousands."""
-    if count <= _MOST_WARNINGS:
-        last = " (Further ones are only counted.)" if count == _MOST_WARNINGS else ""
-        logger.warning(message + last, *arguments)

@@ -13,11 +13,8 @@ def length_limits(config: Config) -> tuple[int, int]:
     """The longest source and the longest translation in tokens, end symbols included, that decoding
     allows.
     """
-    source = config.decoding.max_source_length
-    target = source + config.decoding.max_extra_length
-    if config.model.positions == "learned":
-        return min(source, config.model.max_positions), min(target, config.model.max_positions)
-    return source, target
+    source, limit = config.decoding.max_source_length, config.model.position_limit
+    return min(source, limit), min(source + config.decoding.max_extra_length, limit)
 
 
 def search_notes(

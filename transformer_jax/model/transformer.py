@@ -254,9 +254,8 @@ class Transformer(nnx.Module):
 
     def _num_positions(self, tokens_BL: jax.Array, packed: bool) -> int:
         """A bound of positions; a packed row may be longer than any sentence in it."""
-        learned = self.config.positions == "learned"
         length = tokens_BL.shape[1]
-        return min(length, self.config.max_positions) if packed and learned else length
+        return min(length, self.config.position_limit) if packed else length
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Scores of the next token before the softmax, float32 [B, T, V]."""

@@ -1,0 +1,146 @@
+"""What translating and scoring share: the models of training runs, and work in blocks of lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import jax
+
+from transformer_jax.checkpoint import load_model
+from transformer_jax.config import DecodingConfig
+from transformer_jax.errors import UserError, shown
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.remote_workdir import local_workdir
+from transformer_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_MOST_WARNINGS = 10
+
+
+class TrainedModels:
+    """What ``Translator`` and ``Scorer`` share: the models of one or several training runs.
+
+    Attributes:
+      num_damaged: how many damaged checkpoints older ones were used for.
+      num_failed: how many lines have no result: the search found nothing, or the line is too long
+        to be scored.
+    """
+
+    def __init__(
+        self,
+        models: Transformer | Sequence[Transformer],
+        tokenizer: Tokenizer,
+        config: DecodingConfig | None = None,
+        *,
+        devices: Sequence[jax.Device] = (),
+    ):
+        """The rows of a batch are spread over ``devices``, which must divide ``config.batch_size``
+        for a translator; without any the work is done where the parameters are.
+
+        Raises:
+          UserError: a model with another vocabulary; for a translator also settings that do not go
+            together, or not with the model, and no usable ``config.shortlist``.
+        """
+        models = [models] if isinstance(models, Transformer) else list(models)
+        tokens = tokenizer.source_vocab_size, tokenizer.target_vocab_size
+        for model in models:
+            rows = model.config.source_vocab_size or model.config.vocab_size
+            if tokens != (rows, model.config.vocab_size):
+                raise UserError(
+                    f"The tokenizer has {tokens} source and target tokens, the model "
+                    f"{(rows, model.config.vocab_size)}; expected those of one training run."
+                )
+        self.tokenizer = tokenizer
+        self.config = DecodingConfig() if config is None else config
+        self.num_damaged = self.num_failed = 0
+        self._set_up(models, devices)
+
+    def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def from_workdir(
+        cls,
+        workdir: str | Path | Sequence[str | Path],
+        *,
+        checkpoint: Literal["last", "best"] | int | None = None,
+        average: int | None = None,
+        strict: bool = False,
+        devices: Sequence[jax.Device] = (),
+        **settings: Any,
+    ) -> Self:
+        """The models of a training run, or of several that work as one.
+
+        ``workdir`` is a folder or a URL; ``settings`` replace fields of the (first) run's
+        ``decoding`` config; ``checkpoint``, ``average`` and ``strict`` choose the parameters as in
+        ``load_model``.
+
+        Raises:
+          UserError: runs with different tokenizers; as ``load_model`` and the constructor.
+        """
+        workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
+        choice: dict[str, Any] = {"average": average, "checkpoint": checkpoint, "strict": strict}
+        damaged = set[Path]()
+        loaded = [load_model(local_workdir(each), **choice, damaged=damaged) for each in workdirs]
+        config, _, tokenizer = loaded[0]
+        for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
+            if its_tokenizer.fingerprint != tokenizer.fingerprint:
+                raise UserError(
+                    f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected "
+                    "models that were trained with the same tokenizer (train.py --tokenizer.model, "
+                    "--tokenizer.target-model)."
+                )
+        models = [model for _, model, _ in loaded]
+        decoding = dataclasses.replace(config.decoding, **settings)
+        found = cls(models, tokenizer, decoding, devices=devices)
+        found.num_damaged = len(damaged)
+        return found
+
+    def _blocks(self, items: Iterable[T], window: int | None) -> Iterator[list[T]]:
+        if window is not None and window < 1:
+            raise UserError(f"window is {window}; expected 1 or more.")
+        return blocks(items, window or 100 * self.config.batch_size)
+
+
+def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Blocks of ``size`` items; no item is read before the blocks before it are taken.
+
+    A ``UserError`` while reading is raised after the items before it were given.
+    """
+    block: list[T] = []
+    fault = None
+    try:
+        for item in items:
+            block.append(item)
+            if len(block) == size:
+                yield block
+                block = []
+    except UserError as error:
+        fault = error
+    if block:
+        yield block
+    if fault is not None:
+        raise fault
+
+
+def check_text(text: object, name: str) -> None:
+    """``UserError`` unless ``text`` is a string of whole characters."""
+    if not isinstance(text, str):
+        raise UserError(f"{name} is {shown(text)}; expected text (a str).")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
+        raise UserError(f"{name} is not valid Unicode; expected whole characters.") from None
+
+
+def warn_first(count: int, message: str, *arguments: Any) -> None:
+    """Log the warning if its ``count`` is among the first few: a large file may have thousands."""
+    if count <= _MOST_WARNINGS:
+        last = " (Further ones are only counted.)" if count == _MOST_WARNINGS else ""
+        logger.warning(message + last, *arguments)
