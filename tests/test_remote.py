@@ -211,7 +211,7 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
     ]
     assert list(read_lines("memory://bucket/text/b.de.gz")) == ["zwei"]
     memory = tmp_path / "digests"
-    assert pairs_fingerprint(there, digests=memory) == pairs_fingerprint(here, str(tmp_path))
+    assert pairs_fingerprint(there, directory=tmp_path) == pairs_fingerprint(here, str(tmp_path))
     [file, _] = (sides[0] for sides in files_of(there, ""))
     before = digest(file, memory)
     store.pipe_file("/bucket/text/a.en.gz", b"changed")

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -128,7 +129,7 @@ def test_invalid_utf8_names_the_line_or_skips_the_pair(tmp_path):
         match=r"train\.en, line 2: byte 2 is not valid UTF-8; .* data\.invalid_utf8 to 'skip'",
     ):
         read(config, tmp_path)
-    counts = {}
+    counts = Counter()
     assert read(config, tmp_path, invalid_utf8="skip", counts=counts) == [("a", "A"), ("c", "C")]
     assert counts == {"invalid_utf8": 2}
 

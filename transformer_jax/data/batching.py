@@ -35,7 +35,6 @@ import numpy as np
 
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.bucketing import (
-    add_histograms,
     batch_rows,
     bucket_table,
     choose_shapes,
@@ -50,6 +49,7 @@ from transformer_jax.data.windows import windows_of
 from transformer_jax.errors import UserError
 from transformer_jax.storage import write_atomically
 
+_Counts = tuple[list[tuple[int, int]], np.ndarray, tuple[int, int]]
 Array = Any  # a NumPy array as the plan makes it, a jax.Array as the loader hands it on
 
 _FORMAT = 2  # of stored counts: raise it when the same corpus and config would give others
@@ -70,17 +70,6 @@ class Batch(NamedTuple):
     target_BT: Array
     source_segments_BS: Array | None = None
     target_segments_BT: Array | None = None
-
-
-class _Counts(NamedTuple):
-    """What a plan must know of all windows."""
-
-    widths: list[tuple[int, int]]
-    """(S, T) of each bucket."""
-    rows_MKb: np.ndarray
-    """Rows in each window, segmentation and bucket."""
-    tokens: tuple[int, int]
-    """All tokens of both sides."""
 
 
 class _Rows(NamedTuple):
@@ -121,15 +110,15 @@ class BatchPlan:
             (batch_rows(S, T, config), S, T) for S, T in self._widths
         )
         """(B, S, T) of every batch there is, smallest S + T first; each is compiled once."""
-        self._B = np.array([B for B, _, _ in self.shapes])
+        self._B = np.array(self.shapes)[:, 0]
         # Rows in the buckets' streams before each epoch of a cycle through the segmentations, and
         # after its end.
         self._before_KMb = _cumulative(rows_MKb.swapaxes(0, 1))
         per_cycle = self._before_KMb[-1].sum(0)
         self.steps_per_epoch = float((per_cycle / self._B).sum()) / corpus.num_samples
         """Mean over epochs; may be below 1."""
-        padded_s, padded_t = (int(per_cycle @ np.array(width)) for width in zip(*self._widths))
-        self.fill = (tokens[0] / padded_s, tokens[1] / padded_t)
+        padded = (per_cycle @ np.array(self._widths)).tolist()
+        self.fill = (tokens[0] / padded[0], tokens[1] / padded[1])
         """Shares of real tokens among source and target positions, over all batches."""
         # For this epoch and its neighbours, which prefetching and batches at an epoch's ends need.
         self._order_of_windows = functools.lru_cache(maxsize=3)(self._permute_windows)
@@ -153,20 +142,18 @@ class BatchPlan:
         B, S, T = self.shapes[bucket]
         stream = np.arange(k * B, (k + 1) * B)[rows]
         sequences, pairs_per_row = self._sequences(window, bucket, stream)
-        source_BS, source_segments_BS = _fill_rows(self._corpus.source(sequences), pairs_per_row, S)
-        target_BT, target_segments_BT = _fill_rows(self._corpus.target(sequences), pairs_per_row, T)
-        if not self.packed:
-            return Batch(source_BS, target_BT)
-        return Batch(source_BS, target_BT, source_segments_BS, target_segments_BT)
+        batch = _fill_batch(self._corpus, sequences, pairs_per_row, S, T)
+        return batch if self.packed else Batch(batch.source_BS, batch.target_BT)
 
     # Where a step stands: epoch, window, bucket, batch of the bucket.
 
-    def _rows_before(self, epoch: int) -> np.ndarray:
+    def _batches_before(self, epoch: int) -> np.ndarray:
+        """Batches that each window and bucket has had before an epoch, [M, b]."""
         cycle, v = divmod(epoch, self._corpus.num_samples)
-        return cycle * self._before_KMb[-1] + self._before_KMb[v]
+        return (cycle * self._before_KMb[-1] + self._before_KMb[v]) // self._B
 
     def _steps_before(self, epoch: int) -> int:
-        return int((self._rows_before(epoch) // self._B).sum())
+        return int(self._batches_before(epoch).sum())
 
     def _epoch_of_step(self, step: int) -> int:
         """The one epoch with _steps_before(epoch) <= step < _steps_before(epoch + 1)."""
@@ -189,22 +176,20 @@ class BatchPlan:
         return window, int(buckets[at]), int(ks[at])
 
     def _permute_windows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        first, end = (self._rows_before(e) // self._B for e in (epoch, epoch + 1))
-        steps_M = (end - first).sum(1)
+        steps_M = (self._batches_before(epoch + 1) - self._batches_before(epoch)).sum(1)
         order = self._permutation(len(steps_M), _OF_WINDOWS, epoch)
-        return order, _cumulative(steps_M[order])[:-1]
+        return order, _cumulative(steps_M[order])
 
     def _permute_batches(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-        first, end = (self._rows_before(e)[window] // self._B for e in (epoch, epoch + 1))
-        order = self._permutation(int((end - first).sum()), _OF_BATCHES, epoch, window=window)
-        buckets = np.repeat(np.arange(len(self.shapes)), end - first)
-        return buckets[order], ranges(first, end - first)[order]
+        first_b, end_b = (self._batches_before(e)[window] for e in (epoch, epoch + 1))
+        buckets = np.repeat(np.arange(len(self.shapes)), end_b - first_b)
+        order = self._permutation(len(buckets), _OF_BATCHES, epoch, window=window)
+        return buckets[order], ranges(first_b, end_b - first_b)[order]
 
     def _permute_rows(self, epoch: int, window: int, bucket: int) -> np.ndarray:
         v = epoch % self._corpus.num_samples
-        before = self._before_KMb[:, window, bucket]
-        count = int(before[v + 1] - before[v])
-        return self._permutation(count, _OF_ROWS, epoch, bucket, window=window)
+        first, end = self._before_KMb[v : v + 2, window, bucket].tolist()
+        return self._permutation(end - first, _OF_ROWS, epoch, bucket, window=window)
 
     def _permutation(self, n: int, *purpose: int, window: int = 0) -> np.ndarray:
         # Window 0 has no number in its seeds, so that small corpora have those of a single window.
@@ -218,10 +203,11 @@ class BatchPlan:
         """The corpus' sequences at these positions of a bucket's stream, and how many each row
         holds.
         """
-        N, K, before = self._corpus.num_pairs, self._corpus.num_samples, self._before_KMb
-        cycle, rest = np.divmod(stream, before[-1, window, bucket])
-        v = np.searchsorted(before[:, window, bucket], rest, side="right") - 1
-        epochs, place = cycle * K + v, rest - before[v, window, bucket]
+        N, K = self._corpus.num_pairs, self._corpus.num_samples
+        before_K = self._before_KMb[:, window, bucket]
+        cycle, rest = np.divmod(stream, before_K[-1])
+        v = np.searchsorted(before_K, rest, side="right") - 1
+        epochs, place = cycle * K + v, rest - before_K[v]
         sequences, pairs_per_row = [np.zeros(0, np.int64)], np.zeros(len(stream), np.int64)
         # The stream rises, but its positions may be asked for backwards: each epoch's rows keep
         # their place in the batch.
@@ -243,27 +229,30 @@ class BatchPlan:
             if self.packed:
                 order = self._permutation(N, _OF_PACKING, v, window=window)
                 pairs_N, starts = _grouped(pack(s_N, t_N, *self._widths[0], order))
-                rows.append(_Rows(pairs_N, starts.astype(np.int32), np.array([0, len(starts) - 1])))
+                rows.append(_Rows(pairs_N, starts.astype(np.int32), np.zeros(1, np.int64)))
             else:
-                pairs_N, starts = _grouped(table[s_N, t_N], len(self._widths))
-                rows.append(_Rows(pairs_N, one_each, starts))
+                pairs_N, bucket_starts = _grouped(table[s_N, t_N])
+                rows.append(_Rows(pairs_N, one_each, bucket_starts))
         return rows
 
     # How many rows all windows have.
 
     def _count(self) -> _Counts:
-        histograms = [count_lengths(window) for window in self._windows]
-        total = add_histograms(histograms)
+        """(S, T) of each bucket; rows in each window, segmentation and bucket, [M, K, b]; source
+        and target tokens.
+        """
+        counts_MKST = count_lengths(self._windows)
+        total = counts_MKST.sum((0, 1))
         if self.packed:
             self._widths = [packed_shape(total, self._config)]
-            rows_MKb = np.array([self._count_packed(w) for w in range(len(self._windows))])
+            windows = range(len(self._windows))
+            rows_MKb = np.array(
+                [[[len(rows.row_starts) - 1] for rows in self._rows(w)] for w in windows]
+            )
         else:
             self._widths = choose_shapes(total, self._config, epochs=self._corpus.num_samples)
-            rows_MKb = rows_per_bucket(histograms, self._widths)
-        return _Counts(self._widths, rows_MKb, total_lengths(total))
-
-    def _count_packed(self, window: int) -> list[list[int]]:
-        return [[len(rows.row_starts) - 1] for rows in self._rows(window)]
+            rows_MKb = rows_per_bucket(counts_MKST, self._widths)
+        return self._widths, rows_MKb, total_lengths(total)
 
     def _stored_counts(self) -> _Counts:
         """``_count``, or what it found the last time: kept beside a corpus of several windows."""
@@ -275,12 +264,11 @@ class BatchPlan:
         path = directory / f"counts-{key}.json"
         with suppress(OSError, ValueError):
             widths, rows_MKb, tokens = json.loads(path.read_text())
-            return _Counts([(S, T) for S, T in widths], np.array(rows_MKb), tokens)
-        counts = self._count()
+            return widths, np.array(rows_MKb), tokens
+        widths, rows_MKb, tokens = self._count()
         with suppress(OSError):  # what is not stored is only slower
-            content = [counts.widths, counts.rows_MKb.tolist(), counts.tokens]
-            write_atomically(path, json.dumps(content))
-        return counts
+            write_atomically(path, json.dumps([widths, rows_MKb.tolist(), tokens]))
+        return widths, rows_MKb, tokens
 
 
 def whole_corpus(corpus: Corpus, *, tokens: int, row_multiple: int) -> Iterator[Batch]:
@@ -297,9 +285,16 @@ def whole_corpus(corpus: Corpus, *, tokens: int, row_multiple: int) -> Iterator[
         for start in range(0, len(pairs), rows):
             chosen = pairs[start : start + rows]
             one_each = (np.arange(rows) < len(chosen)).astype(np.int64)
-            source_BS, _ = _fill_rows(corpus.source(chosen), one_each, length)
-            target_BT, _ = _fill_rows(corpus.target(chosen), one_each, length)
-            yield Batch(source_BS, target_BT)
+            batch = _fill_batch(corpus, chosen, one_each, length, length)
+            yield Batch(batch.source_BS, batch.target_BT)
+
+
+def _fill_batch(
+    corpus: Corpus, sequences: np.ndarray, pairs_per_row: np.ndarray, S: int, T: int
+) -> Batch:
+    source_BS, source_segments_BS = _fill_rows(corpus.source(sequences), pairs_per_row, S)
+    target_BT, target_segments_BT = _fill_rows(corpus.target(sequences), pairs_per_row, T)
+    return Batch(source_BS, target_BT, source_segments_BS, target_segments_BT)
 
 
 def _fill_rows(
@@ -320,10 +315,10 @@ def _fill_rows(
     return tokens_BL, segments_BL
 
 
-def _grouped(group_N: np.ndarray, groups: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _grouped(group_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Members of group 0, then of 1, ..., int32 [N], and where each group starts."""
     members = np.argsort(group_N, kind="stable").astype(np.int32)
-    return members, _cumulative(np.bincount(group_N, minlength=groups))
+    return members, _cumulative(np.bincount(group_N))
 
 
 def _cumulative(counts: np.ndarray) -> np.ndarray:

@@ -4,6 +4,8 @@ padding.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from transformer_jax.config import BatchConfig
@@ -11,39 +13,33 @@ from transformer_jax.data.windows import Window
 from transformer_jax.errors import UserError
 
 
-def count_lengths(window: Window) -> np.ndarray:
-    """How many pairs of a window have s source and t target tokens, int64 [K, S, T], in each
-    segmentation. Reads the lengths once, a block at a time.
+def count_lengths(windows: list[Window]) -> np.ndarray:
+    """How many pairs have s source and t target tokens, int64 [M, K, S, T], in each of M windows
+    and K segmentations. Reads the lengths once, a block at a time.
     """
-    histogram_KST = np.zeros((window.corpus.num_samples, 1, 1), np.int64)
-    for s_KN, t_KN in window.blocks():
-        _, old_S, old_T = histogram_KST.shape
-        S, T = max(old_S, int(s_KN.max()) + 1), max(old_T, int(t_KN.max()) + 1)
-        cells_KN = s_KN.astype(np.int64) * T + t_KN
-        block_KST = np.stack([np.bincount(cells, minlength=S * T) for cells in cells_KN])
-        block_KST = block_KST.reshape(-1, S, T)
-        block_KST[:, :old_S, :old_T] += histogram_KST
-        histogram_KST = block_KST
-    return histogram_KST
+    counts_MKST = np.zeros((len(windows), windows[0].corpus.num_samples, 1, 1), np.int64)
+    for m, window in enumerate(windows):
+        for s_KN, t_KN in window.blocks():
+            old_S, old_T = counts_MKST.shape[2:]
+            S, T = max(old_S, int(s_KN.max()) + 1), max(old_T, int(t_KN.max()) + 1)
+            if (old_S, old_T) != (S, T):
+                wider = ((0, 0), (0, 0), (0, S - old_S), (0, T - old_T))
+                counts_MKST = np.pad(counts_MKST, wider)
+            cells_KN = s_KN.astype(np.int64) * T + t_KN
+            for counts_ST, cells_N in zip(counts_MKST[m], cells_KN):
+                counts_ST += np.bincount(cells_N, minlength=S * T).reshape(S, T)
+    return counts_MKST
 
 
-def add_histograms(histograms: list[np.ndarray]) -> np.ndarray:
-    """``total[s, t]``: the sum of histograms [K, S, T] of several sizes."""
-    total = np.zeros(np.max([histogram.shape[1:] for histogram in histograms], 0), np.int64)
-    for histogram in histograms:
-        _, S, T = histogram.shape
-        total[:S, :T] += histogram.sum(0)
-    return total
-
-
-def rows_per_bucket(histograms: list[np.ndarray], widths: list[tuple[int, int]]) -> np.ndarray:
-    """Pairs in each bucket, [M, K, b], from M histograms [K, S, T]."""
-    table, rows = bucket_table(widths), []
-    for histogram in histograms:
-        _, S, T = histogram.shape
-        buckets = table[:S, :T].ravel()
-        rows.append([np.bincount(buckets, h.ravel(), len(widths)) for h in histogram])
-    return np.array(rows, np.int64)
+def rows_per_bucket(counts_MKST: np.ndarray, widths: list[tuple[int, int]]) -> np.ndarray:
+    """Pairs in each bucket, int64 [M, K, b]."""
+    buckets = bucket_table(widths).ravel()
+    rows_MKb = np.apply_along_axis(
+        lambda counts: np.bincount(buckets, counts, len(widths)),
+        -1,
+        counts_MKST.reshape(*counts_MKST.shape[:2], -1),
+    )
+    return rows_MKb.astype(np.int64)
 
 
 def bucket_table(widths: list[tuple[int, int]]) -> np.ndarray:
@@ -75,10 +71,8 @@ def packed_shape(histogram: np.ndarray, config: BatchConfig) -> tuple[int, int]:
 
 def total_lengths(histogram: np.ndarray) -> tuple[int, int]:
     """All source and all target tokens."""
-    source, target = (
-        int(histogram.sum(1 - side) @ np.arange(histogram.shape[side])) for side in (0, 1)
-    )
-    return source, target
+    S, T = histogram.shape
+    return int(histogram.sum(1) @ np.arange(S)), int(histogram.sum(0) @ np.arange(T))
 
 
 def choose_shapes(
@@ -94,8 +88,6 @@ def choose_shapes(
     """
     remedy = "data.max_source_length and data.max_target_length"
     _check_budget(max(histogram.shape) - 1, config, remedy=remedy)
-    cell_s, cell_t = np.nonzero(histogram)
-    count = histogram[cell_s, cell_t]
     # below[s, t]: pairs with a source shorter than s and a target shorter than t.
     below = np.zeros((histogram.shape[0] + 1, histogram.shape[1] + 1), np.int64)
     below[1:, 1:] = histogram.cumsum(0).cumsum(1)
@@ -109,35 +101,33 @@ def choose_shapes(
         batch = config.tokens // np.maximum(np.maximum(S, T), 1)
         return float(np.where(pairs > 0, np.maximum(pairs, epochs * batch), 0) @ (S + T))
 
-    quantile = (np.arange(1, config.buckets + 1) * count.sum() - 1) // config.buckets
-    shapes = np.stack([_at_quantiles(lengths, count, quantile) for lengths in (cell_s, cell_t)], 1)
+    quantile = (np.arange(1, config.buckets + 1) * histogram.sum() - 1) // config.buckets
+    below_S, below_T = (histogram.sum(other).cumsum() for other in (1, 0))
+    shapes = np.stack([np.searchsorted(sums, quantile, "right") for sums in (below_S, below_T)], 1)
     best = cost(shapes)
-    moves = [(ds, dt) for ds in (1, 0, -1) for dt in (1, 0, -1) if (ds, dt) != (0, 0)]
+    moves = [move for move in product((1, 0, -1), repeat=2) if any(move)]
     for stride in (8, 4, 2, 1):
-        improved = True
-        while improved:
-            improved = False
-            for i in range(len(shapes)):
-                for move in [*moves, None]:
-                    changed = shapes.copy()
-                    changed[i] = np.maximum(shapes[i] + stride * np.array(move), 0) if move else 0
-                    if (value := cost(changed)) < best:
-                        shapes, best, improved = changed, value, True
+        before = np.inf
+        while best < before:
+            before = best
+            for i, move in product(range(len(shapes)), [*moves, None]):
+                changed = shapes.copy()
+                changed[i] = np.maximum(shapes[i] + stride * np.array(move), 0) if move else 0
+                if (value := cost(changed)) < best:
+                    shapes, best = changed, value
     # Only shapes that are used, each no larger than what it holds; shrinking one can make it the
     # cheapest for others.
+    cells = np.argwhere(histogram)
     result: list[tuple[int, int]] = []
-    while result != (
-        found := sorted(
-            {(int(S), int(T)) for S, T in shapes}, key=lambda shape: (sum(shape), shape)
-        )
-    ):
+    while result != (found := sorted({(S, T) for S, T in shapes.tolist()}, key=_by_size)):
         result = found
-        S, T = np.array(result).T
-        bucket = ((cell_s <= S[:, None]) & (cell_t <= T[:, None])).argmax(0)
-        shapes = np.array(
-            [(cell_s[bucket == b].max(), cell_t[bucket == b].max()) for b in np.unique(bucket)]
-        )
+        bucket = bucket_table(result)[tuple(cells.T)]
+        shapes = np.array([cells[bucket == b].max(0) for b in np.unique(bucket)])
     return result
+
+
+def _by_size(shape: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+    return sum(shape), shape
 
 
 def _pairs_held(S: np.ndarray, T: np.ndarray, below: np.ndarray) -> np.ndarray:
@@ -152,11 +142,6 @@ def _pairs_held(S: np.ndarray, T: np.ndarray, below: np.ndarray) -> np.ndarray:
     among_first = np.where(narrow_first <= np.arange(len(S))[:, None], heights, 0)
     heights_bb = np.maximum.accumulate(among_first[:, ::-1], axis=1)[:, ::-1]
     return (below[steps, heights_bb] - below[np.concatenate([[0], steps[:-1]]), heights_bb]).sum(1)
-
-
-def _at_quantiles(lengths: np.ndarray, count: np.ndarray, quantile: np.ndarray) -> np.ndarray:
-    order = np.argsort(lengths, kind="stable")
-    return lengths[order][np.searchsorted(np.cumsum(count[order]), quantile, side="right")]
 
 
 def batch_rows(S: int, T: int, config: BatchConfig) -> int:

@@ -81,8 +81,7 @@ class Corpus:
                 for v in range(self.num_samples):
                     at = v * shard.num_pairs - first
                     offsets = sequences.offsets[at + low : at + high + 1]
-                    out = result[side, v, low - start : high - start]
-                    np.subtract(offsets[1:], offsets[:-1], out=out, casting="unsafe")
+                    result[side, v, low - start : high - start] = np.diff(offsets)
         return result
 
     def source(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -174,11 +173,11 @@ def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: st
     Only train is segmented at random. With ``data.shards`` above 1 its shards must have been built:
     ``UserError`` if one is missing.
     """
-    job, directory = _job(config, tokenizer, name), _directory(workdir, config)
+    job, directory = _job(config, tokenizer, name), corpus_folder(workdir, config)
     if name == "train" and config.data.shards > 1:
         jobs = job.shards(config.data.shards)
         shards = [_open_prepared(job, k, workdir, directory) for k, job in enumerate(jobs)]
-        fingerprint = job.fingerprint(directory / "digests")
+        fingerprint = job.fingerprint(directory)
     else:
         shards = [build_shard(job, directory)]
         fingerprint = shards[0].fingerprint
@@ -194,17 +193,13 @@ def prepare_shard(workdir: Path, config: Config, tokenizer: Tokenizer, number: i
     """
     count = config.data.shards
     job = _job(config, tokenizer, "train").shards(count)[number]
-    shard = build_shard(job, _directory(workdir, config), may_be_empty=count > 1)
+    shard = build_shard(job, corpus_folder(workdir, config), may_be_empty=count > 1)
     _log_statistics(f"shard {number}/{count}", shard.statistics)
     return shard
 
 
-def digests_folder(workdir: Path, config: Config) -> Path:
-    """Where the hashes of the text's files are remembered."""
-    return _directory(workdir, config) / "digests"
-
-
-def _directory(workdir: Path, config: Config) -> Path:
+def corpus_folder(workdir: Path, config: Config) -> Path:
+    """Where tokenised text and the hashes of its files are kept."""
     return Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus"
 
 
@@ -218,7 +213,7 @@ def _job(config: Config, tokenizer: Tokenizer, name: str) -> TokeniseJob:
 
 def _open_prepared(job: TokeniseJob, number: int, workdir: Path, directory: Path) -> Shard:
     count = job.data.shards
-    fingerprint = job.fingerprint(directory / "digests")
+    fingerprint = job.fingerprint(directory)
     shard = open_shard(directory, fingerprint)
     if shard is None:
         folder, name = directory / fingerprint[:20], f"{number}/{count}"

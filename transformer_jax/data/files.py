@@ -72,19 +72,6 @@ def files_of(config: PairsConfig, root: str) -> list[tuple[AnyPath, ...]]:
     return files
 
 
-def check_exists(config: PairsConfig, root: str) -> None:
-    """``UserError`` unless all files of a text are there."""
-    for file in (file for sides in files_of(config, root) for file in sides):
-        problems = {"": "does not exist", "directory": "is a folder", "other": "is no regular file"}
-        kind = kind_of(file)
-        if kind != "file":
-            raise UserError(
-                f"File {str(file)!r} {problems.get(kind, 'is no file')}; expected the "
-                f"{config.kind} file that a data field (source or target of train, dev or test) "
-                f"names. Relative names start from data.root = {root!r}."
-            )
-
-
 def one_file_each(config: PairsConfig, root: str = "") -> list[PairsConfig]:
     """A text split into what can be read apart, in order: a config for each file, or pair of files.
 
@@ -108,9 +95,8 @@ def digest(file: AnyPath, memory: Path | None = None) -> str:
     as it was.
     """
     state = _state(file)
-    record = None
-    if memory and state[-1]:
-        record = memory / hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    record = memory / state if memory and state else None
+    if record:
         with suppress(OSError):
             if len(known := record.read_text()) == _DIGEST_CHARACTERS:
                 return known
@@ -124,10 +110,13 @@ def digest(file: AnyPath, memory: Path | None = None) -> str:
     return found
 
 
-def _state(file: AnyPath) -> list[object]:
-    """Another one when the content has changed; its last entry is empty if that is unknown."""
+def _state(file: AnyPath) -> str:
+    """Another one when the content has changed; empty if that is unknown."""
     if isinstance(file, Path):
         stat = file.stat()
-        return [str(file.absolute()), stat.st_size, stat.st_ctime_ns]
-    unknown = file.protocol in ("http", "https")
-    return [str(file), "" if unknown else str(file.fs.ukey(file.path))]
+        state = [str(file.absolute()), stat.st_size, stat.st_ctime_ns]
+    elif file.protocol in ("http", "https"):
+        return ""
+    else:
+        state = [str(file), str(file.fs.ukey(file.path))]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()

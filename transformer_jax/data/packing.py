@@ -32,26 +32,19 @@ def pack(
     where. No pair may be longer than S or T. Returns each pair's row, int32 [N], from 0; none is
     empty.
     """
-    assert not len(order) or (source_lengths.max() <= S and target_lengths.max() <= T), (
-        "a pair longer than a row"
-    )
-    s, t = source_lengths.astype(np.int64), target_lengths.astype(np.int64)
-    left = order[np.argsort(-(s * T + t * S)[order], kind="stable")]
-    row_N = np.full(len(s), -1, np.int32)
+    # Both sides on one scale: a row has S * T to give on either, of which a pair takes s * T and
+    # t * S.
+    capacity = S * T
+    s, t = source_lengths.astype(np.int64) * T, target_lengths.astype(np.int64) * S
+    assert (s <= capacity).all() and (t <= capacity).all(), "a pair longer than a row"
+    left = order[np.argsort(-(s + t)[order], kind="stable")]
+    row_N = np.full(len(order), -1, np.int32)
     opened = 0
     while len(left):
-        needed = (
-            int(
-                max(
-                    s[left].sum() * 100 // (S * _FILL_PERCENT),
-                    t[left].sum() * 100 // (T * _FILL_PERCENT),
-                )
-            )
-            + 1
-        )
-        rows = min(needed, len(left))
-        left = _deal(left, s, t, row_N, np.full(rows, S), np.full(rows, T), opened)
-        opened += rows
+        filled = max(s[left].sum(), t[left].sum()) * 100 // (capacity * _FILL_PERCENT)
+        free_s, free_t = np.full((2, min(int(filled) + 1, len(left))), capacity)
+        left = _deal(left, s, t, free_s, free_t, row_N, opened)
+        opened += len(free_s)
     return row_N
 
 
@@ -59,31 +52,29 @@ def _deal(
     left: np.ndarray,
     s: np.ndarray,
     t: np.ndarray,
-    row_N: np.ndarray,
     free_s: np.ndarray,
     free_t: np.ndarray,
+    row_N: np.ndarray,
     first: int,
 ) -> np.ndarray:
     """Deal the pairs ``left`` (long to short) to new rows, numbered from ``first``; returns those
     that do not fit.
     """
-    S, T = free_s[0], free_t[0]
     group_size = max(_GROUP, len(free_s) // 8)
     open_rows = np.arange(len(free_s))
     while len(left) and len(open_rows):
-        dealt = min(len(left), len(open_rows))
-        free = free_s[open_rows] * T + free_t[open_rows] * S
-        row, pair = open_rows[np.argsort(-free, kind="stable")[:dealt]], left[:dealt]
-        group = np.arange(dealt) // group_size
-        row = row[np.lexsort((free_s[row] * T - free_t[row] * S, group))]
-        pair = pair[np.lexsort((s[pair] * T - t[pair] * S, group))]
+        dealt, rest = np.split(left, [len(open_rows)])
+        group = np.arange(len(dealt)) // group_size
+        pair = dealt[np.lexsort((s[dealt] - t[dealt], group))]
+        row = open_rows[np.argsort(-(free_s + free_t)[open_rows], kind="stable")[: len(dealt)]]
+        row = row[np.lexsort((free_s[row] - free_t[row], group))]
         fits = (s[pair] <= free_s[row]) & (t[pair] <= free_t[row])
         row, pair = row[fits], pair[fits]
         row_N[pair] = first + row
         free_s[row] -= s[pair]
         free_t[row] -= t[pair]
-        left = np.concatenate((left[:dealt][row_N[left[:dealt]] < 0], left[dealt:]))
-        if len(pair) * _TIRED < dealt:
+        left = np.concatenate((dealt[row_N[dealt] < 0], rest))
+        if len(pair) * _TIRED < len(dealt):
             break
         if len(left):
             open_rows = np.flatnonzero((free_s >= s[left].min()) & (free_t >= t[left].min()))

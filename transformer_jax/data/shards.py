@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 import uuid
+from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +61,7 @@ class Shard(NamedTuple):
 def build_shard(job: TokeniseJob, directory: Path, *, may_be_empty: bool = False) -> Shard:
     """The shard that a job makes; opened if it is there already."""
     directory.mkdir(parents=True, exist_ok=True)
-    fingerprint = job.fingerprint(directory / "digests")
+    fingerprint = job.fingerprint(directory)
     if shard := open_shard(directory, fingerprint):
         return shard
     _remove_stale(directory)
@@ -105,7 +106,7 @@ def _remove_stale(directory: Path) -> None:
 
 
 def _write(folder: Path, fingerprint: str, job: TokeniseJob, *, may_be_empty: bool) -> None:
-    counts = dict.fromkeys(COUNTS, 0)
+    counts = Counter(dict.fromkeys(COUNTS, 0))
     data = job.data
     files = (
         read_pairs(file, data.root, invalid_utf8=data.invalid_utf8, counts=counts)
@@ -113,8 +114,7 @@ def _write(folder: Path, fingerprint: str, job: TokeniseJob, *, may_be_empty: bo
     )
     with closing(tokenised(files, job)) as chunks:  # also after an error: its processes end
         for chunk in chunks:
-            for name, count in chunk.statistics.items():
-                counts[name] += count
+            counts.update(chunk.statistics)
             for side, segmentations in zip(_SIDES, chunk.flat, strict=True):
                 for v, (tokens, lengths) in enumerate(segmentations):
                     _append(_tokens_file(folder, side, v), tokens)

@@ -11,9 +11,10 @@ import gzip
 import hashlib
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
@@ -21,9 +22,9 @@ import numpy as np
 from num2words import num2words
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.data.files import check_exists, digest, files_of
+from transformer_jax.data.files import digest, files_of
 from transformer_jax.errors import UserError, shown
-from transformer_jax.storage import AnyPath, to_path
+from transformer_jax.storage import AnyPath, kind_of, to_path
 
 _NUMBERS = 1_000_000
 _NUMBERS_HELD_OUT = 10_000  # in dev, and as many in test
@@ -35,7 +36,7 @@ def read_pairs(
     root: str = "",
     *,
     invalid_utf8: Literal["error", "skip"] = "error",
-    counts: dict[str, int] | None = None,
+    counts: Counter[str] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """The (source, target) sentences that ``config`` describes, in order.
 
@@ -57,7 +58,7 @@ def read_pairs(
                 if invalid_utf8 == "error":
                     raise
                 if counts is not None:
-                    counts["invalid_utf8"] = counts.get("invalid_utf8", 0) + 1
+                    counts["invalid_utf8"] += 1
                 continue
             yield pair
 
@@ -69,20 +70,21 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
 
     Raises ``UserError`` with file and line number where a line is not UTF-8.
     """
-    if isinstance(source, str) or hasattr(source, "open"):  # a path of any kind
-        lines = _lines_of_file(cast("str | AnyPath", source))
+    path = to_path(source) if isinstance(source, str) else source
+    if hasattr(path, "open"):
+        lines = _lines_of_file(cast("AnyPath", path))
     else:
-        lines = _lines_of(cast(BinaryIO, source), str(getattr(source, "name", "the input")))
+        lines = _lines_of(cast(BinaryIO, path), str(getattr(path, "name", "the input")))
     for line in lines:
         yield line.text()
 
 
-def pairs_fingerprint(config: PairsConfig, root: str = "", *, digests: Path | None = None) -> str:
+def pairs_fingerprint(config: PairsConfig, root: str = "", *, directory: Path | None = None) -> str:
     """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names
     or dates.
 
-    The folder ``digests`` remembers those of files, so that large ones are not read again: see
-    ``files.digest``.
+    ``directory``, that of the corpus, remembers those of files in ``digests``, so that large ones
+    are not read again: see ``files.digest``.
     """
     check_files(config, root)
     fields: list[Any] = [
@@ -96,7 +98,8 @@ def pairs_fingerprint(config: PairsConfig, root: str = "", *, digests: Path | No
         examples = _tfds_examples(config, root)
         fields += [examples.dataset_info.full_name, len(examples)]
     elif config.kind != "numbers":
-        fields += [digest(path, digests) for side in zip(*files_of(config, root)) for path in side]
+        memory = directory / "digests" if directory else None
+        fields += [digest(path, memory) for side in zip(*files_of(config, root)) for path in side]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
@@ -107,7 +110,18 @@ def check_files(config: PairsConfig, root: str = "") -> None:
             f"kind is {config.kind!r} and no file is named; expected source and target, or another "
             "kind."
         )
-    check_exists(config, root)
+    for file in chain.from_iterable(files_of(config, root)):
+        if (kind := kind_of(file)) != "file":
+            problems = {
+                "": "does not exist",
+                "directory": "is a folder",
+                "other": "is no regular file",
+            }
+            raise UserError(
+                f"File {str(file)!r} {problems.get(kind, 'is no file')}; expected the "
+                f"{config.kind} file that a data field (source or target of train, dev or test) "
+                f"names. Relative names start from data.root = {root!r}."
+            )
     for name in ("source_field", "target_field"):
         column = getattr(config, name)
         if config.kind == "tsv" and not column.isdecimal():
@@ -141,15 +155,15 @@ class _Line(NamedTuple):
             ) from None
 
 
-def _lines_of_file(name: str | AnyPath) -> Iterator[_Line]:
-    path = to_path(name) if isinstance(name, str) else name
+def _lines_of_file(path: AnyPath) -> Iterator[_Line]:
+    name = str(path)
     try:
         with path.open("rb") as file:
-            unzipped = gzip.GzipFile(fileobj=file) if str(name).endswith(".gz") else file
-            yield from _lines_of(unzipped, str(name))
+            unzipped = gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
+            yield from _lines_of(unzipped, name)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
-            f"File {str(name)!r} is damaged or is no gzip file ({error}); expected one by its name."
+            f"File {name!r} is damaged or is no gzip file ({error}); expected one by its name."
         ) from None
 
 
@@ -265,7 +279,16 @@ _KINDS: dict[str, tuple[Callable[..., Iterator[tuple[_Line, ...]]], Callable[...
 
 
 def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
-    numbers = _numbers(config.split)
+    """Numbers below a million in a fixed random order; dev and test are kept out of train.
+
+    In train those below 1,000 come first: they are a thousandth of all, but the first that people
+    try.
+    """
+    # of all generators, the one whose stream is frozen
+    order = np.random.RandomState(0).permutation(_NUMBERS)
+    test, dev, train = np.split(order, [_NUMBERS_HELD_OUT, 2 * _NUMBERS_HELD_OUT])
+    train = np.concatenate([train[train < 1000], train[train >= 1000]])
+    numbers = {"train": train, "dev": dev, "test": test}[config.split]
     limit = config.limit or min(_NUMBERS_DEFAULT, len(numbers))
     if limit > len(numbers):
         raise UserError(
@@ -275,21 +298,6 @@ def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
     return (
         (_name(n, "en", ", ", " and "), _name(n, "de", "", "")) for n in map(int, numbers[:limit])
     )
-
-
-def _numbers(split: str) -> np.ndarray:
-    """Numbers below a million in a fixed random order; dev and test are kept out of train.
-
-    In train those below 1,000 come first: they are a thousandth of all, but the first that people
-    try.
-    """
-    # of all generators, the one whose stream is frozen
-    order = np.random.RandomState(0).permutation(_NUMBERS)
-    held_out = _NUMBERS_HELD_OUT
-    if split != "train":
-        return order[:held_out] if split == "test" else order[held_out : 2 * held_out]
-    train = order[2 * held_out :]
-    return np.concatenate([train[train < 1000], train[train >= 1000]])
 
 
 def _name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:

@@ -62,12 +62,12 @@ class TokeniseJob:
     first_file: int = 0
     """How many files of a longer text stand before this one."""
 
-    def fingerprint(self, digests: Path) -> str:
-        """SHA-256 (hex) of the text, the settings and the format; ``digests`` remembers files."""
+    def fingerprint(self, directory: Path) -> str:
+        """SHA-256 (hex) of the text, the settings and the format; see ``pairs_fingerprint``."""
         data = self.data
         settings: list[object] = [
             (_FORMAT, _CHUNK_PAIRS, _CHUNK_CHARACTERS),
-            pairs_fingerprint(self.pairs, data.root, digests=digests),
+            pairs_fingerprint(self.pairs, data.root, directory=directory),
             self.tokenizer.fingerprint,
             (
                 data.max_source_length,
@@ -102,27 +102,27 @@ class TokeniseJob:
                 seed = int.from_bytes(digest[:4], "little")
                 ids = encode(lines, sampling=self.sampling, seed=seed)
                 flat[side].append(flatten(ids, self.dtypes()[side]))
+        lengths_2KN = np.array([[lengths for _, lengths in side] for side in flat])
+        shorter_KN, longer_KN = lengths_2KN.min(0) + 4, lengths_2KN.max(0) + 4
+        most = self.data.max_source_length, self.data.max_target_length
         # A pair stays if it passes in every segmentation: then all of them hold the same pairs.
-        source_KN, target_KN = (np.stack([lengths for _, lengths in side]) for side in flat)
-        blank = np.array([not (source.strip() and target.strip()) for source, target in pairs])
-        empty = blank | ((source_KN == 1) | (target_KN == 1)).any(0)
-        data = self.data
-        long_KN = (source_KN > data.max_source_length) | (target_KN > data.max_target_length)
-        long = long_KN.any(0) & ~empty
-        # The ratio is of tokens + 5; EOS is one of these 5.
-        shorter_KN = np.minimum(source_KN, target_KN) + 4
-        longer_KN = np.maximum(source_KN, target_KN) + 4
-        most = data.max_length_ratio or np.inf
-        ratio = (longer_KN > most * shorter_KN).any(0) & ~empty & ~long
-        keep = ~(empty | long | ratio)
-        masks = {"kept": keep, "empty": empty, "too_long": long, "ratio": ratio}
-        return TokenisedChunk(
-            [
-                [(tokens[np.repeat(keep, lengths)], lengths[keep]) for tokens, lengths in side]
-                for side in flat
-            ],
-            {"read": len(pairs)} | {name: int(mask.sum()) for name, mask in masks.items()},
-        )
+        fails = {
+            "empty": np.array([not (source.strip() and target.strip()) for source, target in pairs])
+            | (lengths_2KN == 1).any((0, 1)),
+            "too_long": np.greater(lengths_2KN.max(1).T, most).any(1),
+            # The ratio is of tokens + 5; EOS is one of these 5.
+            "ratio": (longer_KN > (self.data.max_length_ratio or np.inf) * shorter_KN).any(0),
+        }
+        statistics, keep = {"read": len(pairs)}, np.ones(len(pairs), bool)
+        for reason, fails_N in fails.items():
+            statistics[reason] = int((keep & fails_N).sum())
+            keep &= ~fails_N
+        statistics["kept"] = int(keep.sum())
+        kept = [
+            [(tokens[np.repeat(keep, lengths)], lengths[keep]) for tokens, lengths in side]
+            for side in flat
+        ]
+        return TokenisedChunk(kept, statistics)
 
 
 def split_files(pairs: PairsConfig, root: str, count: int) -> list[tuple[PairsConfig, int]]:
@@ -166,28 +166,23 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[Pairs]:
         yield chunk
 
 
-def _numbered_chunks(
-    files: Iterable[Iterable[tuple[str, str]]], first_file: int
-) -> Iterator[tuple[Number, Pairs]]:
-    """Chunks end with their file and are numbered within it: they do not depend on other files."""
-    for file, pairs in enumerate(files, first_file):
-        for number, chunk in enumerate(_chunks(pairs)):
-            yield (file, number) if file else number, chunk
-
-
 def tokenised(
     files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob
 ) -> Generator[TokenisedChunk, None, None]:
     """The files' chunks in order; worker processes tokenise them unless there are few."""
-    numbered = _numbered_chunks(files, job.first_file)
-    head = list(islice(numbered, _SMALL // (_CHUNK_PAIRS * job.num_samples) + 1))
-    more = list(islice(numbered, 1))
+    # Chunks end with their file and are numbered within it: they do not depend on other files.
+    numbered = (
+        ((file, number) if file else number, chunk)
+        for file, pairs in enumerate(files, job.first_file)
+        for number, chunk in enumerate(_chunks(pairs))
+    )
+    few = _SMALL // (_CHUNK_PAIRS * job.num_samples) + 1
+    head = list(islice(numbered, few + 1))
     workers = job.data.workers or num_cores()
-    everything = chain(head, more, numbered)
-    if workers == 1 or not more:
-        yield from map(job.tokenise, everything)
+    if workers == 1 or len(head) <= few:
+        yield from map(job.tokenise, chain(head, numbered))
     else:
-        yield from _tokenised_by_workers(everything, job, workers)
+        yield from _tokenised_by_workers(chain(head, numbered), job, workers)
 
 
 # Loky's processes, unlike those of multiprocessing, neither import the main program (jax included,

@@ -23,15 +23,8 @@ class Window:
     """Some stripes of a corpus: the ``width`` pairs (the last may have fewer) at each start."""
 
     corpus: Corpus
-    number: int
     starts: range
     width: int
-
-    @property
-    def num_pairs(self) -> int:
-        """N of this window."""
-        beyond_end = max(0, self.starts[-1] + self.width - self.corpus.num_pairs)
-        return len(self.starts) * self.width - beyond_end
 
     def blocks(self) -> Iterator[np.ndarray]:
         """The pairs' lengths, int32 [2, K, n]: source and target, about 2^20 pairs at a time."""
@@ -57,7 +50,4 @@ def windows_of(corpus: Corpus, most: int) -> list[Window]:
     """The fewest windows of at most ``most`` pairs; one if the corpus has no more than that."""
     width, N = max(1, most // _STRIPES), corpus.num_pairs
     count = 1 if most >= N else math.ceil(math.ceil(N / width) / (most // width))
-    return [
-        Window(corpus, number, range(number * width, N, count * width), width)
-        for number in range(count)
-    ]
+    return [Window(corpus, range(k * width, N, count * width), width) for k in range(count)]

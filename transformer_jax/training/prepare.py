@@ -27,7 +27,7 @@ from transformer_jax.checkpoint import (
 from transformer_jax.config import Config, PairsConfig
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.corpus import Corpus, digests_folder, prepare_corpus
+from transformer_jax.data.corpus import Corpus, corpus_folder, prepare_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.data.tokenize import split_files
@@ -212,8 +212,8 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     if tokenizer is not None:
         origin = tokenizer.fingerprint
     else:
-        digests = digests_folder(workdir, config)
-        origin = pairs_fingerprint(config.data.train, config.data.root, digests=digests)
+        directory = corpus_folder(workdir, config)
+        origin = pairs_fingerprint(config.data.train, config.data.root, directory=directory)
     noted = workdir / "tokenizer.origin"
     if has_tokenizer(workdir) and (not noted.is_file() or noted.read_text() == origin):
         return Tokenizer.load(workdir)
