@@ -22,7 +22,9 @@ from transformer_jax.subword_sampling import SubwordSampler, model_proto
 # pieces are the vocabulary, and text is cut into others, too.
 _IMPORTED = "imported"
 
-_TAG = re.compile(r">>.*?<<")
+TAG = re.compile(r">>.*?<<")
+"""What a line may begin with in multilingual models: the language to translate into."""
+
 _PROTO: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
 _KINDS = _PROTO.ModelProto.SentencePiece
 _IN_TEXT = (_KINDS.NORMAL, _KINDS.USER_DEFINED, _KINDS.BYTE)
@@ -70,7 +72,7 @@ class ImportedSubwordModel(SubwordModel):
         return SubwordSampler(self._processor, strength, unknown_ids=self._vocabulary)
 
     def _split_tag(self, line: str) -> tuple[list[int], str]:
-        tag = _TAG.match(line)
+        tag = TAG.match(line)
         return (self.ids([tag[0]]), line[tag.end() :]) if tag else ([], line)
 
     def _known(self, ids: list[int]) -> list[int]:

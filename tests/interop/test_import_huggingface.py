@@ -30,7 +30,8 @@ from transformer_jax.errors import UserError
 from transformer_jax.interop import __main__ as program
 from transformer_jax.interop.__main__ import main
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
-from transformer_jax.interop.huggingface import export_huggingface, import_huggingface
+from transformer_jax.interop.huggingface import export_huggingface
+from transformer_jax.interop.huggingface_import import import_huggingface
 from transformer_jax.interop.marian import export_marian
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID

@@ -104,7 +104,7 @@ def _export(task: Export) -> None:
 
 
 def _import(task: Import) -> None:
-    from transformer_jax.interop.huggingface import import_huggingface
+    from transformer_jax.interop.huggingface_import import import_huggingface
     from transformer_jax.remote_workdir import require_folder
     from transformer_jax.training.saver import save_imported
 

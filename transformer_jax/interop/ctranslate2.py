@@ -10,8 +10,8 @@ import numpy as np
 
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.errors import UserError
+from transformer_jax.imported_vocabulary import TAG
 from transformer_jax.interop.export import length_limits, search_notes, write_sentencepiece
-from transformer_jax.interop.vocabulary import TAG
 from transformer_jax.interop.weights import (
     CTRANSLATE2,
     Form,

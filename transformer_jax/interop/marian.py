@@ -48,7 +48,7 @@ def export_marian(
     notes = check_epsilon(config.model, _NORM_EPSILON, "Marian") + search_notes(
         config,
         "Marian",
-        stops=f"once {decoding.beam_size} translations are finished, each of which narrows the beam",
+        stops=f"once {decoding.beam_size} translations are finished, each narrowing the beam",
         limit=f"{_LENGTH_FACTOR} times the source length",
     )
     if decoding.suppress or decoding.min_length or decoding.no_repeat_ngram:

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-
-# at the start of a line in multilingual models: the language to translate into
-TAG = re.compile(r">>.*<<")
-
-
-class SpecialIds(NamedTuple):
-    """Ids in the other vocabulary. ``start`` is what the decoder begins with; None for a vocabulary
-    of sources only.
-    """
-
-    pad: int
-    start: int | None
-    eos: int
-    unk: int
 
 
 class Arrangement(NamedTuple):
@@ -36,27 +21,28 @@ class Arrangement(NamedTuple):
     """bool: rows that the other model does not have, which must never receive probability."""
 
 
-def arrange(vocabulary: Mapping[str, int], special: SpecialIds) -> Arrangement:
-    """Place the tokens of ``vocabulary``.
+def arrange(
+    vocabulary: Mapping[str, int], *, pad: str, start: str, eos: str, unk: str
+) -> Arrangement:
+    """Place the tokens of ``vocabulary``, four of which are special there.
 
-    MarianMT decodes from PAD: that row is our BOS then, and our PAD a new one, which nothing ever
-    reads.
+    ``start`` is what the decoder begins with; a vocabulary of sources only may lack it. MarianMT
+    decodes from PAD: that row is our BOS then, and our PAD a new one, which nothing ever reads.
     """
-    tokens_there = {i: token for token, i in vocabulary.items()}
-    pad, start, eos, unk = special
     own_pad = pad not in (start, eos, unk)
-    own_start = start is not None and start not in (pad, eos, unk)
-    rows = [pad if own_pad else -1, -1 if start is None else start, eos, unk]
-    new = [not own_pad, start in (None, eos, unk), False, False]
+    own_start = start in vocabulary and start not in (pad, eos, unk)
     tokens = [
-        _unused_name("<pad>", vocabulary) if pad in (eos, unk) else tokens_there[pad],
-        tokens_there[start] if own_start else _unused_name("<s>", vocabulary),  # type: ignore[index]
-        tokens_there[eos],
-        tokens_there[unk],
+        _unused_name("<pad>", vocabulary) if pad in (eos, unk) else pad,
+        start if own_start else _unused_name("<s>", vocabulary),
+        eos,
+        unk,
     ]
-    others = [i for i in sorted(tokens_there) if i not in rows]
-    tokens += [tokens_there[i] for i in others]
-    return Arrangement(tokens, np.array(rows + others), np.array(new + [False] * len(others)))
+    rows = [vocabulary[pad] if own_pad else -1, vocabulary.get(start, -1)]
+    rows += [vocabulary[eos], vocabulary[unk]]
+    others = sorted(vocabulary.keys() - {pad, start, eos, unk}, key=vocabulary.__getitem__)
+    new_V = np.zeros(len(tokens + others), bool)
+    new_V[:2] = not own_pad, start not in vocabulary or start in (eos, unk)
+    return Arrangement(tokens + others, np.array(rows + [vocabulary[t] for t in others]), new_V)
 
 
 def _unused_name(wanted: str, taken: Mapping[str, int]) -> str:
