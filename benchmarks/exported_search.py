@@ -1,7 +1,7 @@
 """How an exported model's beam search compares with ours and with greedy search, on a run's test
 set.
 
-python benchmarks/exported_search.py --workdir runs/demo
+python -m benchmarks.exported_search --workdir runs/demo
 """
 
 from __future__ import annotations

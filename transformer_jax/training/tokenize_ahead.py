@@ -30,7 +30,17 @@ from transformer_jax.training.prepare import check_inputs, has_tokenizer, prepar
 from transformer_jax.training.resuming import differences_on_resume, fields_that_differ
 from transformer_jax.training.workdir import claimed
 
-COMMON = ("data.root", "data.train.source", "data.train.target", "data.cache", "data.workers")
+COMMON = (
+    "workdir",
+    "config",
+    "tokenizer_only",
+    "shard",
+    "settings.data.root",
+    "settings.data.train.source",
+    "settings.data.train.target",
+    "settings.data.cache",
+    "settings.data.workers",
+)
 
 
 @dataclass(frozen=True)
