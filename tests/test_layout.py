@@ -72,7 +72,6 @@ ORDER = [
     "training.optimizer",
     "training.step",
     "training.progress",
-    "training.early_stopping",
     "training.saver",
     "training.prepare",
     "training.tokenize_ahead",

@@ -148,7 +148,6 @@ def test_another_run_at_the_url_is_not_overwritten(saved, store):
     """
     store.rm("/bucket/run/checkpoints", recursive=True)
     other = RemoteWorkdir(URL, purpose="of another machine")
-    other.folder.mkdir(parents=True)
     (other.folder / "config.json").write_text("{}")
     checkpoint(other, 2, "another array 2")
     other.push()

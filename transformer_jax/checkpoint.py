@@ -16,7 +16,8 @@ import json
 import logging
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.config import Config
-from transformer_jax.config_io import flatten, load_config_file
+from transformer_jax.config_io import load_config_file
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.storage import is_url, write_atomically
+from transformer_jax.storage import AnyPath, is_url, write_atomically
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -75,12 +76,13 @@ def load_model(
         workdir, average=average, checkpoint=checkpoint, strict=strict, damaged=damaged
     )
     config, now = config_of(chosen[0]), _current_config(workdir, chosen[0])
-    then = flatten(config.model, "model.")
-    for name, value in flatten(now.model, "model.").items():
-        if value != then[name] and not name.endswith("vocab_size"):
+    trained = vars(config.model)
+    for name, value in vars(now.model).items():
+        if value != trained[name] and not name.endswith("vocab_size"):
             log.warning(
-                "%s is %r in %s/config.json; this has no effect, the model was trained with %r.",
-                *(name, value, workdir, then[name]),
+                "model.%s is %r in %s/config.json; this has no effect, the model was trained with "
+                "%r.",
+                *(name, value, workdir, trained[name]),
             )
     config = dataclasses.replace(config, decoding=now.decoding)
     graph, _ = nnx.split(_abstract_model(config), nnx.Param)
@@ -102,8 +104,8 @@ def choose_checkpoints(
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
+    first_intact = partial(_first_intact, strict=strict, damaged=damaged)
     latest = checkpoint in (None, "last")
-    damaged = set() if damaged is None else damaged
     if (workdir / MANIFEST).exists():
         if not latest and str(checkpoint).zfill(8) != workdir.name:
             raise UserError(
@@ -111,10 +113,16 @@ def choose_checkpoints(
                 "checkpoint; expected last, or the folder of the whole run."
             )
         folders = [workdir]
-        [chosen] = _intact(folders, strict=True, damaged=damaged)
+        chosen = first_intact(folders)
     else:
-        folders = _folders(workdir)
-        chosen = _choose(folders, checkpoint, strict=strict, damaged=damaged)
+        steps = complete_steps(workdir / "checkpoints")
+        if not steps:
+            raise UserError(
+                f"{str(workdir)!r} holds no checkpoint; expected a work directory written by "
+                "train.py --workdir, or one of the folders in its checkpoints/."
+            )
+        folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
+        chosen = _choose(folders, checkpoint, first_intact)
     limit = average or (_current_config(workdir, chosen).training.average if latest else 1)
     before = filter(is_regular, folders[folders.index(chosen) + 1 :])
     intact = _intact(before, strict=strict or not latest, damaged=damaged)
@@ -128,7 +136,9 @@ def choose_checkpoints(
 
 
 def _choose(
-    folders: list[Path], checkpoint: str | int | None, *, strict: bool, damaged: set[Path]
+    folders: list[Path],
+    checkpoint: str | int | None,
+    first_intact: Callable[[list[Path]], Path],
 ) -> Path:
     """One of a run's checkpoints, which are given newest first."""
     by_step = {int(folder.name): folder for folder in folders}
@@ -139,8 +149,8 @@ def _choose(
             raise UserError(
                 f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}."
             )
-        return next(_intact([by_step[step]], strict=True, damaged=damaged))
-    newest = _newest_intact(folders, strict=strict, damaged=damaged)
+        return first_intact([by_step[step]])
+    newest = first_intact(folders)
     progress = progress_of(newest)
     if checkpoint == "best":
         step = progress.get("best_step")
@@ -153,10 +163,10 @@ def _choose(
             raise UserError(
                 f"There is no best checkpoint: {why}. Expected last, or one of {listed}."
             )
-        return next(_intact([by_step[step]], strict=True, damaged=damaged))
+        return first_intact([by_step[step]])
     best = by_step.get(progress.get("early_stopping_best_step", -1))
     if checkpoint is None and best is not None:
-        return _newest_intact(folders[folders.index(best) :], strict=strict, damaged=damaged)
+        return first_intact(folders[folders.index(best) :])
     return newest
 
 
@@ -164,12 +174,13 @@ def load_parameters(checkpoints: Sequence[Path]) -> Any:
     """The mean of these checkpoints' parameters, a nested dict of NumPy arrays; with
     ``optimizer.ema_decay``, of their moving averages.
     """
-    abstract = nnx.to_pure_dict(nnx.state(_abstract_model(config_of(checkpoints[0])), nnx.Param))
-    shapes = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
+    model = _abstract_model(config_of(checkpoints[0]))
+    abstract = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
 
     def load(folder: Path) -> Any:
         which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
-        return ocp.load_checkpointables(folder / "state", {which: shapes})[which]
+        return ocp.load_checkpointables(folder / "state", {which: wanted})[which]
 
     parameters = mean_parameters(map(load, checkpoints))
     if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters)):
@@ -193,15 +204,10 @@ def checkpoint_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def steps_of(manifests: Iterable[str]) -> list[int]:
-    """The steps of complete checkpoints, oldest first, from the paths of their manifests."""
-    names = (path.rsplit("/", 2)[-2] for path in manifests)
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def complete_steps(checkpoints: Path) -> list[int]:
+def complete_steps(checkpoints: AnyPath) -> list[int]:
     """The steps of the complete checkpoints in a ``checkpoints/`` folder, oldest first."""
-    return steps_of(path.as_posix() for path in checkpoints.glob(f"*/{MANIFEST}"))
+    names = [path.parent.name for path in checkpoints.glob(f"*/{MANIFEST}")]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def config_of(folder: Path) -> Config:
@@ -233,10 +239,10 @@ def is_regular(checkpoint: Path) -> bool:
 
 def write_manifest(checkpoint: Path) -> None:
     """Declare the checkpoint complete."""
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     entries = {
         path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _checksum(path)]
-        for path in files
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file()
     }
     write_atomically(checkpoint / MANIFEST, json.dumps(entries, indent=1))
 
@@ -277,19 +283,7 @@ def _current_config(workdir: Path, checkpoint: Path) -> Config:
     return config_of(workdir if (workdir / "config.json").is_file() else checkpoint)
 
 
-def _folders(workdir: Path) -> list[Path]:
-    """A run's complete checkpoints, newest first."""
-    checkpoints = workdir / "checkpoints"
-    steps = complete_steps(checkpoints)
-    if not steps:
-        raise UserError(
-            f"{str(workdir)!r} holds no checkpoint; expected a work directory written by train.py "
-            "--workdir, or one of the folders in its checkpoints/."
-        )
-    return [checkpoints / checkpoint_name(step) for step in reversed(steps)]
-
-
-def _newest_intact(folders: list[Path], *, strict: bool, damaged: set[Path]) -> Path:
+def _first_intact(folders: list[Path], *, strict: bool, damaged: set[Path] | None) -> Path:
     """The first of ``folders`` or, where that is damaged, the next regular one that is not."""
     candidates = [folders[0], *filter(is_regular, folders[1:])]
     for folder in _intact(candidates, strict=strict or len(candidates) == 1, damaged=damaged):
@@ -300,7 +294,7 @@ def _newest_intact(folders: list[Path], *, strict: bool, damaged: set[Path]) -> 
     )
 
 
-def _intact(folders: Iterable[Path], *, strict: bool, damaged: set[Path]) -> Iterator[Path]:
+def _intact(folders: Iterable[Path], *, strict: bool, damaged: set[Path] | None) -> Iterator[Path]:
     """Those of ``folders`` that are intact. The first damaged one raises ``UserError`` if
     ``strict``; otherwise each is warned about and added to ``damaged``.
     """
@@ -313,6 +307,7 @@ def _intact(folders: Iterable[Path], *, strict: bool, damaged: set[Path]) -> Ite
                     f"Checkpoint {folder} is damaged: {error}. Choose another with --checkpoint."
                 ) from None
             log.warning("Checkpoint %s is damaged (%s); using the one before it.", folder, error)
-            damaged.add(folder)
+            if damaged is not None:
+                damaged.add(folder)
         else:
             yield folder

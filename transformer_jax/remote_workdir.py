@@ -21,7 +21,6 @@ from transformer_jax.checkpoint import (
     checkpoint_name,
     complete_steps,
     delete_checkpoint,
-    steps_of,
     verify,
 )
 from transformer_jax.errors import UserError
@@ -45,7 +44,6 @@ def local_workdir(workdir: str | Path) -> Path:
     if not is_url(str(workdir)):
         return Path(workdir).absolute()
     remote = RemoteWorkdir(str(workdir), purpose="read")
-    remote.folder.mkdir(parents=True, exist_ok=True)
     # Readers of the same URL on this machine share the folder and take turns.
     with locked(remote.folder.with_suffix(".lock"), wait=True):
         if not remote.pull(may_be_ahead=False):
@@ -61,7 +59,7 @@ class RemoteWorkdir:
 
     Attributes:
       folder: the work directory on this machine, under $XDG_CACHE_HOME (~/.cache); the same for the
-        same URL and purpose.
+        same URL and purpose. It is made if it does not exist.
     """
 
     def __init__(self, url: str, *, purpose: str = "train"):
@@ -76,6 +74,7 @@ class RemoteWorkdir:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = f"{purpose}-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}"
         self.folder = cache / "transformer_jax" / "workdirs" / name
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._sent: dict[str, tuple[int, int]] = {}  # size and time of small files, as pushed
 
     def pull(self, *, may_be_ahead: bool = True) -> bool:
@@ -86,16 +85,15 @@ class RemoteWorkdir:
         Raises:
           UserError: the folder is ahead, but of another run; nothing is overwritten on either side.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._store.invalidate_cache()  # others may have written since fsspec looked
         if kind_of(self._remote / "config.json") != "file":
             for entry in self.folder.iterdir():
                 if entry.name != "corpus" and not entry.name.startswith("."):
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             return False
-        there, here = self._steps_there(), self._steps_here()
+        there, here, same = self._steps()
         if may_be_ahead and here and here[-1] > max(there, default=-1):
-            if there and not any(step in there and self._is_same(step) for step in here):
+            if there and not same:
                 raise UserError(
                     f"{self.folder} and {self.url} have no checkpoint in common: the folder's last "
                     f"is of step {here[-1]}, the URL's of step {there[-1]}. Delete the folder to "
@@ -106,7 +104,7 @@ class RemoteWorkdir:
             )
             return True
         for step in here:
-            if not (step in there and self._is_same(step) and self._is_intact(step)):
+            if step not in same or not self._is_intact(step):
                 delete_checkpoint(self.folder / _checkpoint(step))
         for step in set(there).difference(self._steps_here()):
             try:
@@ -136,10 +134,8 @@ class RemoteWorkdir:
 
     def _push(self) -> None:
         self._store.invalidate_cache()
-        there, here = self._steps_there(), self._steps_here()
-        for step in here:
-            if step in there and self._is_same(step):
-                continue
+        there, here, same = self._steps()
+        for step in sorted(set(here).difference(same)):
             # a checkpoint of another run, or what an interrupted push left
             self._remove(_checkpoint(step))
             for name in _manifest_last(self._files_here(_checkpoint(step))):
@@ -150,9 +146,9 @@ class RemoteWorkdir:
             if self._sent.get(name) != state:
                 self._put(name)
                 self._sent[name] = state
-        for path in self._store.glob(f"{self._root}/tokenizer*.model"):  # of an earlier attempt
-            if not (self.folder / path.rpartition("/")[2]).exists():
-                self._store.rm(path)
+        for path in self._remote.glob("tokenizer*.model"):  # of an earlier attempt
+            if not (self.folder / path.name).exists():
+                self._remove(path.name)
         for step in set(there).difference(here):
             self._remove(f"{_checkpoint(step)}/{MANIFEST}")
             self._remove(_checkpoint(step))
@@ -168,8 +164,10 @@ class RemoteWorkdir:
     def _steps_here(self) -> list[int]:
         return complete_steps(self.folder / "checkpoints")
 
-    def _steps_there(self) -> list[int]:
-        return steps_of(self._store.glob(f"{self._root}/checkpoints/*/{MANIFEST}"))
+    def _steps(self) -> tuple[list[int], list[int], list[int]]:
+        """The complete checkpoints there, those here, and those that are the same."""
+        there, here = complete_steps(self._remote / "checkpoints"), self._steps_here()
+        return there, here, [step for step in here if step in there and self._is_same(step)]
 
     def _is_same(self, step: int) -> bool:
         """Whether a checkpoint is the same here and there."""

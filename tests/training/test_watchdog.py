@@ -5,13 +5,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from transformer_jax.training import watchdog as watchdog_module
 from transformer_jax.training.watchdog import Watchdog
 
 
 @pytest.fixture
-def watchdog(caplog: pytest.LogCaptureFixture) -> Iterator[Watchdog]:
+def watchdog(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Watchdog]:
     caplog.set_level("WARNING", "transformer_jax")
-    made = Watchdog(who="Process 0 of 1", patience=0.05, patience_at_first=0.4, factor=10.0)
+    monkeypatch.setattr(watchdog_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(watchdog_module, "_PATIENCE_AT_FIRST", 0.4)
+    made = Watchdog()
     yield made
     made.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -21,7 +20,6 @@ from transformer_jax.distributed import from_first, is_first, wait_for_others
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
-from transformer_jax.training.early_stopping import early_stopping_triggered, note_evaluation
 from transformer_jax.training.evaluator import EvaluationStopped, Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
@@ -71,12 +69,18 @@ def train(
       UserError: wrong settings or input, no disk space for the first or the last checkpoint.
       TrainingError: the loss stays non-finite, memory is exhausted, other processes are gone.
     """
-    watchdog = Watchdog(who=f"Process {jax.process_index()} of {jax.process_count()}")
     with (
-        closing(watchdog),
+        closing(Watchdog()) as watchdog,
         _runtime_errors_explained(watchdog),
         prepare(config, workdir, devices=devices, allow_changes=allow_changes) as run,
-        closing(_reporter(run)) as reporter,
+        closing(
+            Reporter(
+                run.workdir,
+                steps=run.config.training.steps,
+                start_step=int(run.state.step),
+                evaluation_due=run.progress.evaluation_due,
+            )
+        ) as reporter,
         Signals() as signals,
     ):
         return _Loop(run, reporter, signals, watchdog).train()
@@ -125,7 +129,7 @@ class _Loop:
     def _due_at_start(self) -> Due:
         """What the run before did not get to."""
         evaluate = self._progress.evaluation_due
-        stop = early_stopping_triggered(self._progress, self._config)
+        stop = self._progress.early_stopping_triggered(self._config)
         return Due(evaluate, evaluate, evaluate and self._is_regular(), stop)
 
     def _is_regular(self) -> bool:
@@ -168,8 +172,8 @@ class _Loop:
             raise
         progress.evaluation_due, progress.evaluations = False, number
         self._reporter.dev(self._step, figures, example)
-        is_best = note_evaluation(progress, figures, self._config, step=self._step)
-        triggered = early_stopping_triggered(progress, self._config)
+        is_best = progress.note_evaluation(figures, self._config, step=self._step)
+        triggered = progress.early_stopping_triggered(self._config)
         stop = due.stop or triggered or self._signals.received is not None
         return Due(True, due.save or is_best or stop, due.regular or triggered, stop)
 
@@ -186,7 +190,7 @@ class _Loop:
         self._watchdog.enter("last save", f"saving step {self._step}")
         checkpoints = self._run.checkpoints
         if _saved_step(checkpoints) != self._step:
-            triggered = early_stopping_triggered(self._progress, self._config)
+            triggered = self._progress.early_stopping_triggered(self._config)
             self._save(regular=self._is_regular() or triggered)
         if _saved_step(checkpoints) != self._step:
             steps = checkpoints.steps()
@@ -199,9 +203,9 @@ class _Loop:
 
     def _sum_up(self) -> dict[str, Any]:
         """Evaluate on the test set if training is finished; write summary.json."""
-        run, received = self._run, self._signals.received
+        run = self._run
         summary: dict[str, Any] = {
-            "stopped_by": None if received is None else signal.Signals(received).name,
+            "stopped_by": self._signals.name,
             "steps": self._step,
             "epochs": run.plan.epoch(self._step),
             "bad_steps": int(self._state.bad_steps),
@@ -210,24 +214,21 @@ class _Loop:
             **environment(),
         }
         self._write_summary(summary)
-        if received is None and run.test_pairs:
+        if not self._signals.received and run.test_pairs:
             self._watchdog.enter("test")
             try:
                 summary["test"], scores = self._evaluator.test(run.workdir)
                 self._reporter.test(summary["test"], scores)
             except EvaluationStopped:
-                summary["stopped_by"] = signal.Signals(self._signals.received or 0).name
+                summary["stopped_by"] = self._signals.name
             self._write_summary(summary)
-        if run.remote is not None:
-            run.remote.push()
         if summary["stopped_by"]:
             self._reporter.say(
                 f"{summary['stopped_by']}: saved at step {self._step}. Run the same command again "
                 "to resume."
             )
         else:
-            folder = run.workdir if run.remote is None else run.remote.url
-            self._reporter.say(f"done at step {self._step}; figures in {folder}/summary.json")
+            self._reporter.say(f"done at step {self._step}; figures in {run.location}/summary.json")
         return summary
 
     def _write_summary(self, summary: dict[str, Any]) -> None:
@@ -290,15 +291,6 @@ class _Loop:
             say(f"resuming at step {self._start} of {config.training.steps}")
         figures = {"source_fill": source_fill, "target_fill": target_fill, "parameters": count}
         self._reporter.write("start", self._start, figures)
-
-
-def _reporter(run: Prepared) -> Reporter:
-    return Reporter(
-        run.workdir,
-        steps=run.config.training.steps,
-        start_step=int(run.state.step),
-        evaluation_due=run.progress.evaluation_due,
-    )
 
 
 def _saved_step(checkpoints: Checkpoints) -> int:

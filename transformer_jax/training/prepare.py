@@ -45,8 +45,7 @@ from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
 from transformer_jax.storage import is_url
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.early_stopping import forget_other_best, selection
-from transformer_jax.training.progress import Progress
+from transformer_jax.training.progress import Progress, selection
 from transformer_jax.training.resuming import (
     FREE_BETWEEN_PROCESSES,
     differences_on_resume,
@@ -72,7 +71,7 @@ class Prepared:
 
     config: Config  # with the tokenizer's vocabulary sizes
     workdir: Path  # on this machine
-    remote: RemoteWorkdir | None  # if the work directory is at a URL
+    location: str  # the URL that the folder mirrors, or its path
     mesh: Mesh
     tokenizer: Tokenizer
     train_corpus: Corpus
@@ -134,7 +133,7 @@ def prepare(
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(folder, config, tokenizer, when_saved=lambda: _copy(remote))
         stack.callback(checkpoints.wait)
-        state, progress = _restore_or_start(config, folder, functions, checkpoints, corpora)
+        state, progress = _restore_or_start(config, functions, checkpoints, corpora)
         if is_first():  # only now: whatever is refused leaves the config as it was
             write_config(folder, config)
         if remote is not None:  # a store that cannot be written is known before the first step
@@ -142,7 +141,7 @@ def prepare(
         yield Prepared(
             config=config,
             workdir=folder,
-            remote=remote,
+            location=str(folder) if remote is None else remote.url,
             mesh=mesh,
             tokenizer=tokenizer,
             train_corpus=corpora["train"],
@@ -155,6 +154,8 @@ def prepare(
             state=state,
             progress=progress,
         )
+        if remote is not None:  # summary.json
+            remote.push()
 
 
 def _local_folder(workdir: str | Path) -> tuple[Path, RemoteWorkdir | None]:
@@ -167,7 +168,6 @@ def _local_folder(workdir: str | Path) -> tuple[Path, RemoteWorkdir | None]:
             f"workdir is {str(workdir)!r} and there are {jax.process_count()} processes; expected "
             "a folder that all of them share."
         )
-    remote.folder.mkdir(parents=True, exist_ok=True)
     with held(remote.folder):
         remote.pull()
     return remote.folder, remote
@@ -242,7 +242,6 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 def _restore_or_start(
     config: Config,
-    workdir: Path,
     functions: StepFunctions,
     checkpoints: Checkpoints,
     corpora: dict[str, Corpus],
@@ -251,14 +250,14 @@ def _restore_or_start(
     corpus, selected = corpora["train"].fingerprint, selection(config, corpora.get("dev"))
     restored = checkpoints.restore_latest(functions.abstract_state)
     if restored is None:
-        state = _initial_state(config, workdir, functions, checkpoints)
+        state = _initial_state(config, functions, checkpoints)
         return state, Progress(corpus=corpus, selected=selected)
     state, progress = restored
     step = int(state.step)
     if progress.corpus != corpus:
         raise UserError(
-            f"The training text is not the one that {str(workdir)!r} was trained on up to step "
-            f"{step}; expected the same files (data.train, data.root). To train its model further "
+            f"The training text is not the one that {str(checkpoints.folder.parent)!r} was trained "
+            f"on up to step {step}; expected the same files (data.train, data.root). To train its model further "
             "on this text, start a run in another --workdir with --training.start-from."
         )
     if step > config.training.steps:
@@ -267,13 +266,13 @@ def _restore_or_start(
             "Expected more than %d.",
             *(config.training.steps, step, step),
         )
-    forget_other_best(progress, selected)
+    progress.forget_other_best(selected)
     progress.evaluation_due &= "dev" in corpora
     return state, progress
 
 
 def _initial_state(
-    config: Config, workdir: Path, functions: StepFunctions, checkpoints: Checkpoints
+    config: Config, functions: StepFunctions, checkpoints: Checkpoints
 ) -> TrainState:
     """Random parameters, those of ``training.start_from``, or imported ones."""
     abstract: Parameters = functions.abstract_state.parameters
@@ -286,7 +285,7 @@ def _initial_state(
         parameters = place(jax.tree.map(_grown, values, abstract), shardings)
         log.info("Starting from the parameters of %s.", config.training.start_from)
     elif (parameters := checkpoints.imported_parameters(abstract)) is not None:
-        log.info("Starting from the imported parameters in %s.", workdir)
+        log.info("Starting from the imported parameters in %s.", checkpoints.folder)
     else:
         return state
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
@@ -319,9 +318,8 @@ def _start_checkpoints(config: Config) -> list[Path]:
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
     """A parameter, with the mean of its rows for each token that the vocabulary has gained."""
-    missing = abstract.shape[0] - len(values_VD)
-    new = np.broadcast_to(values_VD.mean(axis=0), (missing, *abstract.shape[1:]))
-    return np.concatenate([values_VD, new])
+    missing = np.subtract(abstract.shape, values_VD.shape)
+    return np.pad(values_VD, [(0, count) for count in missing], mode="mean")
 
 
 def _copy(remote: RemoteWorkdir | None) -> None:
@@ -336,8 +334,10 @@ def _copy(remote: RemoteWorkdir | None) -> None:
 def _read_all(config: Config, name: str) -> Pairs:
     """The text of ``config.data.<name>``; empty if there is none."""
     pairs: PairsConfig = getattr(config.data, name)
-    found = list(_read(config, pairs)) if pairs.is_given else []
-    if pairs.is_given and not found:
+    if not pairs.is_given:
+        return []
+    found = list(_read(config, pairs))
+    if not found:
         raise UserError(
             f"data.{name} has no pairs; expected at least one, or data.{name}.kind none."
         )

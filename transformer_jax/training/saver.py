@@ -36,7 +36,7 @@ from transformer_jax.config_io import to_json
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.early_stopping import Progress, early_stopping_triggered
+from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import Parameters, TrainState
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Checkpoints:
             shutil.rmtree(failed, ignore_errors=True)
         path.mkdir()
         noted = dataclasses.asdict(progress) | {"regular": regular}
-        if early_stopping_triggered(progress, self._config):
+        if progress.early_stopping_triggered(self._config):
             noted["early_stopping_best_step"] = progress.best_step
         (path / "config.json").write_text(to_json(self._config))
         (path / "progress.json").write_text(json.dumps(noted, indent=2))

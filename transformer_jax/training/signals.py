@@ -21,7 +21,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.received: int | None = None
+        self.received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -44,12 +44,17 @@ class Signals:
             self.received = signal.SIGTERM
         return self.received is not None
 
+    @property
+    def name(self) -> str | None:
+        """The name of the signal, if one was received."""
+        return None if self.received is None else self.received.name
+
     def _handle(self, number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if jax.process_count() > 1:
             signal.raise_signal(signal.SIGTERM)
             return
-        self.received = number
+        self.received = signal.Signals(number)
         # print() could raise here, if the signal came while it was at work. The progress bar has
         # hidden the cursor, and after Ctrl-C nobody would show it again.
         show_cursor = b"\x1b[?25h" if os.isatty(2) else b""

@@ -19,8 +19,9 @@ def totals(progress: Progress) -> dict[str, Any]:
     """Time, speed and the best evaluation of a whole run, for summary.json."""
     seconds = progress.train_seconds
     tokens = progress.source_tokens + progress.target_tokens
+    best = {name: value for name, value in vars(progress).items() if name.startswith("best_")}
     return {
-        **progress.best,
+        **{name: value for name, value in best.items() if value is not None},
         "train_seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else 0.0,
         "target_tokens_per_second": progress.target_tokens / seconds if seconds else 0.0,
