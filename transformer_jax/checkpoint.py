@@ -40,10 +40,6 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 
 
-class DamagedError(UserError):
-    """The files of a checkpoint are not the ones that were saved."""
-
-
 def load_model(
     workdir: str | Path,
     *,
@@ -125,8 +121,8 @@ def choose_checkpoints(
         chosen = _choose(folders, checkpoint, first_intact)
     limit = average or (_current_config(workdir, chosen).training.average if latest else 1)
     before = filter(is_regular, folders[folders.index(chosen) + 1 :])
-    intact = _intact(before, strict=strict or not latest, damaged=damaged)
-    found = [chosen, *islice(intact, limit - 1)]
+    others = intact(before, strict=strict or not latest, damaged=damaged)
+    found = [chosen, *islice(others, limit - 1)]
     if average is not None and len(found) < average:
         raise UserError(
             f"average is {average}; expected at most {len(found)}, the number of checkpoints up to "
@@ -219,7 +215,7 @@ def progress_of(checkpoint: Path) -> dict[str, Any]:
     """What training remembered besides the state; empty if that file is damaged."""
     try:
         return json.loads((checkpoint / "progress.json").read_text())
-    except (OSError, ValueError):  # ``verify`` reports it
+    except (OSError, ValueError):  # ``damage`` reports it
         return {}
 
 
@@ -253,17 +249,18 @@ def delete_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def verify(checkpoint: Path) -> None:
-    """Raise ``DamagedError`` unless every file is as it was saved."""
+def damage(checkpoint: Path) -> str:
+    """How a checkpoint's files differ from those that were saved; empty if they do not."""
     try:
         for name, (size, checksum) in json.loads((checkpoint / MANIFEST).read_text()).items():
             path = checkpoint / name
             if not path.is_file():
-                raise DamagedError(f"{name} is missing")
+                return f"{name} is missing"
             if path.stat().st_size != size or _checksum(path) != checksum:
-                raise DamagedError(f"{name} does not have the content that was saved")
+                return f"{name} does not have the content that was saved"
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DamagedError(str(error)) from None
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _checksum(path: Path) -> int:
@@ -286,7 +283,7 @@ def _current_config(workdir: Path, checkpoint: Path) -> Config:
 def _first_intact(folders: list[Path], *, strict: bool, damaged: set[Path] | None) -> Path:
     """The first of ``folders`` or, where that is damaged, the next regular one that is not."""
     candidates = [folders[0], *filter(is_regular, folders[1:])]
-    for folder in _intact(candidates, strict=strict or len(candidates) == 1, damaged=damaged):
+    for folder in intact(candidates, strict=strict or len(candidates) == 1, damaged=damaged):
         return folder
     raise UserError(
         f"All {len(candidates)} checkpoints in {folders[0].parent} are damaged; expected at least "
@@ -294,20 +291,21 @@ def _first_intact(folders: list[Path], *, strict: bool, damaged: set[Path] | Non
     )
 
 
-def _intact(folders: Iterable[Path], *, strict: bool, damaged: set[Path] | None) -> Iterator[Path]:
+def intact(
+    folders: Iterable[Path], *, strict: bool = False, damaged: set[Path] | None = None
+) -> Iterator[Path]:
     """Those of ``folders`` that are intact. The first damaged one raises ``UserError`` if
     ``strict``; otherwise each is warned about and added to ``damaged``.
     """
     for folder in folders:
-        try:
-            verify(folder)
-        except DamagedError as error:
-            if strict:
-                raise UserError(
-                    f"Checkpoint {folder} is damaged: {error}. Choose another with --checkpoint."
-                ) from None
-            log.warning("Checkpoint %s is damaged (%s); using the one before it.", folder, error)
+        reason = damage(folder)
+        if not reason:
+            yield folder
+        elif strict:
+            raise UserError(
+                f"Checkpoint {folder} is damaged: {reason}. Choose another with --checkpoint."
+            )
+        else:
+            log.warning("Checkpoint %s is damaged (%s); using the one before it.", folder, reason)
             if damaged is not None:
                 damaged.add(folder)
-        else:
-            yield folder

@@ -38,23 +38,36 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
       UserError: flags that do not go together, no cluster that JAX knows, or a coordinator that
         does not answer.
     """
-    explicit = (settings.coordinator_address, settings.num_processes, settings.process_id)
-    if not settings.distributed and explicit == (None, None, None):
-        return
-    if explicit != (None, None, None):
-        _check(settings)
-        if settings.process_id:
-            _wait_for(str(settings.coordinator_address), timeout)
-        else:
-            log.info(
-                "Process 0 of %d: waiting up to %d s for the others at %s.",
-                *(settings.num_processes, timeout, settings.coordinator_address),
-            )
+    address, count, number = explicit = (
+        settings.coordinator_address,
+        settings.num_processes,
+        settings.process_id,
+    )
+    if explicit == (None, None, None):
+        if not settings.distributed:
+            return
+    elif address is None or count is None or number is None:
+        raise UserError(
+            f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; "
+            "expected all three of them, or --distributed alone on a cluster that JAX knows."
+        )
+    elif not 0 <= number < count:
+        raise UserError(
+            f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes."
+        )
+    elif not address.rpartition(":")[2].isdigit():
+        raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
+    elif number == 0:
+        log.info(
+            "Process 0 of %d: waiting up to %d s for the others at %s.", count, timeout, address
+        )
+    else:
+        _wait_for(address, timeout)
     try:
         jax.distributed.initialize(
             *explicit,
             # With an explicit address JAX must not look for a cluster, which may say otherwise.
-            cluster_detection_method=None if explicit[0] is None else "deactivate",
+            cluster_detection_method=None if address is None else "deactivate",
             initialization_timeout=timeout,
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )
@@ -66,25 +79,6 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
         ) from None
     counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
     log.info("Process %d of %d; %d devices of %d.", *counts)
-
-
-def _check(settings: Processes) -> None:
-    address, count, number = (
-        settings.coordinator_address,
-        settings.num_processes,
-        settings.process_id,
-    )
-    if address is None or count is None or number is None:
-        raise UserError(
-            f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; "
-            "expected all three of them, or --distributed alone on a cluster that JAX knows."
-        )
-    if not 0 <= number < count:
-        raise UserError(
-            f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes."
-        )
-    if not address.rpartition(":")[2].isdigit():
-        raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
 
 
 def _wait_for(address: str, timeout: float) -> None:

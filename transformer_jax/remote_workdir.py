@@ -17,11 +17,10 @@ from pathlib import Path
 
 from transformer_jax.checkpoint import (
     MANIFEST,
-    DamagedError,
     checkpoint_name,
     complete_steps,
+    damage,
     delete_checkpoint,
-    verify,
 )
 from transformer_jax.errors import UserError
 from transformer_jax.storage import is_url, kind_of, locked, remote_path
@@ -104,7 +103,7 @@ class RemoteWorkdir:
             )
             return True
         for step in here:
-            if step not in same or not self._is_intact(step):
+            if step not in same or damage(self.folder / _checkpoint(step)):
                 delete_checkpoint(self.folder / _checkpoint(step))
         for step in set(there).difference(self._steps_here()):
             try:
@@ -125,33 +124,30 @@ class RemoteWorkdir:
           UserError: the store cannot be written; the folder still has everything.
         """
         try:
-            self._push()
+            self._store.invalidate_cache()
+            there, here, same = self._steps()
+            for step in sorted(set(here).difference(same)):
+                # a checkpoint of another run, or what an interrupted push left
+                self._remove(_checkpoint(step))
+                for name in _manifest_last(self._files_here(_checkpoint(step))):
+                    self._put(name)
+            for name in _small_files(self._files_here()):
+                stat = (self.folder / name).stat()
+                state = stat.st_size, stat.st_mtime_ns
+                if self._sent.get(name) != state:
+                    self._put(name)
+                    self._sent[name] = state
+            for path in self._remote.glob("tokenizer*.model"):  # of an earlier attempt
+                if not (self.folder / path.name).exists():
+                    self._remove(path.name)
+            for step in set(there).difference(here):
+                self._remove(f"{_checkpoint(step)}/{MANIFEST}")
+                self._remove(_checkpoint(step))
         except Exception as error:
             raise UserError(
                 f"{self.folder} could not be copied to {self.url}: {' '.join(str(error).split())}. "
                 "Nothing is lost: the same command on this machine continues from there."
             ) from error
-
-    def _push(self) -> None:
-        self._store.invalidate_cache()
-        there, here, same = self._steps()
-        for step in sorted(set(here).difference(same)):
-            # a checkpoint of another run, or what an interrupted push left
-            self._remove(_checkpoint(step))
-            for name in _manifest_last(self._files_here(_checkpoint(step))):
-                self._put(name)
-        for name in _small_files(self._files_here()):
-            stat = (self.folder / name).stat()
-            state = stat.st_size, stat.st_mtime_ns
-            if self._sent.get(name) != state:
-                self._put(name)
-                self._sent[name] = state
-        for path in self._remote.glob("tokenizer*.model"):  # of an earlier attempt
-            if not (self.folder / path.name).exists():
-                self._remove(path.name)
-        for step in set(there).difference(here):
-            self._remove(f"{_checkpoint(step)}/{MANIFEST}")
-            self._remove(_checkpoint(step))
 
     def _files_here(self, under: str = "") -> list[str]:
         files = sorted(path for path in (self.folder / under).rglob("*") if path.is_file())
@@ -173,13 +169,6 @@ class RemoteWorkdir:
         """Whether a checkpoint is the same here and there."""
         name = f"{_checkpoint(step)}/{MANIFEST}"
         return self._store.cat_file(f"{self._root}/{name}") == (self.folder / name).read_bytes()
-
-    def _is_intact(self, step: int) -> bool:
-        try:
-            verify(self.folder / _checkpoint(step))
-        except DamagedError:
-            return False
-        return True
 
     def _get(self, names: Iterable[str]) -> None:
         for name in _manifest_last(names):

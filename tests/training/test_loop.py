@@ -161,7 +161,7 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
             "dev",
             lambda self, parameters, number: (dev_figures(1.0, dev_bleu=next(bleus)), None),
         )
-        patch.setattr(Evaluator, "test", lambda self, workdir: ({}, None))
+        patch.setattr(Evaluator, "test", lambda self: ({}, None))
         patch.setattr(Reporter, "test", lambda self, figures, scores: None)
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)

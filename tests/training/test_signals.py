@@ -87,7 +87,7 @@ def test_a_signal_during_the_test_set_leaves_it_to_the_next_start(
     test = PairsConfig("numbers", split="test", limit=3)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=test))
 
-    def interrupted(self: Evaluator, workdir: Path) -> Any:
+    def interrupted(self: Evaluator) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         self._poll()
         raise AssertionError("it went on")
@@ -95,7 +95,7 @@ def test_a_signal_during_the_test_set_leaves_it_to_the_next_start(
     monkeypatch.setattr(Evaluator, "test", interrupted)
     summary = train(config, tmp_path, devices=ONE)
     assert summary["stopped_by"] == "SIGTERM" and "test" not in summary
-    monkeypatch.setattr(Evaluator, "test", lambda self, workdir: ({"sentences": 3}, None))
+    monkeypatch.setattr(Evaluator, "test", lambda self: ({"sentences": 3}, None))
     monkeypatch.setattr(Reporter, "test", lambda self, figures, scores: None)
     summary = train(config, tmp_path, devices=ONE)
     assert summary["stopped_by"] is None and summary["test"] == {"sentences": 3}

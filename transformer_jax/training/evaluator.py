@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -75,18 +75,19 @@ class Evaluator:
         chosen = number * 7919 % len(pairs)
         return figures, Example(*pairs[chosen], translations[chosen])
 
-    def test(self, workdir: Path) -> tuple[dict[str, Any], Evaluation]:
+    def test(self) -> tuple[dict[str, Any], Evaluation]:
         """Figures on the test set of the parameters that ``load_model`` takes."""
-        names = from_first(lambda: [path.name for path in choose_checkpoints(workdir)])
-        parameters = load_parameters([workdir / "checkpoints" / name for name in names])
-        places = self._run.functions.abstract_state.parameters
+        run = self._run
+        names = from_first(lambda: [path.name for path in choose_checkpoints(run.workdir)])
+        parameters = load_parameters([run.workdir / "checkpoints" / name for name in names])
+        places = run.functions.abstract_state.parameters
         shardings = jax.tree.map(lambda leaf: leaf.sharding, places)
-        pairs = self._run.test_pairs
-        translations = self._translate(place(parameters, shardings), pairs)
-        tokenize = self._run.config.training.bleu_tokenize
-        scores = evaluate(translations, [y for _, y in pairs], tokenize=tokenize)
+        translations = self._translate(place(parameters, shardings), run.test_pairs)
+        references = [target for _, target in run.test_pairs]
+        tokenize = run.config.training.bleu_tokenize
+        scores = evaluate(translations, references, tokenize=tokenize)
         figures = {
-            "sentences": len(pairs),
+            "sentences": len(references),
             "checkpoint": int(names[0]),
             "averaged_checkpoints": len(names),
             "bleu": scores.bleu.value,
@@ -110,7 +111,7 @@ class Evaluator:
                 log.info("Compiling the evaluation step for %d rows of %d + %d tokens.", *shape)
             on_devices = place(batch, jax.tree.map(lambda _: sharding, batch))
             sums = self._run.functions.eval_step(parameters, on_devices)
-            total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
+            total = sums if total is None else jax.tree.map(operator.add, total, sums)
         return jax.device_get(total)
 
     def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from transformer_jax.config import Config
-from transformer_jax.data.batching import Batch
 from transformer_jax.data.loader import load_batches
 from transformer_jax.distributed import from_first, is_first, wait_for_others
 from transformer_jax.errors import UserError
@@ -33,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class TrainingError(RuntimeError):
-    """Training cannot continue: the loss stays non-finite, memory is exhausted, or other processes are
-    gone. The last checkpoint is there to resume from.
+    """Training cannot continue: the loss stays non-finite, memory is exhausted, or other processes
+    are gone. The last checkpoint is there to resume from.
     """
 
 
@@ -92,12 +90,12 @@ class _Loop:
         self._state, self._progress = run.state, run.progress
         self._reporter, self._signals, self._watchdog = reporter, signals, watchdog
         self._evaluator = Evaluator(run, stop=lambda: signals.received is not None)
-        self._step = self._start = int(run.state.step)  # steps done
+        self._step = int(run.state.step)  # steps done
         self._last: StepMetrics | None = None  # of the last step, if not looked at yet
         self._shapes_seen: set[tuple[int, ...]] = set()
         rows, steps = batch_sharding(run.mesh), run.config.training.steps
-        self._loader = load_batches(run.plan, sharding=rows, start=self._start, stop=steps)
-        self._meter = Meter(run.progress, run.plan, self._start)
+        self._loader = load_batches(run.plan, sharding=rows, start=self._step, stop=steps)
+        self._meter = Meter(run.progress, run.plan, self._step)
 
     def train(self) -> dict[str, Any]:
         """Run the loop to its end, or to a signal; returns what summary.json holds."""
@@ -105,7 +103,7 @@ class _Loop:
         with self._loader as batches:
             stop = self._do(self._due_at_start())
             for batch in [] if stop else batches:
-                self._enter_step(batch)
+                self._enter_step()
                 self._state, metrics = self._run.functions.train_step(self._state, batch)
                 # The host looks at a step's figures only once the next step is under way.
                 self._look_at_last_step()
@@ -113,7 +111,6 @@ class _Loop:
                 if self._do(self._due()):
                     break
                 self._watchdog.enter("waiting for data")
-            self._look_at_last_step()
         self._ensure_saved()
         return self._sum_up()
 
@@ -145,6 +142,7 @@ class _Loop:
         if due.evaluate:
             due = self._evaluate(due)
         if due.save:
+            self._watchdog.enter("saving", f"saving step {self._step}")
             self._save(regular=due.regular)
         elif jax.process_count() == 1:  # several processes learn of it together, at the next save
             self._run.checkpoints.check()
@@ -167,8 +165,7 @@ class _Loop:
             return due._replace(save=True, stop=True)
         except Exception:
             if jax.process_count() == 1:  # several processes would have to save together
-                self._meter.book()
-                self._run.checkpoints.save(self._state, self._progress, regular=due.regular)
+                self._save(regular=due.regular)
             raise
         progress.evaluation_due, progress.evaluations = False, number
         self._reporter.dev(self._step, figures, example)
@@ -178,12 +175,11 @@ class _Loop:
         return Due(True, due.save or is_best or stop, due.regular or triggered, stop)
 
     def _save(self, *, regular: bool) -> None:
-        self._watchdog.enter("saving", f"saving step {self._step}")
         self._meter.book()
         begin = time.perf_counter()
         self._run.checkpoints.save(self._state, self._progress, regular=regular)
-        held_seconds = time.perf_counter() - begin
-        self._reporter.write("save", self._step, {"held_seconds": held_seconds})
+        held = {"held_seconds": time.perf_counter() - begin}
+        self._reporter.write("save", self._step, held)
 
     def _ensure_saved(self) -> None:
         """Wait for the last checkpoint; if it could not be saved, try once more."""
@@ -217,7 +213,7 @@ class _Loop:
         if not self._signals.received and run.test_pairs:
             self._watchdog.enter("test")
             try:
-                summary["test"], scores = self._evaluator.test(run.workdir)
+                summary["test"], scores = self._evaluator.test()
                 self._reporter.test(summary["test"], scores)
             except EvaluationStopped:
                 summary["stopped_by"] = self._signals.name
@@ -236,17 +232,15 @@ class _Loop:
             text = json.dumps(summary, indent=2) + "\n"
             write_atomically(self._run.workdir / "summary.json", text)
 
-    def _enter_step(self, batch: Batch) -> None:
-        shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
+    def _enter_step(self) -> None:
+        shape = self._run.plan.shape(self._step)
         name = "{} rows of {} + {} tokens".format(*shape)
-        if shape in self._shapes_seen:
-            self._watchdog.enter("training step", f"training step {self._step}, {name}")
-        else:
+        kind = "training step"
+        if shape not in self._shapes_seen:
             self._shapes_seen.add(shape)
-            self._watchdog.enter(
-                "compilation", f"compilation of training step {self._step}, {name}"
-            )
             log.info("Compiling the training step for %s.", name)
+            kind = "compilation of training step"
+        self._watchdog.enter(kind, f"{kind} {self._step}, {name}")
 
     def _look_at_last_step(self) -> None:
         """Take in the last step's figures, unless that was done; log them if due."""
@@ -276,8 +270,7 @@ class _Loop:
 
     def _announce(self) -> None:
         run, config, say = self._run, self._config, self._reporter.say
-        leaves = jax.tree.leaves(run.functions.abstract_state.parameters)
-        count = sum(int(np.prod(leaf.shape)) for leaf in leaves)
+        count = sum(leaf.size for leaf in jax.tree.leaves(self._state.parameters))
         source_fill, target_fill = run.plan.fill
         axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
         say(
@@ -287,10 +280,10 @@ class _Loop:
             f"batches of {config.batch.tokens:,} tokens a side, {len(run.plan.shapes)} shapes; "
             f"real tokens: {source_fill:.1%} source, {target_fill:.1%} target"
         )
-        if self._start:
-            say(f"resuming at step {self._start} of {config.training.steps}")
+        if self._step:
+            say(f"resuming at step {self._step} of {config.training.steps}")
         figures = {"source_fill": source_fill, "target_fill": target_fill, "parameters": count}
-        self._reporter.write("start", self._start, figures)
+        self._reporter.write("start", self._step, figures)
 
 
 def _saved_step(checkpoints: Checkpoints) -> int:

@@ -257,8 +257,9 @@ def _restore_or_start(
     if progress.corpus != corpus:
         raise UserError(
             f"The training text is not the one that {str(checkpoints.folder.parent)!r} was trained "
-            f"on up to step {step}; expected the same files (data.train, data.root). To train its model further "
-            "on this text, start a run in another --workdir with --training.start-from."
+            f"on up to step {step}; expected the same files (data.train, data.root). To train its "
+            "model further on this text, start a run in another --workdir with "
+            "--training.start-from."
         )
     if step > config.training.steps:
         log.warning(

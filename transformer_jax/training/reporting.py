@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,21 +49,19 @@ def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
 
 
 class Meter:
-    """Figures of the steps since the last log entry; adds to the totals in ``progress``."""
+    """Adds to the totals in ``progress``; gives the figures of the steps since the last entry."""
 
     def __init__(self, progress: Progress, plan: BatchPlan, step: int):
         self._progress, self._plan, self._step = progress, plan, step
-        self._steps: list[StepMetrics] = []
-        self._positions = np.zeros(2)  # source, target; with padding
-        self._waited = 0.0
-        self._since = self._since_booked = time.perf_counter()
+        self._sums: list[LossSums] = []  # of good steps since the last entry
+        self._last_step, self._last_waited, self._last = step, 0.0, copy(progress)
+        self._since = time.perf_counter()  # seconds from here on are not in the totals yet
 
     def add(self, metrics: StepMetrics) -> None:
         """The next step's figures."""
-        self._steps.append(metrics)
-        rows, source_length, target_length = self._plan.shape(self._step)
-        self._positions += rows * source_length, rows * target_length
         self._step += 1
+        if not metrics.bad_in_a_row:
+            self._sums.append(metrics.sums)
         self._progress.source_tokens += int(metrics.source_tokens)
         self._progress.target_tokens += int(metrics.sums.tokens)
 
@@ -71,40 +70,40 @@ class Meter:
 
         ``waited``: seconds that the loop has waited for data so far.
         """
-        good = [each.sums for each in self._steps if not each.bad_in_a_row]
+        self.book()
+        now, last = self._progress, self._last
+        seconds = max(now.train_seconds - last.train_seconds, 1e-9)
+        source = now.source_tokens - last.source_tokens
+        target = now.target_tokens - last.target_tokens
+        shapes = np.array([self._plan.shape(i) for i in range(self._last_step, self._step)])
+        source_positions, target_positions = shapes[:, 0] @ shapes[:, 1:]  # with padding
         nothing = np.full((1, len(LossSums._fields)), np.nan)
-        sums = LossSums(*np.sum(np.asarray(good) if good else nothing, axis=0))
-        source = sum(float(each.source_tokens) for each in self._steps)
-        target = sum(float(each.sums.tokens) for each in self._steps)
-        now = time.perf_counter()
-        seconds = max(now - self._since, 1e-9)
+        sums = LossSums(*np.sum(np.asarray(self._sums or nothing), axis=0))
         values: dict[str, Any] = means(sums) | {
             "tokens_per_second": (source + target) / seconds,
             "target_tokens_per_second": target / seconds,
-            "source_fill": source / self._positions[0],
-            "target_fill": target / self._positions[1],
-            "data_wait_share": (waited - self._waited) / seconds,
+            "source_fill": source / source_positions,
+            "target_fill": target / target_positions,
+            "data_wait_share": (waited - self._last_waited) / seconds,
         }
-        self._steps, self._waited, self._since = [], waited, now
-        self._positions[:] = 0
+        self._sums = []
+        self._last_step, self._last_waited, self._last = self._step, waited, copy(now)
         return values
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time spent inside does not count as training."""
-        begin = time.perf_counter()
+        self.book()
         try:
             yield
         finally:
-            length = time.perf_counter() - begin
-            self._since += length
-            self._since_booked += length
+            self._since = time.perf_counter()
 
     def book(self) -> None:
-        """Add the seconds of training so far to ``progress``, before it is saved."""
+        """Add the seconds of training so far to ``progress``."""
         now = time.perf_counter()
-        self._progress.train_seconds += now - self._since_booked
-        self._since_booked = now
+        self._progress.train_seconds += now - self._since
+        self._since = now
 
 
 class Reporter:
@@ -157,7 +156,6 @@ class Reporter:
         with self._reporting_errors():
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
-        with self._reporting_errors():
             if self._board is not None:
                 self._board.write(step, numbers)
 
@@ -168,7 +166,7 @@ class Reporter:
             f"loss {values['loss']:.3f}  lr {values['learning_rate']:.2e}  "
             f"{values['tokens_per_second']:,.0f} tokens/s  epoch {values['epoch']:.2f}"
         )
-        self._bar.update(self._task, completed=step, status=status)
+        self._bar.update(self._task, status=status)
         if not self.console.is_terminal:
             self.say(f"step {step}  {status}")
 

@@ -20,15 +20,15 @@ from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.checkpoint import (
     MANIFEST,
-    DamagedError,
     checkpoint_name,
     complete_steps,
     config_of,
+    damage,
     delete_checkpoint,
+    intact,
     is_imported,
     is_regular,
     progress_of,
-    verify,
     write_manifest,
 )
 from transformer_jax.config import Config
@@ -66,7 +66,7 @@ class Checkpoints:
         self._attempts = 0
         self._best_step: int | None = None
         self.last_saved = -1
-        self.failure: str = ""  # of the last save
+        self.failure = ""  # of the last save
         from_first(self._clean)
 
     def save(self, state: TrainState, progress: Progress, *, regular: bool = True) -> None:
@@ -82,12 +82,9 @@ class Checkpoints:
         # Each attempt has a folder of its own: a failed one may still be written to.
         self._attempts += 1
         path = self.folder / f"{checkpoint_name(self.last_saved)}.{self._attempts}{_SAVING}"
-        parts = {"parameters": state.parameters, "rest": _rest(state)}
-        if state.ema is not None:
-            parts["ema"] = state.ema
         try:
             # The next step donates the state while Orbax still writes, so Orbax gets a copy.
-            parts = jax.tree.map(jnp.copy, parts)
+            parts = jax.tree.map(jnp.copy, _parts(state))
             from_first(lambda: self._begin(path, progress, regular=regular))
             response = ocp.save_checkpointables_async(path / "state", parts)
         except Exception as error:
@@ -147,14 +144,12 @@ class Checkpoints:
         ``abstract_parameters`` says; None if it left none.
         """
         path = self.folder / checkpoint_name(0)
-        if not (path / MANIFEST).exists() or not is_imported(path):
+        if not is_imported(path):
             return None
-        try:
-            from_first(lambda: verify(path))
-        except DamagedError as error:
+        if reason := from_first(lambda: damage(path)):
             raise UserError(
-                f"The imported parameters in {path} are damaged ({error}); import the model again."
-            ) from None
+                f"The imported parameters in {path} are damaged ({reason}); import the model again."
+            )
         wanted = {"parameters": abstract_parameters}
         return ocp.load_checkpointables(path / "state", wanted)["parameters"]
 
@@ -181,25 +176,19 @@ class Checkpoints:
         self._tokenizer.save(path)
 
     def _newest_intact(self) -> int | None:
-        steps = self.steps()
-        for step in reversed(steps):
-            path = self.folder / checkpoint_name(step)
-            try:
-                verify(path)
-            except DamagedError as error:
-                log.warning("Checkpoint %s is damaged (%s); trying the one before it.", path, error)
-                continue
+        paths = [self.folder / checkpoint_name(step) for step in reversed(self.steps())]
+        if not paths:
+            return None
+        for path in intact(paths):
             # Only now: with all of them renamed the next start would find none and begin anew.
-            for later in (self.folder / checkpoint_name(each) for each in steps if each > step):
+            for later in paths[: paths.index(path)]:
                 shutil.rmtree(later.with_suffix(".damaged"), ignore_errors=True)  # an earlier one
                 later.rename(later.with_suffix(".damaged"))
-            return step
-        if steps:
-            raise UserError(
-                f"All {len(steps)} checkpoints in {self.folder} are damaged; expected at least one "
-                "that is intact. Restore them from a backup, or start in another --workdir."
-            )
-        return None
+            return int(path.name)
+        raise UserError(
+            f"All {len(paths)} checkpoints in {self.folder} are damaged; expected at least one "
+            "that is intact. Restore them from a backup, or start in another --workdir."
+        )
 
     def _finish(self, path: Path, response: Any, best_step: int | None) -> None:
         try:
@@ -272,23 +261,25 @@ def _publish(path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _rest(state: TrainState) -> dict[str, Any]:
-    return {
+def _parts(state: TrainState) -> dict[str, Any]:
+    """What Orbax saves."""
+    rest = {
         "optimizer": state.optimizer,
         "step": state.step,
         "bad_steps": state.bad_steps,
         "bad_in_a_row": state.bad_in_a_row,
     }
+    parts = {"parameters": state.parameters, "rest": rest}
+    return parts if state.ema is None else parts | {"ema": state.ema}
 
 
 def _restore_state(path: Path, abstract: TrainState) -> TrainState:
-    wanted = {"parameters": abstract.parameters, "rest": _rest(abstract)}
-    had_ema = config_of(path).optimizer.ema_decay > 0
-    if abstract.ema is not None and had_ema:
-        wanted["ema"] = abstract.ema
+    wanted = _parts(abstract)
+    if config_of(path).optimizer.ema_decay == 0:
+        wanted.pop("ema", None)
     parts = ocp.load_checkpointables(path / "state", wanted)
     parameters, ema = parts["parameters"], parts.get("ema")
-    if abstract.ema is not None and not had_ema:  # the average starts now
+    if abstract.ema is not None and ema is None:  # the average starts now
         ema = jax.tree.map(jnp.copy, parameters)
     return TrainState(parameters=parameters, ema=ema, **parts["rest"])
 

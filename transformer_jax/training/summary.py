@@ -18,8 +18,10 @@ from transformer_jax.training.progress import Progress
 def totals(progress: Progress) -> dict[str, Any]:
     """Time, speed and the best evaluation of a whole run, for summary.json."""
     seconds = progress.train_seconds
+    best = {
+        name: getattr(progress, name) for name in ("best_step", "best_dev_loss", "best_dev_bleu")
+    }
     tokens = progress.source_tokens + progress.target_tokens
-    best = {name: value for name, value in vars(progress).items() if name.startswith("best_")}
     return {
         **{name: value for name, value in best.items() if value is not None},
         "train_seconds": seconds,
