@@ -210,7 +210,7 @@ class _Loop:
             **environment(),
         }
         self._write_summary(summary)
-        if not self._signals.received and run.test_pairs:
+        if summary["stopped_by"] is None and run.test_pairs:
             self._watchdog.enter("test")
             try:
                 summary["test"], scores = self._evaluator.test()

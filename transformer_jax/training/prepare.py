@@ -305,9 +305,7 @@ def _start_checkpoints(config: Config) -> list[Path]:
     except UserError as error:
         raise UserError(f"training.start_from is {name!r}: {error}") from None
     theirs = config_of(chosen[0])
-    ours = dataclasses.replace(
-        theirs, model=_with_vocabulary(config, Tokenizer.load(chosen[0])).model
-    )
+    ours = dataclasses.replace(theirs, model=config.model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
             f"training.start_from is {name!r}, whose model has other settings than this run's; "
