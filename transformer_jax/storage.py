@@ -51,8 +51,10 @@ def kind_of(path: AnyPath) -> str:
     Raises ``UserError`` if an object store does not answer, for lack of a password for example.
     """
     if isinstance(path, Path):
-        if path.is_file() or path.is_dir():
-            return "file" if path.is_file() else "directory"
+        if path.is_file():
+            return "file"
+        if path.is_dir():
+            return "directory"
         return "other" if path.exists() else ""
     try:  # not isfile() or exists(): with some stores these are False for any error
         return str(path.fs.info(path.path)["type"])

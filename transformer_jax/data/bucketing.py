@@ -89,8 +89,7 @@ def choose_shapes(
     remedy = "data.max_source_length and data.max_target_length"
     _check_budget(max(histogram.shape) - 1, config, remedy=remedy)
     # below[s, t]: pairs with a source shorter than s and a target shorter than t.
-    below = np.zeros((histogram.shape[0] + 1, histogram.shape[1] + 1), np.int64)
-    below[1:, 1:] = histogram.cumsum(0).cumsum(1)
+    below = np.pad(histogram.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 
     def cost(shapes: np.ndarray) -> float:
         S, T = shapes[np.argsort(shapes.sum(1), kind="stable")].T
@@ -98,7 +97,7 @@ def choose_shapes(
         pairs = np.diff(_pairs_held(S, T, below), prepend=0)
         if pairs.sum() < below[-1, -1]:
             return np.inf
-        batch = config.tokens // np.maximum(np.maximum(S, T), 1)
+        batch = config.tokens // np.maximum(S, T).clip(1)
         return float(np.where(pairs > 0, np.maximum(pairs, epochs * batch), 0) @ (S + T))
 
     quantile = (np.arange(1, config.buckets + 1) * histogram.sum() - 1) // config.buckets

@@ -2,7 +2,7 @@
 at the same time:
 
     python -m transformer_jax.training.tokenize_ahead --config C --workdir W --tokenizer-only
-    python -m transformer_jax.training.tokenize_ahead --config C --workdir W --shard 0/16  # to 15/16
+    python -m transformer_jax.training.tokenize_ahead --config C --workdir W --shard 0/16 # to 15/16
     python train.py --config C --workdir W --data.shards 16
 
 All of them need the same work directory (or ``data.cache`` and a copy of the work directory). A
@@ -83,13 +83,14 @@ def _tokenize(argv: list[str]) -> None:
 
 
 def _make_shard(config: Config, workdir: Path, shard: int, count: int) -> None:
-    """Tokenise one shard; changes nothing else in the work directory, where others may be at work."""
+    """Tokenise one shard; changes nothing else in the work directory, which others may use."""
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, shards=count))
     check_inputs(config)
     path = workdir / "config.json"
     if not path.is_file() or not has_tokenizer(workdir):
         raise UserError(
-            f"{str(workdir)!r} has no tokenizer; expected one: run this with --tokenizer-only first."
+            f"{str(workdir)!r} has no tokenizer; expected one: run this with --tokenizer-only "
+            "first."
         )
     if differences := differences_on_resume(load_config_file(path), config):
         raise UserError(
