@@ -16,7 +16,7 @@ from sentencepiece import sentencepiece_model_pb2
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import UNK_ID
 from transformer_jax.subword_model import SubwordModel
-from transformer_jax.subword_sampling import SubwordSampler, model_proto
+from transformer_jax.subword_sampling import model_proto
 
 # A SentencePiece model says so as its trainer_spec.model_prefix; its first trainer_spec.vocab_size
 # pieces are the vocabulary, and text is cut into others, too.
@@ -67,9 +67,6 @@ class ImportedSubwordModel(SubwordModel):
         tag, rest = self._split_tag(line)
         symbols, rest = super().split_leading_symbols(rest)
         return tag + symbols, rest
-
-    def _make_sampler(self, strength: float) -> SubwordSampler:
-        return SubwordSampler(self._processor, strength, unknown_ids=self._vocabulary)
 
     def _split_tag(self, line: str) -> tuple[list[int], str]:
         tag = TAG.match(line)

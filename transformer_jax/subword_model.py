@@ -24,6 +24,7 @@ class SubwordModel:
     def __init__(self, model: bytes) -> None:
         self._processor = sentencepiece.SentencePieceProcessor()
         self._processor.load_from_serialized_proto(model)
+        self._vocabulary: dict[str, int] = {}  # where it is not the pieces
         self._sampler: SubwordSampler | None = None
         symbols = user_defined_symbols(self._processor)
         self._symbols = re.compile(rf"(?:\s*(?:{any_of(symbols)}))+") if symbols else None
@@ -40,7 +41,7 @@ class SubwordModel:
         if not sampling:
             return self._processor.encode(list(lines), num_threads=1)
         if self._sampler is None or self._sampler.strength != sampling:
-            self._sampler = self._make_sampler(sampling)
+            self._sampler = SubwordSampler(self._processor, sampling, unknown_ids=self._vocabulary)
         generator = random.Random(seed)
         return [self._sampler.sample(line, generator) for line in lines]
 
@@ -62,9 +63,6 @@ class SubwordModel:
         """Ids of the user-defined symbols that ``line`` begins with, and the rest of the line."""
         found = self._symbols and self._symbols.match(line)
         return (self.encode([found[0]])[0], line[found.end() :]) if found else ([], line)
-
-    def _make_sampler(self, strength: float) -> SubwordSampler:
-        return SubwordSampler(self._processor, strength)
 
 
 def with_special_ids(model: bytes) -> bytes:

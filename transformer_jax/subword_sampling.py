@@ -58,7 +58,7 @@ class SubwordSampler:
         processor: sentencepiece.SentencePieceProcessor,
         strength: float,
         *,
-        unknown_ids: Mapping[str, int] | None = None,
+        unknown_ids: Mapping[str, int],
     ) -> None:
         model = model_proto(processor)
         trainer = model.trainer_spec
@@ -72,7 +72,7 @@ class SubwordSampler:
         self._ids: dict[str, int] = {}
         self._scores: dict[str, float] = {}
         self._bytes: dict[int, int] = {}
-        self._unknown_ids = unknown_ids or {}
+        self._unknown_ids = unknown_ids
         for i, piece in enumerate(model.pieces):
             if piece.type == piece.NORMAL:
                 self._ids[piece.piece], self._scores[piece.piece] = i, piece.score
@@ -97,13 +97,10 @@ class SubwordSampler:
         return ids
 
     def _sample(self, text: str, generator: random.Random) -> list[int]:
-        words = (
-            re.findall(f"{_SPACE}?[^{_SPACE}]+|{_SPACE}", text)
-            if self._split_words
-            else [text]
-            if text
-            else []
-        )
+        if not text:
+            return []
+        pattern = f"{_SPACE}?[^{_SPACE}]+|{_SPACE}"
+        words = re.findall(pattern, text) if self._split_words else [text]
         draw = self._sample_bpe if self._bpe else self._sample_unigram
         return [piece for word in words for piece in draw(word, generator)]
 

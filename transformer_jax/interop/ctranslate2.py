@@ -53,13 +53,7 @@ def export_ctranslate2(
     ``target.spm`` turn text into pieces and back; ``generation_config.json`` has the keywords of
     ``translate_batch``, for which the format has no place.
     """
-    try:
-        from ctranslate2.specs import common_spec, transformer_spec
-    except ImportError as error:
-        raise UserError(
-            f"Exporting to CTranslate2 needs its Python package: pip install ctranslate2 ({error})."
-        ) from None
-    spec = _spec(config.model, transformer_spec, common_spec.Activation)
+    spec = _spec(config.model)
     weights = plain_weights(model)
     longest = max(_POSITIONS, *length_limits(config))
     weights = with_position_tables(weights, config.model, longest)
@@ -93,25 +87,27 @@ def export_ctranslate2(
     return notes + search_notes(config, "CTranslate2", stops=stops)
 
 
-def _spec(shape: ModelConfig, transformer_spec: Any, activations: Any) -> Any:
+def _spec(shape: ModelConfig) -> Any:
     """An empty model of this shape."""
-    activation = {
-        "relu": activations.RELU,
-        "gelu": activations.GELUTanh,
-        "silu": activations.SWISH,
-    }[shape.activation]
-    settings: dict[str, Any] = {"pre_norm": shape.norm == "pre", "activation": activation}
+    try:
+        from ctranslate2.specs import common_spec, transformer_spec
+    except ImportError as error:
+        raise UserError(
+            f"Exporting to CTranslate2 needs its Python package: pip install ctranslate2 ({error})."
+        ) from None
+    names = {"relu": "RELU", "gelu": "GELUTanh", "silu": "SWISH"}
+    settings: dict[str, Any] = {
+        "pre_norm": shape.norm == "pre",
+        "activation": common_spec.Activation[names[shape.activation]],
+    }
     head_width = max(shape.head_width_k, shape.head_width_v)
     if head_width * shape.num_heads != shape.d_model:  # older versions do not know it
         settings["head_dim"] = head_width
-    encoder, decoder = (
-        transformer_spec.TransformerEncoderSpec,
-        transformer_spec.TransformerDecoderSpec,
+    encoder = transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **settings)
+    decoder = transformer_spec.TransformerDecoderSpec(
+        shape.decoder_layers, shape.num_heads, **settings
     )
-    return transformer_spec.TransformerSpec(
-        encoder(shape.num_layers, shape.num_heads, **settings),
-        decoder(shape.decoder_layers, shape.num_heads, **settings),
-    )
+    return transformer_spec.TransformerSpec(encoder, decoder)
 
 
 def _fill(spec: Any, tensors: Weights) -> None:

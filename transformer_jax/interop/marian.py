@@ -119,10 +119,8 @@ def _tensors(config: Config, model: Transformer) -> Weights:
         attention = f"{side}.layers.0.self_attention"
         for part in ("query", "key", "value"):
             kernel_DO = weights[f"{attention}.{part}.kernel"]
-            weights[f"{attention}.{part}.bias"] = (
-                weights[f"{attention}.{part}.bias"] + shift_D @ kernel_DO
-            )
-        weights[f"{attention}.output.bias"] = weights[f"{attention}.output.bias"] + shift_D
+            weights[f"{attention}.{part}.bias"] += shift_D @ kernel_DO
+        weights[f"{attention}.output.bias"] += shift_D
     weights["target_embedding.matrix"] = target_VD - start_D
     others: dict[str, tuple[str, Form]] = {
         "source_embedding.matrix": ("encoder_Wemb", "same"),

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -30,80 +29,71 @@ _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+?)\.(kernel|bias|n
 
 # The parts of a layer. {} stands for what a library calls a kernel, a bias, or the scale or bias of
 # a norm. Parts of one name are one array there, joined in this order along the output axis.
-_TABLE = (
-    # ours                      Hugging Face                Marian           CTranslate2
-    ("self_attention.query", "self_attn.q_proj.{}", "self_{}q", "self_attention/linear_0/{}"),
-    ("self_attention.key", "self_attn.k_proj.{}", "self_{}k", "self_attention/linear_0/{}"),
-    ("self_attention.value", "self_attn.v_proj.{}", "self_{}v", "self_attention/linear_0/{}"),
-    ("self_attention.output", "self_attn.out_proj.{}", "self_{}o", "self_attention/linear_1/{}"),
-    (
-        "self_attention_residual",
+_PARTS = {
+    # ours: Hugging Face, Marian, CTranslate2
+    "self_attention.query": ("self_attn.q_proj.{}", "self_{}q", "self_attention/linear_0/{}"),
+    "self_attention.key": ("self_attn.k_proj.{}", "self_{}k", "self_attention/linear_0/{}"),
+    "self_attention.value": ("self_attn.v_proj.{}", "self_{}v", "self_attention/linear_0/{}"),
+    "self_attention.output": ("self_attn.out_proj.{}", "self_{}o", "self_attention/linear_1/{}"),
+    "self_attention_residual": (
         "self_attn_layer_norm.{}",
         "self_Wo_ln_{}",
         "self_attention/layer_norm/{}",
     ),
-    ("cross_attention.query", "encoder_attn.q_proj.{}", "context_{}q", "attention/linear_0/{}"),
-    ("cross_attention.key", "encoder_attn.k_proj.{}", "context_{}k", "attention/linear_1/{}"),
-    ("cross_attention.value", "encoder_attn.v_proj.{}", "context_{}v", "attention/linear_1/{}"),
-    ("cross_attention.output", "encoder_attn.out_proj.{}", "context_{}o", "attention/linear_2/{}"),
-    (
-        "cross_attention_residual",
+    "cross_attention.query": ("encoder_attn.q_proj.{}", "context_{}q", "attention/linear_0/{}"),
+    "cross_attention.key": ("encoder_attn.k_proj.{}", "context_{}k", "attention/linear_1/{}"),
+    "cross_attention.value": ("encoder_attn.v_proj.{}", "context_{}v", "attention/linear_1/{}"),
+    "cross_attention.output": ("encoder_attn.out_proj.{}", "context_{}o", "attention/linear_2/{}"),
+    "cross_attention_residual": (
         "encoder_attn_layer_norm.{}",
         "context_Wo_ln_{}",
         "attention/layer_norm/{}",
     ),
-    ("feed_forward.inner", "fc1.{}", "ffn_{}1", "ffn/linear_0/{}"),
-    ("feed_forward.output", "fc2.{}", "ffn_{}2", "ffn/linear_1/{}"),
-    ("feed_forward_residual", "final_layer_norm.{}", "ffn_ffn_ln_{}", "ffn/layer_norm/{}"),
-)
-_OURS = [row[0] for row in _TABLE]
+    "feed_forward.inner": ("fc1.{}", "ffn_{}1", "ffn/linear_0/{}"),
+    "feed_forward.output": ("fc2.{}", "ffn_{}2", "ffn/linear_1/{}"),
+    "feed_forward_residual": ("final_layer_norm.{}", "ffn_ffn_ln_{}", "ffn/layer_norm/{}"),
+}
+_ORDER = list(_PARTS)
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """Names and shapes of weights in a library."""
 
-    parts: dict[str, str]
-    """By our name of a layer's part, theirs."""
+    column: int
+    """Of ``_PARTS``."""
     layer: str
     """What a name in a layer begins with, with {side} and {number}."""
     first_number: int
-    leaves: Mapping[str, tuple[str, Form]]
-    """By ours (kernel, bias, norm.scale, norm.bias): what stands for {}, and the shape there."""
+    leaves: dict[str, str]
+    """By ours (kernel, bias, norm.scale, norm.bias): what stands for {}."""
+    kernel: Form
+    vector: Form
+    """The shapes of a kernel, and of a bias or a norm's scale."""
 
 
 HUGGING_FACE = Library(
-    {row[0]: row[1] for row in _TABLE},
+    column=0,
     layer="model.{side}.layers.{number}.",
     first_number=0,
-    leaves={
-        "kernel": ("weight", "transposed"),
-        "bias": ("bias", "same"),
-        "norm.scale": ("weight", "same"),
-        "norm.bias": ("bias", "same"),
-    },
+    leaves={"kernel": "weight", "bias": "bias", "norm.scale": "weight", "norm.bias": "bias"},
+    kernel="transposed",
+    vector="same",
 )
 MARIAN = Library(
-    {row[0]: row[2] for row in _TABLE},
+    column=1,
     layer="{side}_l{number}_",
     first_number=1,
-    leaves={
-        "kernel": ("W", "same"),
-        "bias": ("b", "row"),
-        "norm.scale": ("scale", "row"),
-        "norm.bias": ("bias", "row"),
-    },
+    leaves={"kernel": "W", "bias": "b", "norm.scale": "scale", "norm.bias": "bias"},
+    kernel="same",
+    vector="row",
 )
 CTRANSLATE2 = Library(
-    {row[0]: row[3] for row in _TABLE},
+    column=2,
     layer="{side}/layer_{number}/",
     first_number=0,
-    leaves={
-        "kernel": ("weight", "transposed"),
-        "bias": ("bias", "same"),
-        "norm.scale": ("gamma", "same"),
-        "norm.bias": ("beta", "same"),
-    },
+    leaves={"kernel": "weight", "bias": "bias", "norm.scale": "gamma", "norm.bias": "beta"},
+    kernel="transposed",
+    vector="same",
 )
 
 
@@ -114,8 +104,7 @@ def to_library(
     tensors = {}
     for theirs, (form, ours) in _names(weights, library, others).items():
         shares = [_reshape(weights[name], form) for name in ours]
-        joined = np.concatenate(shares, _join_axis(form)) if len(shares) > 1 else shares[0]
-        tensors[theirs] = joined
+        tensors[theirs] = np.concatenate(shares, _join_axis(form)) if len(shares) > 1 else shares[0]
     return tensors
 
 
@@ -140,7 +129,7 @@ def plain_weights(model: Transformer, *, head_width: int | None = None) -> Weigh
     to the scaled embeddings.
     """
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return _plain({_name(path): np.asarray(x[...]) for path, x in state}, model.config, head_width)
+    return _plain({_name(path): np.array(x[...]) for path, x in state}, model.config, head_width)
 
 
 def blank_weights(config: ModelConfig) -> Weights:
@@ -187,12 +176,13 @@ def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
     It computes what it did if positions are taken in the same order.
     """
 
-    def reorder(name: str, x: np.ndarray) -> np.ndarray:
+    changed = {}
+    for name, x in weights.items():
         if re.search(r"\.(query|key|value|inner)\.", name):  # these read d_model, the others write
-            return x[order_D] if name.endswith("kernel") else x
-        return x if name == "softmax_bias" else x[..., order_D]
-
-    return {name: reorder(name, x) for name, x in weights.items()}
+            changed[name] = x[order_D] if name.endswith("kernel") else x
+        else:
+            changed[name] = x if name == "softmax_bias" else x[..., order_D]
+    return changed
 
 
 def _plain(flat: Weights, config: ModelConfig, head_width: int | None) -> Weights:
@@ -225,18 +215,17 @@ def _names(
 ) -> dict[str, tuple[Form, list[str]]]:
     """Each of their names, with the shape there and our names of what it joins."""
     found: dict[str, tuple[Form, list[str]]] = {}
-    places = []
+    places: list[tuple[int, str, Form, str]] = []
     for ours in weights:
         match = _IN_LAYER.fullmatch(ours)
         if match is None:
-            theirs, form = others[ours]
-            places.append((0, theirs, form, ours))
+            places.append((0, *others[ours], ours))
         else:
             side, number, part, leaf = match.groups()
             prefix = library.layer.format(side=side, number=int(number) + library.first_number)
-            theirs, form = library.leaves[leaf]
-            name = prefix + library.parts[part].format(theirs)
-            places.append((_OURS.index(part), name, form, ours))
+            theirs = prefix + _PARTS[part][library.column].format(library.leaves[leaf])
+            form = library.kernel if leaf == "kernel" else library.vector
+            places.append((_ORDER.index(part), theirs, form, ours))
     for _, theirs, form, ours in sorted(places):
         found.setdefault(theirs, (form, []))[1].append(ours)
     return found
