@@ -191,19 +191,6 @@ def test_neighbours_change_nothing_but_the_padding():
         assert alone[alone >= 0].tolist() == its[its >= 0].tolist()
 
 
-def test_slices_of_rows_change_nothing(monkeypatch):
-    made, sources = (
-        make_shortlist(vocab_size=200),
-        np.random.default_rng(0).integers(4, 200, (10, 6)),
-    )
-    prefixes = np.where(np.arange(10)[:, None] % 3, 150, [-1])
-    whole = made.of_sentences(sources, made.shared(), prefix_BP=prefixes)
-    monkeypatch.setattr(shortlist, "_ROWS", 3)
-    np.testing.assert_array_equal(
-        made.of_sentences(sources, made.shared(), prefix_BP=prefixes), whole
-    )
-
-
 def test_widths_are_few():
     made = make_shortlist(vocab_size=2000)
     widths = {

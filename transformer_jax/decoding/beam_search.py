@@ -16,26 +16,15 @@ from transformer_jax.decoding.constraints import IMPOSSIBLE, require_at_least
 from transformer_jax.decoding.search import (
     Method,
     NextToken,
-    SearchResult,
     SearchState,
     extend,
+    finish,
     gather_beams,
-    keep_best,
 )
 from transformer_jax.errors import UserError
 
 _CHUNK = 32
 _MOST_ON_GPU = 16  # above that XLA sorts whole rows
-
-
-def length_divisor(
-    lengths: Array | int, length_penalty: float, length_offset: float = 5.0
-) -> Array:
-    """((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14: c = 5; the paper's section 6.1
-    takes alpha = 0.6).
-    """
-    lengths = jnp.asarray(lengths, jnp.float32)
-    return ((length_offset + lengths) / (length_offset + 1)) ** length_penalty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +44,9 @@ class BeamSearch(Method):
     penalty.
     """
 
+    independent = False
+
     beam_size: int = 4
-    length_penalty: float = 0.6
-    """alpha in ((c + length) / (c + 1))^alpha."""
-    length_offset: float = 5.0
-    """c in it."""
     coverage_penalty: float = 0.0
     """beta in beta * sum_s log(min(sum_t a_ts, 1)), a being the attention of step t on source
     position s (Wu et al., 2016, equation 14); needs the search's ``attention``.
@@ -68,18 +55,12 @@ class BeamSearch(Method):
     def __post_init__(self) -> None:
         require_at_least(1, beam_size=self.beam_size)
         super().__post_init__()
-        require_at_least(0, length_penalty=self.length_penalty, length_offset=self.length_offset)
         require_at_least(0, coverage_penalty=self.coverage_penalty)
 
     @property
     def num_beams(self) -> int:
         """W."""
         return self.beam_size
-
-    @property
-    def num_live(self) -> int:
-        """Further empty hypotheses would be copies of the first."""
-        return 1
 
     def check(self, vocab_size: int) -> None:
         """``UserError`` for a beam wider than the vocabulary, or token ids outside it."""
@@ -94,70 +75,40 @@ class BeamSearch(Method):
         self, state: SearchState, scores: NextToken, attention_BWS: Array | None
     ) -> tuple[SearchState, Array]:
         """Add one token to every live hypothesis, and say which parents the beams continue."""
-        W, length_B = self.beam_size, state.position_B + 1
-        parents_BC, tokens_BC, ranks_BC, token_log_probs_BC = self._candidates(state, scores)
-        log_probs_BC = (
-            jnp.take_along_axis(state.log_probs_BW, parents_BC, axis=1) + token_log_probs_BC
-        )
-        tokens_BCL, token_log_probs_BCL = extend(state, parents_BC, tokens_BC, token_log_probs_BC)
-        ends_BC = tokens_BC == self.eos_id
-        coverage_BCS = self._coverage(state, attention_BWS, parents_BC)
-
-        # Finish: only ends among the first W, so that a beam of 1 is greedy and a hypothesis must
-        # earn its end.
-        may_end_BW = ends_BC[:, :W] & (ranks_BC[:, :W] > IMPOSSIBLE / 2) & ~state.done_B[:, None]
-        scores_BW = ranks_BC[:, :W] / self._divisor(length_B)[:, None]
-        if self.coverage_penalty:
-            # Padding gets no attention from any hypothesis, and real positions always get some.
-            seen_BWS = coverage_BCS[:, :W]
-            seen_BWS = jnp.where(seen_BWS > 0, jnp.minimum(seen_BWS, 1), 1)
-            scores_BW += self.coverage_penalty * jnp.log(seen_BWS).sum(axis=-1)
-        ended = SearchResult(
-            tokens_BCL[:, :W],
-            jnp.where(may_end_BW, scores_BW, IMPOSSIBLE),
-            log_probs_BC[:, :W],
-            jnp.broadcast_to(length_B[:, None], may_end_BW.shape),
-            token_log_probs_BCL[:, :W],
-        )
-        finished = keep_best(state.finished, ended)
-
-        # Live on.
-        ranks_BW, survivors_BW = jax.lax.top_k(jnp.where(ends_BC, IMPOSSIBLE, ranks_BC), W)
-        candidates = tokens_BCL, token_log_probs_BCL, log_probs_BC, parents_BC, coverage_BCS
-        tokens_BWL, token_log_probs_BWL, log_probs_BW, parents_BW, coverage_BWS = gather_beams(
-            candidates, survivors_BW
-        )
-        bound_B = ranks_BW[:, 0] / self._divisor(state.limit_B)
-        done_B = (bound_B <= finished.scores_BN[:, -1]) | (ranks_BW[:, 0] <= IMPOSSIBLE / 2)
-        if W == 1:
-            done_B |= may_end_BW[:, 0]
-        state = state._replace(
-            tokens_BWL=tokens_BWL,
-            token_log_probs_BWL=token_log_probs_BWL,
-            log_probs_BW=log_probs_BW,
-            ranks_BW=ranks_BW,
-            coverage_BWS=coverage_BWS,
-            finished=finished,
-            done_B=done_B,
-        )
-        return state, parents_BW
-
-    def _divisor(self, lengths: Array) -> Array:
-        return length_divisor(lengths, self.length_penalty, self.length_offset)
-
-    def _coverage(
-        self, state: SearchState, attention_BWS: Array | None, parents_BC: Array
-    ) -> Array:
-        """Attention that each candidate's source positions got: [B, C, S]."""
-        coverage_BWS = state.coverage_BWS
+        W, live = self.beam_size, state.live
         if self.coverage_penalty:
             if attention_BWS is None or not attention_BWS.shape[2]:
                 raise UserError(
                     f"coverage_penalty is {self.coverage_penalty} without attention weights; "
                     "expected `attention`, which gives [B, W, S] of at least one source position."
                 )
-            coverage_BWS += attention_BWS
-        return gather_beams(coverage_BWS, parents_BC)
+            live = live._replace(coverage_BWS=live.coverage_BWS + attention_BWS)
+        parents_BC, tokens_BC, ranks_BC, token_log_probs_BC = self._candidates(state, scores)
+        live = gather_beams(live, parents_BC)
+        candidates = extend(live, state.position_B, tokens_BC, token_log_probs_BC)
+        candidates = candidates._replace(ranks_BW=ranks_BC)
+        ends_BC = tokens_BC == self.eos_id
+
+        # Finish: only ends among the first W, so that a beam of 1 is greedy and a hypothesis must
+        # earn its end.
+        first = jax.tree.map(lambda x: x[:, :W], candidates)
+        scores_BW = first.ranks_BW / self.divisor(state.position_B + 1)[:, None]
+        if self.coverage_penalty:
+            # Padding gets no attention from any hypothesis, and real positions always get some.
+            seen_BWS = first.coverage_BWS
+            seen_BWS = jnp.where(seen_BWS > 0, jnp.minimum(seen_BWS, 1), 1)
+            scores_BW += self.coverage_penalty * jnp.log(seen_BWS).sum(axis=-1)
+        finished = finish(state, first, ends_BC[:, :W], scores_BW)
+
+        # Live on.
+        ranks_BW, survivors_BW = jax.lax.top_k(jnp.where(ends_BC, IMPOSSIBLE, ranks_BC), W)
+        live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
+        bound_B = ranks_BW[:, 0] / self.divisor(state.limit_B)
+        done_B = (bound_B <= finished.scores_BN[:, -1]) | (ranks_BW[:, 0] <= IMPOSSIBLE / 2)
+        if W == 1:
+            done_B |= ends_BC[:, 0]
+        live = live._replace(ranks_BW=ranks_BW)
+        return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 
     def _candidates(
         self, state: SearchState, scores: NextToken
@@ -168,17 +119,12 @@ class BeamSearch(Method):
         Each beam's best come from its logits, whose order is that of the log-probabilities: those
         of the whole vocabulary are never written out.
         """
-        logits_RV, normalizer_R1, choosable_RV, history = scores
-        (B, W), V = state.ranks_BW.shape, logits_RV.shape[1]
-        K, ids = min(2 * W, V), {"eos_id": self.eos_id, "pad_id": self.pad_id}
-        values_RK, tokens_RK = top_k(
-            choosable_RV,
-            K,
-            allowed=lambda ids_RC: self.constraints.allowed(ids_RC, history, **ids),
-            num_forbidden=len(self.constraints.forbidden(**ids)),
-        )
+        logits_RV, normalizer_R1, choosable_RV, forced_R, allowed, num_forbidden = scores
+        (B, W), V = state.live.ranks_BW.shape, logits_RV.shape[1]
+        K = min(2 * W, V)
+        values_RK, tokens_RK = top_k(choosable_RV, K, allowed=allowed, num_forbidden=num_forbidden)
         # Where one token is forced it is the only continuation, whatever the rules say.
-        forced_R1, first_1K = history.forced_R[:, None], (jnp.arange(K) == 0)[None]
+        forced_R1, first_1K = forced_R[:, None], (jnp.arange(K) == 0)[None]
         forced_value_R1 = jnp.take_along_axis(choosable_RV, jnp.maximum(forced_R1, 0), axis=1)
         forced_values_RK = jnp.where(first_1K, forced_value_R1, IMPOSSIBLE)
         values_RK = jnp.where(forced_R1 < 0, values_RK, forced_values_RK)
@@ -186,7 +132,7 @@ class BeamSearch(Method):
         token_log_probs_RK = jnp.take_along_axis(logits_RV, tokens_RK, axis=1) - normalizer_R1
         # Impossible tokens stay so where the normaliser is as low as they are.
         gains_RK = jnp.where(values_RK > IMPOSSIBLE / 2, values_RK - normalizer_R1, IMPOSSIBLE)
-        ranks_BWK = state.ranks_BW[:, :, None] + gains_RK.reshape(B, W, K)
+        ranks_BWK = state.live.ranks_BW[:, :, None] + gains_RK.reshape(B, W, K)
         ranks_BX = jnp.maximum(ranks_BWK, IMPOSSIBLE).reshape(B, W * K)
         ranks_BC, places_BC = jax.lax.top_k(ranks_BX, 2 * W)
         tokens_BC, token_log_probs_BC = (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
+from transformer_jax.decoding.continuous_batching import Waiting
+from transformer_jax.decoding.models import Source
 from transformer_jax.decoding.search import NOT_FORCED
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 
@@ -71,18 +74,6 @@ def padded_length(length: int, smallest: int) -> int:
     )
 
 
-class Arrays(NamedTuple):
-    """Sentences at their places, in Q = devices x blocks x block size places."""
-
-    source_QS: np.ndarray
-    length_index_Q: np.ndarray
-    """Which of the bucket's lengths to encode in."""
-    prefix_QP: np.ndarray
-    seed_Q: np.ndarray
-    counts: np.ndarray
-    """Sentences in each block of each device."""
-
-
 @dataclass(frozen=True)
 class Layout:
     """Which bucket, block and place each sentence waits in, where ``shares`` devices search."""
@@ -90,18 +81,14 @@ class Layout:
     buckets: tuple[Bucket, ...]
     shares: int
 
-    def encoded_length(self, sentence: Sentence) -> int:
-        """The length that a sentence is encoded in: its own one decides, end symbol included."""
-        lengths = (length for bucket in self.buckets for length in bucket.lengths)
-        return next(length for length in lengths if len(sentence.tokens) < length)
-
     def searches(self, sentences: Sequence[Sentence]) -> Iterator[tuple[Bucket, dict[int, int]]]:
         """The bucket of each search, and the places of its sentences by their index: blocks of one
         encoded length, longest first.
         """
+        lengths = [length for bucket in self.buckets for length in bucket.lengths]
         of_length: dict[int, list[int]] = defaultdict(list)
         for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens)):
-            of_length[self.encoded_length(sentences[index])].append(index)
+            of_length[lengths[_length_index(sentences[index], lengths)]].append(index)
         for bucket in self.buckets:
             size = bucket.block_size * self.shares
             blocks = [
@@ -122,25 +109,43 @@ class Layout:
                 places[index] = first + i // self.shares
         return places
 
-    def arrays(self, bucket: Bucket, sentences: dict[int, Sentence]) -> Arrays:
-        """The sentences at these places."""
-        blocks = self.shares * bucket.num_blocks
-        size = blocks * bucket.block_size
+    def waiting(
+        self,
+        bucket: Bucket,
+        sentences: dict[int, Sentence],
+        longest_target: Callable[[int], int],
+    ) -> tuple[Waiting, np.ndarray]:
+        """The sentences at these of Q = devices x blocks x block size places, and how many there
+        are in each block of each device. ``longest_target`` limits a target by the length of its
+        source.
+        """
+        counts = np.zeros((self.shares, bucket.num_blocks), np.int32)
+        size = counts.size * bucket.block_size
         # At least 1: an array without elements crashes jaxlib 0.11.2 where several devices search.
         longest_prefix = max([1, *(len(sentence.prefix) for sentence in sentences.values())])
         padded_prefix = -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP
-        arrays = Arrays(
-            source_QS=np.full((size, bucket.lengths[-1]), PAD_ID, np.int32),
-            length_index_Q=np.zeros(size, np.int32),
+        source = Source(
+            tokens_BS=np.full((size, bucket.lengths[-1]), PAD_ID, np.int32),
+            length_index_B=np.zeros(size, np.int32),
+            own_BK=None,
+        )
+        waiting = Waiting(
+            source,
+            limit_Q=np.zeros(size, np.int32),
             prefix_QP=np.full((size, padded_prefix), NOT_FORCED, np.int32),
             seed_Q=np.zeros(size, np.uint32),
-            counts=np.zeros((self.shares, bucket.num_blocks), np.int32),
         )
         for place, sentence in sentences.items():
-            tokens, prefix = sentence.tokens, sentence.prefix
-            arrays.source_QS[place, : len(tokens) + 1] = [*tokens, EOS_ID]
-            arrays.length_index_Q[place] = bucket.lengths.index(self.encoded_length(sentence))
-            arrays.prefix_QP[place, : len(prefix)] = prefix
-            arrays.seed_Q[place] = sentence.seed
-            arrays.counts.ravel()[place // bucket.block_size] += 1
-        return arrays
+            length = len(sentence.tokens) + 1
+            source.tokens_BS[place, :length] = [*sentence.tokens, EOS_ID]
+            source.length_index_B[place] = _length_index(sentence, bucket.lengths)
+            waiting.limit_Q[place] = longest_target(length)
+            waiting.prefix_QP[place, : len(sentence.prefix)] = sentence.prefix
+            waiting.seed_Q[place] = sentence.seed
+            counts.ravel()[place // bucket.block_size] += 1
+        return waiting, counts
+
+
+def _length_index(sentence: Sentence, lengths: Sequence[int]) -> int:
+    """Which of ``lengths`` a sentence is encoded in: its own one decides, end symbol included."""
+    return bisect_left(lengths, len(sentence.tokens) + 1)

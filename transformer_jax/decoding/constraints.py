@@ -5,8 +5,8 @@ Letters as in ``search.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,16 +16,6 @@ from transformer_jax.errors import UserError
 # Stands for log 0. Finite, so that no sum or difference gives NaN; real log-probabilities stay far
 # above half of it.
 IMPOSSIBLE = -1e9
-
-
-class History(NamedTuple):
-    """What each of R hypotheses has written."""
-
-    tokens_RL: Array
-    """Only the first ``position_R`` tokens of a row count."""
-    position_R: Array
-    forced_R: Array
-    """The one token that must come next; negative: any may."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +39,23 @@ class Constraints:
         require_at_least(0, min_length=self.min_length, no_repeat_ngram=self.no_repeat_ngram)
         require_at_least(1, repetition_penalty=self.repetition_penalty)
 
-    def adjust(self, logits_RV: Array, normalizer_R1: Array, history: History) -> Array:
+    def adjust(
+        self,
+        logits_RV: Array,
+        normalizer_R1: Array,
+        *,
+        tokens_RL: Array,
+        position_R: Array,
+        forced_R: Array,
+    ) -> Array:
         """Logits to choose by: changed by the rules that depend on what a hypothesis has written.
 
-        The log-softmax is ``logits_RV - normalizer_R1``.
+        Args:
+          normalizer_R1: the log-softmax is ``logits_RV - normalizer_R1``.
+          tokens_RL: what each of R hypotheses has written: its first ``position_R`` tokens.
+          forced_R: the one token that must come next; negative: any may.
         """
         rows_R1 = jnp.arange(logits_RV.shape[0])[:, None]
-        tokens_RL, position_R, forced_R = history
         if self.repetition_penalty != 1:
             written_RL = jnp.arange(tokens_RL.shape[1])[None] < position_R[:, None]
             used_RL = jnp.where(written_RL, tokens_RL, tokens_RL[:, :1])
@@ -70,22 +70,22 @@ class Constraints:
             logits_RV = logits_RV.at[rows_R1, tokens_RL].min(values_RL)
         return logits_RV
 
-    def forbidden(self, *, eos_id: int, pad_id: int) -> tuple[int, ...]:
-        """Tokens that ``allowed`` may refuse. Forced tokens are not asked about."""
-        sometimes = (eos_id,) if self.min_length else ()
-        return tuple({*self._never(eos_id, pad_id), *sometimes})
-
-    def allowed(self, ids_RC: Array, history: History, *, eos_id: int, pad_id: int) -> Array:
-        """Whether each of these tokens may come next in its row: it is not suppressed, not PAD,
-        and not EOS before ``min_length``.
+    def allowed(
+        self, position_R: Array, *, eos_id: int, pad_id: int
+    ) -> tuple[Callable[[Array], Array], int]:
+        """A function that says which tokens ``ids_RC`` may come next in their rows, those that are
+        not suppressed, not PAD, and not EOS before ``min_length``; and how many tokens it refuses
+        at most. Forced tokens are not asked about.
         """
-        ok_RC = (history.position_R[:, None] >= self.min_length) | (ids_RC != eos_id)
-        for token in self._never(eos_id, pad_id):
-            ok_RC &= ids_RC != token
-        return ok_RC
+        never = {*self.suppress} if pad_id == eos_id else {*self.suppress, pad_id}
 
-    def _never(self, eos_id: int, pad_id: int) -> tuple[int, ...]:
-        return self.suppress if pad_id == eos_id else (*self.suppress, pad_id)
+        def allowed(ids_RC: Array) -> Array:
+            ok_RC = (position_R[:, None] >= self.min_length) | (ids_RC != eos_id)
+            for token in never:
+                ok_RC &= ids_RC != token
+            return ok_RC
+
+        return allowed, len({*never, eos_id} if self.min_length else never)
 
 
 def require_at_least(least: float, **settings: float) -> None:

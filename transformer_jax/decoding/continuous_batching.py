@@ -19,7 +19,6 @@ from jax import Array
 
 from transformer_jax.decoding.models import DecodingModel
 from transformer_jax.decoding.search import (
-    Cache,
     Method,
     SearchResult,
     SearchState,
@@ -55,10 +54,10 @@ def search_waiting(
     model: DecodingModel,
     waiting: Waiting,
     counts_M: Array,
-    cache: Cache,
+    cache: Any,
     *,
     max_length: int,
-) -> tuple[Found, Cache]:
+) -> tuple[Found, Any]:
     """Search the first ``counts_M[m]`` sentences of every block m in the rows of ``cache``; no
     result depends on the other sentences.
 
@@ -70,18 +69,30 @@ def search_waiting(
     one encodes a block, the middle one hands rows over as soon as 1/16 of them are idle, or enough
     for the rest of the block, the inner one takes steps.
     """
-    batch_size = jax.tree.leaves(cache)[0].shape[0]
-    attention_BWS = cache.attention_BWS
-    source_length = 0 if attention_BWS is None else attention_BWS.shape[2]
-    run = _Run(method, model, waiting, counts_M, batch_size, max_length, source_length)
-    return run.search(cache)
+    M, Q = counts_M.shape[0], waiting.limit_Q.shape[0]
+    B = jax.tree.leaves(cache)[0].shape[0]
+    run = _Run(method, model, waiting, counts_M, B, max_length)
+    num_blocks = jnp.where(counts_M > 0, jnp.arange(1, M + 1), 0).max()
+    nothing = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), waiting)
+    carry = _Carry(
+        state=run.start(nothing, cache),
+        cache=cache,
+        owner_B=jnp.full(B, Q, jnp.int32),
+        next=jnp.int32(0),
+        finished=run.start(waiting, cache).finished,
+        slots_computed=jnp.int32(0),
+        slots_used=jnp.int32(0),
+    )
+    # Up to the last block that has a sentence.
+    carry = jax.lax.fori_loop(0, num_blocks, partial(run.search_block, num_blocks), carry)
+    found = results(run.collect(carry, jnp.arange(B)), method.pad_id)
+    return Found(found, carry.slots_computed, carry.slots_used), carry.cache
 
 
 class _Carry(NamedTuple):
     state: SearchState
-    cache: Cache
+    cache: Any
     owner_B: Array  # the sentence in each row; Q: none
-    block: Array  # the block that sentences are taken from
     next: Array  # the next waiting sentence
     finished: SearchResult  # of all Q sentences
     slots_computed: Array
@@ -96,42 +107,19 @@ class _Run:
     counts_M: Array
     batch_size: int
     max_length: int
-    source_length: int
 
-    def search(self, cache: Cache) -> tuple[Found, Cache]:
-        """All blocks, from the first to the last that has a sentence."""
-        M, Q, B = self.counts_M.shape[0], self.waiting.limit_Q.shape[0], self.batch_size
-        num_blocks = jnp.where(self.counts_M > 0, jnp.arange(1, M + 1), 0).max()
-        carry = _Carry(
-            state=self.start(self.nothing(B)),
-            cache=cache,
-            owner_B=jnp.full(B, Q, jnp.int32),
-            block=jnp.int32(0),
-            next=jnp.int32(0),
-            finished=self.start(self.nothing(Q)).finished,
-            slots_computed=jnp.int32(0),
-            slots_used=jnp.int32(0),
-        )
-        carry = jax.lax.while_loop(
-            lambda carry: carry.block < num_blocks, partial(self.search_block, num_blocks), carry
-        )
-        finished = self.collect(carry, jnp.arange(B))
-        found = results(finished, self.method.pad_id)
-        return Found(found, carry.slots_computed, carry.slots_used), carry.cache
-
-    def search_block(self, num_blocks: Array, carry: _Carry) -> _Carry:
-        """Encode a block and give its sentences rows; in the last block, until all are done."""
+    def search_block(self, num_blocks: Array, m: Array, carry: _Carry) -> _Carry:
+        """Encode block m and give its sentences rows; in the last block, until all are done."""
         size = self.waiting.limit_Q.shape[0] // self.counts_M.shape[0]
-        first = carry.block * size
-        end = first + self.counts_M[carry.block]
+        first = m * size
+        end = first + self.counts_M[m]
         block: Waiting = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, first, size), self.waiting
         )
         encoded = self.model.start_cache(block.source)
 
         def is_unfinished(carry: _Carry) -> Array:
-            is_last = carry.block == num_blocks - 1
-            return (carry.next < end) | (is_last & ~carry.state.done_B.all())
+            return (carry.next < end) | ((m == num_blocks - 1) & ~carry.state.done_B.all())
 
         def hand_over(carry: _Carry) -> _Carry:
             carry = self.step_until_idle(carry, end)
@@ -139,13 +127,13 @@ class _Run:
             B, R = self.batch_size, self.num_handed_over
             rows_R = jnp.argsort(~carry.state.done_B, stable=True)[:R]
             rows_R = jnp.where(carry.state.done_B[rows_R], rows_R, B)
-            finished = self.collect(carry, rows_R)
             places_R = carry.next + jnp.arange(R)
             come_R = (places_R < end) & (rows_R < B)
             entries, fresh = jax.tree.map(
                 lambda x: x[jnp.minimum(places_R - first, size - 1)], (block, encoded)
             )
-            started = self.start(entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0)))
+            entries = entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0))
+            started = self.start(entries, carry.cache)
             owners_R = jnp.where(come_R, places_R, self.waiting.limit_Q.shape[0])
             return carry._replace(
                 state=jax.tree.map(
@@ -154,11 +142,10 @@ class _Run:
                 cache=carry.cache.replace_rows(rows_R, fresh),
                 owner_B=carry.owner_B.at[rows_R].set(owners_R, mode="drop"),
                 next=carry.next + come_R.sum(),
-                finished=finished,
+                finished=self.collect(carry, rows_R),
             )
 
-        carry = jax.lax.while_loop(is_unfinished, hand_over, carry._replace(next=first))
-        return carry._replace(block=carry.block + 1)
+        return jax.lax.while_loop(is_unfinished, hand_over, carry._replace(next=first))
 
     def step_until_idle(self, carry: _Carry, end: Array) -> _Carry:
         """Take steps until enough rows are idle for a hand-over, or all are."""
@@ -194,18 +181,14 @@ class _Run:
         """R."""
         return max(1, self.batch_size // 16)
 
-    def nothing(self, count: int) -> Waiting:
-        """``count`` sentences with nothing to search."""
-        return jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), self.waiting)
-
-    def start(self, entries: Waiting) -> SearchState:
+    def start(self, entries: Waiting, cache: Any) -> SearchState:
         """Waiting sentences as they begin."""
         return self.method.start(
             entries.limit_Q,
             max_length=self.max_length,
             prefix_BP=entries.prefix_QP,
             seed_B=entries.seed_Q,
-            source_length=self.source_length,
+            attention_BWS=cache.attention_BWS,
         )
 
     def collect(self, carry: _Carry, rows_R: Array) -> SearchResult:

@@ -19,7 +19,7 @@ from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.buckets import Bucket, Layout, Sentence, make_buckets
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import Found, Waiting, search_waiting
-from transformer_jax.decoding.models import Source, decoding_model
+from transformer_jax.decoding.models import DecodingModel, Source
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import NOT_FORCED, Method, SearchResult
 from transformer_jax.decoding.shortlist import Shortlist
@@ -41,14 +41,6 @@ class Hypothesis(NamedTuple):
     log_prob: float
     token_log_probs: list[float]
     """One more than ``tokens``: the end symbol's is the last."""
-
-
-class _Running(NamedTuple):
-    """A search that the devices are at work on."""
-
-    places: dict[int, int]  # where each sentence (by its index) waits
-    tokens_QX: np.ndarray | None  # the shortlists, if any
-    found: Found
 
 
 class Engine:
@@ -208,16 +200,12 @@ class Engine:
     def cache_shapes(self, bucket: Bucket) -> Any:
         """Of the caches of one of ``buckets``: all rows of all devices."""
         longest = bucket.lengths[-1]
-        model = decoding_model(self.models, (longest,), self.config)
+        model = DecodingModel(self.models, (longest,), self.config)
         rows = bucket.rows * self._shares
         tokens_BS = jax.ShapeDtypeStruct((rows, longest), jnp.int32)
         source = Source(tokens_BS, jax.ShapeDtypeStruct((rows,), jnp.int32), None)
-
-        def memory(source: Source) -> Any:
-            max_length = self._longest_target(longest)
-            return model.memory_of(model.start_cache(source, max_length=max_length))
-
-        return jax.eval_shape(memory, source)
+        start = partial(model.start_cache, max_length=self._longest_target(longest))
+        return jax.eval_shape(start, source).decoders
 
     def _longest_target(self, source_length: int) -> int:
         """Positions that any translation of a source of this length can need."""
@@ -229,7 +217,10 @@ class Engine:
         places: dict[int, int],
         sentences: Sequence[Sentence],
         num_hypotheses: int,
-    ) -> _Running:
+    ) -> tuple[dict[int, int], np.ndarray | None, Found]:
+        """The places of the sentences, their shortlists (if any), and what the devices will
+        find.
+        """
         waiting, counts, tokens_QX = self._waiting(
             bucket, {place: sentences[index] for index, place in places.items()}
         )
@@ -238,7 +229,7 @@ class Engine:
         found, self._memory[bucket] = self._search(
             self.parameters, waiting, counts, memory, bucket=bucket, num_hypotheses=num_hypotheses
         )
-        return _Running(places, tokens_QX, found)
+        return places, tokens_QX, found
 
     def _waiting(
         self, bucket: Bucket, sentences: dict[int, Sentence]
@@ -246,27 +237,23 @@ class Engine:
         """The sentences at their places as arrays, how many each device has in each block, and
         their shortlists, if any.
         """
-        arrays = self._layout.arrays(bucket, sentences)
-        source_QS, length_index_Q, prefix_QP, seed_Q, counts = arrays
-        limit_Q = np.zeros(len(source_QS), np.int32)
-        for place, sentence in sentences.items():
-            limit_Q[place] = self._longest_target(len(sentence.tokens) + 1)
-        tokens_QX = own_QK = None
-        if self._shortlist is not None and self._shared_C is not None:
-            tokens_QX = self._shortlist.of_sentences(source_QS, self._shared_C, prefix_BP=prefix_QP)
-            own_QK = tokens_QX[:, len(self._shared_C) :]
-            places_QP = (tokens_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
-            prefix_QP = np.where(prefix_QP < 0, NOT_FORCED, places_QP)
-        # They go to the devices with the call.
-        source = Source(source_QS, length_index_Q, own_QK)
-        return Waiting(source, limit_Q, prefix_QP, seed_Q), counts, tokens_QX
+        waiting, counts = self._layout.waiting(bucket, sentences, self._longest_target)
+        if self._shortlist is None or self._shared_C is None:
+            return waiting, counts, None
+        source, prefix_QP = waiting.source, waiting.prefix_QP
+        tokens_QX = self._shortlist.of_sentences(
+            source.tokens_BS, self._shared_C, prefix_BP=prefix_QP
+        )
+        places_QP = (tokens_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
+        waiting = waiting._replace(
+            source=source._replace(own_BK=tokens_QX[:, len(self._shared_C) :]),
+            prefix_QP=np.where(prefix_QP < 0, NOT_FORCED, places_QP),
+        )
+        return waiting, counts, tokens_QX
 
     def _new_memory(self, bucket: Bucket) -> Any:
-        shapes = self.cache_shapes(bucket)
-        return jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            out_shardings=self._rows,
-        )()
+        zeros = partial(jax.tree.map, jnp.zeros_like, self.cache_shapes(bucket))
+        return jax.jit(zeros, out_shardings=self._rows)()
 
     def _search_bucket(
         self,
@@ -314,7 +301,7 @@ class Engine:
             with_cast_weights(nnx.merge(graph, each))
             for graph, each in zip(self._graphs, parameters, strict=True)
         ]
-        model = decoding_model(transformers, bucket.lengths, self.config, self._shared_C)
+        model = DecodingModel(transformers, bucket.lengths, self.config, self._shared_C)
         found, cache = search_waiting(
             method,
             model,
@@ -324,23 +311,32 @@ class Engine:
             max_length=self._longest_target(bucket.lengths[-1]),
         )
         slots = found.slots_computed[None], found.slots_used[None]
-        return Found(found.results, *slots), model.memory_of(cache)
+        return Found(found.results, *slots), cache.decoders
 
     def _method(self, num_hypotheses: int) -> Method:
         config = self.config
         rules = config.no_repeat_ngram, config.repetition_penalty
         common: dict[str, Any] = {
-            **{"bos_id": BOS_ID, "eos_id": EOS_ID, "pad_id": PAD_ID},
+            "bos_id": BOS_ID,
+            "eos_id": EOS_ID,
+            "pad_id": PAD_ID,
             "num_hypotheses": num_hypotheses,
             "constraints": Constraints(config.min_length, self._suppress, *rules),
             "length_penalty": config.length_penalty,
             "length_offset": config.length_offset,
         }
         if config.method == "beam":
-            common["coverage_penalty"] = config.coverage_penalty
-            return BeamSearch(**common, beam_size=config.beam_size)
-        drawing = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
-        return Sampling(**common, **drawing, num_samples=config.beam_size, seed=config.seed)
+            return BeamSearch(
+                **common, beam_size=config.beam_size, coverage_penalty=config.coverage_penalty
+            )
+        return Sampling(
+            **common,
+            num_samples=config.beam_size,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=config.seed,
+        )
 
 
 def check_decoding(

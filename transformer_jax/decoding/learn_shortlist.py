@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -124,42 +124,25 @@ def learn(
     total = corpus.num_samples * corpus.num_pairs
     sequences = np.arange(min(total, max_pairs)) * total // min(total, max_pairs)
     shape = source_vocab_size, target_vocab_size
-    counts, waiting, frequency = (
-        sparse.csr_array(shape, dtype=np.float32),
-        [],
-        np.zeros(target_vocab_size),
-    )
-    for links in _links(corpus, sequences):
-        frequency += np.bincount(links.target_P[links.first_T], minlength=target_vocab_size)
-        expected_P = (1 / np.repeat(links.choices_T, links.choices_T)).astype(np.float32)
-        waiting.append(
-            sparse.coo_array((expected_P, (links.source_P, links.target_P)), shape).tocsr()
-        )
-        if sum(chunk.nnz for chunk in waiting) > _MOST_ENTRIES // 4:
-            counts, waiting = _bounded(sum(waiting, counts)), []
-    counts = sum(waiting, counts)
-    counts.sort_indices()
-    rows_E = np.repeat(np.arange(source_vocab_size), np.diff(counts.indptr))
-    keys_E = rows_E * target_vocab_size + counts.indices
-    for iteration in range(2, iterations + 1):
-        probability_E = _normalized(counts).data
-        expected_E = np.zeros(len(keys_E))
+    probability: Any = None
+    for iteration in range(1, iterations + 1):
+        counts, waiting = sparse.csr_array(shape), []
+        frequency = np.zeros(target_vocab_size)
         for links in _links(corpus, sequences):
-            keys_P = links.source_P * target_vocab_size + links.target_P
-            order_P = np.argsort(keys_P)  # sorted, they are found several times as fast
-            keys_P, target_of_P = (
-                keys_P[order_P],
-                np.repeat(np.arange(len(links.choices_T)), links.choices_T)[order_P],
-            )
-            places_P = np.minimum(np.searchsorted(keys_E, keys_P), len(keys_E) - 1)
+            frequency += np.bincount(links.target_P[links.first_T], minlength=target_vocab_size)
+            at_P = links.source_P, links.target_P
             # 0: not among the strongest
-            p_P = np.where(keys_E[places_P] == keys_P, probability_E[places_P], 0)
-            sums_T = np.maximum(np.bincount(target_of_P, p_P), 1e-30)
-            first_U = np.flatnonzero(np.diff(places_P, prepend=-1))
-            expected_E[places_P[first_U]] += np.add.reduceat(p_P / sums_T[target_of_P], first_U)
-        counts.data = expected_E.astype(np.float32)
+            p_P = np.ones(len(links.target_P)) if probability is None else probability[at_P]
+            sums_T = np.maximum(np.add.reduceat(p_P, links.first_T), 1e-30)
+            expected_P = p_P / np.repeat(sums_T, links.choices_T)
+            expected = sparse.coo_array((expected_P, at_P), shape).tocsr()
+            expected.eliminate_zeros()
+            waiting.append(expected)
+            if sum(each.nnz for each in waiting) > _MOST_ENTRIES // 4:
+                counts, waiting = _bounded(sum(waiting, counts)), []
+        probability = _normalized(sum(waiting, counts))
         log.info("IBM model 1: iteration %d of %d.", iteration, iterations)
-    return Lexicon(_normalized(counts), frequency)
+    return Lexicon(probability.astype(np.float32), frequency)
 
 
 class _Links(NamedTuple):
@@ -215,8 +198,8 @@ def _bounded(counts: sparse.csr_array) -> sparse.csr_array:
 
 def _normalized(counts: sparse.csr_array) -> sparse.csr_array:
     """Rows that sum to 1, or to 0."""
-    sums = np.maximum(np.asarray(counts.sum(axis=1)), 1e-30)
-    data = counts.data / np.repeat(sums, np.diff(counts.indptr)).astype(np.float32)
+    sums = np.maximum(counts.sum(axis=1), 1e-30)
+    data = counts.data / np.repeat(sums, np.diff(counts.indptr))
     return sparse.csr_array((data, counts.indices, counts.indptr), counts.shape)
 
 

@@ -1,4 +1,4 @@
-"""What the search asks of a model: one Transformer, one with shortlists, or an ensemble.
+"""What the search asks of a model: of one Transformer or several, with shortlists or without.
 
 Letters as in ``model/attention.py`` and ``search.py``, and C tokens that all shortlists share, K
 tokens of a sentence's own, X = C + K.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,219 +38,153 @@ class Source(NamedTuple):
     """
 
 
-class DecodingModel(Protocol):
-    """Encodes sentences and scores next tokens.
-
-    Its caches have ``attention_BWS`` (where the last step looked, or None), ``reorder(parents_BW)``
-    and ``replace_rows(rows_R, fresh)``, as ``DecoderCache`` says.
+@struct.dataclass
+class DecodingCache:
+    """The caches of all Transformers, and with shortlists their softmax weights of each sentence's
+    own tokens. Its methods are those of ``DecoderCache``.
     """
 
-    def start_cache(self, source: Source, *, max_length: int = 0) -> Any:
+    decoders: tuple[DecoderCache, ...]
+    own_BK: Any
+    """As in ``Source``."""
+    own_softmax: tuple[tuple[Array, Array], ...]
+    """Of each Transformer: weights [B, D, K] and biases [B, K], IMPOSSIBLE where there is no
+    token. Empty without shortlists.
+    """
+
+    @property
+    def attention_BWS(self) -> Array | None:
+        """Where the last step looked, if kept: the mean over the Transformers."""
+        each: list[Any] = [decoder.attention_BWS for decoder in self.decoders]
+        return None if each[0] is None else jnp.stack(each).mean(axis=0)
+
+    def reorder(self, parents_BW: Array) -> DecodingCache:
+        """Beam w continues what was beam ``parents_BW[b, w]``."""
+        decoders = tuple(decoder.reorder(parents_BW) for decoder in self.decoders)
+        return dataclasses.replace(self, decoders=decoders)
+
+    def replace_rows(self, rows_R: Array, fresh: DecodingCache) -> DecodingCache:
+        """Put the R sentences of ``fresh``, which have not begun, into rows ``rows_R``."""
+        pairs = zip(self.decoders, fresh.decoders, strict=True)
+        own_BK, own_softmax = jax.tree.map(
+            lambda old, new: old.at[rows_R].set(new, mode="drop"),
+            (self.own_BK, self.own_softmax),
+            (fresh.own_BK, fresh.own_softmax),
+        )
+        decoders = tuple(old.replace_rows(rows_R, new) for old, new in pairs)
+        return DecodingCache(decoders, own_BK, own_softmax)
+
+
+class DecodingModel:
+    """Encodes sentences and scores next tokens; several Transformers decode as one, by the mean of
+    their probabilities. Sentences are encoded in one of ``lengths``, to caches for the longest.
+
+    With shortlists the softmax is over the tokens ``shared_C``, then the sentence's own; tokens
+    are numbered by their places in it. The shared tokens are one product for the whole batch, the
+    own ones a narrow product for each sentence; so the cost does not grow with what a batch needs
+    together.
+    """
+
+    def __init__(
+        self,
+        transformers: Sequence[Transformer],
+        lengths: tuple[int, ...],
+        config: DecodingConfig,
+        shared_C: np.ndarray | None = None,
+    ):
+        """Makes the shared part of the softmax matrices: outside the search's loop."""
+        self._transformers, self._lengths, self._config = transformers, lengths, config
+        self._shared_C = None if shared_C is None else jnp.asarray(shared_C)
+        if self._shared_C is not None:
+            self._shared_softmax = [_softmax(each, self._shared_C) for each in transformers]
+
+    def start_cache(self, source: Source, *, max_length: int = 0) -> DecodingCache:
         """Encode a block of sentences. With ``max_length`` 0 the cache is for ``replace_rows``
         only.
         """
 
-    def step(self, tokens_BW: Array, cache: Any) -> tuple[Array, Any]:
-        """Take in each hypothesis' last token and score the next: float32 logits, new cache."""
-
-    def empty_cache(self, memory: Any, source: Source) -> Any:
-        """A cache that holds no sentence, for sentences like ``source``; ``memory`` is used up."""
-
-    def memory_of(self, cache: Any) -> Any:
-        """The part of a cache that ``empty_cache`` can use again for sentences of any kind."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SingleModel:
-    """One Transformer; sentences are encoded in one of ``lengths``, to caches for the longest."""
-
-    transformer: Transformer
-    lengths: tuple[int, ...]
-    beam_size: int
-    keep_attention: bool = False
-
-    def start_cache(self, source: Source, *, max_length: int = 0) -> DecoderCache:
-        """Each sentence's own length decides the shape that it is encoded in."""
-
-        def encoded(length: int, tokens_BS: Array) -> DecoderCache:
+        def encoded(length: int, tokens_BS: Array) -> tuple[DecoderCache, ...]:
             tokens_BS = tokens_BS[:, :length]
-            return self.transformer.start_cache(
-                self.transformer.encode(tokens_BS),
-                tokens_BS != PAD_ID,
-                beam_size=self.beam_size,
-                max_length=max_length,
-                source_capacity=self.lengths[-1],
-                keep_attention=self.keep_attention,
+            return tuple(
+                transformer.start_cache(
+                    transformer.encode(tokens_BS),
+                    tokens_BS != PAD_ID,
+                    beam_size=self._config.beam_size,
+                    max_length=max_length,
+                    source_capacity=self._lengths[-1],
+                    keep_attention=self._config.coverage_penalty > 0,
+                )
+                for transformer in self._transformers
             )
 
-        branches = [partial(encoded, length) for length in self.lengths]
-        return jax.lax.switch(source.length_index_B[0], branches, source.tokens_BS)
+        branches = [partial(encoded, length) for length in self._lengths]
+        decoders = jax.lax.switch(source.length_index_B[0], branches, source.tokens_BS)
+        return self._with_own(decoders, source.own_BK)
 
-    def step(self, tokens_BW: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
-        """Logits [B, W, V]."""
-        return self.transformer.decode_step(tokens_BW, cache)
+    def empty_cache(self, memory: tuple[DecoderCache, ...], source: Source) -> DecodingCache:
+        """A cache that holds no sentence, for sentences like ``source``, in the ``decoders`` of an
+        earlier one.
+        """
+        own_BK = None
+        if source.own_BK is not None:
+            rows = memory[0].source_mask_BS.shape[0]
+            own_BK = jnp.full((rows, source.own_BK.shape[1]), -1, jnp.int32)
+        return self._with_own(tuple(decoder.cleared() for decoder in memory), own_BK)
 
-    def empty_cache(self, memory: DecoderCache, source: Source) -> DecoderCache:
-        """The same cache without its sentences."""
-        return memory.cleared()
-
-    def memory_of(self, cache: DecoderCache) -> DecoderCache:
-        """All of it."""
-        return cache
-
-
-@struct.dataclass
-class ShortlistedCache:
-    """A ``DecoderCache`` and the softmax weights of each sentence's own tokens."""
-
-    decoder: DecoderCache
-    own_BK: Array
-    matrix_BDK: Array
-    bias_BK: Array  # IMPOSSIBLE where there is no token
-
-    @property
-    def attention_BWS(self) -> Array | None:
-        """Where the last step looked, if kept."""
-        return self.decoder.attention_BWS
-
-    def reorder(self, parents_BW: Array) -> ShortlistedCache:
-        """``DecoderCache.reorder``."""
-        return dataclasses.replace(self, decoder=self.decoder.reorder(parents_BW))
-
-    def replace_rows(self, rows_R: Array, fresh: ShortlistedCache) -> ShortlistedCache:
-        """``DecoderCache.replace_rows``."""
-        decoder = self.decoder.replace_rows(rows_R, fresh.decoder)
-        old = self.own_BK, self.matrix_BDK, self.bias_BK
-        new = fresh.own_BK, fresh.matrix_BDK, fresh.bias_BK
-        return ShortlistedCache(
-            decoder, *(x.at[rows_R].set(y, mode="drop") for x, y in zip(old, new, strict=True))
-        )
-
-
-class Shortlisted:
-    """A model whose softmax is over a shortlist for each sentence: the tokens ``shared_C``, then
-    the sentence's own. Tokens are numbered by their places in it.
-
-    The shared tokens are one product for the whole batch, the own ones a narrow product for each
-    sentence; so the cost does not grow with what a batch needs together.
-    """
-
-    def __init__(self, model: SingleModel, shared_C: np.ndarray):
-        """Makes the shared part of the softmax matrix: outside the search's loop."""
-        self._model, self._shared_C = model, jnp.asarray(shared_C)
-        self._matrix_CD, self._bias_C = self._softmax(self._shared_C)
-
-    def start_cache(self, source: Source, *, max_length: int = 0) -> ShortlistedCache:
-        """The model's cache, and softmax weights of each sentence's own tokens."""
-        decoder = self._model.start_cache(source, max_length=max_length)
-        return self._with_own(decoder, source.own_BK)
-
-    def step(self, places_BW: Array, cache: ShortlistedCache) -> tuple[Array, ShortlistedCache]:
-        """Logits [B, W, X]."""
-        C = self._shared_C.shape[0]
-        own_BW = jnp.take_along_axis(cache.own_BK, jnp.maximum(places_BW - C, 0), axis=1)
-        tokens_BW = jnp.where(places_BW < C, self._shared_C[jnp.minimum(places_BW, C - 1)], own_BW)
-        tokens_BW = jnp.maximum(tokens_BW, 0)  # -1 in a hypothesis that cannot win any more
-        hidden_BWD, decoder = self._model.transformer.decode_hidden(tokens_BW, cache.decoder)
-        product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-        shared_BWC = product("BWD,CD->BWC", hidden_BWD, self._matrix_CD)
-        own_BWK = product("BWD,BDK->BWK", hidden_BWD, cache.matrix_BDK)
-        logits_BWX = jnp.concatenate(
-            [shared_BWC + self._bias_C[None, None], own_BWK + cache.bias_BK[:, None]], axis=-1
-        )
-        return logits_BWX, dataclasses.replace(cache, decoder=decoder)
-
-    def empty_cache(self, memory: DecoderCache, source: Source) -> ShortlistedCache:
-        """Rows begin without tokens of their own."""
-        decoder = self._model.empty_cache(memory, source)
-        rows = decoder.source_mask_BS.shape[0]
-        return self._with_own(decoder, jnp.full((rows, source.own_BK.shape[1]), -1, jnp.int32))
-
-    def memory_of(self, cache: ShortlistedCache) -> DecoderCache:
-        """All but the own tokens, whose number differs from search to search."""
-        return cache.decoder
-
-    def _with_own(self, decoder: DecoderCache, own_BK: Array) -> ShortlistedCache:
-        matrix_BKD, bias_BK = self._softmax(own_BK)
-        bias_BK = jnp.where(own_BK < 0, IMPOSSIBLE, bias_BK)
-        return ShortlistedCache(decoder, own_BK, matrix_BKD.swapaxes(1, 2), bias_BK)
-
-    def _softmax(self, tokens: Array) -> tuple[Array, Array]:
-        """Weights [..., D] and biases [...] of these tokens."""
-        transformer = self._model.transformer
-        bias_V = transformer.output_bias_V
-        matrix = transformer.output_matrix_VD[tokens].astype(compute_dtype(transformer.config))
-        return matrix, jnp.zeros(tokens.shape, jnp.float32) if bias_V is None else bias_V[tokens]
-
-
-@struct.dataclass
-class EnsembleCache:
-    """A cache for each model."""
-
-    members: tuple[Any, ...]
-
-    @property
-    def attention_BWS(self) -> Array | None:
-        """The mean over the models, if kept."""
-        each = [cache.attention_BWS for cache in self.members]
-        return None if each[0] is None else jnp.stack(each).mean(axis=0)
-
-    def reorder(self, parents_BW: Array) -> EnsembleCache:
-        """``DecoderCache.reorder`` in every model."""
-        return EnsembleCache(tuple(cache.reorder(parents_BW) for cache in self.members))
-
-    def replace_rows(self, rows_R: Array, fresh: EnsembleCache) -> EnsembleCache:
-        """``DecoderCache.replace_rows`` in every model."""
-        pairs = zip(self.members, fresh.members, strict=True)
-        return EnsembleCache(tuple(cache.replace_rows(rows_R, new) for cache, new in pairs))
-
-
-@dataclasses.dataclass(frozen=True)
-class Ensemble:
-    """Several models that decode as one: the mean of their probabilities."""
-
-    members: Sequence[DecodingModel]
-
-    def start_cache(self, source: Source, *, max_length: int = 0) -> EnsembleCache:
-        """Every model encodes the sentences."""
-        return EnsembleCache(
-            tuple(model.start_cache(source, max_length=max_length) for model in self.members)
-        )
-
-    def step(self, tokens_BW: Array, cache: EnsembleCache) -> tuple[Array, EnsembleCache]:
-        """The logarithm of the mean probability."""
-        logits, caches = zip(
-            *(
-                model.step(tokens_BW, each)
-                for model, each in zip(self.members, cache.members, strict=True)
+    def step(self, tokens_BW: Array, cache: DecodingCache) -> tuple[Array, DecodingCache]:
+        """Take in each hypothesis' last token and score the next: float32 logits [B, W, V] or
+        [B, W, X], new cache.
+        """
+        if self._shared_C is not None:
+            tokens_BW = _tokens_at(tokens_BW, self._shared_C, cache.own_BK)
+        logits, decoders = [], []
+        for i, transformer in enumerate(self._transformers):
+            hidden_BWD, decoder = transformer.decode_hidden(tokens_BW, cache.decoders[i])
+            decoders.append(decoder)
+            logits.append(
+                transformer.logits(hidden_BWD)
+                if self._shared_C is None
+                else _shortlisted_logits(hidden_BWD, self._shared_softmax[i], cache.own_softmax[i])
             )
-        )
-        log_probs_MBWV = jnp.stack([jax.nn.log_softmax(x.astype(jnp.float32)) for x in logits])
+        cache = dataclasses.replace(cache, decoders=tuple(decoders))
+        if len(logits) == 1:
+            return logits[0], cache
+        log_probs_MBWV = jnp.stack([jax.nn.log_softmax(x) for x in logits])
         mean_BWV = jax.nn.logsumexp(log_probs_MBWV, axis=0) - jnp.log(jnp.float32(len(logits)))
-        return mean_BWV, EnsembleCache(caches)
+        return mean_BWV, cache
 
-    def empty_cache(self, memory: tuple[Any, ...], source: Source) -> EnsembleCache:
-        """Of every model."""
-        pairs = zip(self.members, memory, strict=True)
-        return EnsembleCache(tuple(model.empty_cache(each, source) for model, each in pairs))
+    def _with_own(self, decoders: tuple[DecoderCache, ...], own_BK: Array | None) -> DecodingCache:
+        if own_BK is None:
+            return DecodingCache(decoders, None, ())
+        own_softmax = []
+        for transformer in self._transformers:
+            matrix_BKD, bias_BK = _softmax(transformer, own_BK)
+            bias_BK = jnp.where(own_BK < 0, IMPOSSIBLE, bias_BK)
+            own_softmax.append((matrix_BKD.swapaxes(1, 2), bias_BK))
+        return DecodingCache(decoders, own_BK, tuple(own_softmax))
 
-    def memory_of(self, cache: EnsembleCache) -> tuple[Any, ...]:
-        """Of every model."""
-        pairs = zip(self.members, cache.members, strict=True)
-        return tuple(model.memory_of(each) for model, each in pairs)
+
+def _softmax(transformer: Transformer, tokens: Array) -> tuple[Array, Array]:
+    """Weights [..., D] and biases [...] of these tokens."""
+    bias_V = transformer.output_bias_V
+    matrix = transformer.output_matrix_VD[tokens].astype(compute_dtype(transformer.config))
+    return matrix, jnp.zeros(tokens.shape, jnp.float32) if bias_V is None else bias_V[tokens]
 
 
-def decoding_model(
-    transformers: Sequence[Transformer],
-    lengths: tuple[int, ...],
-    config: DecodingConfig,
-    shared_C: np.ndarray | None = None,
-) -> DecodingModel:
-    """What the search sees of one or several Transformers, with shortlists if ``shared_C`` is
-    given.
-    """
-    members: list[DecodingModel] = []
-    for transformer in transformers:
-        single = SingleModel(transformer, lengths, config.beam_size, config.coverage_penalty > 0)
-        members.append(single if shared_C is None else Shortlisted(single, shared_C))
-    return members[0] if len(members) == 1 else Ensemble(members)
+def _tokens_at(places_BW: Array, shared_C: Array, own_BK: Array) -> Array:
+    """The tokens at these places of the shortlists."""
+    C = shared_C.shape[0]
+    own_BW = jnp.take_along_axis(own_BK, jnp.maximum(places_BW - C, 0), axis=1)
+    tokens_BW = jnp.where(places_BW < C, shared_C[jnp.minimum(places_BW, C - 1)], own_BW)
+    return jnp.maximum(tokens_BW, 0)  # -1 in a hypothesis that cannot win any more
+
+
+def _shortlisted_logits(
+    hidden_BWD: Array, shared: tuple[Array, Array], own: tuple[Array, Array]
+) -> Array:
+    """Logits [B, W, X], by weights and biases of shared tokens and of each sentence's own."""
+    (matrix_CD, bias_C), (matrix_BDK, bias_BK) = shared, own
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    shared_BWC = product("BWD,CD->BWC", hidden_BWD, matrix_CD) + bias_C[None, None]
+    own_BWK = product("BWD,BDK->BWK", hidden_BWD, matrix_BDK) + bias_BK[:, None]
+    return jnp.concatenate([shared_BWC, own_BWK], axis=-1)

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.beam_search import length_divisor, top_k
+from transformer_jax.decoding.beam_search import top_k
 from transformer_jax.decoding.constraints import IMPOSSIBLE, require_at_least
 from transformer_jax.decoding.search import (
     Method,
     NextToken,
-    SearchResult,
     SearchState,
     extend,
-    keep_best,
+    finish,
 )
 from transformer_jax.errors import UserError
 
@@ -31,6 +30,8 @@ class Sampling(Method):
     Reported log-probabilities are the model's own: at temperature 1 and over the whole vocabulary.
     """
 
+    independent = True
+
     num_samples: int = 1
     temperature: float = 1.0
     """Logits are divided by it: below 1 likely tokens gain."""
@@ -44,14 +45,10 @@ class Sampling(Method):
     """A sentence's samples depend on this and on its own number in the search's ``seed_B``, not on
     the rest of the batch.
     """
-    length_penalty: float = 0.6
-    """As in ``BeamSearch``; it ranks the samples."""
-    length_offset: float = 5.0
 
     def __post_init__(self) -> None:
         require_at_least(1, num_samples=self.num_samples)
         super().__post_init__()
-        require_at_least(0, length_penalty=self.length_penalty, length_offset=self.length_offset)
         if not self.temperature > 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise UserError(
                 f"temperature is {self.temperature}, top_k {self.top_k}, top_p {self.top_p}; "
@@ -63,52 +60,32 @@ class Sampling(Method):
         """W: sample w stays in beam w."""
         return self.num_samples
 
-    @property
-    def num_live(self) -> int:
-        """Every sample begins on its own."""
-        return self.num_samples
-
     def advance(
         self, state: SearchState, scores: NextToken, attention_BWS: Array | None
     ) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""
-        logits_RV, normalizer_R1, choosable_RV, history = scores
-        shape_BW = state.log_probs_BW.shape
-        allowed_RV = self.constraints.allowed(
-            jnp.arange(logits_RV.shape[1])[None], history, eos_id=self.eos_id, pad_id=self.pad_id
-        )
+        logits_RV, normalizer_R1, choosable_RV, forced_R, allowed, _ = scores
+        allowed_RV = allowed(jnp.arange(logits_RV.shape[1])[None])
         drawn_R = self._draw(jnp.where(allowed_RV, choosable_RV, IMPOSSIBLE), self._keys(state))
-        is_forced_R = history.forced_R >= 0
-        tokens_R = jnp.where(is_forced_R, history.forced_R, drawn_R)
+        is_forced_R = forced_R >= 0
+        tokens_R = jnp.where(is_forced_R, forced_R, drawn_R)
         chosen_R1 = tokens_R[:, None]
         possible_RV = allowed_RV & (choosable_RV > IMPOSSIBLE / 2)
         possible_R1 = jnp.take_along_axis(possible_RV, chosen_R1, axis=1) | is_forced_R[:, None]
         token_log_probs_R1 = jnp.take_along_axis(logits_RV, chosen_R1, axis=1) - normalizer_R1
         token_log_probs_R1 = jnp.where(possible_R1, token_log_probs_R1, IMPOSSIBLE)
         tokens_BW, token_log_probs_BW = (
-            x.reshape(shape_BW) for x in (tokens_R, token_log_probs_R1)
+            x.reshape(state.live.ranks_BW.shape) for x in (tokens_R, token_log_probs_R1)
         )
 
-        log_probs_BW = jnp.maximum(state.log_probs_BW + token_log_probs_BW, IMPOSSIBLE)
-        tokens_BWL, token_log_probs_BWL = extend(state, None, tokens_BW, token_log_probs_BW)
-        length_B, ends_BW = state.position_B + 1, tokens_BW == self.eos_id
-        may_end_BW = ends_BW & (log_probs_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
-        divisor_B = length_divisor(length_B, self.length_penalty, self.length_offset)
-        ended = SearchResult(
-            tokens_BWL,
-            jnp.where(may_end_BW, log_probs_BW / divisor_B[:, None], IMPOSSIBLE),
-            log_probs_BW,
-            jnp.broadcast_to(length_B[:, None], shape_BW),
-            token_log_probs_BWL,
-        )
-        live_BW = jnp.where(ends_BW, IMPOSSIBLE, log_probs_BW)
+        live = extend(state.live, state.position_B, tokens_BW, token_log_probs_BW)
+        ends_BW = tokens_BW == self.eos_id
+        divisor_B1 = self.divisor(state.position_B + 1)[:, None]
+        ranks_BW = jnp.where(ends_BW, IMPOSSIBLE, live.ranks_BW)
         state = state._replace(
-            tokens_BWL=tokens_BWL,
-            token_log_probs_BWL=token_log_probs_BWL,
-            log_probs_BW=live_BW,
-            ranks_BW=live_BW,
-            finished=keep_best(state.finished, ended),
-            done_B=(live_BW <= IMPOSSIBLE / 2).all(axis=1),
+            live=live._replace(ranks_BW=ranks_BW),
+            finished=finish(state, live, ends_BW, live.ranks_BW / divisor_B1),
+            done_B=(ranks_BW <= IMPOSSIBLE / 2).all(axis=1),
         )
         return state, None
 

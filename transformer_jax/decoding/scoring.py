@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_jax.decoding.beam_search import length_divisor
 from transformer_jax.decoding.buckets import padded_length
+from transformer_jax.decoding.search import length_divisor
 from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError

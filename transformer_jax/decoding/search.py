@@ -13,13 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints, History
+from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints, require_at_least
 from transformer_jax.errors import UserError
 
 Cache = Any
@@ -52,6 +52,21 @@ class SearchResult(NamedTuple):
     """float32: log-probability of each token, EOS included, given those before it; then 0."""
 
 
+class Beams(NamedTuple):
+    """W live hypotheses of each of B sentences, or candidates to become such."""
+
+    tokens_BWL: Array
+    token_log_probs_BWL: Array
+    log_probs_BW: Array
+    """The model's own log-probability of each."""
+    ranks_BW: Array
+    """What they are compared by: ``log_probs_BW`` unless a penalty changes it; IMPOSSIBLE: none
+    lives there.
+    """
+    coverage_BWS: Array
+    """Attention that each source position got so far; S = 0 without ``attention``."""
+
+
 class SearchState(NamedTuple):
     """B sentences in progress, each at its own position; every leaf has B as its first axis."""
 
@@ -59,17 +74,10 @@ class SearchState(NamedTuple):
     limit_B: Array
     """Longest length, EOS included: at the position before it only EOS is allowed."""
     prefix_BP: Array
-    """Tokens that the target must begin with, then NOT_FORCED."""
+    """Tokens that the target must begin with, then at least one NOT_FORCED."""
     seed_B: Array
     """Makes the random numbers of sentences differ (sampling)."""
-    tokens_BWL: Array
-    token_log_probs_BWL: Array
-    log_probs_BW: Array
-    """The model's own log-probability of each live hypothesis; IMPOSSIBLE: none lives there."""
-    ranks_BW: Array
-    """What live hypotheses are compared by: ``log_probs_BW`` unless a penalty changes it."""
-    coverage_BWS: Array
-    """Attention that each source position got so far; S = 0 without ``attention``."""
+    live: Beams
     finished: SearchResult
     done_B: Array
 
@@ -83,7 +91,12 @@ class NextToken(NamedTuple):
     """The log-softmax is ``logits_RV - normalizer_R1``."""
     choosable_RV: Array
     """Logits to choose by: the constraints' adjustments included."""
-    history: History
+    forced_R: Array
+    """The only token allowed (the prefix's; EOS at the last position), or NOT_FORCED."""
+    allowed: Callable[[Array], Array]
+    """Which of the tokens ``ids_RC`` may come next where none is forced."""
+    num_forbidden: int
+    """How many ``allowed`` refuses at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +114,20 @@ class Method(ABC):
     num_hypotheses: int | None = None
     """Hypotheses returned for each sentence; None: as many as there are beams or samples."""
     constraints: Constraints = field(default_factory=Constraints)
+    length_penalty: float = 0.6
+    """alpha in ((c + length) / (c + 1))^alpha, by which log-probabilities are divided to rank
+    finished hypotheses.
+    """
+    length_offset: float = 5.0
+    """c in it."""
+
+    independent: ClassVar[bool]
+    """Whether each beam goes on by itself. Otherwise one empty hypothesis begins, as further ones
+    would be copies.
+    """
 
     def __post_init__(self) -> None:
+        require_at_least(0, length_penalty=self.length_penalty, length_offset=self.length_offset)
         N, W = self.num_hypotheses, self.num_beams
         if N is not None and not 1 <= N <= W:
             raise UserError(f"num_hypotheses is {N}; expected 1 to {W}, as many as are searched.")
@@ -112,11 +137,6 @@ class Method(ABC):
     def num_beams(self) -> int:
         """W."""
 
-    @property
-    @abstractmethod
-    def num_live(self) -> int:
-        """Beams that an empty hypothesis begins in."""
-
     @abstractmethod
     def advance(
         self, state: SearchState, scores: NextToken, attention_BWS: Array | None
@@ -124,6 +144,10 @@ class Method(ABC):
         """Add one token to every live hypothesis. Also gives the parent that each beam continues
         (None: itself). Sets ``done_B`` where no live hypothesis can improve the result.
         """
+
+    def divisor(self, lengths: Array) -> Array:
+        """What log-probabilities are divided by to rank hypotheses of these lengths."""
+        return length_divisor(lengths, self.length_penalty, self.length_offset)
 
     def check(self, vocab_size: int) -> None:
         """``UserError`` for token ids outside the vocabulary."""
@@ -143,24 +167,31 @@ class Method(ABC):
         max_length: int,
         prefix_BP: Array,
         seed_B: Array,
-        source_length: int = 0,
+        attention_BWS: Array | None,
     ) -> SearchState:
-        """Sentences of which nothing is written yet; ``limit_B`` 0: nothing to search."""
+        """Sentences of which nothing is written yet; ``limit_B`` 0: nothing to search.
+        ``attention_BWS`` says how many source positions there are.
+        """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
-        N = self.num_hypotheses or W
+        S = 0 if attention_BWS is None else attention_BWS.shape[2]
+        N, num_live = self.num_hypotheses or W, W if self.independent else 1
         live_BW = jnp.broadcast_to(
-            jnp.where(jnp.arange(W) < self.num_live, jnp.float32(0), IMPOSSIBLE), (B, W)
+            jnp.where(jnp.arange(W) < num_live, jnp.float32(0), IMPOSSIBLE), (B, W)
         )
         return SearchState(
             position_B=jnp.zeros(B, jnp.int32),
             limit_B=limit_B.astype(jnp.int32),
-            prefix_BP=prefix_BP.astype(jnp.int32),
+            prefix_BP=jnp.pad(
+                prefix_BP.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=NOT_FORCED
+            ),
             seed_B=seed_B.astype(jnp.uint32),
-            tokens_BWL=jnp.full((B, W, L), self.pad_id, jnp.int32),
-            token_log_probs_BWL=jnp.zeros((B, W, L), jnp.float32),
-            log_probs_BW=live_BW,
-            ranks_BW=live_BW,
-            coverage_BWS=jnp.zeros((B, W, source_length), jnp.float32),
+            live=Beams(
+                jnp.full((B, W, L), self.pad_id, jnp.int32),
+                jnp.zeros((B, W, L), jnp.float32),
+                log_probs_BW=live_BW,
+                ranks_BW=live_BW,
+                coverage_BWS=jnp.zeros((B, W, S), jnp.float32),
+            ),
             finished=SearchResult(
                 jnp.full((B, N, L), self.pad_id, jnp.int32),
                 jnp.full((B, N), IMPOSSIBLE, jnp.float32),
@@ -170,6 +201,16 @@ class Method(ABC):
             ),
             done_B=limit_B <= 0,
         )
+
+
+def length_divisor(
+    lengths: Array | int, length_penalty: float, length_offset: float = 5.0
+) -> Array:
+    """((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14: c = 5; the paper's section 6.1
+    takes alpha = 0.6).
+    """
+    lengths = jnp.asarray(lengths, jnp.float32)
+    return ((length_offset + lengths) / (length_offset + 1)) ** length_penalty
 
 
 def gather_beams(tree: Any, parents_BW: Array) -> Any:
@@ -225,7 +266,7 @@ def search(
         max_length=max_length,
         prefix_BP=jnp.zeros((B, 0), jnp.int32) if prefix_BP is None else prefix_BP,
         seed_B=jnp.arange(B) if seed_B is None else seed_B,
-        source_length=0 if attention is None else attention(cache).shape[2],
+        attention_BWS=None if attention is None else attention(cache),
     )
     state, _ = jax.lax.while_loop(
         lambda carry: ~carry[0].done_B.all(),
@@ -246,15 +287,16 @@ def take_step(
 ) -> tuple[SearchState, Cache]:
     """Write one token of every sentence."""
     # A row whose sentence is done may run beyond its end; its input must stay in the vocabulary.
-    before_B11 = jnp.clip(state.position_B - 1, 0, state.tokens_BWL.shape[2] - 1)[:, None, None]
-    last_BW = jnp.take_along_axis(state.tokens_BWL, before_B11, axis=2)[:, :, 0]
+    tokens_BWL = state.live.tokens_BWL
+    before_B11 = jnp.clip(state.position_B - 1, 0, tokens_BWL.shape[2] - 1)[:, None, None]
+    last_BW = jnp.take_along_axis(tokens_BWL, before_B11, axis=2)[:, :, 0]
     tokens_BW = jnp.where(state.position_B[:, None] == 0, method.bos_id, last_BW)
     logits_BWV, cache = step_fn(tokens_BW, cache)
     method.check(logits_BWV.shape[-1])
 
     scores = _next_token(method, state, logits_BWV)
-    is_invalid_BW = ~(scores.normalizer_R1 < jnp.inf).reshape(state.ranks_BW.shape)
-    is_invalid_BW &= state.ranks_BW > IMPOSSIBLE / 2
+    is_invalid_BW = ~(scores.normalizer_R1 < jnp.inf).reshape(tokens_BW.shape)
+    is_invalid_BW &= state.live.ranks_BW > IMPOSSIBLE / 2
     invalid_B = is_invalid_BW.any(axis=1) & ~state.done_B
     new, parents_BW = method.advance(state, scores, None if attention is None else attention(cache))
     scores_BN = jnp.where(invalid_B[:, None], _INVALID, new.finished.scores_BN)
@@ -272,48 +314,50 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
     logits_RV = logits_BWV.reshape(B * W, V).astype(jnp.float32)
     # A row may forbid every token (-inf throughout); its normaliser must not turn that into NaN.
     normalizer_R1 = jnp.maximum(jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True), IMPOSSIBLE)
-    history = History(
-        state.tokens_BWL.reshape(B * W, -1),
-        jnp.repeat(state.position_B, W),
-        jnp.repeat(_forced_tokens(state, method.eos_id), W),
+    position_R = jnp.repeat(state.position_B, W)
+    position_B1 = state.position_B[:, None]
+    forced_B1 = jnp.take_along_axis(state.prefix_BP, position_B1, axis=1, mode="clip")
+    is_last_B = state.position_B + 1 >= state.limit_B
+    forced_R = jnp.repeat(jnp.where(is_last_B, method.eos_id, forced_B1[:, 0]), W)
+    choosable_RV = method.constraints.adjust(
+        logits_RV,
+        normalizer_R1,
+        tokens_RL=state.live.tokens_BWL.reshape(B * W, -1),
+        position_R=position_R,
+        forced_R=forced_R,
     )
-    choosable_RV = method.constraints.adjust(logits_RV, normalizer_R1, history)
-    return NextToken(logits_RV, normalizer_R1, choosable_RV, history)
+    allowed = method.constraints.allowed(position_R, eos_id=method.eos_id, pad_id=method.pad_id)
+    return NextToken(logits_RV, normalizer_R1, choosable_RV, forced_R, *allowed)
 
 
-def _forced_tokens(state: SearchState, eos_id: int) -> Array:
-    """int32 [B]: the only token allowed at this position (the prefix's; EOS at the last one), or
-    NOT_FORCED.
-    """
-    position_B1, width = state.position_B[:, None], state.prefix_BP.shape[1]
-    forced_B = jnp.full_like(state.position_B, NOT_FORCED)
-    if width:
-        prefix_B1 = jnp.take_along_axis(
-            state.prefix_BP, jnp.minimum(position_B1, width - 1), axis=1
-        )
-        forced_B = jnp.where(state.position_B < width, prefix_B1[:, 0], forced_B)
-    return jnp.where(state.position_B + 1 >= state.limit_B, eos_id, forced_B)
-
-
-def extend(
-    state: SearchState, parents_BC: Array | None, tokens_BC: Array, token_log_probs_BC: Array
-) -> tuple[Array, Array]:
-    """Tokens and log-probabilities of candidates, each [B, C, L]: their parents' (None: beam c is
-    candidate c's), and one more.
-    """
-    old = state.tokens_BWL, state.token_log_probs_BWL
-    tokens_BCL, log_probs_BCL = old if parents_BC is None else gather_beams(old, parents_BC)
-    here_B1L = (jnp.arange(tokens_BCL.shape[-1])[None] == state.position_B[:, None])[:, None]
-    return (
-        jnp.where(here_B1L, tokens_BC[:, :, None], tokens_BCL),
-        jnp.where(here_B1L, token_log_probs_BC[:, :, None], log_probs_BCL),
+def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW: Array) -> Beams:
+    """Add one token to every hypothesis."""
+    here_B1L = (jnp.arange(live.tokens_BWL.shape[-1])[None] == position_B[:, None])[:, None]
+    log_probs_BW, ranks_BW = (
+        jnp.maximum(x_BW + token_log_probs_BW, IMPOSSIBLE)
+        for x_BW in (live.log_probs_BW, live.ranks_BW)
+    )
+    return Beams(
+        jnp.where(here_B1L, tokens_BW[:, :, None], live.tokens_BWL),
+        jnp.where(here_B1L, token_log_probs_BW[:, :, None], live.token_log_probs_BWL),
+        log_probs_BW,
+        ranks_BW,
+        live.coverage_BWS,
     )
 
 
-def keep_best(finished: SearchResult, new: SearchResult) -> SearchResult:
-    """The N best of the N finished hypotheses and the new ones; of equals the older one."""
-    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), finished, new)
-    _, best_BN = jax.lax.top_k(both.scores_BN, finished.scores_BN.shape[1])
+def finish(state: SearchState, new: Beams, ends_BW: Array, scores_BW: Array) -> SearchResult:
+    """The N best of the N finished hypotheses and the new ones that end; of equals the older."""
+    may_end_BW = ends_BW & (new.ranks_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
+    ended = SearchResult(
+        new.tokens_BWL,
+        jnp.where(may_end_BW, scores_BW, IMPOSSIBLE),
+        new.log_probs_BW,
+        jnp.broadcast_to(state.position_B[:, None] + 1, ends_BW.shape),
+        new.token_log_probs_BWL,
+    )
+    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), state.finished, ended)
+    _, best_BN = jax.lax.top_k(both.scores_BN, state.finished.scores_BN.shape[1])
     return gather_beams(both, best_BN)
 
 

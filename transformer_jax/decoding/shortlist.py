@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from transformer_jax.data.corpus import ranges
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.errors import UserError
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 _SPECIAL = (PAD_ID, BOS_ID, EOS_ID, UNK_ID)
 _FORMAT = 1
 _SMALLEST = 64
-_ROWS = 64  # sentences looked up together: bounds memory
 
 
 class Lexicon(NamedTuple):
@@ -65,15 +63,21 @@ class Shortlist:
         vocab_size = len(self.by_frequency)
         if any(array.ndim != 1 or array.dtype.kind != "i" for array in arrays):
             raise UserError("The shortlist's arrays are not flat integers; make it again.")
-        _check_tokens(self.by_frequency, vocab_size)
-        _check_range(self.candidates, vocab_size)
-        steps = np.diff(self.offsets)
-        if not (
-            steps.size
-            and self.offsets[0] == 0
-            and self.offsets[-1] == len(self.candidates)
-            and (steps >= 0).all()
-        ):
+        for name, token in zip(("PAD", "BOS", "EOS", "UNK"), _SPECIAL, strict=True):
+            if token not in self.by_frequency[token : token + 1]:
+                raise UserError(
+                    f"The shortlist misses {name}; expected token {token} at place {token}."
+                )
+        for tokens in (self.by_frequency, self.candidates):
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+                raise UserError(
+                    f"The shortlist has tokens outside 0..{vocab_size - 1}; expected target tokens "
+                    "of the vocabulary."
+                )
+        if len(np.unique(self.by_frequency)) != vocab_size:
+            raise UserError("The shortlist has a token twice; expected distinct tokens.")
+        steps = np.diff(self.offsets, prepend=0, append=len(self.candidates))
+        if steps[0] or steps[-1] or (steps < 0).any() or len(steps) < 3:
             raise UserError("The shortlist's offsets do not fit its candidates; make it again.")
         if self.frequent < 0:
             raise UserError(
@@ -91,24 +95,19 @@ class Shortlist:
             raise UserError(
                 f"top is {top} and frequent {frequent}; expected at least 1 and at least 0."
             )
-        table = strongest(lexicon.probability, top)
-        sources = np.repeat(np.arange(table.shape[0]), np.diff(table.indptr))
+        table = lexicon.probability.copy()
         # NULL has PAD's row; padding must not change what a sentence may use.
-        sources, targets = sources[sources != PAD_ID], table.indices[sources != PAD_ID]
+        table.data[table.indptr[PAD_ID] : table.indptr[PAD_ID + 1]] = 0
+        table = strongest(table, top)
         if tokenizer.joint:
-            new = np.setdiff1d(np.arange(table.shape[0]), sources[sources == targets])
-            sources, targets = np.concatenate([sources, new]), np.concatenate([targets, new])
-            order = np.argsort(sources, kind="stable")
-            sources, targets = sources[order], targets[order]
-        offsets = np.concatenate(
-            [[0], np.cumsum(np.bincount(sources, minlength=table.shape[0]), dtype=np.int64)]
-        )
+            itself = sparse.eye_array(table.shape[0], dtype=np.float32, format="csr")
+            table = strongest(table + itself * np.finfo(np.float32).tiny, top + 1)
         by_frequency = np.argsort(-lexicon.frequency, kind="stable")
         by_frequency = np.concatenate([_SPECIAL, by_frequency[~np.isin(by_frequency, _SPECIAL)]])
         return cls(
             tokenizer.fingerprint,
-            offsets,
-            targets.astype(np.int32),
+            table.indptr.astype(np.int64),
+            table.indices.astype(np.int32),
             by_frequency.astype(np.int32),
             frequent,
         )
@@ -135,9 +134,7 @@ class Shortlist:
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
                 version, fingerprint = int(saved["format"]), str(saved["fingerprint"])
-                offsets, candidates, by_frequency = (
-                    saved[name] for name in ("offsets", "candidates", "by_frequency")
-                )
+                arrays = {name: saved[name] for name in ("offsets", "candidates", "by_frequency")}
                 frequent = int(saved["frequent"])
         except Exception as error:  # NumPy, zipfile and zlib raise many kinds
             raise UserError(
@@ -152,13 +149,14 @@ class Shortlist:
                 f"Shortlist {str(path)!r} was made with another tokenizer; expected one made for "
                 "this run."
             )
-        sizes = len(offsets) - 1, len(by_frequency)
+        made = cls(fingerprint, **arrays, frequent=frequent)
+        sizes = len(made.offsets) - 1, len(made.by_frequency)
         if sizes != (tokenizer.source_vocab_size, tokenizer.target_vocab_size):
             raise UserError(
                 f"Shortlist {str(path)!r} has {sizes} source and target tokens, not as many as its "
                 "tokenizer; make it again."
             )
-        return cls(fingerprint, offsets, candidates, by_frequency, frequent)
+        return made
 
     def save(self, path: str | Path) -> None:
         """Write a ``.npz`` file of plain arrays (no pickle)."""
@@ -178,9 +176,8 @@ class Shortlist:
         """The tokens that every sentence may use, int32 [C], each once: the special ones at 0 to 3,
         then those of ``first`` in their order, then the most frequent ones.
         """
-        return np.array(
-            list(dict.fromkeys((*_SPECIAL, *first, *self._frequent.tolist()))), np.int32
-        )
+        frequent = self.by_frequency[: len(_SPECIAL) + self.frequent].tolist()
+        return np.array(list(dict.fromkeys((*_SPECIAL, *first, *frequent))), np.int32)
 
     def of_sentences(
         self, source_BS: np.ndarray, shared_C: np.ndarray, *, prefix_BP: np.ndarray | None = None
@@ -191,61 +188,28 @@ class Shortlist:
         tokens ``prefix_BP`` (negative: none), then -1. Each token is there once. X - C is one of
         few sizes, so that few shapes are compiled.
         """
+        vocab_size = len(self.offsets) - 1
+        if source_BS.size and not 0 <= source_BS.min() <= source_BS.max() < vocab_size:
+            raise UserError(
+                f"Source tokens go from {source_BS.min()} to {source_BS.max()}; expected "
+                f"0..{vocab_size - 1}."
+            )
         own = []
-        for start in range(0, len(source_BS), _ROWS):
-            source_RS = source_BS[start : start + _ROWS]
-            needed_RV = np.zeros((len(source_RS), len(self.by_frequency)), bool)
-            places, candidates = self._candidates(source_RS.ravel())
-            needed_RV[places // source_RS.shape[1], candidates] = True
+        for i, source_S in enumerate(source_BS):
+            needed_V = np.zeros(len(self.by_frequency), bool)
+            for token in np.unique(source_S):
+                needed_V[self.candidates[self.offsets[token] : self.offsets[token + 1]]] = True
             if prefix_BP is not None:
-                prefix_RP = prefix_BP[start : start + _ROWS]
-                rows, columns = np.nonzero(prefix_RP >= 0)
-                needed_RV[rows, prefix_RP[rows, columns]] = True
-            needed_RV[:, shared_C] = False
-            own += [np.flatnonzero(needed_V) for needed_V in needed_RV]
-        width = len(shared_C) + padded_length(max(map(len, own)), _SMALLEST)
+                needed_V[prefix_BP[i][prefix_BP[i] >= 0]] = True
+            needed_V[shared_C] = False
+            own.append(np.flatnonzero(needed_V))
+        C = len(shared_C)
+        width = C + padded_length(max(map(len, own)), _SMALLEST)
         tokens_BX = np.full((len(source_BS), width), -1, np.int32)
-        tokens_BX[:, : len(shared_C)] = shared_C
+        tokens_BX[:, :C] = shared_C
         for row_X, tokens in zip(tokens_BX, own, strict=True):
-            row_X[len(shared_C) : len(shared_C) + len(tokens)] = tokens
+            row_X[C : C + len(tokens)] = tokens
         return tokens_BX
-
-    @property
-    def _frequent(self) -> np.ndarray:
-        return self.by_frequency[: len(_SPECIAL) + self.frequent]
-
-    def _candidates(self, source_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each candidate of these source tokens: its source token's place in P, and itself."""
-        if len(source_P) and not 0 <= source_P.min() <= source_P.max() < len(self.offsets) - 1:
-            raise UserError(
-                f"Source tokens go from {source_P.min()} to {source_P.max()}; expected "
-                f"0..{len(self.offsets) - 2}."
-            )
-        starts_P, lengths_P = self.offsets[source_P], np.diff(self.offsets)[source_P]
-        places = np.repeat(np.arange(len(source_P)), lengths_P)
-        return places, self.candidates[ranges(starts_P, lengths_P)]
-
-
-def _check_range(tokens: np.ndarray, vocab_size: int) -> None:
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        raise UserError(
-            f"The shortlist has tokens outside 0..{vocab_size - 1}; expected target tokens of the "
-            "vocabulary."
-        )
-
-
-def _check_tokens(tokens_K: np.ndarray, vocab_size: int) -> None:
-    """``UserError`` unless these are distinct tokens of the vocabulary, the special ones at 0 to
-    3.
-    """
-    for name, token in zip(("PAD", "BOS", "EOS", "UNK"), _SPECIAL, strict=True):
-        if len(tokens_K) <= token or tokens_K[token] != token:
-            raise UserError(
-                f"The shortlist misses {name}; expected token {token} at place {token}."
-            )
-    _check_range(tokens_K, vocab_size)
-    if len(np.unique(tokens_K)) != len(tokens_K):
-        raise UserError("The shortlist has a token twice; expected distinct tokens.")
 
 
 def read_table(path: str | Path, tokenizer: Tokenizer) -> Lexicon:
@@ -264,18 +228,22 @@ def read_table(path: str | Path, tokenizer: Tokenizer) -> Lexicon:
     for number, line in enumerate(read_lines(path), 1):
         if not line:
             continue
-        fields = line.replace("\t", " ").split(" ")  # only these: a token may be any other space
-        if len(fields) != 3 or not 0 <= _number(fields[2]) <= 1:
+        try:  # only at these two: a token may be any other space
+            target_token, source_token, text = line.replace("\t", " ").split(" ")
+            probability = float(text)
+        except ValueError:
+            probability = math.nan
+        if not 0 <= probability <= 1:
             raise UserError(
                 f"{path}, line {number} is {line!r}; expected `target source probability`, "
                 "separated by single spaces."
             )
-        target, source = target_ids.get(fields[0]), source_ids.get(fields[1])
+        target, source = target_ids.get(target_token), source_ids.get(source_token)
         if target is not None and source is not None:
             sources.append(source)
             targets.append(target)
-            probabilities.append(float(fields[2]))
-        elif "NULL" not in fields[:2]:
+            probabilities.append(probability)
+        elif "NULL" not in (target_token, source_token):
             unknown += 1
     if not sources:
         raise UserError(
@@ -303,10 +271,3 @@ def strongest(table: sparse.csr_array, most: int) -> sparse.csr_array:
     kept = order_E[(np.arange(table.nnz) - table.indptr[rows_E] < most) & (table.data[order_E] > 0)]
     indptr = np.concatenate([[0], np.cumsum(np.bincount(rows_E[kept], minlength=table.shape[0]))])
     return sparse.csr_array((table.data[kept], table.indices[kept], indptr), table.shape)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
