@@ -151,10 +151,10 @@ class Engine:
                     "model.max_positions of learned ones), for the end symbol."
                 )
         # The devices get all the work before the first result is waited for.
-        running = [
-            self._start(bucket, places, sentences, num_hypotheses)
-            for bucket, places in self._layout.searches(sentences)
-        ]
+        running = []
+        for bucket, places in self._layout.searches(sentences):
+            its = {place: sentences[index] for index, place in places.items()}
+            running.append((places, *self._start(bucket, its, num_hypotheses)))
         if jax.default_backend() != "cpu":
             self._memory.clear()
         found: list[list[Hypothesis]] = [[] for _ in sentences]
@@ -212,24 +212,18 @@ class Engine:
         return min(source_length + self.config.max_extra_length, self._position_limit)
 
     def _start(
-        self,
-        bucket: Bucket,
-        places: dict[int, int],
-        sentences: Sequence[Sentence],
-        num_hypotheses: int,
-    ) -> tuple[dict[int, int], np.ndarray | None, Found]:
-        """The places of the sentences, their shortlists (if any), and what the devices will
+        self, bucket: Bucket, sentences: dict[int, Sentence], num_hypotheses: int
+    ) -> tuple[np.ndarray | None, Found]:
+        """The shortlists (if any) of the sentences at these places, and what the devices will
         find.
         """
-        waiting, counts, tokens_QX = self._waiting(
-            bucket, {place: sentences[index] for index, place in places.items()}
-        )
+        waiting, counts, tokens_QX = self._waiting(bucket, sentences)
         # Gone if the search is interrupted.
         memory = self._memory.pop(bucket, None) or self._new_memory(bucket)
         found, self._memory[bucket] = self._search(
             self.parameters, waiting, counts, memory, bucket=bucket, num_hypotheses=num_hypotheses
         )
-        return places, tokens_QX, found
+        return tokens_QX, found
 
     def _waiting(
         self, bucket: Bucket, sentences: dict[int, Sentence]

@@ -160,8 +160,10 @@ def _links(corpus: Corpus, sequences: np.ndarray) -> Iterator[_Links]:
     for start in range(0, len(sequences), 1 << 16):
         block = sequences[start : start + (1 << 16)]
         source, s_N = corpus.source(block)
+        source = np.where(source == EOS_ID, _NULL, source).astype(np.int64)  # translates to nothing
         target, t_N = corpus.target(block)
-        target, t_N = np.delete(target, np.cumsum(t_N) - 1), t_N - 1  # without EOS
+        # Without EOS.
+        target, t_N = np.delete(target, np.cumsum(t_N) - 1).astype(np.int64), t_N - 1
         edges = np.flatnonzero(np.diff(np.cumsum(s_N * t_N) // _CHUNK)) + 1
         chunks = zip(
             np.split(source, np.cumsum(s_N)[edges - 1]),
@@ -169,23 +171,16 @@ def _links(corpus: Corpus, sequences: np.ndarray) -> Iterator[_Links]:
             np.split(target, np.cumsum(t_N)[edges - 1]),
             np.split(t_N, edges),
         )
-        for chunk in chunks:
-            links = _links_of(*chunk)
-            if len(links.target_P):
-                yield links
-
-
-def _links_of(source: np.ndarray, s_N: np.ndarray, target: np.ndarray, t_N: np.ndarray) -> _Links:
-    source = source.astype(np.int64)
-    source[source == EOS_ID] = _NULL  # EOS translates to nothing
-    choices_T = np.repeat(s_N, t_N)
-    source_starts_T = np.repeat(np.cumsum(s_N) - s_N, t_N)
-    return _Links(
-        source_P=source[ranges(source_starts_T, choices_T)],
-        target_P=np.repeat(target.astype(np.int64), choices_T),
-        first_T=np.cumsum(choices_T) - choices_T,
-        choices_T=choices_T,
-    )
+        for source_C, s_C, target_C, t_C in chunks:
+            choices_T = np.repeat(s_C, t_C)
+            starts_T = np.repeat(np.cumsum(s_C) - s_C, t_C)
+            if len(target_C):
+                yield _Links(
+                    source_P=source_C[ranges(starts_T, choices_T)],
+                    target_P=np.repeat(target_C, choices_T),
+                    first_T=np.cumsum(choices_T) - choices_T,
+                    choices_T=choices_T,
+                )
 
 
 def _bounded(counts: sparse.csr_array) -> sparse.csr_array:

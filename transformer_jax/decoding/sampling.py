@@ -97,9 +97,9 @@ class Sampling(Method):
             of_sentence = jax.random.fold_in(start, sentence)
             return jax.random.fold_in(jax.random.fold_in(of_sentence, number), position)
 
-        of_samples = jax.vmap(key, in_axes=(None, None, 0))
-        return jax.vmap(of_samples, in_axes=(0, 0, None))(
-            state.seed_B, state.position_B, jnp.arange(self.num_samples)
+        numbers_1W = jnp.arange(self.num_samples)[None]
+        return jnp.vectorize(key)(
+            state.seed_B[:, None], state.position_B[:, None], numbers_1W
         ).ravel()
 
     def _draw(self, values_RV: Array, keys_R: Array) -> Array:
