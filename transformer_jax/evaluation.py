@@ -61,11 +61,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
         UserError: different counts, nothing to score, or a tokenisation that sacreBLEU lacks or has
           no package for.
     """
-    check_pairs(hypotheses, references)
-    metric = _bleu_metric(tokenize)
-    result = metric.corpus_score(hypotheses, [references])
-    details = str(result).split(" ", 3)[3]  # after "BLEU = 41.02 "
-    return Score("BLEU", result.score, str(metric.get_signature()), details)
+    return _corpus_score(_bleu_metric(tokenize), hypotheses, references)
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
@@ -74,10 +70,7 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     Raises:
         UserError: different counts, or nothing to score.
     """
-    check_pairs(hypotheses, references)
-    metric = CHRF()
-    result = metric.corpus_score(hypotheses, [references])
-    return Score("chrF2", result.score, str(metric.get_signature()))
+    return _corpus_score(CHRF(), hypotheses, references)
 
 
 def check_bleu_tokenizer(tokenize: str) -> None:
@@ -94,6 +87,15 @@ def check_pairs(hypotheses: Sequence[object], references: Sequence[str]) -> None
         )
     if not hypotheses:
         raise UserError("There is nothing to score: 0 lines and 0 references.")
+
+
+def _corpus_score(
+    metric: BLEU | CHRF, hypotheses: Sequence[str], references: Sequence[str]
+) -> Score:
+    check_pairs(hypotheses, references)
+    result = metric.corpus_score(hypotheses, [references])
+    details = str(result).split(" ")[3:]  # after "BLEU = 41.02"
+    return Score(result.name, result.score, str(metric.get_signature()), " ".join(details))
 
 
 def _bleu_metric(tokenize: str) -> BLEU:

@@ -79,6 +79,19 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
         yield line.text()
 
 
+def json_object(line: str, where: str) -> dict[str, Any]:
+    """The fields of a line of JSONL; ``UserError``, which says ``where``, if it is no object."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
+        raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{where} is a JSON {type(values).__name__}; expected an object with text fields."
+        )
+    return values
+
+
 def pairs_fingerprint(config: PairsConfig, root: str = "", *, directory: Path | None = None) -> str:
     """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names
     or dates.
@@ -210,14 +223,8 @@ def _parse_tsv(config: PairsConfig, line: _Line) -> tuple[str, str]:
 
 
 def _parse_json(config: PairsConfig, line: _Line) -> tuple[str, str]:
-    where, text = line.where, line.text()
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
-        raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{where} is a JSON {type(values).__name__}; expected an object.")
-    pair = []
+    where = line.where
+    values, pair = json_object(line.text(), where), []
     for field in (config.source_field, config.target_field):
         if not isinstance(values.get(field), str):
             found = f"{shown(values[field])} in" if field in values else "no"

@@ -13,7 +13,7 @@ import tyro
 
 from transformer_jax.cli import check_output, flag_values, flags_given, parse, parse_shard
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.config_io import load_config_file
+from transformer_jax.config_io import flatten, load_config_file
 from transformer_jax.errors import UserError
 from transformer_jax.storage import is_url
 
@@ -159,6 +159,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     arguments = parse(Arguments, argv, defaults={"search": config.decoding}, common=COMMON)
     typed = {name.replace("-", "_") for name in flags_given(argv)}
     implied: dict[str, Any] = {}
+    if arguments.evaluation.score is not None:
+        implied["shortlist"] = ""  # nothing is searched, so its file need not be there
     if arguments.files.one_by_one and "batch_size" not in typed:
         implied["batch_size"] = 1
     by_default = config.decoding.method == "beam" and "beam_size" not in typed
@@ -188,10 +190,12 @@ def _local_workdir(workdir: str) -> str:
 def _check_effects(arguments: Arguments, typed: set[str]) -> None:
     """Refuse flags that would do nothing, or that cannot go together."""
     search = typed & vars(arguments.search).keys()
-    given, default = set(search), Arguments()
-    for group in ("files", "results", "evaluation"):
-        values, defaults = vars(getattr(arguments, group)), vars(getattr(default, group))
-        given |= {name for name in values if values[name] != defaults[name]}
+    values, defaults = flatten(arguments), flatten(Arguments())
+    given = search | {
+        name.partition(".")[2]
+        for name in values
+        if name.startswith(("files.", "results.", "evaluation.")) and values[name] != defaults[name]
+    }
     for name in sorted(given & _NEEDS.keys()):
         if _NEEDS[name].split()[0].removeprefix("--") not in given:
             raise UserError(f"{_flag(name)} is given without {_NEEDS[name]}, which it needs.")
@@ -233,9 +237,13 @@ def _check_values(arguments: Arguments, config: Config) -> None:
     beam_size = arguments.search.beam_size
     if evaluation.score is None and not 1 <= results.nbest <= beam_size:
         raise UserError(f"nbest is {results.nbest}; expected 1 to {beam_size}, the --beam-size.")
-    shortlist = "" if evaluation.score else arguments.search.shortlist
-    inputs = {"input": files.input, "reference": evaluation.reference, "score": evaluation.score}
-    for name, path in (inputs | {"shortlist": shortlist or None}).items():
+    inputs = {
+        "input": files.input,
+        "reference": evaluation.reference,
+        "score": evaluation.score,
+        "shortlist": arguments.search.shortlist or None,
+    }
+    for name, path in inputs.items():
         if path is None:
             continue
         if not Path(path).is_file():

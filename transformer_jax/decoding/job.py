@@ -8,8 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformer_jax.cli import parse_shard
 from transformer_jax.config import Config
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import align
-from transformer_jax.decoding.flags import Arguments, Results
+from transformer_jax.decoding.flags import Arguments
 from transformer_jax.decoding.output_file import (
     OutputFile,
     OutputStream,
@@ -56,125 +55,157 @@ def run_job(arguments: Arguments, config: Config) -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
     reference = arguments.evaluation.reference
     references = None if reference is None else list(read_lines(reference))
-    records = _open_records(arguments, references)
-    models = _Models.load(arguments)
-    if arguments.files.input is not None and arguments.files.format == "jsonl":
-        for _ in models.checked(records):  # before the output file is touched
-            pass
+    job = _Job(arguments)
+    records = job.open_records(references)
     start = time.perf_counter()
-    best = _write_answers(records, models, arguments, keep_best=references is not None)
-    models.report(time.perf_counter() - start)
+    best = job.write_answers(records, keep_best=references is not None)
+    job.report(time.perf_counter() - start)
     if references is not None:
         tokenize = arguments.evaluation.bleu_tokenize or config.training.bleu_tokenize
         print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
-        if models.translator is not None and arguments.search.shortlist:
-            _compare_shortlist(models, list(records), references, tokenize)
+        if job.translator is not None and arguments.search.shortlist:
+            job.compare_shortlist(list(records), references, tokenize)
 
 
-def _write_answers(
-    records: Iterable[Record], models: _Models, arguments: Arguments, *, keep_best: bool
-) -> list[str]:
-    """Read a block, answer it, write it; returns the best texts if they are to be kept."""
-    files, results = arguments.files, arguments.results
-    scoring = arguments.evaluation.score is not None
-    token_scores = results.token_scores or (scoring and files.format == "jsonl")
-    form = OutputFormat(files.format, results.nbest, scoring, token_scores, results.alignments)
-    best = []
-    start = reported = time.perf_counter()
-    with _open_output(arguments, models, form.lines_per_sentence) as output:
-        done = output.kept
-        records = models.checked(_skip(records, done, files.output))
-        for block in blocks(records, models.window):
-            for record, translations, alignments in models.answers(block):
-                output.write(form.lines(record, translations, alignments))
-                if keep_best:
-                    best.append(translations[0].text)
-            done += len(block)
-            if time.perf_counter() - reported > _SECONDS_BETWEEN_REPORTS:
-                reported = time.perf_counter()
-                logger.info("%d lines in %.0f s.", done - output.kept, reported - start)
-    return best
+class _Job:
+    """The flags, and the models that they ask for.
 
+    Attributes:
+      translator: None if targets are scored.
+      scorer: None unless targets are scored or alignments wanted.
+    """
 
-@dataclass(frozen=True)
-class _Models:
-    """The translator, unless targets are scored; the scorer, if they are or for alignments."""
+    translator: Translator | None = None
+    scorer: Scorer | None = None
+    models: Translator | Scorer
+    """The one of them that came from the work directories."""
 
-    translator: Translator | None
-    scorer: Scorer | None
-    devices: Sequence[jax.Device]
-    results: Results
-    window: int
-    """Records that are read, then answered, at a time."""
-
-    @classmethod
-    def load(cls, arguments: Arguments) -> _Models:
-        search, results = arguments.search, arguments.results
-        devices = devices_for_rows(search.batch_size)
-        settings: dict[str, Any] = {
+    def __init__(self, arguments: Arguments):
+        self.files, self.results = arguments.files, arguments.results
+        self.targets, search = arguments.evaluation.score, arguments.search
+        self.window = 1 if self.files.one_by_one else self.files.window or 100 * search.batch_size
+        self.devices = devices_for_rows(search.batch_size)
+        choice: dict[str, Any] = {
             "checkpoint": arguments.checkpoint,
             "average": arguments.average,
             "strict": arguments.strict,
-            "devices": devices,
+            "devices": self.devices,
             **vars(search),
         }
-        translator = scorer = None
-        if arguments.evaluation.score is not None:
-            settings |= {"shortlist": ""}  # nothing is searched, so its file need not be there
-            scorer = Scorer.from_workdir(arguments.workdir, **settings)
+        if self.targets is not None:
+            self.models = self.scorer = Scorer.from_workdir(arguments.workdir, **choice)
         else:
-            translator = Translator.from_workdir(arguments.workdir, **settings)
-            if results.alignments:
-                models, tokenizer = translator.models, translator.tokenizer
-                scorer = Scorer(models, tokenizer, translator.config, devices=devices)
-        if scorer is not None and results.alignments:
-            scorer.check_layer(results.alignment_layer)
-        files = arguments.files
-        window = 1 if files.one_by_one else files.window or 100 * search.batch_size
-        return cls(translator, scorer, devices, results, window)
+            found = Translator.from_workdir(arguments.workdir, **choice)
+            self.models = self.translator = found
+            if self.results.alignments:
+                self.scorer = Scorer(
+                    found.models, found.tokenizer, found.config, devices=self.devices
+                )
+        if self.scorer is not None and self.results.alignments:
+            self.scorer.check_layer(self.results.alignment_layer)
 
-    @property
-    def loaded(self) -> Translator | Scorer:
-        """The one that came from the work directories."""
-        found = self.translator or self.scorer
-        assert found is not None
-        return found
+    def open_records(self, references: list[str] | None) -> Iterable[Record]:
+        """The input. A file is read to its end, so that its faults show before any work; a stream
+        is held in memory if that is to be done, or if it is needed again.
+        """
+        files = self.files
+        source = files.input or sys.stdin.buffer
+        shard = parse_shard(files.shard) if files.shard else (0, 1)
+        records: Iterable[Record] = Records(
+            source, files.format, files.text_field, shard, self.targets
+        )
+        if files.input is None:
+            if references is None and self.targets is None:
+                return records
+            records = list(records)
+        count = sum(1 for _ in self._checked(records))
+        if references is not None:
+            check_pairs(range(count), references)
+        return records
 
-    def checked(self, records: Iterable[Record]) -> Iterator[Record]:
+    def write_answers(self, records: Iterable[Record], *, keep_best: bool) -> list[str]:
+        """Read a block, answer it, write it; returns the best texts if they are to be kept."""
+        files, results, scoring = self.files, self.results, self.targets is not None
+        token_scores = results.token_scores or (scoring and files.format == "jsonl")
+        form = OutputFormat(files.format, results.nbest, scoring, token_scores, results.alignments)
+        best = []
+        start = reported = time.perf_counter()
+        with self._open_output(form.lines_per_sentence) as output:
+            done = output.kept
+            records = self._checked(_skip(records, done, files.output))
+            for block in blocks(records, self.window):
+                for record, translations, alignments in self._answers(block):
+                    output.write(form.lines(record, translations, alignments))
+                    if keep_best:
+                        best.append(translations[0].text)
+                done += len(block)
+                if time.perf_counter() - reported > _SECONDS_BETWEEN_REPORTS:
+                    reported = time.perf_counter()
+                    logger.info("%d lines in %.0f s.", done - output.kept, reported - start)
+        return best
+
+    def _checked(self, records: Iterable[Record]) -> Iterator[Record]:
         """The records; ``UserError`` at one whose prefix cannot be forced."""
         for record in records:
             if record.prefix and self.translator is not None:
                 self.translator.prefix_tokens(record.request())
             yield record
 
-    def answers(
+    def _answers(
         self, block: list[Record]
     ) -> Iterable[tuple[Record, list[Translation], list[Alignment | None] | None]]:
         """Each record with its translations, best first, or its scored target; with alignments if
         they are asked for.
         """
-        translations: Iterable[list[Translation]]
         if self.translator is not None:
             requests = [record.request() for record in block]
-            nbest = self.results.nbest
-            translations = self.translator.stream(requests, num_hypotheses=nbest, window=len(block))
+            nbest, window = self.results.nbest, len(block)
+            translations = list(
+                self.translator.stream(requests, num_hypotheses=nbest, window=window)
+            )
         else:
             assert self.scorer is not None
             pairs = [(record.text, record.target) for record in block]
             numbers = [record.number + 1 for record in block]
             translations = [[scored] for scored in self.scorer.score(pairs, numbers=numbers)]
-        if self.scorer is None or not self.results.alignments:
-            return zip(block, translations, repeat(None))
-        translations = list(translations)
-        results = list(zip(block, translations, strict=True))
-        alignments = align(results, self.scorer, layer=self.results.alignment_layer)
+        alignments: Iterable[list[Alignment | None] | None] = repeat(None)
+        if self.scorer is not None and self.results.alignments:
+            results = list(zip(block, translations, strict=True))
+            alignments = align(results, self.scorer, layer=self.results.alignment_layer)
         return zip(block, translations, alignments)
+
+    def _open_output(self, lines_per_sentence: int) -> OutputFile | OutputStream:
+        files, config = self.files, self.models.config
+        if files.output is None:
+            return OutputStream()
+        if not files.shard and Path(files.output).exists() and not Path(files.output).is_file():
+            return OutputStream(files.output)  # a device or a named pipe
+        task = "translate" if self.targets is None else "score"
+        settings = {"task": task} | dataclasses.asdict(config)
+        contents = {"input": files.input, "targets": self.targets, "shortlist": config.shortlist}
+        for name, path in contents.items():
+            if path:
+                with open(path, "rb") as file:
+                    settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        settings |= {"format": files.format, "text_field": files.text_field}
+        settings |= dataclasses.asdict(self.results)
+        settings |= {
+            "model": fingerprint(self.models.parameters),
+            "tokenizer": self.models.tokenizer.fingerprint,
+        }
+        return OutputFile(
+            files.output,
+            settings,
+            shard=parse_shard(files.shard) if files.shard else None,
+            lines_per_sentence=lines_per_sentence,
+            resume=files.resume,
+        )
 
     def report(self, seconds: float) -> None:
         """Log what did not go as it should, and how long it took."""
-        compiled = 0
         damaged = "damaged checkpoints were not used; --strict refuses them"
-        counts = [(self.loaded.num_damaged, damaged)]
+        counts = [(self.models.num_damaged, damaged)]
+        compiled = 0
         if self.translator is not None:
             compiled += self.translator.engine.num_compiled
             empty = "lines could not be translated; their output is empty"
@@ -189,23 +220,34 @@ class _Models:
                 logger.warning("%d %s.", count, what)
         logger.info("%.1f s; %d functions compiled.", seconds, compiled)
 
+    def compare_shortlist(
+        self, records: list[Record], references: list[str], tokenize: str
+    ) -> None:
+        """Say what the shortlist costs in BLEU and what time it saves, compiling apart."""
+        requests = [record.request() for record in records]
+        short = self.translator
+        assert short is not None
+        config = dataclasses.replace(short.config, shortlist="")
+        whole = Translator(short.models, short.tokenizer, config, devices=self.devices)
 
-def _open_records(arguments: Arguments, references: list[str] | None) -> Iterable[Record]:
-    """The input. A file is read to its end, so that its faults show before any work; a stream is
-    held in memory if that is to be done, or if it is needed again.
-    """
-    files, target = arguments.files, arguments.evaluation.score
-    shard = parse_shard(files.shard) if files.shard else (0, 1)
-    source = files.input or sys.stdin.buffer
-    records: Iterable[Record] = Records(source, files.format, files.text_field, shard, target)
-    if files.input is None:
-        if references is None and target is None:
-            return records
-        records = list(records)
-    count = sum(1 for _ in records)
-    if references is not None:
-        check_pairs(range(count), references)
-    return records
+        def best(translator: Translator) -> list[str]:
+            stream = translator.stream(requests, num_hypotheses=self.results.nbest)
+            return [translations[0].text for translations in stream]
+
+        best(whole)  # compiles
+        lines, seconds = [], []
+        for translator in (short, whole):
+            start = time.perf_counter()
+            lines.append(best(translator))
+            seconds.append(time.perf_counter() - start)
+        differ = sum(one != other for one, other in zip(*lines, strict=True))
+        print(
+            f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}\n"
+            f"The shortlist changes {differ} of {len(requests)} lines "
+            f"({differ / len(requests):.1%}) and takes {seconds[0]:.2f} s instead of "
+            f"{seconds[1]:.2f} s, compiling apart.",
+            file=sys.stderr,
+        )
 
 
 def _skip(records: Iterable[Record], count: int, output: str | None) -> Iterator[Record]:
@@ -219,65 +261,3 @@ def _skip(records: Iterable[Record], count: int, output: str | None) -> Iterator
             "expected the same input again."
         )
     return records
-
-
-def _open_output(
-    arguments: Arguments, models: _Models, lines_per_sentence: int
-) -> OutputFile | OutputStream:
-    files = arguments.files
-    if files.output is None:
-        return OutputStream()
-    if not files.shard and Path(files.output).exists() and not Path(files.output).is_file():
-        return OutputStream(files.output)  # a device or a named pipe
-    model = models.loaded
-    scoring = arguments.evaluation.score is not None
-    contents = {
-        "input": files.input,
-        "targets": arguments.evaluation.score,
-        "shortlist": model.config.shortlist,
-    }
-    settings: dict[str, Any] = {"task": "score" if scoring else "translate"}
-    settings |= dataclasses.asdict(model.config)
-    for name, path in contents.items():
-        if path:
-            with open(path, "rb") as file:
-                settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    settings |= {"format": files.format, "text_field": files.text_field}
-    settings |= dataclasses.asdict(arguments.results)
-    settings |= {"model": fingerprint(model.parameters), "tokenizer": model.tokenizer.fingerprint}
-    return OutputFile(
-        files.output,
-        settings,
-        shard=parse_shard(files.shard) if files.shard else None,
-        lines_per_sentence=lines_per_sentence,
-        resume=files.resume,
-    )
-
-
-def _compare_shortlist(
-    models: _Models, records: list[Record], references: list[str], tokenize: str
-) -> None:
-    """Say what the shortlist costs in BLEU and what time it saves, compiling apart."""
-    requests = [record.request() for record in records]
-    short = models.translator
-    assert short is not None
-    config = dataclasses.replace(short.config, shortlist="")
-    whole = Translator(short.models, short.tokenizer, config, devices=models.devices)
-
-    def best(translator: Translator) -> list[str]:
-        stream = translator.stream(requests, num_hypotheses=models.results.nbest)
-        return [translations[0].text for translations in stream]
-
-    best(whole)  # compiles
-    lines, seconds = [], []
-    for translator in (short, whole):
-        start = time.perf_counter()
-        lines.append(best(translator))
-        seconds.append(time.perf_counter() - start)
-    differ = sum(one != other for one, other in zip(*lines, strict=True))
-    print(
-        f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}\n"
-        f"The shortlist changes {differ} of {len(requests)} lines ({differ / len(requests):.1%}) "
-        f"and takes {seconds[0]:.2f} s instead of {seconds[1]:.2f} s, compiling apart.",
-        file=sys.stderr,
-    )

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from transformer_jax.errors import UserError, shown
-from transformer_jax.storage import locked, write_atomically
+from transformer_jax.storage import locked, replacing, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -168,17 +168,11 @@ def join_shards(output: str | Path) -> int:
                 f"{paths[0].name} and {path.name} were written with other settings: {differences}."
             )
     numbered = settings[paths[0]]["format"] == "text" and settings[paths[0]]["nbest"] > 1
-    temporary, count = output.with_name(f".{output.name}.{os.getpid()}.tmp"), 0
-    try:
-        with _write_errors(str(output)), temporary.open("wb") as joined:
-            for sentence in _in_turn(paths, numbered=numbered):
-                joined.writelines(sentence)
-                count += 1
-            joined.flush()
-            os.fsync(joined.fileno())
-            temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    count = 0
+    with _write_errors(str(output)), replacing(output) as joined:
+        for sentence in _in_turn(paths, numbered=numbered):
+            joined.writelines(sentence)
+            count += 1
     return count
 
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
-from transformer_jax.data.sources import read_lines
+from transformer_jax.data.sources import json_object, read_lines
 from transformer_jax.decoding.trained_models import check_text
 from transformer_jax.decoding.translator import Request, Translation
 from transformer_jax.errors import UserError
@@ -102,15 +102,7 @@ class Records:
         if self.format == "text":
             return Record(number, line)
         where = f"{self._name}, line {number + 1}"
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
-        if not isinstance(values, dict):
-            raise UserError(
-                f"{where} is a JSON {type(values).__name__}; "
-                f"expected an object with the field {self.text_field!r}."
-            )
+        values = json_object(line, where)
         if self.text_field not in values:
             names = ", ".join(list(values)[:20]) or "none"
             raise UserError(
