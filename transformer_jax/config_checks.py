@@ -83,5 +83,8 @@ def _expected(value: Any, allowed: Any) -> str | None:
 
 
 def _is_within(value: float, interval: Interval) -> bool:
-    bounds = {name: bound for name, bound in asdict(interval).items() if bound is not None}
-    return all(getattr(operator, name)(value, bound) for name, bound in bounds.items())
+    return all(
+        getattr(operator, name)(value, bound)
+        for name, bound in asdict(interval).items()
+        if bound is not None
+    )

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -71,37 +70,33 @@ class _Job:
     """The flags, and the models that they ask for.
 
     Attributes:
-      translator: None if targets are scored.
-      scorer: None unless targets are scored or alignments wanted.
+      models: what came from the work directories.
+      translator: that, unless targets are scored.
+      scorer: that, if targets are scored; with alignments another one of the same models.
     """
-
-    translator: Translator | None = None
-    scorer: Scorer | None = None
-    models: Translator | Scorer
-    """The one of them that came from the work directories."""
 
     def __init__(self, arguments: Arguments):
         self.files, self.results = arguments.files, arguments.results
         self.targets, search = arguments.evaluation.score, arguments.search
         self.window = 1 if self.files.one_by_one else self.files.window or 100 * search.batch_size
         self.devices = devices_for_rows(search.batch_size)
-        choice: dict[str, Any] = {
-            "checkpoint": arguments.checkpoint,
-            "average": arguments.average,
-            "strict": arguments.strict,
-            "devices": self.devices,
+        task = Translator if self.targets is None else Scorer
+        models: Translator | Scorer = task.from_workdir(
+            arguments.workdir,
+            checkpoint=arguments.checkpoint,
+            average=arguments.average,
+            strict=arguments.strict,
+            devices=self.devices,
             **vars(search),
-        }
-        if self.targets is not None:
-            self.models = self.scorer = Scorer.from_workdir(arguments.workdir, **choice)
-        else:
-            found = Translator.from_workdir(arguments.workdir, **choice)
-            self.models = self.translator = found
-            if self.results.alignments:
-                self.scorer = Scorer(
-                    found.models, found.tokenizer, found.config, devices=self.devices
-                )
-        if self.scorer is not None and self.results.alignments:
+        )
+        self.models = models
+        self.translator = models if isinstance(models, Translator) else None
+        self.scorer = models if isinstance(models, Scorer) else None
+        if self.results.alignments and isinstance(models, Translator):
+            self.scorer = Scorer(
+                models.models, models.tokenizer, models.config, devices=self.devices
+            )
+        if self.results.alignments and self.scorer is not None:
             self.scorer.check_layer(self.results.alignment_layer)
 
     def open_records(self, references: list[str] | None) -> Iterable[Record]:

@@ -85,20 +85,29 @@ class TrainedModels:
           UserError: runs with different tokenizers; as ``load_model`` and the constructor.
         """
         workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
-        choice: dict[str, Any] = {"average": average, "checkpoint": checkpoint, "strict": strict}
         damaged = set[Path]()
-        loaded = [load_model(local_workdir(each), **choice, damaged=damaged) for each in workdirs]
-        config, _, tokenizer = loaded[0]
-        for other, (_, _, its_tokenizer) in zip(workdirs, loaded, strict=True):
-            if its_tokenizer.fingerprint != tokenizer.fingerprint:
+        configs, models, tokenizers = zip(
+            *(
+                load_model(
+                    local_workdir(each),
+                    checkpoint=checkpoint,
+                    average=average,
+                    strict=strict,
+                    damaged=damaged,
+                )
+                for each in workdirs
+            ),
+            strict=True,
+        )
+        for other, tokenizer in zip(workdirs, tokenizers, strict=True):
+            if tokenizer.fingerprint != tokenizers[0].fingerprint:
                 raise UserError(
                     f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected "
                     "models that were trained with the same tokenizer (train.py --tokenizer.model, "
                     "--tokenizer.target-model)."
                 )
-        models = [model for _, model, _ in loaded]
-        decoding = dataclasses.replace(config.decoding, **settings)
-        found = cls(models, tokenizer, decoding, devices=devices)
+        decoding = dataclasses.replace(configs[0].decoding, **settings)
+        found = cls(models, tokenizers[0], decoding, devices=devices)
         found.num_damaged = len(damaged)
         return found
 
