@@ -60,10 +60,10 @@ def test_translations_are_aligned_in_order(scorer):
         return Translation(text, 0.0, 0.0, len(tokens) + 1, tuple(tokens))
 
     results = [
-        (Record(0, "one two"), [translation("ONE TWO"), translation("TWO")]),
-        (Record(1, ""), [Translation("", 0, 0, 0)]),
+        (Record("one two"), [translation("ONE TWO"), translation("TWO")]),
+        (Record(""), [Translation("", 0, 0, 0)]),
     ]
-    results += [(Record(i, LINES[i]), [translation(TARGETS[i])]) for i in range(2, 9)]
+    results += [(Record(LINES[i]), [translation(TARGETS[i])]) for i in range(2, 9)]
     found = list(align(results, scorer))
     assert [alignment is None for alignments in found for alignment in alignments] == [
         False,
@@ -122,7 +122,7 @@ def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer
     [source] = tokenizer.encode_source([text])
     assert "".join(tokenizer.source_tokens(source)).count("▁") == 3
     translations = scorer.score([(text, text.upper())])
-    [[alignment]] = align([(Record(0, text), translations)], scorer)
+    [[alignment]] = align([(Record(text), translations)], scorer)
     tokens = zip(alignment.source, alignment.source_words, strict=False)
     assert {number for token, number in tokens if token != "▁"} == {0, 2}
     assert set(alignment.target_words) == {0, 2}

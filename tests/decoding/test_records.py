@@ -29,16 +29,16 @@ def objects(*values, **options):
 
 def test_plain_lines_are_taken_as_they_are():
     records = list(Records(stream("one", "", '{"text": "two"}')))
-    assert records == [Record(0, "one"), Record(1, ""), Record(2, '{"text": "two"}')]
+    assert records == [
+        Record(text, number=number) for number, text in enumerate(("one", "", '{"text": "two"}'), 1)
+    ]
 
 
 def test_objects_give_text_and_prefix():
     [plain, forced] = objects({"text": "one\ntwo"}, {"id": 7, "text": "two", "prefix": "Z"})
-    assert (plain.number, plain.text, plain.prefix) == (0, "one two", "")
-    assert (forced.number, forced.text, forced.prefix) == (1, "two", "Z")
+    assert (plain.number, plain.text, plain.prefix) == (1, "one two", "")
+    assert (forced.number, forced.text, forced.prefix) == (2, "two", "Z")
     assert json.loads(forced.json) == {"id": 7, "text": "two", "prefix": "Z"}
-    request = forced.request()
-    assert (request.text, request.prefix, request.number) == ("two", "Z", 2)
     assert [record.text for record in objects({"en": "one", "text": 3}, text_field="en")] == ["one"]
 
 
@@ -70,7 +70,7 @@ def test_a_faulty_line_is_named_and_loses_nothing_before_it(line, message, size)
     given = []
     with pytest.raises(UserError, match=message):
         given.extend(record.number for block in found for record in block)
-    assert given == [0, 1]
+    assert given == [1, 2]
 
 
 def test_a_prefix_of_null_is_none():
@@ -82,8 +82,8 @@ def test_a_prefix_of_null_is_none():
 def test_shards_share_the_lines():
     lines = [f"line {i}" for i in range(11)]
     shards = [[(r.number, r.text) for r in Records(stream(*lines), shard=(i, 3))] for i in range(3)]
-    assert sorted(line for shard in shards for line in shard) == list(enumerate(lines))
-    assert [number for number, _ in shards[1]] == [1, 4, 7, 10]
+    assert sorted(line for shard in shards for line in shard) == list(enumerate(lines, 1))
+    assert [number for number, _ in shards[1]] == [2, 5, 8, 11]
 
 
 def test_a_shard_does_not_parse_the_lines_of_others():
@@ -118,7 +118,7 @@ def test_a_block_is_answered_before_more_is_read(size):
         nonlocal read
         for i in range(20):
             read += 1
-            yield Record(i, str(i))
+            yield Record(str(i), number=i)
 
     done = 0
     for block in blocks(records(), size):
@@ -138,8 +138,8 @@ def test_targets_go_with_their_lines(tmp_path, kind):
         source = lines if kind == "file" else io.BytesIO(lines.read_bytes())
         return [(r.number, r.text, r.target) for r in Records(source, targets=targets, **options)]
 
-    assert read() == [(0, "one", "eins"), (1, "two", "zwei"), (2, "three", "drei")]
-    assert read(shard=(1, 2)) == [(1, "two", "zwei")]
+    assert read() == [(1, "one", "eins"), (2, "two", "zwei"), (3, "three", "drei")]
+    assert read(shard=(1, 2)) == [(2, "two", "zwei")]
     targets.write_text("eins\nzwei\n")
     with pytest.raises(UserError, match="has 3 lines and .*targets has 2; expected as many"):
         read()
@@ -161,7 +161,7 @@ ALIGNMENT = Alignment(
 OTHER = Alignment(
     ("▁yes", "▁fine", "</s>"), ("▁nein", "</s>"), np.array([[0, 1, 0], [0, 0, 1]]), [0, 1], [0]
 )
-RECORD = Record(4, "yes fine")
+RECORD = Record("yes fine", number=5)
 
 
 def json_lines(output, line, translations, alignments=None):

@@ -79,15 +79,18 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
         yield line.text()
 
 
-def json_object(line: str, where: str) -> dict[str, Any]:
-    """The fields of a line of JSONL; ``UserError``, which says ``where``, if it is no object."""
+def json_object(line: str, where: str, field: str) -> dict[str, Any]:
+    """The values of a line of JSONL; ``UserError``, which says ``where``, unless it is an object.
+    ``field`` is for its message.
+    """
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
         raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
     if not isinstance(values, dict):
         raise UserError(
-            f"{where} is a JSON {type(values).__name__}; expected an object with text fields."
+            f"{where} is a JSON {type(values).__name__}; "
+            f"expected an object with the field {field!r}."
         )
     return values
 
@@ -224,7 +227,7 @@ def _parse_tsv(config: PairsConfig, line: _Line) -> tuple[str, str]:
 
 def _parse_json(config: PairsConfig, line: _Line) -> tuple[str, str]:
     where = line.where
-    values, pair = json_object(line.text(), where), []
+    values, pair = json_object(line.text(), where, config.source_field), []
     for field in (config.source_field, config.target_field):
         if not isinstance(values.get(field), str):
             found = f"{shown(values[field])} in" if field in values else "no"

@@ -143,7 +143,7 @@ class _Job:
         """The records; ``UserError`` at one whose prefix cannot be forced."""
         for record in records:
             if record.prefix and self.translator is not None:
-                self.translator.prefix_tokens(record.request())
+                self.translator.prefix_tokens(record)
             yield record
 
     def _answers(
@@ -153,15 +153,12 @@ class _Job:
         they are asked for.
         """
         if self.translator is not None:
-            requests = [record.request() for record in block]
             nbest, window = self.results.nbest, len(block)
-            translations = list(
-                self.translator.stream(requests, num_hypotheses=nbest, window=window)
-            )
+            translations = list(self.translator.stream(block, num_hypotheses=nbest, window=window))
         else:
             assert self.scorer is not None
             pairs = [(record.text, record.target) for record in block]
-            numbers = [record.number + 1 for record in block]
+            numbers = [record.number for record in block]
             translations = [[scored] for scored in self.scorer.score(pairs, numbers=numbers)]
         alignments: Iterable[list[Alignment | None] | None] = repeat(None)
         if self.scorer is not None and self.results.alignments:
@@ -219,14 +216,13 @@ class _Job:
         self, records: list[Record], references: list[str], tokenize: str
     ) -> None:
         """Say what the shortlist costs in BLEU and what time it saves, compiling apart."""
-        requests = [record.request() for record in records]
         short = self.translator
         assert short is not None
         config = dataclasses.replace(short.config, shortlist="")
         whole = Translator(short.models, short.tokenizer, config, devices=self.devices)
 
         def best(translator: Translator) -> list[str]:
-            stream = translator.stream(requests, num_hypotheses=self.results.nbest)
+            stream = translator.stream(records, num_hypotheses=self.results.nbest)
             return [translations[0].text for translations in stream]
 
         best(whole)  # compiles
@@ -238,8 +234,8 @@ class _Job:
         differ = sum(one != other for one, other in zip(*lines, strict=True))
         print(
             f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}\n"
-            f"The shortlist changes {differ} of {len(requests)} lines "
-            f"({differ / len(requests):.1%}) and takes {seconds[0]:.2f} s instead of "
+            f"The shortlist changes {differ} of {len(records)} lines "
+            f"({differ / len(records):.1%}) and takes {seconds[0]:.2f} s instead of "
             f"{seconds[1]:.2f} s, compiling apart.",
             file=sys.stderr,
         )

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -21,22 +21,14 @@ from transformer_jax.errors import UserError
 _BEFORE_FIELD = re.compile(r"\s*[{,]\s*(?=\")")
 
 
-class Record(NamedTuple):
-    """One line of the input."""
+@dataclass(frozen=True)
+class Record(Request):
+    """One line of the input; its number is its position in the whole input, from 1."""
 
-    number: int
-    """Its position in the whole input, from 0."""
-    text: str
-    prefix: str = ""
-    """What the translation must start with."""
     json: str | None = None
     """The JSON object that it came from, as it was written."""
     target: str = ""
     """What is to be scored as its translation."""
-
-    def request(self) -> Request:
-        """What to ask the translator for."""
-        return Request(self.text, self.prefix, self.number + 1)
 
 
 class Alignment(NamedTuple):
@@ -76,7 +68,7 @@ class Records:
     """File of the records' targets, line by line."""
 
     def __iter__(self) -> Iterator[Record]:
-        lines = islice(enumerate(read_lines(self.source)), self.shard[0], None, self.shard[1])
+        lines = islice(enumerate(read_lines(self.source), 1), self.shard[0], None, self.shard[1])
         if self.targets is None:
             yield from (self._record(number, line) for number, line in lines)
             return
@@ -90,7 +82,7 @@ class Records:
                     f"{' in this shard' * (self.shard[1] > 1)}; expected as many in both: "
                     "line N of one is the target of line N of the other."
                 )
-            yield self._record(*line)._replace(target=target, prefix="")
+            yield replace(self._record(*line), target=target, prefix="")
 
     @property
     def _name(self) -> str:
@@ -100,9 +92,9 @@ class Records:
 
     def _record(self, number: int, line: str) -> Record:
         if self.format == "text":
-            return Record(number, line)
-        where = f"{self._name}, line {number + 1}"
-        values = json_object(line, where)
+            return Record(line, number=number)
+        where = f"{self._name}, line {number}"
+        values = json_object(line, where, self.text_field)
         if self.text_field not in values:
             names = ", ".join(list(values)[:20]) or "none"
             raise UserError(
@@ -113,7 +105,7 @@ class Records:
         prefix = "" if prefix is None else prefix  # null: tables give every line all fields
         check_text(text, f"{where}: field {self.text_field!r}")
         check_text(prefix, f"{where}: field 'prefix'")
-        return Record(number, text.replace("\n", " "), prefix.replace("\n", " "), line)
+        return Record(text.replace("\n", " "), prefix.replace("\n", " "), number, line)
 
 
 @dataclass(frozen=True)
@@ -161,7 +153,7 @@ class OutputFormat:
         for t, alignment in hypotheses:
             columns = [f"{t.log_prob:.4f}" if self.scores else t.text]
             if self.nbest > 1:
-                columns = [str(record.number), *columns, f"{t.score:.4f}"]
+                columns = [str(record.number - 1), *columns, f"{t.score:.4f}"]
             if self.alignments:
                 columns.append(alignment.hard() if alignment else "")
             lines.append(" ||| ".join(columns))
