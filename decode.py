@@ -1,6 +1,4 @@
-"""Translate with a trained model. The flags are in transformer_jax/decoding/flags.py, what they do in
-job.py beside it.
-"""
+"""Translate with a trained model: flags in transformer_jax/decoding/flags.py, the work in job.py."""
 
 import sys
 

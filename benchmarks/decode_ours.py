@@ -31,7 +31,7 @@ _SHAPES = {  # models with random weights
 class NumberedTokens:
     """Stands in for the tokenizer of a model of random weights: what exports ask of one."""
 
-    source_model, target_model, joint = b"", None, True
+    source_model, target_model, joint, imported = b"", None, True, False
 
     def __init__(self, vocab_size: int):
         """Tokens are p4, p5, ... after the four that every vocabulary has."""

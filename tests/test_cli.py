@@ -58,7 +58,7 @@ def test_an_interrupt_that_gets_lost_comes_again() -> None:
 
     start = time.monotonic()
     assert run_program(work) == 130
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25  # work() takes 30
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 

@@ -46,6 +46,7 @@ ORDER = [
     "checkpoint",
     "remote_workdir",
     "decoding.constraints",
+    "decoding.length_penalty",
     "decoding.search",
     "decoding.beam_search",
     "decoding.sampling",

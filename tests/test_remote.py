@@ -154,7 +154,8 @@ def test_another_run_at_the_url_is_not_overwritten(saved, store):
     before = files(saved.folder), dict(store.store)
     with pytest.raises(
         UserError,
-        match=r"have no checkpoint in common: the folder's last is of step 4, the URL's of step 2\.",
+        match="have no checkpoint in common: the folder's last is of step 4, "
+        r"the URL's of step 2\.",
     ):
         saved.pull()
     assert (files(saved.folder), dict(store.store)) == before

@@ -1,5 +1,5 @@
-"""Killed at any moment and resumed, or written in shards and joined, an output is what one run would
-have written.
+"""Killed at any moment and resumed, or written in shards and joined, an output is what one run
+would have written.
 """
 
 from __future__ import annotations
@@ -275,7 +275,8 @@ def test_shards_that_do_not_make_a_whole(tmp_path):
     refused("out.shard-2-of-3 is not complete .*--resume")
     run(source, out, shard=(2, 3), beam_size=5)
     refused(
-        "out.shard-0-of-3 and out.shard-2-of-3 were written with other settings: beam_size: 4 then, 5 now"
+        "out.shard-0-of-3 and out.shard-2-of-3 were written with other settings: "
+        "beam_size: 4 then, 5 now"
     )
     run(source, out, shard=(2, 3))
     paths[1].write_text("x\n")

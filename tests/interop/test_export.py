@@ -442,8 +442,13 @@ def test_program_writes_a_whole_folder(workdir, tmp_path, capsys) -> None:
     ]
     assert main(arguments) == 0
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "model.bin", "config.json", "shared_vocabulary.json", "source.spm", "target.spm", "generation_config.json"
-    }  # fmt: skip
+        "model.bin",
+        "config.json",
+        "shared_vocabulary.json",
+        "source.spm",
+        "target.spm",
+        "generation_config.json",
+    }
     assert "note: " in capsys.readouterr().err
     assert main(arguments) == 2
     assert "there already" in capsys.readouterr().err

@@ -86,10 +86,22 @@ def marian(tmp_path_factory, lines) -> Path:
     )
     last = len(names) - 1
     config = MarianConfig(
-        vocab_size=len(names), d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, activation_function="swish", scale_embedding=True,
-        pad_token_id=last, eos_token_id=0, decoder_start_token_id=last, forced_eos_token_id=0, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=len(names),
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        activation_function="swish",
+        scale_embedding=True,
+        pad_token_id=last,
+        eos_token_id=0,
+        decoder_start_token_id=last,
+        forced_eos_token_id=0,
+        max_position_embeddings=64,
+    )
     model = MarianMTModel(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -479,9 +491,18 @@ def _with_settings(marian: Path, folder: Path, **settings: Any) -> Path:
 def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
     some = sorted(_vocabulary(marian))[5]
     folder = _with_settings(
-        marian, tmp_path / "beam", num_beams=2, min_length=4, repetition_penalty=1.5, length_penalty=-1.0, early_stopping=True,
-        suppress_tokens=[_vocabulary(marian)[some]], encoder_no_repeat_ngram_size=3, diversity_penalty=0.0, min_p=None,
-    )  # fmt: skip
+        marian,
+        tmp_path / "beam",
+        num_beams=2,
+        min_length=4,
+        repetition_penalty=1.5,
+        length_penalty=-1.0,
+        early_stopping=True,
+        suppress_tokens=[_vocabulary(marian)[some]],
+        encoder_no_repeat_ngram_size=3,
+        diversity_penalty=0.0,
+        min_p=None,
+    )
     config, *_, notes = import_huggingface(folder)
     decoding = config.decoding
     assert (
@@ -493,8 +514,8 @@ def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
     assert decoding.suppress == (some,) and decoding.length_penalty == 0
     said = "\n".join(notes)
     assert (
-        "left out, since there is nothing like it here: early_stopping True, encoder_no_repeat_ngram_size 3."
-        in said
+        "left out, since there is nothing like it here: early_stopping True, "
+        "encoder_no_repeat_ngram_size 3." in said
     )
     assert "length_penalty is -1 there" in said and "logits" not in said
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}

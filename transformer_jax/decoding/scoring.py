@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.buckets import padded_length
-from transformer_jax.decoding.search import length_divisor
+from transformer_jax.decoding.length_penalty import length_divisor
 from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
