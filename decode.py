@@ -1,4 +1,4 @@
-"""Translate with a trained model: flags in transformer_jax/decoding/flags.py, the work in job.py."""
+"""Translate with a trained model; transformer_jax/decoding/ has the flags and the work."""
 
 import sys
 
