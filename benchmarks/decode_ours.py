@@ -12,13 +12,13 @@ from flax import nnx
 from benchmarks.decode_job import Job
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, DecodingConfig, ModelConfig
+from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.errors import UserError
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.sharding import devices_for_rows
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.summary import environment
 

@@ -55,6 +55,7 @@ ORDER = [
     "decoding.buckets",
     "decoding.shortlist",
     "decoding.learn_shortlist",
+    "decoding.devices",
     "decoding.engine",
     "decoding.segments",
     "decoding.trained_models",

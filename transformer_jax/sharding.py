@@ -8,24 +8,18 @@ XLA would also split what layers compute along it, and pass that between devices
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
-from transformer_jax.machine import num_cores
-
-log = logging.getLogger(__name__)
 
 BATCH_AXES = ("data", "fsdp")
-_ROWS_OF_A_CORE = 16
 
 # The mesh axis of each axis of a parameter, by the end of its name. Everything else (norms, biases)
 # is whole on every device.
@@ -60,44 +54,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def row_shardings(devices: Sequence[jax.Device]) -> tuple[Any, Any]:
-    """Shardings for independent rows: a whole copy on every device, and rows split between them.
-
-    Both are None without devices (arrays stay where they are); one device has its own for both.
-    """
-    if len(devices) < 2:
-        there = SingleDeviceSharding(devices[0]) if devices else None
-        return there, there
-    mesh = Mesh(np.asarray(devices), ("rows",), axis_types=(AxisType.Auto,))
-    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
-
-
-def devices_for_rows(rows: int) -> tuple[jax.Device, ...]:
-    """As many devices as ``rows`` rows divide over evenly.
-
-    If JAX has not started yet, each CPU core becomes a device, as long as it gets 16 rows: a search
-    on one device that all cores share is up to 10% slower (docs/performance.md).
-    """
-    most = max(1, rows // _ROWS_OF_A_CORE)
-    with contextlib.suppress(RuntimeError):  # it has started
-        jax.config.update("jax_num_cpu_devices", min(most, num_cores()))
-    devices = jax.devices()
-    if devices[0].platform == "cpu":
-        devices = devices[:most]
-    used = max(count for count in range(1, len(devices) + 1) if rows % count == 0)
-    if used < len(devices) and devices[0].platform != "cpu":
-        better = -(-rows // len(devices)) * len(devices)
-        log.warning(
-            "Only %d of %d devices are used, as %d rows divide evenly over no more; "
-            "--batch-size %d uses all.",
-            used,
-            len(devices),
-            rows,
-            better,
-        )
-    return tuple(devices[:used])
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """A whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
@@ -126,13 +82,12 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
 
 def gathered(parameters: Any, mesh: Mesh) -> Any:
     """Parameters under ``jit``, whole along ``fsdp``, as a device needs them for its rows."""
-
-    def whole(kept: NamedSharding) -> NamedSharding:
-        return NamedSharding(
+    shardings = jax.tree.map(
+        lambda kept: NamedSharding(
             mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec))
-        )
-
-    shardings = jax.tree.map(whole, state_shardings(parameters, mesh))
+        ),
+        state_shardings(parameters, mesh),
+    )
     return jax.lax.with_sharding_constraint(parameters, shardings)
 
 
@@ -142,15 +97,11 @@ def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> Name
     for end, spec in _RULES.items():
         if re.search(rf"(^|[._]){end}$", name) and len(spec) == len(shape):
             for axis, size in zip(spec, shape, strict=True):
-                _check_divides(axis, size, mesh, name)
+                if axis is not None and size % mesh.shape[axis]:
+                    divided = "num_heads and model.d_ff" if axis == "tensor" else "d_model"
+                    raise UserError(
+                        f"mesh.{axis} is {mesh.shape[axis]}; expected a divisor of "
+                        f"model.{divided} ({name} has {size} along that axis)."
+                    )
             return NamedSharding(mesh, spec)
     return replicated(mesh)
-
-
-def _check_divides(axis: str | None, size: int, mesh: Mesh, name: str) -> None:
-    if axis is not None and size % mesh.shape[axis]:
-        divided = "model.num_heads and model.d_ff" if axis == "tensor" else "model.d_model"
-        raise UserError(
-            f"mesh.{axis} is {mesh.shape[axis]}; expected a divisor of {divided} ({name} has "
-            f"{size} along that axis)."
-        )

@@ -10,7 +10,6 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.attention import (
     MultiHeadAttention,
     attention_mask,
-    attention_weights,
     dot_product_attention,
 )
 
@@ -102,24 +101,28 @@ def test_multi_head_attention_gives_its_weights() -> None:
     layer = MultiHeadAttention(12, 3, dropout=0.5, rngs=nnx.Rngs(0))
     x, memory = _random(2, 4, 12), _random(2, 5, 12, seed=1)
     mask = jnp.ones((2, 1, 4, 5), bool).at[1, :, :, 2:].set(False)
-    out, weights = layer.with_weights(x, memory, mask)
+    collected: list[jax.Array] = []
+    out = layer(x, memory, mask, weights=collected)
+    [weights] = collected
     np.testing.assert_array_equal(out, layer(x, memory, mask))
-    np.testing.assert_array_equal(
-        weights, attention_weights(layer.query(x), layer.key(memory), mask)
-    )
+    scores = jnp.einsum("BTHK,BSHK->BHTS", layer.query(x), layer.key(memory)) / 2
+    expected = jax.nn.softmax(scores, where=mask)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
     assert weights.shape == (2, 3, 4, 5) and (weights[1, :, :, 2:] == 0).all()
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
     by_hand = jnp.einsum("BHTS,BSHK->BTHK", weights, layer.value(memory))
     np.testing.assert_allclose(layer.output(by_hand), out, rtol=1e-5, atol=1e-6)
-    dropped = layer.with_weights(x, memory, mask, dropout_key=jax.random.key(0))
-    np.testing.assert_array_equal(dropped[1], weights)  # those before dropout
-    assert not np.allclose(dropped[0], out)
+    dropped = layer(x, memory, mask, dropout_key=jax.random.key(0), weights=collected)
+    np.testing.assert_array_equal(collected[1], weights)  # those before dropout
+    assert not np.allclose(dropped, out)
 
 
 def test_weights_are_float32_whatever_the_products_are() -> None:
     layer = MultiHeadAttention(12, 3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     x = _random(1, 4, 12)
-    out, weights = layer.with_weights(x, x)
+    collected: list[jax.Array] = []
+    out = layer(x, x, weights=collected)
+    [weights] = collected
     assert (out.dtype, weights.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
 

@@ -19,13 +19,13 @@ from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.buckets import Bucket, Layout, Sentence, make_buckets
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import Found, Waiting, search_waiting
+from transformer_jax.decoding.devices import row_shardings
 from transformer_jax.decoding.models import DecodingModel, Source
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import NOT_FORCED, Method, SearchResult
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
-from transformer_jax.sharding import row_shardings
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 from transformer_jax.tokenizer import Tokenizer
 

@@ -18,6 +18,7 @@ from transformer_jax.cli import parse_shard
 from transformer_jax.config import Config
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import align
+from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.flags import Arguments
 from transformer_jax.decoding.output_file import (
     OutputFile,
@@ -31,7 +32,6 @@ from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu, check_pairs, evaluate
-from transformer_jax.sharding import devices_for_rows
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.buckets import padded_length
+from transformer_jax.decoding.devices import row_shardings
 from transformer_jax.decoding.length_penalty import length_divisor
 from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.sharding import row_shardings
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 
 logger = logging.getLogger(__name__)

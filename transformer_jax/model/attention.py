@@ -43,14 +43,22 @@ def attention_mask(
     return mask_BTS[:, None]
 
 
-def attention_weights(
-    q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BHTS: jax.Array | None = None
+def dot_product_attention(
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    mask_BHTS: jax.Array | None = None,
+    *,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    weights: list[jax.Array] | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(d_k)), float32 [B, H, T, S].
+    """softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with the values' K.
 
     Args:
       mask_BHTS: bool, True where attention is allowed; axes B, H, T may be 1. None allows all. A
         query that sees nothing has equal weights.
+      weights: a list to which the weights before dropout are added, float32 [B, H, T, S].
 
     Raises:
       UserError: the mask is not bool.
@@ -64,30 +72,10 @@ def attention_weights(
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     if mask_BHTS is not None:
         scores_BHTS = jnp.where(mask_BHTS, scores_BHTS, MASKED)
-    return jax.nn.softmax(scores_BHTS, axis=-1)
-
-
-def dot_product_attention(
-    q_BTHK: jax.Array,
-    k_BSHK: jax.Array,
-    v_BSHK: jax.Array,
-    mask_BHTS: jax.Array | None = None,
-    *,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
-) -> jax.Array:
-    """softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with the values' K.
-
-    The mask is that of ``attention_weights``.
-    """
-    weights_BHTS = attention_weights(q_BTHK, k_BSHK, mask_BHTS)
-    return _weighted_values(weights_BHTS, v_BSHK, dropout_rate, dropout_key)
-
-
-def _weighted_values(
-    weights_BHTS: jax.Array, v_BSHK: jax.Array, rate: float, key: jax.Array | None
-) -> jax.Array:
-    weights_BHTS = dropout(weights_BHTS.astype(v_BSHK.dtype), rate, key)
+    weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
+    if weights is not None:
+        weights.append(weights_BHTS)
+    weights_BHTS = dropout(weights_BHTS.astype(v_BSHK.dtype), dropout_rate, dropout_key)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK)
 
 
@@ -157,26 +145,22 @@ class MultiHeadAttention(nnx.Module):
         mask_BHTS: jax.Array | None = None,
         *,
         dropout_key: jax.Array | None = None,
+        weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """Let each query position gather from the memory: [B, T, D].
 
-        Self-attention passes one array twice. The mask is that of ``attention_weights``.
+        Self-attention passes one array twice. Mask and ``weights`` are those of
+        ``dot_product_attention``.
         """
-        return self.with_weights(query_BTD, memory_BSD, mask_BHTS, dropout_key=dropout_key)[0]
-
-    def with_weights(
-        self,
-        query_BTD: jax.Array,
-        memory_BSD: jax.Array,
-        mask_BHTS: jax.Array | None = None,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The output, and the weights before dropout, float32 [B, H, T, S]."""
-        k_BSHK, v_BSHK = self.keys_values(memory_BSD)
-        weights_BHTS = attention_weights(self.query(query_BTD), k_BSHK, mask_BHTS)
-        out_BTHK = _weighted_values(weights_BHTS, v_BSHK, self.dropout, dropout_key)
-        return self.output(out_BTHK), weights_BHTS
+        out_BTHK = dot_product_attention(
+            self.query(query_BTD),
+            *self.keys_values(memory_BSD),
+            mask_BHTS,
+            dropout_rate=self.dropout,
+            dropout_key=dropout_key,
+            weights=weights,
+        )
+        return self.output(out_BTHK)
 
     def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The memory's projected keys and values, both [B, S, H, K], for a cache."""

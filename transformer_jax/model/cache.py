@@ -79,8 +79,8 @@ class DecoderCache:
             return jax.tree.map(lambda x, y: x.at[rows_R].set(y, mode="drop"), old, new)
 
         layers = tuple(
-            LayerCache(
-                self_keys=old.self_keys,
+            dataclasses.replace(
+                old,
                 self_values=put(old.self_values, (0,) * len(old.self_values)),
                 cross_keys=put(old.cross_keys, new.cross_keys),
                 cross_values=put(old.cross_values, new.cross_values),
@@ -114,7 +114,7 @@ class DecoderCache:
     def append(
         self,
         keys_values: list[tuple[jax.Array, jax.Array]],
-        attention_BWS: jax.Array | None = None,
+        attention_BWS: jax.Array | None,
     ) -> DecoderCache:
         """Add one position: each layer's new keys and values, [B, W, H, K]."""
         rows_B1 = jnp.arange(len(self.position_B))[:, None]
@@ -127,8 +127,7 @@ class DecoderCache:
                 length = x_BHLK.shape[2]
                 # slots of other blocks lie outside and are dropped
                 inside_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
-                new = new_BWHK.astype(x_BHLK.dtype)
-                written.append(x_BHLK.at[rows_B1, :, inside_BW].set(new, mode="drop"))
+                written.append(x_BHLK.at[rows_B1, :, inside_BW].set(new_BWHK, mode="drop"))
                 start += length
             return tuple(written)
 

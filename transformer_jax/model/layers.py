@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,6 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
 from transformer_jax.model.cache import LayerCache, attend_to_blocks
 from transformer_jax.model.dropout import dropout, split_key
-
-_ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
@@ -50,9 +50,10 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, config: ModelConfig, *, rngs: nnx.Rngs):
         """Matrices are drawn from N(0, d_model^-1); that of the tokens is [V, D]."""
         self.matrix = embedding_matrix(vocab_size, config.d_model, rngs)
-        learned = config.positions == "learned"
         self.position_matrix = (
-            embedding_matrix(config.max_positions, config.d_model, rngs) if learned else None
+            embedding_matrix(config.max_positions, config.d_model, rngs)
+            if config.positions == "learned"
+            else None
         )
         self.layout = config.positions
         self.dtype = compute_dtype(config)
@@ -90,7 +91,7 @@ class Embedding(nnx.Module):
 def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
     """A float32 parameter [rows, D] from N(0, d_model^-1)."""
     check_rngs(rngs)
-    return nnx.Param(d_model**-0.5 * jax.random.normal(rngs.params(), (rows, d_model), jnp.float32))
+    return nnx.Param(nnx.initializers.normal(d_model**-0.5)(rngs.params(), (rows, d_model)))
 
 
 class FeedForward(nnx.Module):
@@ -98,15 +99,16 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads d_model, d_ff, activation and feed_forward_dropout."""
-        D, F, dtype = config.d_model, config.d_ff, compute_dtype(config)
-        self.inner = Projection("BLD,DF->BLF", (D, F), use_bias=True, dtype=dtype, rngs=rngs)
-        self.output = Projection("BLF,FD->BLD", (F, D), use_bias=True, dtype=dtype, rngs=rngs)
-        self.activation = config.activation
+        D, F = config.d_model, config.d_ff
+        projection = partial(Projection, use_bias=True, dtype=compute_dtype(config), rngs=rngs)
+        self.inner = projection("BLD,DF->BLF", (D, F))
+        self.output = projection("BLF,FD->BLD", (F, D))
+        self.activation = config.activation  # its name in jax.nn
         self.dropout = config.feed_forward_dropout
 
     def __call__(self, x_BLD: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
         """The same two-layer network at every position: [B, L, D]."""
-        hidden_BLF = _ACTIVATIONS[self.activation](self.inner(x_BLD))
+        hidden_BLF = getattr(jax.nn, self.activation)(self.inner(x_BLD))
         return self.output(dropout(hidden_BLF, self.dropout, dropout_key))
 
 
@@ -178,22 +180,24 @@ class EncoderLayer(nnx.Module):
         self.feed_forward_residual = Residual(config)
 
     def __call__(
-        self, x_BSD: jax.Array, mask_BHSS: jax.Array, *, dropout_key: jax.Array | None = None
+        self,
+        x_BSD: jax.Array,
+        mask_BHSS: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+        weights: list[jax.Array] | None = None,
     ) -> jax.Array:
-        """[B, S, D] to [B, S, D]; without a key nothing is dropped."""
-        return self.with_weights(x_BSD, mask_BHSS, dropout_key=dropout_key)[0]
+        """[B, S, D] to [B, S, D]; without a key nothing is dropped.
 
-    def with_weights(
-        self, x_BSD: jax.Array, mask_BHSS: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """The output, and the attention weights [B, H, S, S]."""
+        The attention weights [B, H, S, S] are added to ``weights``, if given.
+        """
         attention_key, residual_key, *keys = split_key(dropout_key, 4)
         y_BSD = self.self_attention_residual.before(x_BSD)
-        y_BSD, weights_BHSS = self.self_attention.with_weights(
-            y_BSD, y_BSD, mask_BHSS, dropout_key=attention_key
+        y_BSD = self.self_attention(
+            y_BSD, y_BSD, mask_BHSS, dropout_key=attention_key, weights=weights
         )
         x_BSD = self.self_attention_residual.after(x_BSD, y_BSD, dropout_key=residual_key)
-        return _feed_forward(self, x_BSD, *keys), weights_BHSS
+        return _feed_forward(self, x_BSD, *keys)
 
 
 class DecoderLayer(nnx.Module):
@@ -216,37 +220,30 @@ class DecoderLayer(nnx.Module):
         cross_mask_BHTS: jax.Array,
         *,
         dropout_key: jax.Array | None = None,
+        weights: list[jax.Array] | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D]; without a key nothing is dropped."""
-        masks = self_mask_BHTT, cross_mask_BHTS
-        return self.with_weights(x_BTD, memory_BSD, *masks, dropout_key=dropout_key)[0]
+        """[B, T, D] to [B, T, D]; without a key nothing is dropped.
 
-    def with_weights(
-        self,
-        x_BTD: jax.Array,
-        memory_BSD: jax.Array,
-        self_mask_BHTT: jax.Array,
-        cross_mask_BHTS: jax.Array,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """The output, and the weights of self-attention and cross-attention."""
+        The weights of self-attention, then those of cross-attention, are added to ``weights``, if
+        given.
+        """
         self_key, cross_key, self_residual_key, cross_residual_key, *keys = split_key(
             dropout_key, 6
         )
         y_BTD = self.self_attention_residual.before(x_BTD)
-        y_BTD, weights_BHTT = self.self_attention.with_weights(
-            y_BTD, y_BTD, self_mask_BHTT, dropout_key=self_key
+        y_BTD = self.self_attention(
+            y_BTD, y_BTD, self_mask_BHTT, dropout_key=self_key, weights=weights
         )
         x_BTD = self.self_attention_residual.after(x_BTD, y_BTD, dropout_key=self_residual_key)
-        y_BTD, weights_BHTS = self.cross_attention.with_weights(
+        y_BTD = self.cross_attention(
             self.cross_attention_residual.before(x_BTD),
             memory_BSD,
             cross_mask_BHTS,
             dropout_key=cross_key,
+            weights=weights,
         )
         x_BTD = self.cross_attention_residual.after(x_BTD, y_BTD, dropout_key=cross_residual_key)
-        return _feed_forward(self, x_BTD, *keys), (weights_BHTT, weights_BHTS)
+        return _feed_forward(self, x_BTD, *keys)
 
     def step(
         self,

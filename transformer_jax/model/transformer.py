@@ -38,23 +38,26 @@ class AttentionWeights(NamedTuple):
 class _Stack(nnx.Module):
     """N layers, one after another; pre-norm stacks end in one more norm."""
 
-    def __init__(self, layers: list[Any], config: ModelConfig):
-        self.layers = nnx.List(layers)
+    def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
+        self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
         self.final_norm = (
             LayerNorm(config.d_model, epsilon=config.norm_epsilon) if config.norm == "pre" else None
         )
         self.remat = config.remat
 
-    def with_weights(
-        self, x_BLD: jax.Array, *context: jax.Array, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, list[Any]]:
-        """The output, and each layer's attention weights; ``context`` is for every layer."""
-        weights = []
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        *context: jax.Array,
+        dropout_key: jax.Array | None = None,
+        weights: list[jax.Array] | None = None,
+    ) -> jax.Array:
+        """[B, L, D] to [B, L, D]; the other arguments are those of every layer."""
+        remat = self.remat and weights is None  # a list cannot collect from a recomputed layer
         for i, layer in enumerate(self.layers):
-            run = partial(layer.with_weights, dropout_key=fold_key(dropout_key, i))
-            x_BLD, of_layer = (jax.checkpoint(run) if self.remat else run)(x_BLD, *context)
-            weights.append(of_layer)
-        return self.normed(x_BLD), weights
+            run = partial(layer, dropout_key=fold_key(dropout_key, i), weights=weights)
+            x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
+        return self.normed(x_BLD)
 
     def normed(self, x_BLD: jax.Array) -> jax.Array:
         """The last layer's output after the final norm, if there is one."""
@@ -62,42 +65,19 @@ class _Stack(nnx.Module):
 
 
 class Encoder(_Stack):
-    """A stack of N encoder layers."""
+    """A stack of N encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads num_layers and what a layer reads."""
-        super().__init__(
-            [EncoderLayer(config, rngs=rngs) for _ in range(config.num_layers)], config
-        )
-
-    def __call__(
-        self, x_BSD: jax.Array, mask_BHSS: jax.Array, *, dropout_key: jax.Array | None = None
-    ) -> jax.Array:
-        """[B, S, D] to [B, S, D]."""
-        return self.with_weights(x_BSD, mask_BHSS, dropout_key=dropout_key)[0]
+        super().__init__(EncoderLayer, config.num_layers, config, rngs)
 
 
 class Decoder(_Stack):
-    """A stack of N decoder layers."""
+    """N decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads decoder_layers and what a layer reads."""
-        super().__init__(
-            [DecoderLayer(config, rngs=rngs) for _ in range(config.decoder_layers)], config
-        )
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        memory_BSD: jax.Array,
-        self_mask_BHTT: jax.Array,
-        cross_mask_BHTS: jax.Array,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """[B, T, D] to [B, T, D]."""
-        context = memory_BSD, self_mask_BHTT, cross_mask_BHTS
-        return self.with_weights(x_BTD, *context, dropout_key=dropout_key)[0]
+        super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
 
     def step(self, x_BWD: jax.Array, cache: DecoderCache) -> tuple[jax.Array, DecoderCache]:
         """One decoding step: [B, W, D] to [B, W, D], and the cache with one position more."""
@@ -162,8 +142,13 @@ class Transformer(nnx.Module):
 
         The arguments are those of ``hidden``.
         """
-        segments = source_segments_BS, target_segments_BT
-        hidden_BTD, _ = self._forward(source_BS, target_BT, *segments, dropout_key)
+        hidden_BTD = self.hidden(
+            source_BS,
+            target_BT,
+            source_segments_BS=source_segments_BS,
+            target_segments_BT=target_segments_BT,
+            dropout_key=dropout_key,
+        )
         return self.logits(hidden_BTD)
 
     def hidden(
@@ -174,6 +159,7 @@ class Transformer(nnx.Module):
         source_segments_BS: jax.Array | None = None,
         target_segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
+        weights: tuple[list[jax.Array], list[jax.Array]] | None = None,
     ) -> jax.Array:
         """The decoder's output [B, T, D], for ``logits`` or a loss with its own softmax.
 
@@ -183,9 +169,28 @@ class Transformer(nnx.Module):
           source_segments_BS, target_segments_BT: tell the sentences of a packed row apart; 0 is
             padding. None: one sentence a row.
           dropout_key: without a key nothing is dropped.
+          weights: lists to which each layer of encoder and decoder adds its attention weights.
         """
-        segments = source_segments_BS, target_segments_BT
-        return self._forward(source_BS, target_BT, *segments, dropout_key)[0]
+        encoder_key, decoder_key = split_key(dropout_key, 2)
+        encoder_weights, decoder_weights = weights or (None, None)
+        memory_BSD = self.encode(
+            source_BS, source_segments_BS, dropout_key=encoder_key, weights=encoder_weights
+        )
+        segments_BT = _segments(target_BT, target_segments_BT)
+        positions_BT = segment_positions(segments_BT)
+        before_BT = jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)))
+        inputs_BT = jnp.where(positions_BT == 0, BOS_ID, before_BT)
+        packed = target_segments_BT is not None
+        return self.decoder(
+            self._embed(
+                self.target_embedding, inputs_BT, positions_BT, packed=packed, key=decoder_key
+            ),
+            memory_BSD,
+            attention_mask(segments_BT, segments_BT, causal=True),
+            attention_mask(segments_BT, _segments(source_BS, source_segments_BS)),
+            dropout_key=decoder_key,
+            weights=decoder_weights,
+        )
 
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
         """Where every layer and head looks, one sentence a row, without dropout.
@@ -193,43 +198,17 @@ class Transformer(nnx.Module):
         Under ``jit`` only the layers and heads that are used are computed. Arguments are those of
         ``hidden``.
         """
-        _, (encoder, decoder) = self._forward(source_BS, target_BT, None, None, None)
+        encoder: list[jax.Array] = []
+        decoder: list[jax.Array] = []
+        self.hidden(source_BS, target_BT, weights=(encoder, decoder))
         is_source_B1S1, is_target_B1T1 = (
             (tokens_BL != PAD_ID)[:, None, :, None] for tokens_BL in (source_BS, target_BT)
         )
         return AttentionWeights(
             tuple(weights_BHSS * is_source_B1S1 for weights_BHSS in encoder),
-            tuple(weights_BHTT * is_target_B1T1 for weights_BHTT, _ in decoder),
-            tuple(weights_BHTS * is_target_B1T1 for _, weights_BHTS in decoder),
+            tuple(weights_BHTT * is_target_B1T1 for weights_BHTT in decoder[::2]),
+            tuple(weights_BHTS * is_target_B1T1 for weights_BHTS in decoder[1::2]),
         )
-
-    def _forward(
-        self,
-        source_BS: jax.Array,
-        target_BT: jax.Array,
-        source_segments_BS: jax.Array | None,
-        target_segments_BT: jax.Array | None,
-        dropout_key: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[list[Any], list[Any]]]:
-        """The decoder's output, and the weights of encoder and decoder."""
-        encoder_key, decoder_key = split_key(dropout_key, 2)
-        memory_BSD, encoder_weights = self._encode(source_BS, source_segments_BS, encoder_key)
-        source_segments_BS = _segments(source_BS, source_segments_BS)
-        packed = target_segments_BT is not None
-        target_segments_BT = _segments(target_BT, target_segments_BT)
-        positions_BT = segment_positions(target_segments_BT)
-        before_BT = jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)))
-        inputs_BT = jnp.where(positions_BT == 0, BOS_ID, before_BT)
-        num_positions = self._num_positions(target_BT, packed)
-        x_BTD = self.target_embedding(inputs_BT, positions_BT, num_positions=num_positions)
-        hidden_BTD, decoder_weights = self.decoder.with_weights(
-            dropout(x_BTD, self.config.dropout, fold_key(decoder_key, _EMBEDDING_KEY)),
-            memory_BSD,
-            attention_mask(target_segments_BT, target_segments_BT, causal=True),
-            attention_mask(target_segments_BT, source_segments_BS),
-            dropout_key=decoder_key,
-        )
-        return hidden_BTD, (encoder_weights, decoder_weights)
 
     def encode(
         self,
@@ -237,25 +216,35 @@ class Transformer(nnx.Module):
         segments_BS: jax.Array | None = None,
         *,
         dropout_key: jax.Array | None = None,
+        weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """The encoder's output for padded source token ids: ``memory_BSD``."""
-        return self._encode(source_BS, segments_BS, dropout_key)[0]
-
-    def _encode(
-        self, source_BS: jax.Array, segments_BS: jax.Array | None, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, list[Any]]:
-        num_positions = self._num_positions(source_BS, segments_BS is not None)
+        packed = segments_BS is not None
         segments_BS = _segments(source_BS, segments_BS)
-        embedding = self.source_embedding or self.target_embedding
-        x_BSD = embedding(source_BS, segment_positions(segments_BS), num_positions=num_positions)
-        x_BSD = dropout(x_BSD, self.config.dropout, fold_key(dropout_key, _EMBEDDING_KEY))
+        x_BSD = self._embed(
+            self.source_embedding or self.target_embedding,
+            source_BS,
+            segment_positions(segments_BS),
+            packed=packed,
+            key=dropout_key,
+        )
         mask_BHSS = attention_mask(segments_BS, segments_BS)
-        return self.encoder.with_weights(x_BSD, mask_BHSS, dropout_key=dropout_key)
+        return self.encoder(x_BSD, mask_BHSS, dropout_key=dropout_key, weights=weights)
 
-    def _num_positions(self, tokens_BL: jax.Array, packed: bool) -> int:
-        """A bound of positions; a packed row may be longer than any sentence in it."""
-        length = tokens_BL.shape[1]
-        return min(length, self.config.position_limit) if packed else length
+    def _embed(
+        self,
+        embedding: Embedding,
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        *,
+        packed: bool,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        num_positions = tokens_BL.shape[1]
+        if packed:  # such a row may be longer than any sentence in it
+            num_positions = min(num_positions, self.config.position_limit)
+        x_BLD = embedding(tokens_BL, positions_BL, num_positions=num_positions)
+        return dropout(x_BLD, self.config.dropout, fold_key(key, _EMBEDDING_KEY))
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Scores of the next token before the softmax, float32 [B, T, V]."""

@@ -77,13 +77,14 @@ def smoothed_cross_entropy(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)  # compiled, the gradient that nobody uses is not computed
 def _loss(settings: _Settings, target_BT: jax.Array, inputs: _Inputs) -> LossSums:
-    return _sums_and_gradients(settings, target_BT, inputs, gradients=False)[0]
+    return _sums_and_gradients(settings, target_BT, inputs)[0]
 
 
 def _forward(settings: _Settings, target_BT: Any, inputs: Any) -> tuple[LossSums, Any]:
     target_BT, inputs = jax.tree.map(lambda x: x.value, (target_BT, inputs))
-    sums, gradients = _sums_and_gradients(settings, target_BT, inputs, gradients=True)
+    sums, gradients = _sums_and_gradients(settings, target_BT, inputs)
     return sums, (gradients, target_BT, inputs)
 
 
@@ -95,7 +96,7 @@ def _backward(settings: _Settings, residuals: Any, cotangent: LossSums) -> tuple
     total = jax.tree.map(lambda g: g * by_loss.astype(g.dtype), of_loss)
     if not isinstance(cotangent.nll, SymbolicZero):
         plain = settings._replace(label_smoothing=0.0, r_drop=0.0)
-        _, of_nll = _sums_and_gradients(plain, target_BT, inputs, gradients=True)
+        _, of_nll = _sums_and_gradients(plain, target_BT, inputs)
         total = jax.tree.map(lambda t, g: t + g * cotangent.nll.astype(g.dtype), total, of_nll)
     return None, total
 
@@ -104,19 +105,16 @@ _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sums_and_gradients(
-    settings: _Settings, target_BT: jax.Array, inputs: _Inputs, *, gradients: bool
-) -> tuple[LossSums, _Inputs | None]:
-    """The sums, and if asked for the gradient of ``loss`` by the inputs."""
+    settings: _Settings, target_BT: jax.Array, inputs: _Inputs
+) -> tuple[LossSums, _Inputs]:
+    """The sums, and the gradient of ``loss`` by the inputs."""
     if settings.mesh is None:
-        return _on_device(settings, target_BT, inputs, gradients=gradients)
+        return _on_device(settings, target_BT, inputs)
 
-    def on_each_device(target_BT: jax.Array, inputs: _Inputs) -> tuple[LossSums, _Inputs | None]:
-        sums, by_inputs = _on_device(settings, target_BT, inputs, gradients=gradients)
-        if by_inputs is None:
-            return jax.lax.psum(sums, BATCH_AXES), None
-        d_hidden_BTD, *by_weights = by_inputs
-        sums, by_weights = jax.lax.psum((sums, by_weights), BATCH_AXES)
-        return sums, (d_hidden_BTD, *by_weights)
+    def on_each_device(target_BT: jax.Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
+        sums, (d_hidden_BTD, *by_weights) = _on_device(settings, target_BT, inputs)
+        sums, (d_matrix_VD, d_bias_V) = jax.lax.psum((sums, by_weights), BATCH_AXES)
+        return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
     rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
     of_inputs = rows, everywhere, everywhere
@@ -124,23 +122,22 @@ def _sums_and_gradients(
         on_each_device,
         mesh=settings.mesh,
         in_specs=(rows, of_inputs),
-        out_specs=(everywhere, of_inputs if gradients else everywhere),
+        out_specs=(everywhere, of_inputs),
         check_vma=False,
     )(target_BT, inputs)
 
 
 def _on_device(
-    settings: _Settings, target_BT: jax.Array, inputs: _Inputs, *, gradients: bool
-) -> tuple[LossSums, _Inputs | None]:
+    settings: _Settings, target_BT: jax.Array, inputs: _Inputs
+) -> tuple[LossSums, _Inputs]:
     hidden_BTD, matrix_VD, bias_V = inputs
-    vocab_size, d_model = matrix_VD.shape
     weights_VD = matrix_VD.astype(hidden_BTD.dtype)
     # Chunks (C) of so many tokens (L); with R-Drop the first half of a chunk is the first pass of
     # some tokens, the second half their second pass.
     passes = 2 if settings.r_drop else 1
     rows, time = target_BT.shape
     count = rows // passes * time
-    length = -(-count // max(1, -(-target_BT.size * vocab_size // settings.max_logits)))
+    length = -(-count // max(1, -(-target_BT.size * len(matrix_VD) // settings.max_logits)))
 
     def in_chunks(x: jax.Array) -> jax.Array:
         rest = x.shape[2:]
@@ -160,8 +157,6 @@ def _on_device(
             logits_LV += bias_V[None]
         new, d_logits_LV = _from_logits(settings, logits_LV, target_L)
         sums = jax.tree.map(jnp.add, sums, new)
-        if not gradients:
-            return (sums, d_matrix_VD, d_bias_V), None
         if d_bias_V is not None:
             d_bias_V += d_logits_LV.sum(axis=0)
         d_logits_LV = d_logits_LV.astype(hidden_LD.dtype)
@@ -173,16 +168,13 @@ def _on_device(
 
     start = (
         LossSums(*[jnp.zeros((), jnp.float32)] * 4),
-        jnp.zeros(matrix_VD.shape if gradients else (), jnp.float32),
-        None if bias_V is None else jnp.zeros(vocab_size, jnp.float32),
+        *jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (matrix_VD, bias_V)),
     )
-    chunks = in_chunks(hidden_BTD), in_chunks(target_BT)
-    (sums, *by_weights), d_hidden_CLD = jax.lax.scan(one_chunk, start, chunks)
-    if not gradients:
-        return sums, None
-    by_pass = d_hidden_CLD.reshape(-1, passes, length, d_model).swapaxes(0, 1)
-    by_pass = by_pass.reshape(passes, -1, d_model)[:, :count].reshape(passes, -1, time, d_model)
-    return sums, (by_pass.swapaxes(0, 1).reshape(hidden_BTD.shape), *by_weights)
+    hidden_CLD, from_chunks = jax.vjp(in_chunks, hidden_BTD)
+    carry, d_hidden_CLD = jax.lax.scan(one_chunk, start, (hidden_CLD, in_chunks(target_BT)))
+    sums, d_matrix_VD, d_bias_V = carry
+    [d_hidden_BTD] = from_chunks(d_hidden_CLD)
+    return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
 def _from_logits(

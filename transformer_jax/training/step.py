@@ -21,7 +21,6 @@ from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
 Parameters = Any  # nested dict of float32 arrays, as nnx.to_pure_dict gives it
-LossFn = Callable[[Parameters, Batch, jax.Array], LossSums]
 
 
 @struct.dataclass
@@ -60,8 +59,7 @@ class StepFunctions(NamedTuple):
 
 def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     """Compile init, train_step and eval_step for this config on this mesh, when first called."""
-    model = nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
-    graph, _ = nnx.split(model, nnx.Param)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))))
     shapes = jax.eval_shape(partial(init_state, config))
     shardings = state_shardings(shapes, mesh)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
@@ -108,8 +106,9 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """One update, or none where loss or gradient are not finite; and the step's figures."""
     dropout_key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    loss = partial(loss_and_sums, config=config, graph=graph, mesh=mesh)
     grads, sums = accumulated_gradients(
-        partial(loss_sums, config=config, graph=graph, mesh=mesh),
+        jax.grad(loss, has_aux=True),
         gathered(state.parameters, mesh),
         batch,
         dropout_key,
@@ -132,6 +131,7 @@ def train_step(
         (state.parameters, state.optimizer, state.ema),
     )
     bad = (~finite).astype(jnp.int32)
+    schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.training.steps)
     state = TrainState(
         step=state.step + 1,
         parameters=parameters,
@@ -144,7 +144,7 @@ def train_step(
         sums=sums,
         source_tokens=(batch.source_BS != PAD_ID).sum().astype(jnp.float32),
         gradient_norm=norm,
-        learning_rate=_schedule(config)(state.step - 1 - state.bad_steps),
+        learning_rate=schedule(state.step - 1 - state.bad_steps),
         bad_steps=state.bad_steps,
         bad_in_a_row=state.bad_in_a_row,
     )
@@ -154,10 +154,11 @@ def eval_step(
     parameters: Parameters, batch: Batch, *, config: Config, graph: Any, mesh: Mesh
 ) -> LossSums:
     """The sums of a batch without dropout."""
-    return loss_sums(gathered(parameters, mesh), batch, None, config=config, graph=graph, mesh=mesh)
+    parameters = gathered(parameters, mesh)
+    return loss_and_sums(parameters, batch, None, config=config, graph=graph, mesh=mesh)[1]
 
 
-def loss_sums(
+def loss_and_sums(
     parameters: Parameters,
     batch: Batch,
     dropout_key: jax.Array | None,
@@ -165,11 +166,11 @@ def loss_sums(
     config: Config,
     graph: Any,
     mesh: Mesh,
-) -> LossSums:
-    """Sums over a batch's real target tokens; without a key there is no dropout and no R-Drop."""
+) -> tuple[jax.Array, LossSums]:
+    """The summed loss of a batch, and all sums; without a key no dropout and no R-Drop."""
     r_drop = 0.0 if dropout_key is None else config.training.r_drop
     if r_drop:  # each row twice, one after the other, for two draws of dropout
-        batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
+        batch = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), batch)
     model = nnx.merge(graph, parameters)
     hidden_BTD = model.hidden(
         batch.source_BS,
@@ -188,39 +189,29 @@ def loss_sums(
         mesh=mesh,
         r_drop=r_drop,
     )
-    return jax.tree.map(lambda x: x / 2, sums) if r_drop else sums
-
-
-def gradients(
-    loss_fn: LossFn, parameters: Parameters, batch: Batch, dropout_key: jax.Array
-) -> tuple[Parameters, LossSums]:
-    """The gradient of the summed loss, and the sums."""
-
-    def loss(parameters: Parameters) -> tuple[jax.Array, LossSums]:
-        sums = loss_fn(parameters, batch, dropout_key)
-        return sums.loss, sums
-
-    return jax.grad(loss, has_aux=True)(parameters)
+    if r_drop:
+        sums = jax.tree.map(lambda x: x / 2, sums)
+    return sums.loss, sums
 
 
 def accumulated_gradients(
-    loss_fn: LossFn,
+    gradient: Callable[[Parameters, Batch, jax.Array], tuple[Parameters, LossSums]],
     parameters: Parameters,
     batch: Batch,
     dropout_key: jax.Array,
     *,
     microbatches: int,
 ) -> tuple[Parameters, LossSums]:
-    """``gradients`` of a batch, one microbatch after another."""
+    """The gradient of the summed loss, and the sums, of one microbatch after another."""
     if microbatches == 1:
-        return gradients(loss_fn, parameters, batch, dropout_key)
+        return gradient(parameters, batch, dropout_key)
     # Row r goes to microbatch r % microbatches, so that devices keep their own rows.
     split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def add(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         number, microbatch = numbered
         key = jax.random.fold_in(dropout_key, number)
-        return jax.tree.map(jnp.add, total, gradients(loss_fn, parameters, microbatch, key)), None
+        return jax.tree.map(jnp.add, total, gradient(parameters, microbatch, key)), None
 
     zeros = jax.tree.map(jnp.zeros_like, parameters), LossSums(*[jnp.zeros((), jnp.float32)] * 4)
     return jax.lax.scan(add, zeros, (jnp.arange(microbatches), split))[0]
@@ -241,10 +232,6 @@ def moving_average(
 
 def _optimizer(config: Config) -> optax.GradientTransformation:
     return make_optimizer(config.optimizer, config.model.d_model, config.training.steps)
-
-
-def _schedule(config: Config) -> optax.Schedule:
-    return learning_rate_schedule(config.optimizer, config.model.d_model, config.training.steps)
 
 
 def _max_logits(config: ModelConfig) -> int:
