@@ -152,9 +152,12 @@ class MultiHeadAttention(nnx.Module):
         Self-attention passes one array twice. Mask and ``weights`` are those of
         ``dot_product_attention``.
         """
+        # Before the queries: gradients are added in the reverse order, which is in their bits.
+        k_BSHK, v_BSHK = self.keys_values(memory_BSD)
         out_BTHK = dot_product_attention(
             self.query(query_BTD),
-            *self.keys_values(memory_BSD),
+            k_BSHK,
+            v_BSHK,
             mask_BHTS,
             dropout_rate=self.dropout,
             dropout_key=dropout_key,
