@@ -170,7 +170,7 @@ def loss_and_sums(
     """The summed loss of a batch, and all sums; without a key no dropout and no R-Drop."""
     r_drop = 0.0 if dropout_key is None else config.training.r_drop
     if r_drop:  # each row twice, one after the other, for two draws of dropout
-        batch = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), batch)
+        batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
     model = nnx.merge(graph, parameters)
     hidden_BTD = model.hidden(
         batch.source_BS,
