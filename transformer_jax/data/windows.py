@@ -48,6 +48,9 @@ class Window:
 
 def windows_of(corpus: Corpus, most: int) -> list[Window]:
     """The fewest windows of at most ``most`` pairs; one if the corpus has no more than that."""
-    width, N = max(1, most // _STRIPES), corpus.num_pairs
-    count = 1 if most >= N else math.ceil(math.ceil(N / width) / (most // width))
+    N = corpus.num_pairs
+    if most >= N:  # its stripes stand side by side, so any width gives the same window
+        return [Window(corpus, range(0, N, _BLOCK), _BLOCK)]
+    width = max(1, most // _STRIPES)
+    count = math.ceil(math.ceil(N / width) / (most // width))
     return [Window(corpus, range(k * width, N, count * width), width) for k in range(count)]
