@@ -210,7 +210,7 @@ class _Job:
         for count, what in counts:
             if count:
                 logger.warning("%d %s.", count, what)
-        logger.info("%.1f s; %d functions compiled.", seconds, compiled)
+        logger.info("%.1f s; functions compiled: %d.", seconds, compiled)
 
     def compare_shortlist(
         self, records: list[Record], references: list[str], tokenize: str
