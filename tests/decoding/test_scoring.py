@@ -9,9 +9,11 @@ import re
 import jax
 import numpy as np
 import pytest
+import random_models
 from flax import nnx
+from random_models import WORDS, lines_of_words, train_tokenizer
 
-from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
+from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding import scoring
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.scoring import Scorer
@@ -19,36 +21,19 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
-from transformer_jax.tokenizer import Tokenizer
 
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(12)]
+LINES = lines_of_words(12)
 TARGETS = [line.upper() for line in reversed(LINES)]
 CONFIG = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=4)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train(
-        ((line, line.upper()) for line in LINES),
-        TokenizerConfig(vocab_size=50, algorithm="unigram"),
-    )
+    return train_tokenizer(LINES)
 
 
 def make_model(tokenizer, seed=8, **settings):
-    settings = {
-        "tie_embeddings": "none",
-        "d_model": 16,
-        "d_ff": 32,
-        "num_heads": 2,
-        "num_layers": 2,
-    } | settings
-    model = Transformer(
-        ModelConfig(vocab_size=tokenizer.target_vocab_size, dtype="float32", **settings),
-        rngs=nnx.Rngs(seed),
-    )
-    model.softmax_matrix[...] = model.softmax_matrix[...] * 4
-    return model
+    return random_models.make_model(tokenizer, seed, **{"num_layers": 2} | settings)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_models import WORDS, lines_of_words, make_model, train_tokenizer
 from reference_search import Rules, reference_search
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
@@ -24,33 +25,13 @@ from transformer_jax.sharding import make_mesh
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 from transformer_jax.tokenizer import Tokenizer
 
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-LINES = [" ".join(WORDS[(3 * i + j) % 10] for j in range(i % 9 + 1)) for i in range(23)]
+LINES = lines_of_words(23)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=6, max_source_length=24, batch_size=4)
-SHARPNESS = 4
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train(
-        ((line, line.upper()) for line in LINES),
-        TokenizerConfig(vocab_size=50, algorithm="unigram"),
-    )
-
-
-def make_model(tokenizer, seed=8, **settings):
-    settings = {
-        "tie_embeddings": "none",
-        "d_model": 16,
-        "d_ff": 32,
-        "num_heads": 2,
-        "num_layers": 1,
-    } | settings
-    config = ModelConfig(vocab_size=tokenizer.target_vocab_size, dtype="float32", **settings)
-    model = Transformer(config, rngs=nnx.Rngs(seed))
-    # so that the hypotheses differ clearly
-    model.softmax_matrix[...] = model.softmax_matrix[...] * SHARPNESS
-    return model
+    return train_tokenizer(LINES)
 
 
 @pytest.fixture(scope="module")
