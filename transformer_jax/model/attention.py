@@ -43,6 +43,7 @@ def attention_mask(
     return mask_BTS[:, None]
 
 
+@jax.named_scope("dot_product_attention")
 def dot_product_attention(
     q_BTHK: jax.Array,
     k_BSHK: jax.Array,
@@ -138,6 +139,7 @@ class MultiHeadAttention(nnx.Module):
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
         self.dropout = dropout
 
+    @jax.named_scope("attention")
     def __call__(
         self,
         query_BTD: jax.Array,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
+@jax.named_scope("dropout")
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Zero a share ``rate`` of the elements and scale up the rest; ``key=None`` changes nothing.
 

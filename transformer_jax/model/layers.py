@@ -58,6 +58,7 @@ class Embedding(nnx.Module):
         self.layout = config.positions
         self.dtype = compute_dtype(config)
 
+    @jax.named_scope("embedding")
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
     ) -> jax.Array:
@@ -106,6 +107,7 @@ class FeedForward(nnx.Module):
         self.activation = config.activation  # its name in jax.nn
         self.dropout = config.feed_forward_dropout
 
+    @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
         """The same two-layer network at every position: [B, L, D]."""
         hidden_BLF = getattr(jax.nn, self.activation)(self.inner(x_BLD))
@@ -121,6 +123,7 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((d_model,), jnp.float32))
         self.epsilon = epsilon
 
+    @jax.named_scope("norm")
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Mean 0 and variance 1 over D, then scale and bias."""
         x = x_BLD.astype(jnp.float32)
@@ -148,6 +151,7 @@ class Residual(nnx.Module):
         """What the sublayer takes in."""
         return self.norm(x_BLD) if self.pre else x_BLD
 
+    @jax.named_scope("residual")
     def after(
         self, x_BLD: jax.Array, y_BLD: jax.Array, *, dropout_key: jax.Array | None = None
     ) -> jax.Array:

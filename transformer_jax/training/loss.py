@@ -35,6 +35,7 @@ class _Settings(NamedTuple):
 _Inputs = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
+@jax.named_scope("loss")
 def smoothed_cross_entropy(
     hidden_BTD: jax.Array,
     matrix_VD: jax.Array,
