@@ -26,11 +26,13 @@ from transformer_jax.config import (
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
+from transformer_jax.training.loss import LossSums
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from transformer_jax.training.step import (
     StepFunctions,
     StepMetrics,
     TrainState,
+    accumulated_gradients,
     make_step_functions,
 )
 
@@ -249,6 +251,17 @@ def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> No
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), split.parameters, whole.parameters
     )
+
+
+def test_each_microbatch_draws_its_own_dropout() -> None:
+    def gradient(parameters, batch, key):  # one draw, as a 1 at its place
+        drawn = jax.nn.one_hot(jax.random.randint(key, (), 0, 1000), 1000)
+        return drawn, LossSums(*[jnp.zeros(())] * 4)
+
+    drawn, _ = accumulated_gradients(
+        gradient, jnp.zeros(1000), batch(), jax.random.key(0), microbatches=4
+    )
+    assert sorted(drawn.tolist())[-5:] == [0, 1, 1, 1, 1]
 
 
 def test_rows_of_padding_change_nothing() -> None:
