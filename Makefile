@@ -1,6 +1,8 @@
 # Every target does its own set-up in .venv. PYTHON may name another interpreter (3.11 or newer);
 # run `make clean` before you change it.
 PYTHON ?= python3
+# The accelerator that `make test-gpu` runs on, as JAX calls it: cuda or tpu.
+PLATFORM ?= cuda
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -13,10 +15,10 @@ QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_
 	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/decoding/test_records.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test lint types unit format clean
+.PHONY: help demo quick test test-gpu lint types unit format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## train on number names for a few minutes, then translate three
 	$(RUN) train.py --config configs/demo.py --workdir runs/demo
@@ -27,6 +29,9 @@ quick: lint types  ## lint, types and the fast tests: about 90 s on 2 cores
 	$(RUN) -m pytest -n 2 --dist loadfile $(QUICK)
 
 test: lint types unit  ## lint, types and every test: what CI runs
+
+test-gpu: $(VENV)/.installed-compare $(VENV)/.installed-$(PLATFORM)  ## every test, on a GPU (PLATFORM=tpu: on a TPU)
+	JAX_PLATFORMS=$(PLATFORM),cpu $(RUN) -m pytest -n 4 --dist loadfile
 
 lint: $(VENV)/.installed  ## ruff: style and formatting
 	$(VENV)/bin/ruff check .
@@ -52,4 +57,8 @@ $(VENV)/.installed: requirements.txt
 
 $(VENV)/.installed-compare: requirements-compare.txt $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-compare.txt
+	@touch $@
+
+$(VENV)/.installed-cuda $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c requirements.txt -e '.[$*]'
 	@touch $@

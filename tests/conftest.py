@@ -1,4 +1,6 @@
-"""Test settings: eight simulated CPU devices, strict JAX, a compilation cache of the tests' own."""
+"""Test settings: eight simulated CPU devices or an accelerator, strict JAX, a compilation cache of
+the tests' own.
+"""
 
 import atexit
 import os
@@ -8,6 +10,10 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+# The tests run on CPUs, whatever this machine has, unless JAX_PLATFORMS names an accelerator first,
+# as in `make test-gpu`.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 # Compiling is most of what the tests do. Less optimisation and XLA's older, plainer code generator
 # (which jaxlib 0.11 has no more) take a third of the time and change no arithmetic they rely on.
 os.environ["XLA_FLAGS"] = (
@@ -16,6 +22,13 @@ os.environ["XLA_FLAGS"] = (
 )
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+# On an accelerator: float32 is float32, not TF32; kernels are not chosen by timing them, which
+# takes long and may choose others each time; workers share the memory.
+if os.environ["JAX_PLATFORMS"] != "cpu":
+    os.environ["XLA_FLAGS"] += " --xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 # What was compiled is kept for what is compiled again: the same step made anew, and the programs
 # that tests start. Each worker has a folder of its own, which goes with it: JAX writes without a
@@ -29,11 +42,24 @@ os.environ |= {
 import jax
 import pytest
 
+# Programs that tests start run on CPUs: what they show is the same there, and they start faster.
+jax.devices()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would the programs that
 # they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what an accelerator cannot show: several devices where it has one, and what CPUs do."""
+    needed = max((mark.args[0] for mark in item.iter_markers("devices")), default=1)
+    if jax.device_count() < needed:
+        pytest.skip(f"needs {needed} devices, as simulated on CPUs; here are {jax.device_count()}")
+    if (mark := item.get_closest_marker("cpu")) and jax.default_backend() != "cpu":
+        pytest.skip(f"of CPUs alone: {mark.args[0]}")
 
 
 @pytest.fixture

@@ -262,6 +262,7 @@ def test_the_coverage_penalty_is_that_of_the_models_attention():
     assert min(penalties) < -0.1
 
 
+@pytest.mark.cpu("elsewhere no caches are kept between searches")
 def test_caches_are_made_once_and_used_again():
     engine = Engine([make_model(0)], CONFIG)
     first = engine.search(SENTENCES)
@@ -275,6 +276,7 @@ def test_caches_are_made_once_and_used_again():
     assert all(x.is_deleted() for x in keys)
 
 
+@pytest.mark.devices(4)
 def test_devices_share_the_work(engine):
     spread = Engine([make_model(0)], CONFIG, devices=jax.devices()[:4])
     assert tokens(spread.search(SENTENCES)) == tokens(engine.search(SENTENCES))
@@ -287,6 +289,7 @@ def test_devices_share_the_work(engine):
     assert (waiting.limit_Q > 0).sum() == 7
 
 
+@pytest.mark.devices(2)
 def test_one_device_is_where_the_search_runs(engine):
     device = jax.devices()[1]
     there = Engine([make_model(0)], CONFIG, devices=[device])
@@ -326,6 +329,7 @@ def test_a_source_that_is_too_long(engine):
         engine.search([SENTENCES[0], Sentence([5] * 16)])
 
 
+@pytest.mark.devices(8)
 def test_settings_that_do_not_fit():
     with pytest.raises(UserError, match="beam_size is 41; expected at most 40"):
         Engine([make_model(0)], DecodingConfig(beam_size=41))
@@ -373,6 +377,7 @@ def test_settings_are_checked_without_a_model(tokenizer, tmp_path):
     refuse("at most 5, the tokens that every", beam_size=6, shortlist=str(tmp_path / "mine"))
 
 
+@pytest.mark.cpu("it reads the program that XLA makes for them")
 def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_vocabulary():
     batch, beam, vocab, length = 5, 4, 3000, 24 + 10
     model = Transformer(

@@ -69,6 +69,7 @@ def padded(rows, length):
     return array_BL
 
 
+@pytest.mark.devices(2)
 def test_devices_share_the_rows(model, tokenizer, scorer, pairs):
     spread = Scorer(model, tokenizer, CONFIG, devices=jax.devices()[:2])
     for one, other in zip(spread.score_tokens(pairs), scorer.score_tokens(pairs), strict=True):
@@ -157,6 +158,7 @@ def test_empty_lines_are_scored_as_their_end(model, scorer):
         )
 
 
+@pytest.mark.devices(2)
 def test_one_device_is_where_the_work_is_done(model, tokenizer, scorer, pairs):
     device = jax.devices()[1]
     there = Scorer(model, tokenizer, CONFIG, devices=[device])

@@ -348,6 +348,7 @@ def test_prefixes_and_suppressed_tokens(engine):
     assert [strict.search([sentences[i]])[0][0].tokens for i in (0, 2)] == [forced, against]
 
 
+@pytest.mark.devices(4)
 def test_devices_share_the_work(engine):
     spread = Engine(
         [make_model()], CONFIG, shortlist=make_shortlist(frequent=3), devices=jax.devices()[:4]
@@ -355,6 +356,7 @@ def test_devices_share_the_work(engine):
     agree(spread.search(SENTENCES), engine.search(SENTENCES))
 
 
+@pytest.mark.cpu("it reads the program that XLA makes for them")
 def test_the_loop_copies_no_softmax_weights(engine):
     program = engine.lowered(engine.buckets[0]).compile().as_text()
     weights = rf"f32\[{CONFIG.batch_size},16,64\]"

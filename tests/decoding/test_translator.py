@@ -233,12 +233,14 @@ def test_ten_thousand_words_in_one_line(translator, caplog):
     assert len(text.split()) >= 1000 and "\n" not in text
 
 
+@pytest.mark.devices(4)
 def test_rows_spread_over_devices_give_the_same(model, tokenizer, translator):
     spread = Translator(model, tokenizer, CONFIG, devices=jax.devices()[:4])
     assert spread.translate(LINES[:9]) == translator.translate(LINES[:9])
     assert spread.engine.num_compiled == 1
 
 
+@pytest.mark.devices(2)
 def test_parameters_on_several_devices_need_no_sharding_of_the_batch(model, tokenizer, translator):
     mesh = make_mesh(MeshConfig(), jax.devices()[:2])
     whole = Translator(model, tokenizer, CONFIG)

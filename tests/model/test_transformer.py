@@ -21,7 +21,7 @@ from transformer_jax.model.layers import segment_positions
 from transformer_jax.model.transformer import AttentionWeights, Decoder, Encoder, Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
-TINY = ModelConfig(vocab_size=40, d_model=16, d_ff=24, num_heads=2, num_layers=2)
+TINY = ModelConfig(vocab_size=40, d_model=16, d_ff=24, num_heads=2, num_layers=2, dtype="float32")
 VARIANTS = {
     "paper": {},
     "pre-norm": {"norm": "pre"},

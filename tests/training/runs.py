@@ -31,7 +31,9 @@ ONE = jax.devices()[:1]  # where the number of devices is not what is tested
 
 def tiny(**training: Any) -> Config:
     return Config(
-        model=ModelConfig(d_model=16, d_ff=32, num_heads=2, num_layers=1, dropout=0.1),
+        model=ModelConfig(
+            d_model=16, d_ff=32, num_heads=2, num_layers=1, dropout=0.1, dtype="float32"
+        ),
         tokenizer=TokenizerConfig(vocab_size=150),
         data=DataConfig(
             train=PairsConfig("numbers", limit=500),

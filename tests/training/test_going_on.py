@@ -129,6 +129,7 @@ def test_a_signal_cuts_an_evaluation_short(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.devices(2)
 def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = no_evaluation(tiny(steps=4, checkpoint_every=2))
     train(config, tmp_path, devices=ONE)

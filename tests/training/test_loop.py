@@ -107,6 +107,7 @@ def test_killed_at_any_moment_the_run_ends_in_the_same_bits(finished: Path, tmp_
     ]
 
 
+@pytest.mark.devices(8)
 def test_eight_devices_see_the_same_batches_and_losses(finished: Path, tmp_path: Path) -> None:
     assert len(jax.devices()) == 8
     train(no_evaluation(whole(steps=12)), tmp_path / "run")
@@ -115,6 +116,7 @@ def test_eight_devices_see_the_same_batches_and_losses(finished: Path, tmp_path:
     assert [e["source_fill"] for e in several] == [e["source_fill"] for e in one]
 
 
+@pytest.mark.devices(8)
 def test_parameters_split_over_devices_change_nothing(finished: Path, tmp_path: Path) -> None:
     """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2: figures are
     those of one device.

@@ -12,7 +12,7 @@ from flax import nnx
 from runs import ONE, no_evaluation, tiny
 
 from transformer_jax.checkpoint import load_model
-from transformer_jax.config import Config, ModelConfig, PairsConfig, TokenizerConfig
+from transformer_jax.config import Config, PairsConfig, TokenizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
@@ -112,7 +112,7 @@ def test_another_shape_of_model_is_refused_before_the_text_is_read(
 ) -> None:
     config = _own_text(tmp_path, general)
     wrong = dataclasses.replace(
-        config, model=ModelConfig(d_model=32, d_ff=32, num_heads=2, num_layers=1, dropout=0.3)
+        config, model=dataclasses.replace(config.model, d_model=32, dropout=0.3)
     )
     with pytest.raises(
         UserError, match=r"other settings than this run's.*\n  model.d_model: 16 in .*run, 32 now$"

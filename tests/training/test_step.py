@@ -37,7 +37,15 @@ from transformer_jax.training.step import (
 )
 
 CONFIG = Config(
-    model=ModelConfig(vocab_size=24, d_model=16, d_ff=32, num_heads=8, num_layers=1, dropout=0.1),
+    model=ModelConfig(
+        vocab_size=24,
+        d_model=16,
+        d_ff=32,
+        num_heads=8,
+        num_layers=1,
+        dropout=0.1,
+        dtype="float32",
+    ),
     data=DataConfig(max_source_length=16, max_target_length=16),
     batch=BatchConfig(tokens=256, row_multiple=8),
     optimizer=OptimizerConfig(warmup_steps=10),
@@ -109,6 +117,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1), *MESHES], ids=str)
 def test_losses_are_those_of_one_device(
     mesh: tuple[int, int, int], on_one_device: list[float]
@@ -120,6 +129,7 @@ def test_losses_are_those_of_one_device(
     assert kernel.addressable_shards[0].data.size == kernel.size // (mesh[1] * mesh[2])
 
 
+@pytest.mark.devices(8)
 @pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)], ids=str)
 def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
     """What crosses them is parameters and gradients; of a batch it is what the embeddings' gradient
@@ -138,6 +148,7 @@ def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
     assert crossing_mb(512) - crossing_mb(64) < layer_mb
 
 
+@pytest.mark.devices(8)
 def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
     """Along ``tensor`` devices sum the outputs of sub-layers, and hand on no matrix."""
     model = dataclasses.replace(
@@ -164,6 +175,7 @@ def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
     assert 2 * 10 <= more_mb / layer_mb <= 4 * 2 + 6 * 4 + 0.01
 
 
+@pytest.mark.devices(8)
 def test_the_place_of_every_parameter() -> None:
     """Each matrix has one axis on ``fsdp``, those of layers another on ``tensor``."""
     model = dataclasses.replace(
@@ -215,6 +227,7 @@ def test_the_place_of_every_parameter() -> None:
     assert found == expected
 
 
+@pytest.mark.devices(8)
 def test_fsdp_leaves_each_device_its_share() -> None:
     """At the base size with its vocabulary; the few parameters that are everywhere weigh little."""
     config = dataclasses.replace(
@@ -239,7 +252,9 @@ def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
     assert float(metrics.sums.nll) < 0.6 * first
 
 
-@pytest.mark.parametrize(("devices", "accumulate_steps"), [(1, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("devices", "accumulate_steps"), [(1, 4), pytest.param(4, 2, marks=pytest.mark.devices(4))]
+)
 def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> None:
     plain = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
     parts = dataclasses.replace(
@@ -480,6 +495,7 @@ def test_first_update_has_the_size_of_the_learning_rate() -> None:
     np.testing.assert_allclose(metrics.learning_rate, 16**-0.5 * 10**-1.5, rtol=1e-5)
 
 
+@pytest.mark.devices(8)
 def test_mesh_errors() -> None:
     with pytest.raises(UserError, match="expected a product of 8, the number of devices"):
         make_mesh(MeshConfig(data=3))
@@ -495,6 +511,7 @@ def test_mesh_errors() -> None:
         step_functions(dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=3)), 3)
 
 
+@pytest.mark.devices(8)
 def test_optimizer_state_is_sharded_like_its_parameters() -> None:
     mesh = make_mesh(MeshConfig(fsdp=8))
     abstract = jax.eval_shape(step_functions(CONFIG).init)
