@@ -53,7 +53,9 @@ def assert_threads_end() -> None:
     assert not loader_threads()
 
 
-@pytest.mark.parametrize("devices", [None, 1, 2, 8])
+@pytest.mark.parametrize(
+    "devices", [None, 1, *(pytest.param(n, marks=pytest.mark.devices(n)) for n in (2, 8))]
+)
 @pytest.mark.parametrize("layout", ["bucketed", "packed"])
 def test_the_same_batches_on_any_number_of_devices(layout, devices):
     plan = make_plan(layout)
