@@ -37,7 +37,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from unittest import mock
 
 import jax
@@ -48,6 +48,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import hlo
+from benchmarks.kernels import kernels
+from benchmarks.parts import RATES, by_part, markdown
 from transformer_jax.cli import config_in_flags, parse, run_program
 from transformer_jax.config import Config
 from transformer_jax.data.batching import Batch
@@ -80,6 +82,10 @@ class Arguments:
     """Tokens of a sentence on either side, in the training batch; the rows follow from
     batch.tokens.
     """
+    only: Literal["train_step", "search"] | None = None
+    """Compile one of the two."""
+    table: bool = False
+    """Print the training step's parts as a Markdown table instead."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -98,13 +104,15 @@ def _main() -> int:
         platform, devices = _devices(arguments.device, Path(folder))
         # The code asks what it runs on where CPUs, GPUs and TPUs want different things.
         with mock.patch.object(jax, "default_backend", return_value=platform):
-            report = {
-                "device": devices[0].device_kind,
-                "devices": len(devices),
-                "train_step": _train_step(config, devices, arguments.length),
-                "search": _search(config, platform, devices[0], Path(folder)),
-            }
-    print(json.dumps(report, indent=2))
+            report: dict[str, Any] = {"device": devices[0].device_kind, "devices": len(devices)}
+            if arguments.only != "search":
+                report["train_step"] = _train_step(config, devices, arguments)
+            if arguments.only != "train_step":
+                report["search"] = _search(config, platform, devices[0], Path(folder))
+    if arguments.table:
+        print(markdown(report["train_step"]["parts"]))
+    else:
+        print(json.dumps(report, indent=2))
     return 0
 
 
@@ -112,7 +120,7 @@ def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
     """The platform, and devices to compile for but not to run on."""
     kind, _, count = name.partition(":")
     if kind in _GPUS:
-        flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+        flags = "--xla_gpu_autotune_level=0"
         dumps = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*search_bucket.*"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} {dumps}"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # nobody to ask
@@ -160,7 +168,8 @@ def _target(name: str) -> str:
     """
 
 
-def _train_step(config: Config, devices: list[Any], length: int) -> dict[str, Any]:
+def _train_step(config: Config, devices: list[Any], arguments: Arguments) -> dict[str, Any]:
+    gpu, length = arguments.device.partition(":")[0], arguments.length
     mesh = make_mesh(config.mesh, devices)
     multiple = config.batch.row_multiple
     check_rows(mesh, multiple, config.optimizer.accumulate_steps)
@@ -169,6 +178,8 @@ def _train_step(config: Config, devices: list[Any], length: int) -> dict[str, An
     functions = make_step_functions(config, mesh)
     lowered = functions.train_step.lower(functions.abstract_state, Batch(side, side))  # type: ignore[attr-defined]
     compiled, figures = _compile(lowered)
+    if gpu in _GPUS:
+        figures["parts"] = by_part(kernels(compiled.as_text()), RATES.get(gpu))
     return {
         "rows": rows,
         "length": length,
@@ -205,12 +216,13 @@ def _search(config: Config, platform: str, device: Any, folder: Path) -> dict[st
 
 
 def _compile(lowered: Any) -> tuple[Any, dict[str, Any]]:
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     compiled = lowered.compile()
-    seconds = time.perf_counter() - begin
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     return compiled, {
         "compile_seconds": round(seconds, 1),
+        "compile_cpu_seconds": round(cpu_seconds, 1),
         "memory_mb": {
             "arguments": round(memory.argument_size_in_bytes / 1e6, 2),
             "temporary": round(memory.temp_size_in_bytes / 1e6, 2),

@@ -23,6 +23,14 @@ _BYTES = {
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
+def array_bytes(text: str) -> int:
+    """The size of all arrays named in this text, such as ``(f32[8,512], bf16[8])``."""
+    return sum(
+        _BYTES.get(dtype, 0) * prod(int(length) for length in shape.split(",") if length)
+        for dtype, shape in _SHAPE.findall(text)
+    )
+
+
 def computations(program: str) -> dict[str, str]:
     """The text of each computation but the entry, by its name (``%...``)."""
     return {
@@ -76,9 +84,7 @@ def collectives(program: str) -> dict[str, dict[str, float]]:
     for result, kind in re.findall(pattern, program):
         sizes: dict[str, int] = defaultdict(int)
         for dtype, shape in _SHAPE.findall(result):
-            sizes[dtype] += _BYTES.get(dtype, 0) * prod(
-                int(length) for length in shape.split(",") if length
-            )
+            sizes[dtype] += array_bytes(f"{dtype}[{shape}]")
         for dtype, size in sizes.items():
             found[f"{kind} {dtype}"].append(size)
     return {

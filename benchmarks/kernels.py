@@ -1,0 +1,231 @@
+"""What each kernel that a compiled function launches on a GPU reads, writes and computes, as its
+HLO tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from benchmarks.hlo import array_bytes
+
+_OPERATION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+# these launch nothing
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id"),
+    *("fusion-done", "copy-done", "async-done", "after-all", "opt-barrier"),
+}
+_UNARY = {"bitcast", "convert", "reshape", "copy", "transpose", "negate"}
+_INTEGER = {"add", "subtract", "multiply", "xor", "or", "and", "shift-left", "shift-right-logical"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A line of HLO."""
+
+    name: str
+    type: str
+    kind: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Of the result."""
+        return array_bytes(self.type)
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Type and shape of the result's arrays."""
+        return [
+            (dtype, tuple(int(length) for length in shape.split(",") if length))
+            for dtype, shape in _ARRAY.findall(self.type)
+        ]
+
+    @property
+    def elements(self) -> int:
+        """Of the result's first array."""
+        return prod(self.shapes[0][1])
+
+    @property
+    def source(self) -> str:
+        """Where in the program it comes from: ``jit(train_step)/jvp(attention)/...``."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> str | None:
+        """The computation that it runs."""
+        found = re.search(r"(?:calls|body|to_apply)=%([\w.\-]+)", self.attributes)
+        return found[1] if found else None
+
+    def dimensions(self, name: str) -> list[int]:
+        """A list such as ``lhs_contracting_dims={1}``, also of a call to cuBLAS."""
+        found = re.search(rf'{name}\w*"?[=:][{{\[]([\d,"]*)', self.attributes)
+        return [int(x) for x in found[1].replace('"', "").split(",") if x] if found else []
+
+
+class Computation:
+    """Named operations in their order."""
+
+    def __init__(self, text: str):
+        """The computation's text in HLO."""
+        self.operations: dict[str, Operation] = {}
+        for line in text.splitlines()[1:]:
+            if match := _OPERATION.match(line):
+                root, name, type_, kind, operands, attributes = match.groups()
+                names = tuple(re.findall(r"%([\w.\-]+)", operands))
+                self.operations[name] = Operation(name, type_, kind, names, attributes, bool(root))
+        self.root = next((x for x in self.operations.values() if x.is_root), None)
+
+    @cached_property
+    def users(self) -> dict[str, list[Operation]]:
+        """Who takes each operation's result."""
+        users: dict[str, list[Operation]] = {name: [] for name in self.operations}
+        for operation in self.operations.values():
+            for name in set(operation.operands):
+                users[name].append(operation)
+        return users
+
+    def results(self) -> list[Operation]:
+        """The operations whose results leave the computation."""
+        assert self.root is not None
+        is_tuple = self.root.kind == "tuple"
+        return [self.operations[x] for x in self.root.operands] if is_tuple else [self.root]
+
+    def read(self, name: str) -> float:
+        """Bytes of an array that its users need: slices and gathers need a share of it."""
+        size, needed = self.operations[name].bytes, 0.0
+        for user in self.users[name]:
+            whole = user.operands[0] == name
+            if user.kind in {"slice", "dynamic-slice", "gather"} and whole:
+                needed += user.bytes
+            elif user.kind in {"dynamic-update-slice", "scatter"} and whole:
+                needed += 0  # in place
+            elif user.kind in _UNARY and not user.is_root:
+                needed += self.read(user.name) * size / max(user.bytes, 1)
+            else:
+                needed += size
+        return min(size, needed)
+
+    def written(self) -> float:
+        """Bytes of the results; a slice put into an array counts alone, a scatter twice."""
+        total = 0
+        for result in self.results():
+            while result.kind == "bitcast":
+                result = self.operations[result.operands[0]]
+            if result.kind == "dynamic-update-slice":
+                total += self.operations[result.operands[1]].bytes
+            elif result.kind == "scatter":
+                total += 2 * self.operations[result.operands[2]].bytes
+            else:
+                total += result.bytes
+        return total
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one launch does, and how often it is launched."""
+
+    name: str
+    source: str  # where in the program it comes from
+    kind: str  # product, weight gradient, random, transpose or rest
+    bytes: float  # read and written
+    flops: float  # of matrix products
+    integer_operations: float  # of unsigned integers: random bits
+    launches: int
+
+
+def computations(program: str) -> dict[str, Computation]:
+    """Each computation by its name; the entry is ``ENTRY``."""
+    texts = (text for text in re.split(r"\n(?=%|ENTRY)", program) if text[0] in "%E")
+    return {text.split()[0].lstrip("%"): Computation(text) for text in texts}
+
+
+def kernels(program: str, *, entry: str = "ENTRY") -> list[Kernel]:
+    """What a compiled function, or one of its computations, launches; loops as often as they turn.
+
+    A loop whose number of turns XLA does not know counts once.
+    """
+    every = computations(program)
+    return list(_launched(every, every[entry], 1))
+
+
+def _launched(
+    every: dict[str, Computation], computation: Computation, times: int
+) -> Iterator[Kernel]:
+    for operation in computation.operations.values():
+        if operation.kind in _FREE:
+            continue
+        if operation.kind in {"while", "call"}:
+            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', operation.attributes)
+            body = every[str(operation.called)]
+            yield from _launched(every, body, times * int(turns[1] if turns else 1))
+        else:
+            yield _kernel(every, computation, operation, times)
+
+
+def _kernel(
+    every: dict[str, Computation], around: Computation, operation: Operation, times: int
+) -> Kernel:
+    inner = every.get(str(operation.called))
+    if inner is not None and inner.root is not None and inner.root.kind == "fusion":
+        inner = every[str(inner.root.called)]  # of an asynchronous fusion
+    if inner is None or operation.kind not in {"fusion", "fusion-start"}:
+        inner = Computation("")  # a single operation; its operands are parameters
+        for name in set(operation.operands):
+            given = around.operations[name]
+            inner.operations[name] = Operation(name, given.type, "parameter", (), "", False)
+        inner.operations[operation.name] = inner.root = operation
+    inside = inner.operations.values()
+    products = [x for x in inside if x.kind == "dot" or "__cublas" in x.attributes]
+    sizes = [_product_sizes(inner, x) for x in products]
+    return Kernel(
+        name=operation.name,
+        source=_source(around, operation, inner),
+        kind=_kind(operation, inner, sizes),
+        bytes=sum(inner.read(x.name) for x in inside if x.kind == "parameter") + inner.written(),
+        flops=sum(2.0 * prod(size) for size in sizes),
+        integer_operations=sum(
+            x.elements for x in inside if x.kind in _INTEGER and x.shapes[0][0] in {"u32", "u64"}
+        ),
+        launches=times,
+    )
+
+
+def _kind(operation: Operation, inner: Computation, products: list[tuple[int, int, int]]) -> str:
+    kinds = {x.kind for x in inner.operations.values()}
+    if products:
+        # only a weight's gradient sums over the batch's tokens, the longest axis of all
+        rows, columns, contracted = products[0]
+        return "weight gradient" if contracted > max(rows, columns) else "product"
+    if {"xor", "shift-right-logical"} <= kinds:
+        return "random"
+    if "transpose" in operation.name or {x.kind for x in inner.results()} & {"transpose", "copy"}:
+        return "transpose"
+    return "rest"
+
+
+def _source(around: Computation, operation: Operation, inner: Computation) -> str:
+    """What XLA made by itself has no name: its neighbours' then."""
+    sources = [operation, *reversed(inner.operations.values())]
+    sources += [around.operations[x] for x in operation.operands]
+    sources += around.users[operation.name]
+    return next((x.source for x in sources if x.source), "")
+
+
+def _product_sizes(computation: Computation, product: Operation) -> tuple[int, int, int]:
+    """Rows, columns and the sum's length of a matrix product. One that XLA has split along the sum
+    has shares of it as a batch.
+    """
+    left = computation.operations[product.operands[0]].shapes[0][1]
+    contracted = prod(left[axis] for axis in product.dimensions("lhs_contracting_dim"))
+    batch = prod(left[axis] for axis in product.dimensions("lhs_batch_dim"))
+    rows = prod(left) // (contracted * batch)
+    columns = product.elements // (rows * batch)
+    return rows, columns, contracted * batch
