@@ -12,7 +12,6 @@ import re
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import parts
 from benchmarks.accelerator_recipe import entries
+from benchmarks.kernels import kernels
 from benchmarks.train_job import EOS_ID, PRODUCTS, Job, best_rate
 from benchmarks.train_ours import Ours
 from transformer_jax.config import (
@@ -104,7 +105,7 @@ def _base(arguments: argparse.Namespace, steps: int = 1) -> tuple[str, Ours]:
     job = Job(
         **(toy if arguments.toy else on_gpu),
         device=jax.default_backend(),
-        dtype="bfloat16",
+        dtype="float32" if arguments.toy else "bfloat16",
         steps=steps,
         threads=1,
         product_size=8,
@@ -118,40 +119,49 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a step's kernels, by name and by part of the model."""
     steps = 2 if arguments.toy else 10
     name, engine = _base(arguments, steps)
+    program = engine.program()
     engine()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             engine()
         [trace] = Path(folder).rglob("*.xplane.pb")
-        kernels = kernel_times(trace)
-    total = sum(seconds for seconds, _ in kernels.values())
+        times = kernel_times(trace)
+    total, count = (sum(figures) for figures in zip(*times.values())) if times else (0.0, 0)
+    by_name = sorted(times.items(), key=lambda item: -item[1][0])[:60]
     return {
         "model": name,
         "milliseconds": 1e3 * total / steps,
-        "kernels": sum(count for _, count in kernels.values()) / steps,
-        "parts": {},
-        "by_name": {
-            kernel: {"milliseconds": 1e3 * seconds / steps, "count": count / steps}
-            for kernel, (seconds, count) in sorted(kernels.items(), key=lambda x: -x[1][0])[:60]
-        },
+        "kernels": count / steps,
+        "parts": {part: 1e3 * time / steps for part, time in by_part(program, times).items()},
+        "by_name": {kernel: [1e3 * time / steps, n / steps] for kernel, (time, n) in by_name},
     }
 
 
+def by_part(program: str, times: dict[str, tuple[float, int]]) -> dict[str, float]:
+    """Seconds of each part of the model, by the names that kernels have in the program."""
+    part_of = {_plain(kernel.name): parts.part(kernel) for kernel in kernels(program)}
+    found = dict.fromkeys((*parts.PARTS, "without a name in the program"), 0.0)
+    for name, (seconds, _) in times.items():
+        found[part_of.get(_plain(name), "without a name in the program")] += seconds
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
 def kernel_times(trace: Path) -> dict[str, tuple[float, int]]:
-    """Seconds and count of each kernel in a profile, by the operation that XLA compiled to it."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    """Seconds and number of launches in a profile, by the operation that XLA compiled to it."""
+    found: dict[str, tuple[float, int]] = {}
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
-        if not re.match("/device:(GPU|TPU)", plane.name):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith(("Stream", "XLA Ops")):
-                continue
-            for event in line.events:
-                stats = dict(event.stats)
-                entry = found[str(stats.get("hlo_op") or event.name)]
-                entry[0] += event.duration_ns / 1e9
-                entry[1] += 1
-    return {name: (seconds, int(count)) for name, (seconds, count) in found.items()}
+        lines = plane.lines if re.match("/device:(GPU|TPU)", plane.name) else ()
+        for line in lines:
+            if line.name.startswith(("Stream", "XLA Ops")):
+                for event in line.events:
+                    name = str(dict(event.stats).get("hlo_op") or event.name)
+                    seconds, count = found.get(name, (0.0, 0))
+                    found[name] = seconds + event.duration_ns / 1e9, count + 1
+    return found
 
 
 def resume(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -49,6 +49,11 @@ class Ours(Turns):
         ]
         super().__init__(job, self._train, jax.block_until_ready(placed), _read)
 
+    def program(self) -> str:
+        """The compiled step as HLO."""
+        lowered = self._train_step.lower(self._state, self._batches[0])  # type: ignore[attr-defined]
+        return lowered.compile().as_text()
+
     def _train(self, batch: Batch) -> Any:
         self._state, metrics = self._train_step(self._state, batch)
         return metrics.sums
