@@ -18,13 +18,17 @@ one JSON object:
 - ``copied_caches``: how often a step of the search copies or gathers a whole block of keys or
   values, which it should not, and the same for the loops around the steps, which encode sentences
   and put them into rows.
-- ``kernels_a_step``, of a GPU: what that loop launches. ``host_loops``: loops whose condition the
-  host evaluates; all three of a search, unless XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE
-  puts them into one CUDA graph.
+- ``parts``, of a training step on a GPU: kernels, GB read and written and TFLOP of each part of the
+  model, and for an H200 an estimate of the milliseconds (``benchmarks/parts.py``). ``--table``
+  prints this alone, in Markdown.
+- ``steps``, of a search on a GPU: for each loop that takes steps the kernels of a step, the GB that
+  it reads and writes, and how many of those are keys and values read from the caches.
+  ``host_loops``: loops whose condition the host evaluates; all, unless
+  XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE puts them into one CUDA graph.
 
-Compiling uses one core here: one to three minutes for a TPU. For a GPU nothing is tuned, because
-tuning runs kernels, and matrix products go to cuBLAS; on the machine itself XLA has more choices.
-No figure here is a time.
+Compiling uses one core here: half a minute to three. For a GPU nothing is tuned, because tuning
+runs kernels: all matrix products are Triton's, where on the machine itself XLA takes cuBLAS for
+those that it does better. No figure here was measured.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import hlo
-from benchmarks.kernels import kernels
+from benchmarks.kernels import kernels, step_loops
 from benchmarks.parts import RATES, by_part, markdown
 from transformer_jax.cli import config_in_flags, parse, run_program
 from transformer_jax.config import Config
@@ -209,9 +213,16 @@ def _search(config: Config, platform: str, device: Any, folder: Path) -> dict[st
         "copied_caches": copied,
     }
     if platform == "gpu":
-        figures |= hlo.launches(
-            next(folder.glob("*search_bucket*thunk_sequence_after_thunk_passes.txt")).read_text()
-        )
+        thunks = next(folder.glob("*search_bucket*thunk_sequence_after_thunk_passes.txt"))
+        figures["host_loops"] = hlo.host_loops(thunks.read_text())
+        figures["steps"] = [
+            {
+                "kernels": sum(kernel.launches for kernel in launched),
+                "gb": round(sum(kernel.launches * kernel.bytes for kernel in launched) / 1e9, 3),
+                "cache_gb": round(read / 1e9, 3),
+            }
+            for launched, read in step_loops(text, blocks)
+        ]
     return figures
 
 

@@ -93,25 +93,15 @@ def collectives(program: str) -> dict[str, dict[str, float]]:
     }
 
 
-def launches(thunks: str) -> dict[str, int]:
-    """From XLA's dump of what it launches on a GPU (``thunk_sequence_after_thunk_passes``).
-
-    ``kernels_a_step``: those of the innermost loop. ``host_loops``: the loops that are no part of a
-    CUDA graph.
+def host_loops(thunks: str) -> int:
+    """How many loops are no part of a CUDA graph, by XLA's dump of what it launches on a GPU
+    (``thunk_sequence_after_thunk_passes``).
     """
-    lines = [(len(indent), kind) for indent, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.M)]
-    innermost = max(
-        (i for i, (_, kind) in enumerate(lines) if kind == "kWhile"), key=lambda i: lines[i][0]
-    )
-    kernels, host_loops, graph = 0, 0, None
-    for i, (indent, kind) in enumerate(lines):
-        if graph is not None and indent <= graph:
+    count, graph = 0, None
+    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.M):
+        if graph is not None and len(indent) <= graph:
             graph = None
         if kind == "kCommandBuffer" and graph is None:
-            graph = indent
-        host_loops += kind == "kWhile" and graph is None
-        inside = i > innermost and all(
-            later > lines[innermost][0] for later, _ in lines[innermost + 1 : i + 1]
-        )
-        kernels += inside and kind != "kCommandBuffer"
-    return {"kernels_a_step": kernels, "host_loops": host_loops}
+            graph = len(indent)
+        count += kind == "kWhile" and graph is None
+    return count

@@ -5,7 +5,7 @@ HLO tells.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -32,6 +32,7 @@ class Operation:
     kind: str
     operands: tuple[str, ...]
     attributes: str
+    number: int  # of a parameter
     is_root: bool
 
     @property
@@ -80,7 +81,10 @@ class Computation:
             if match := _OPERATION.match(line):
                 root, name, type_, kind, operands, attributes = match.groups()
                 names = tuple(re.findall(r"%([\w.\-]+)", operands))
-                self.operations[name] = Operation(name, type_, kind, names, attributes, bool(root))
+                number = int(operands) if kind == "parameter" else 0
+                self.operations[name] = Operation(
+                    name, type_, kind, names, attributes, number=number, is_root=bool(root)
+                )
         self.root = next((x for x in self.operations.values() if x.is_root), None)
 
     @cached_property
@@ -135,10 +139,16 @@ class Kernel:
     name: str
     source: str  # where in the program it comes from
     kind: str  # product, weight gradient, random, transpose or rest
-    bytes: float  # read and written
+    reads: dict[str, float]  # bytes of each operand, by the operation that makes it
+    written: float  # bytes
     flops: float  # of matrix products
     integer_operations: float  # of unsigned integers: random bits
     launches: int
+
+    @property
+    def bytes(self) -> float:
+        """Read and written."""
+        return sum(self.reads.values()) + self.written
 
 
 def computations(program: str) -> dict[str, Computation]:
@@ -154,6 +164,39 @@ def kernels(program: str, *, entry: str = "ENTRY") -> list[Kernel]:
     """
     every = computations(program)
     return list(_launched(every, every[entry], 1))
+
+
+def step_loops(
+    program: str, caches: Collection[tuple[int, ...]]
+) -> list[tuple[list[Kernel], float]]:
+    """The loops of a search that take steps, in their order: the kernels of one turn, and how many
+    bytes they read of arrays that have the caches' shapes.
+    """
+    every = computations(program)
+    bodies = {
+        str(operation.called)
+        for computation in every.values()
+        for operation in computation.operations.values()
+        if operation.kind == "while"
+    }
+    loops = []
+    for name, computation in every.items():
+        inside = computation.operations
+        if name not in bodies or any(x.kind == "while" for x in inside.values()):
+            continue
+        launched = list(_launched(every, computation, 1))
+        if any(kernel.flops for kernel in launched):
+            is_cache = {x: _viewed(inside, x).shapes[0][1] in caches for x in inside}
+            read = sum(n for k in launched for x, n in k.reads.items() if is_cache[x])
+            loops.append((launched, read))
+    return loops
+
+
+def _viewed(operations: dict[str, Operation], name: str) -> Operation:
+    """The array that this is another view of."""
+    while operations[name].kind == "bitcast":
+        [name] = operations[name].operands
+    return operations[name]
 
 
 def _launched(
@@ -180,16 +223,24 @@ def _kernel(
         inner = Computation("")  # a single operation; its operands are parameters
         for name in set(operation.operands):
             given = around.operations[name]
-            inner.operations[name] = Operation(name, given.type, "parameter", (), "", False)
+            index = operation.operands.index(name)
+            inner.operations[name] = Operation(
+                name, given.type, "parameter", (), "", number=index, is_root=False
+            )
         inner.operations[operation.name] = inner.root = operation
     inside = inner.operations.values()
+    reads = dict.fromkeys(operation.operands, 0.0)
+    for x in inside:
+        if x.kind == "parameter":
+            reads[operation.operands[x.number]] += inner.read(x.name)
     products = [x for x in inside if x.kind == "dot" or "__cublas" in x.attributes]
     sizes = [_product_sizes(inner, x) for x in products]
     return Kernel(
         name=operation.name,
         source=_source(around, operation, inner),
         kind=_kind(operation, inner, sizes),
-        bytes=sum(inner.read(x.name) for x in inside if x.kind == "parameter") + inner.written(),
+        reads=reads,
+        written=inner.written(),
         flops=sum(2.0 * prod(size) for size in sizes),
         integer_operations=sum(
             x.elements for x in inside if x.kind in _INTEGER and x.shapes[0][0] in {"u32", "u64"}

@@ -78,12 +78,12 @@ condition:
 """
 
 
-def test_launches_of_the_innermost_loop():
-    assert hlo.launches(THUNKS) == {"kernels_a_step": 4, "host_loops": 2}  # its condition's, too
+def test_loops_that_the_host_controls():
+    assert hlo.host_loops(THUNKS) == 2
     one_graph = "000: kCommandBuffer [source | sink]\n" + "".join(
         f"    {line}\n" for line in THUNKS.splitlines()[2:]
     )
-    assert hlo.launches(one_graph)["host_loops"] == 0
+    assert hlo.host_loops(one_graph) == 0
 
 
 def test_collectives_count_what_devices_hand_over():

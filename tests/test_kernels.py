@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.kernels import kernels
+from benchmarks.kernels import kernels, step_loops
 from benchmarks.parts import Rates, by_part, markdown, seconds
 
 # 3 turns of a loop, which takes a slice of %chunks, multiplies and puts a row into %rows; then the
@@ -104,3 +104,9 @@ def test_parts_and_their_times():
     assert seconds(product, rates) == pytest.approx(1e-6 + 640e-9)  # longer than its bytes take
     assert "ms" not in by_part(kernels(PROGRAM), None)["all"]
     assert "| all | 11 |" in markdown(table)
+
+
+def test_what_steps_read_of_their_caches():
+    [(launched, read)] = step_loops(PROGRAM, {(3, 8, 4)})
+    assert [kernel.name for kernel in launched] == ["taken", "product", "written"]
+    assert read == 2 * 8 * 4
