@@ -82,6 +82,10 @@ class ModelConfig(Section, prefix="model."):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of matrix products and of activations between layers; auto: float32 on CPU, bfloat16 on
     GPU and TPU. Parameters, softmax, sums inside norms, and the loss are always float32."""
+    matmul_precision: Literal["default", "high", "highest"] = "default"
+    """How exactly a GPU or TPU multiplies float32 matrices, in JAX's words. GPU: TF32, which rounds
+    to 10 bits, unless it is highest. TPU: one pass in bfloat16, three or six. No matter for
+    products in bfloat16 and on CPUs."""
     remat: bool = False
     """Recompute each layer's activations in the backward pass: less memory for about a third more
     computation."""

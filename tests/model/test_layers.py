@@ -1,11 +1,31 @@
 """Positions, norms and layers by themselves."""
 
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import ONE, no_evaluation, tiny
 
-from transformer_jax.model.layers import LayerNorm, segment_positions, sinusoidal_positions
+from transformer_jax.config import ModelConfig
+from transformer_jax.decoding.__main__ import main as decode
+from transformer_jax.model.layers import (
+    LayerNorm,
+    segment_positions,
+    sinusoidal_positions,
+    use_matmul_precision,
+)
+from transformer_jax.training.loop import train
+
+
+@pytest.fixture
+def restored_matmul_precision() -> Iterator[None]:
+    before = jax.config.jax_default_matmul_precision
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
 
 
 def test_sinusoids() -> None:
@@ -45,3 +65,30 @@ def test_layer_norm_is_its_formula(epsilon: float) -> None:
     low = norm(jnp.asarray(x, jnp.bfloat16))
     assert low.dtype == jnp.bfloat16
     np.testing.assert_allclose(low.astype(jnp.float32), norm(x), rtol=0.02, atol=0.1)
+
+
+def test_float32_products_are_exact_where_that_is_asked_for(
+    restored_matmul_precision: None,
+) -> None:
+    """On a GPU the default is TF32, which misses this by far."""
+    x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    jax.config.update("jax_default_matmul_precision", "high")
+    use_matmul_precision(ModelConfig())
+    assert jax.config.jax_default_matmul_precision == "high"  # as it was
+    use_matmul_precision(ModelConfig(matmul_precision="highest"))
+    np.testing.assert_allclose(jnp.asarray(x) @ x, x.astype(np.float64) @ x, atol=1e-4)
+
+
+def test_training_and_decoding_set_the_precision(
+    restored_matmul_precision: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, lines = no_evaluation(tiny(steps=1)), tmp_path / "lines"
+    lines.write_text("")
+    model = dataclasses.replace(config.model, matmul_precision="highest")
+    for run in (
+        lambda: train(dataclasses.replace(config, model=model), tmp_path / "run", devices=ONE),
+        lambda: decode(["--workdir", str(tmp_path / "run"), "--input", str(lines)]),
+    ):
+        jax.config.update("jax_default_matmul_precision", "high")
+        run()
+        assert jax.config.jax_default_matmul_precision == "highest"

@@ -32,6 +32,7 @@ from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import bleu, check_pairs, evaluate
+from transformer_jax.model.layers import use_matmul_precision
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def run_job(arguments: Arguments, config: Config) -> None:
     if config.training.compilation_cache:
         folder = os.path.expanduser(config.training.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", folder)
+    use_matmul_precision(config.model)
     reference = arguments.evaluation.reference
     references = None if reference is None else list(read_lines(reference))
     job = _Job(arguments)

@@ -23,6 +23,12 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     return jnp.dtype(config.dtype)
 
 
+def use_matmul_precision(config: ModelConfig) -> None:
+    """Have this process multiply float32 matrices as the setting says; default: as JAX is set."""
+    if config.matmul_precision != "default":
+        jax.config.update("jax_default_matmul_precision", config.matmul_precision)
+
+
 def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleaved") -> np.ndarray:
     """Sinusoidal position vectors, float32 [length, d_model] (section 3.5).
 

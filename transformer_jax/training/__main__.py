@@ -67,7 +67,7 @@ class Arguments:
     other flags. '': the paper's base model."""
     allow_changes: bool = False
     """Resume with other values of batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
-    remat or start_from, or of steps where the learning rate depends on them."""
+    matmul_precision, remat or start_from, or of steps where the learning rate depends on them."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 

@@ -41,6 +41,7 @@ from transformer_jax.distributed import (
 )
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import check_bleu_tokenizer
+from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
 from transformer_jax.storage import is_url
@@ -107,6 +108,7 @@ def prepare(
     if config.training.compilation_cache:
         cache = os.path.expanduser(config.training.compilation_cache)
         jax.config.update("jax_compilation_cache_dir", cache)
+    use_matmul_precision(config.model)
     mesh = make_mesh(config.mesh, devices)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
     dev_pairs, test_pairs = all_or_none(lambda: check_inputs(config))

@@ -52,6 +52,7 @@ _CHANGEABLE = (
     "model.feed_forward_dropout",
     "model.remat",
     "model.dtype",
+    "model.matmul_precision",
 )
 
 FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers", "training.compilation_cache")
