@@ -188,9 +188,9 @@ def _decode_speed(batch_size: int, sentences: int, seconds: int) -> Part:
 
 PARTS = {  # the most valuable first
     "peaks": Part("what the device reaches", _OWN, "peaks", "peaks --toy", 15, 60, _peaks),
-    "train_base": _train_speed("base", 110),
-    "decode_128": _decode_speed(128, 1024, 60),
-    "decode_512": _decode_speed(512, 3003, 65),
+    "train_base": _train_speed("base", 120),
+    "decode_128": _decode_speed(128, 1024, 75),
+    "decode_512": _decode_speed(512, 3003, 75),
     "multi30k": Part(
         "configs/multi30k.py from nothing to its test BLEU",
         _RECIPE,
@@ -210,7 +210,7 @@ PARTS = {  # the most valuable first
         _resume,
         DETERMINISTIC,
     ),
-    "train_big": _train_speed("big", 120),
+    "train_big": _train_speed("big", 135),
     "profile": Part(
         "kernels of the base step, by part",
         _OWN,
@@ -224,7 +224,7 @@ PARTS = {  # the most valuable first
     "compile_warm": Part(
         "compiling the base step once more", _OWN, "compile", "compile --toy", 25, 100, _warm
     ),
-    "decode_32": _decode_speed(32, 256, 60),
+    "decode_32": _decode_speed(32, 256, 70),
     "multi30k_warm": Part(
         "the same recipe with what the first run compiled",
         _RECIPE,
