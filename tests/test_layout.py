@@ -39,6 +39,7 @@ ORDER = [
     "data.batching",
     "data.loader",
     "model.dropout",
+    "model.attention_kernel",
     "model.attention",
     "model.cache",
     "model.layers",

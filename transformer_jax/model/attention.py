@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_jax.errors import UserError
+from transformer_jax.model import attention_kernel
+from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import dropout
-
-# The score of a masked position. Finite, so that a row of padding, which sees nothing, has no NaN.
-MASKED = -1e30
 
 
 def attention_mask(
@@ -69,6 +68,25 @@ def dot_product_attention(
             f"The attention mask has type {mask_BHTS.dtype}; expected bool, True where attention "
             "is allowed (for a mask of zeros and ones: mask != 0)."
         )
+    dropped = dropout_rate > 0 and dropout_key is not None
+    if not dropped and weights is None and attention_kernel.takes(q_BTHK, k_BSHK, v_BSHK):
+        return jax.lax.platform_dependent(
+            *(q_BTHK, k_BSHK, v_BSHK, mask_BHTS),
+            cuda=attention_kernel.short_attention,
+            default=_plain_attention,
+        )
+    return _plain_attention(q_BTHK, k_BSHK, v_BSHK, mask_BHTS, dropout_rate, dropout_key, weights)
+
+
+def _plain_attention(
+    q_BTHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    mask_BHTS: jax.Array | None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    weights: list[jax.Array] | None = None,
+) -> jax.Array:
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     if mask_BHTS is not None:

@@ -1,0 +1,155 @@
+"""The attention kernels against plain attention: results, gradients, and when they are chosen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from transformer_jax.model import attention_kernel
+from transformer_jax.model.attention import attention_mask, dot_product_attention
+from transformer_jax.model.attention_kernel import short_attention, takes
+
+# T, S, d_k, d_v: all powers of two, or blocks of which a part is past the end
+SHAPES = [
+    (32, 32, 64, 64),
+    (1, 32, 16, 16),
+    (7, 33, 16, 32),
+    (33, 1, 32, 16),
+    (64, 100, 128, 64),
+    (100, 100, 64, 128),
+]
+
+
+def _inputs(T: int, S: int, d_k: int, d_v: int, dtype: Any = jnp.float32) -> list[jax.Array]:
+    """Queries, keys, values, and what the result is multiplied with: 2 rows, 2 heads."""
+    keys = jax.random.split(jax.random.key(T), 4)
+    shapes = (2, T, 2, d_k), (2, S, 2, d_k), (2, S, 2, d_v), (2, T, 2, d_v)
+    return [jax.random.normal(*x, dtype) for x in zip(keys, shapes, strict=True)]
+
+
+def _packed(length: int, *, first: int = 1) -> jax.Array:
+    """Segments of two rows: several sentences and some padding; nothing but padding."""
+    row = first + np.arange(length) // 9
+    row[length - length // 5 :] = 0
+    return jnp.asarray([row, np.zeros(length)], jnp.int32)
+
+
+def _with_gradients(
+    attention: Callable[..., jax.Array], mask: jax.Array | None, inputs: list[jax.Array]
+) -> list[np.ndarray]:
+    *arrays, cotangent = inputs
+    out, gradient = jax.vjp(lambda *x: attention(*x, mask), *arrays)
+    return [np.asarray(x, np.float32) for x in (out, *gradient(cotangent))]
+
+
+def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+    return short_attention(q, k, v, mask, True)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernels_are_attention_and_its_gradient(shape: tuple[int, ...]) -> None:
+    T, S = shape[:2]
+    mask = attention_mask(_packed(T), _packed(S, first=0))
+    if T == S:
+        mask = attention_mask(_packed(T), _packed(T), causal=True)
+    inputs = _inputs(*shape)
+    ours, plain = (_with_gradients(f, mask, inputs) for f in (_kernel, dot_product_attention))
+    for x, expected in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_is_about_as_exact_as_plain_attention() -> None:
+    """The kernel also rounds the scores' gradient, for its products, as flash attention does."""
+    mask = attention_mask(_packed(33), _packed(33), causal=True)
+    inputs = _inputs(33, 33, 64, 64, jnp.bfloat16)
+    exact = _with_gradients(dot_product_attention, mask, [x.astype(jnp.float32) for x in inputs])
+    ours, plain = (_with_gradients(f, mask, inputs) for f in (_kernel, dot_product_attention))
+    for x, other, expected in zip(ours, plain, exact, strict=True):
+        assert np.linalg.norm(x - expected) < 1.3 * np.linalg.norm(other - expected)
+
+
+@pytest.mark.parametrize("axes", [(), (1, 1, 1, 24), (2, 1, 1, 24), (1, 2, 20, 24)], ids=str)
+def test_axes_of_the_mask_may_be_1(axes: tuple[int, ...]) -> None:
+    inputs = _inputs(20, 24, 16, 16)
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, axes) if axes else None
+    ours, plain = (_with_gradients(f, mask, inputs) for f in (_kernel, dot_product_attention))
+    for x, expected in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_that_sees_nothing_has_equal_weights_and_no_gradient() -> None:
+    inputs = _inputs(20, 20, 16, 16)
+    mask = jnp.zeros((1, 1, 1, 20), bool)
+    out, d_q, d_k, _ = _with_gradients(_kernel, mask, inputs)
+    expected = jnp.broadcast_to(inputs[2].mean(axis=1, keepdims=True), out.shape)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    assert not d_q.any()
+    assert not d_k.any()
+
+
+def test_a_layer_may_be_recomputed() -> None:
+    inputs = _inputs(16, 16, 16, 16)
+    once = _with_gradients(_kernel, None, inputs)
+    again = _with_gradients(jax.checkpoint(_kernel), None, inputs)
+    for x, y in zip(once, again, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "ON", True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def _kernels(attention: Callable[..., Any], *arrays: jax.Array, platform: str = "cuda") -> int:
+    """How many kernels a program has that was lowered for a GPU which is not here."""
+    gpu = AbstractDevice("NVIDIA H200", 132, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        lowered = jax.jit(attention).trace(*arrays).lower(lowering_platforms=(platform,))
+    return lowered.as_text().count("gpu.triton")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -> None:
+    q, k, v, _ = _inputs(100, 24, 64, 64, jnp.bfloat16)
+    key = jax.random.key(0)
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return jax.grad(lambda *x: dot_product_attention(*x).astype(jnp.float32).sum())(q, k, v)
+
+    assert _kernels(dot_product_attention, q, k, v) == 1
+    assert _kernels(gradients, q, k, v) == 1  # the result itself is not asked for
+    assert _kernels(lambda *x: dot_product_attention(*x, weights=[]), q, k, v) == 0
+    drop = {"dropout_rate": 0.1, "dropout_key": key}
+    assert _kernels(lambda *x: dot_product_attention(*x, **drop), q, k, v) == 0
+    assert _kernels(dot_product_attention, q, k, v, platform="cpu") == 0
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_other_inputs_and_several_devices_take_the_plain_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v, _ = _inputs(128, 24, 64, 32, jnp.bfloat16)
+    assert takes(q, k, v)
+    assert not takes(q.astype(jnp.float32), k, v)
+    assert not takes(jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0))), k, v)
+    assert not takes(q, k, v[..., :24])
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not takes(q, k, v)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_where_a_gpu_computes_on_its_cpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = attention_mask(_packed(24), _packed(24))
+    inputs = _inputs(24, 24, 16, 16, jnp.bfloat16)
+    chosen = _with_gradients(jax.jit(dot_product_attention), mask, inputs)
+    monkeypatch.undo()
+    plain = _with_gradients(jax.jit(dot_product_attention), mask, inputs)
+    for x, expected in zip(chosen, plain, strict=True):
+        np.testing.assert_array_equal(x, expected)
