@@ -1,4 +1,6 @@
-"""The chunked loss equals a plain one: values, gradients, padding, chunk sizes, devices."""
+"""The chunked loss equals a plain one: values, gradients, padding, chunk sizes, devices, the way
+that each backend computes it, logits in bfloat16.
+"""
 
 import re
 from collections.abc import Callable
@@ -18,6 +20,13 @@ from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
 B, T, D, V = 3, 7, 8, 19
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a GPU would compute, on the devices that are here."""
+    monkeypatch.setattr(jax, "default_backend", lambda: request.param)
+    return request.param
+
+
 def _inputs() -> tuple[jax.Array, jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(0), 3)
     target = jax.random.randint(keys[2], (B, T), 1, V).at[1, 4:].set(0).at[2].set(0)
@@ -30,9 +39,10 @@ def _plain(hidden: jax.Array, matrix: jax.Array, target: jax.Array, epsilon: flo
     return -((wanted * log_probs).sum(axis=-1) * (target != 0)).sum()
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("epsilon", [0.0, 0.1])
-@pytest.mark.parametrize("max_logits", [1, 2 * B * V, 3 * B * V, 10**6])
-def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int) -> None:
+@pytest.mark.parametrize("max_logits", [1, 2 * B * V, 3 * B * V, 10**6, None])
+def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int | None) -> None:
     hidden, matrix, target = _inputs()
 
     def ours(h: jax.Array, m: jax.Array) -> jax.Array:
@@ -48,6 +58,7 @@ def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("max_logits", [2 * B * V, 10**6])
 def test_a_bias_counts_in_value_and_gradient(max_logits: int) -> None:
     hidden, matrix, target = _inputs()
@@ -86,6 +97,7 @@ def _plain_r_drop(
     )
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("max_logits", [1, 6 * B * V, 10**6])
 def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
     """Value, gradients and the sums beside it, where chunks divide the positions and where they do
@@ -114,6 +126,7 @@ def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
     assert sums.loss > without.loss + 1
 
 
+@pytest.mark.usefixtures("backend")
 def test_sums_beside_the_loss() -> None:
     hidden, matrix, target = _inputs()
     for sums in (
@@ -134,6 +147,7 @@ def test_gradient_is_zero_at_padding() -> None:
     assert (gradient[target == 0] == 0).all()
 
 
+@pytest.mark.usefixtures("backend")
 def test_large_logits_stay_finite() -> None:
     hidden, matrix, target = _inputs()
     sums, pull = jax.vjp(
@@ -142,7 +156,26 @@ def test_large_logits_stay_finite() -> None:
     assert jnp.isfinite(sums) and jnp.isfinite(pull(jnp.ones(()))[0]).all()
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("vocab_size", [19, 24])
+def test_tokens_that_a_bias_forbids(vocab_size: int) -> None:
+    """Here more of them side by side than a GPU's thread reads at once."""
+    hidden, _, target = _inputs()
+    matrix = jax.random.normal(jax.random.key(7), (vocab_size, D))
+    target = jnp.minimum(target, 2)
+    allowed = smoothed_cross_entropy(hidden, matrix[:3], target, label_smoothing=0.0)
+    forbidden = jnp.zeros(vocab_size).at[3:].set(-jnp.inf)
+    sums, gradient = jax.value_and_grad(
+        lambda m: (
+            smoothed_cross_entropy(hidden, m, target, label_smoothing=0.0, bias_V=forbidden).nll
+        )
+    )(matrix)
+    np.testing.assert_allclose(sums, allowed.nll, rtol=1e-6)
+    assert jnp.isfinite(gradient).all() and not gradient[3:].any()
+
+
 @pytest.mark.devices(8)
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("r_drop", [0.0, 3.0])
 def test_rows_spread_over_devices_change_nothing(r_drop: float) -> None:
     """Values and gradients; and devices talk after the last chunk, not in each."""
@@ -247,3 +280,121 @@ def test_r_drop_wants_pairs_of_rows() -> None:
     hidden, matrix, target = _inputs()
     with pytest.raises(UserError, match=r"r_drop is 1.0 with 3 rows; expected an even number"):
         smoothed_cross_entropy(hidden, matrix, target, r_drop=1.0)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("vocab_size", [499, 504])
+@pytest.mark.parametrize("r_drop", [0.0, 2.0])
+def test_bfloat16_logits(vocab_size: int, r_drop: float) -> None:
+    """Only the logits are rounded: sums and gradients are those of a plain loss of rounded logits.
+    Those of exact logits, up to 8 in size here, differ by what 8 bits leave of them: at most
+    8 / 2^9 = 0.016 a logit, so twice that for log-probabilities and, relatively, probabilities.
+    """
+    keys = jax.random.split(jax.random.key(3), 3)
+    hidden = jax.random.normal(keys[0], (4, 9, 32))
+    matrix = 0.3 * jax.random.normal(keys[1], (vocab_size, 32))
+    target = jax.random.randint(keys[2], (4, 9), 0, vocab_size)
+    target = target.at[1::2].set(target[::2])
+    logits = jnp.einsum("BTD,VD->BTV", hidden, matrix)
+    assert 6 < jnp.abs(logits).max() < 8
+    real, tokens = target != 0, int((target != 0).sum())
+
+    def plain(logits: jax.Array) -> jax.Array:
+        log_p = jax.nn.log_softmax(logits)
+        log_q = log_p.reshape(2, 2, 9, -1)[:, ::-1].reshape(log_p.shape)
+        wanted = 0.9 * jax.nn.one_hot(target, vocab_size) + 0.1 / vocab_size
+        divergence = r_drop / 2 * jnp.exp(log_p) * (log_p - log_q)
+        return ((divergence - wanted * log_p).sum(axis=-1) * real).sum()
+
+    def ours(h: jax.Array, m: jax.Array) -> tuple[jax.Array, LossSums]:
+        sums = smoothed_cross_entropy(
+            h, m, target, max_logits=5 * 500, r_drop=r_drop, logits_dtype=jnp.bfloat16
+        )
+        return sums.loss, sums
+
+    (d_hidden, d_matrix), sums = jax.grad(ours, argnums=(0, 1), has_aux=True)(hidden, matrix)
+    rounded = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
+    assert jnp.abs(rounded - logits).max() > 0.01
+    d_logits = jax.grad(plain)(rounded)
+    # the mean of all logits, in the smoothed loss, is that of the exact ones
+    exact_mean = 0.1 * ((rounded.mean(axis=-1) - logits.mean(axis=-1)) * real).sum()
+    np.testing.assert_allclose(sums.loss, plain(rounded) + exact_mean, rtol=1e-5)
+    np.testing.assert_allclose(
+        d_hidden, jnp.einsum("BTV,VD->BTD", d_logits, matrix), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        d_matrix, jnp.einsum("BTV,BTD->VD", d_logits, hidden), rtol=1e-4, atol=1e-5
+    )
+    label = jnp.take_along_axis(rounded, target[..., None], axis=-1)[..., 0]
+    assert int(sums.correct) == int(((label == rounded.max(axis=-1)) & real).sum())
+    assert int(sums.tokens) == tokens
+    # and from exact logits
+    exact = smoothed_cross_entropy(hidden, matrix, target, r_drop=r_drop, logits_dtype=jnp.float32)
+    assert abs(sums.nll - exact.nll) / tokens < 0.032
+    assert abs(sums.loss - exact.loss) / tokens < 0.032 * (1 + r_drop)
+    of_exact = jax.grad(plain)(logits)
+    assert jnp.linalg.norm(d_logits - of_exact) < 0.032 * (1 + r_drop) * jnp.linalg.norm(of_exact)
+
+
+def _program(
+    tokens: tuple[int, int], vocab_size: int, dtype: str = "bfloat16", r_drop: float = 0.0
+) -> str:
+    """The gradient's, as XLA gets it."""
+    of_loss = jax.grad(
+        lambda h, m, t: smoothed_cross_entropy(h, m, t, r_drop=r_drop).loss, argnums=(0, 1)
+    )
+    hidden = jax.ShapeDtypeStruct((*tokens, 512), dtype)
+    matrix = jax.ShapeDtypeStruct((vocab_size, 512), jnp.float32)
+    target = jax.ShapeDtypeStruct(tokens, jnp.int32)
+    return jax.jit(of_loss).lower(hidden, matrix, target).as_text()
+
+
+def test_gpus_read_the_logits_once_for_all_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    program = _program((784, 32), 37_000)
+    reductions = re.findall(r"stablehlo\.reduce\(.*tensor<6272x(?:4625|37000)xf32>.*", program)
+    [maximum_and_sum] = reductions
+    assert maximum_and_sum.count("tensor<6272x4625xf32>") == 2
+    assert not re.search(r"stablehlo\.pad.*(low|high) = \[[0, ]*[1-9]", program)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab_size", "dtype", "r_drop", "length"),
+    [
+        ((784, 32), 37_000, "bfloat16", 0.0, 6272),
+        ((784, 32), 32_000, "bfloat16", 0.0, 6272),
+        ((784, 32), 58_101, "bfloat16", 0.0, 6272),
+        ((1568, 32), 37_000, "bfloat16", 2.0, 6272),
+        ((1568, 32), 37_000, "bfloat16", 0.0, 12_544),
+        ((784, 32), 37_000, "float32", 0.0, 3136),
+        ((781, 31), 37_000, "bfloat16", 0.0, 6053),  # 24,211 positions, padded by one
+        ((256, 32), 10_000, "bfloat16", 0.0, 8192),  # too few logits to be worth splitting
+    ],
+)
+def test_chunks_of_accelerators(
+    tokens: tuple[int, int],
+    vocab_size: int,
+    dtype: str,
+    r_drop: float,
+    length: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of positions, in equal shares, and at most a sixth of the memory that all logits
+    would take in float32, where that is much.
+    """
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    program = _program(tokens, vocab_size, dtype, r_drop)
+    stored = "bf16" if dtype == "bfloat16" else "f32"
+    assert set(re.findall(rf"tensor<(\d+)x{vocab_size}x{stored}>", program)) == {str(length)}
+    in_memory = length * vocab_size * (2 if stored == "bf16" else 4) * (2 if r_drop else 1)
+    assert in_memory <= max(2**28, 4 * tokens[0] * tokens[1] * vocab_size / 6)
+
+
+def test_logits_have_the_type_of_the_products_on_accelerators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stored = "tensor<128x1000xbf16>"
+    assert stored not in _program((8, 16), 1000, "float32")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert stored not in _program((8, 16), 1000, "float32")
+    assert stored in _program((8, 16), 1000, "bfloat16")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import BATCH_AXES
@@ -26,13 +28,16 @@ class LossSums(NamedTuple):
 
 class _Settings(NamedTuple):
     label_smoothing: float
-    max_logits: int
+    max_logits: int | None
+    logits_dtype: jnp.dtype
     mesh: Mesh | None
     r_drop: float
+    backend: str
 
 
 # What the loss has gradients by: hidden_BTD, matrix_VD, bias_V.
 _Inputs = tuple[jax.Array, jax.Array, jax.Array | None]
+_MaxAndSum = tuple[jax.Array, jax.Array]
 
 
 @jax.named_scope("loss")
@@ -42,7 +47,8 @@ def smoothed_cross_entropy(
     target_BT: jax.Array,
     *,
     label_smoothing: float = 0.1,
-    max_logits: int = 2**22,
+    max_logits: int | None = None,
+    logits_dtype: DTypeLike | None = None,
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
     r_drop: float = 0.0,
@@ -57,7 +63,10 @@ def smoothed_cross_entropy(
       hidden_BTD: the decoder's output; its type is the type of the matrix products.
       matrix_VD: softmax weights, float32.
       target_BT: token ids to predict; positions with PAD_ID count nothing.
-      max_logits: about how many logits a device holds at a time.
+      max_logits: about how many logits a device holds at a time; None: what suits the backend.
+      logits_dtype: type of the logits in memory; all sums are float32. None: that of hidden_BTD on
+        accelerators, float32 on CPUs. In bfloat16 more scores are equal: ``correct`` counts a label
+        that shares the highest score.
       bias_V: softmax biases, float32, if there are any.
       mesh: devices that share the rows B along ``data`` and ``fsdp``; B must divide over them.
         Sums and the gradients of matrix and bias cross the devices once, after the last chunk.
@@ -73,7 +82,11 @@ def smoothed_cross_entropy(
             f"r_drop is {r_drop} with {len(target_BT)} rows; expected an even number, each "
             "sentence pair twice, one after the other."
         )
-    settings = _Settings(label_smoothing, max_logits, mesh, r_drop)
+    backend = jax.default_backend()
+    if logits_dtype is None:
+        logits_dtype = jnp.float32 if backend == "cpu" else hidden_BTD.dtype
+    dtype = jnp.dtype(logits_dtype)
+    settings = _Settings(label_smoothing, max_logits, dtype, mesh, r_drop, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
@@ -138,7 +151,8 @@ def _on_device(
     passes = 2 if settings.r_drop else 1
     rows, time = target_BT.shape
     count = rows // passes * time
-    length = -(-count // max(1, -(-target_BT.size * len(matrix_VD) // settings.max_logits)))
+    length = -(-count // _num_chunks(settings, target_BT.size, *matrix_VD.shape))
+    mean_D = weights_VD.astype(jnp.float32).mean(axis=0)
 
     def in_chunks(x: jax.Array) -> jax.Array:
         rest = x.shape[2:]
@@ -151,12 +165,16 @@ def _on_device(
     def one_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
         hidden_LD, target_L = chunk
-        logits_LV = jnp.einsum(
-            "LD,VD->LV", hidden_LD, weights_VD, preferred_element_type=jnp.float32
+        logits_LV = (
+            jnp.einsum("LD,VD->LV", hidden_LD, weights_VD, preferred_element_type=jnp.float32)
+            .astype(settings.logits_dtype)
+            .astype(jnp.float32)
         )
+        # not a product: those of float32 are rounded on GPUs
+        mean_L = (hidden_LD * mean_D[None]).sum(axis=-1)
         if bias_V is not None:
-            logits_LV += bias_V[None]
-        new, d_logits_LV = _from_logits(settings, logits_LV, target_L)
+            logits_LV, mean_L = logits_LV + bias_V[None], mean_L + bias_V.mean()
+        new, d_logits_LV = _from_logits(settings, logits_LV, mean_L, target_L)
         sums = jax.tree.map(jnp.add, sums, new)
         if d_bias_V is not None:
             d_bias_V += d_logits_LV.sum(axis=0)
@@ -178,24 +196,43 @@ def _on_device(
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
+def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: int) -> int:
+    """In how many chunks a device works through so many positions.
+
+    On a CPU a small chunk stays in the cache, but each chunk reads and writes matrices of V x D.
+    Accelerators want thousands of positions at a time: for short chunks XLA splits the products
+    and pads the vocabulary to do so.
+    """
+    logits = positions * vocab_size
+    if settings.max_logits is not None:
+        return -(-logits // settings.max_logits)
+    if settings.backend == "cpu":
+        return -(-logits // max(2**20, vocab_size * d_model // 2))
+    # Bytes of a chunk: an eighth of those that all logits would take in float32, within limits.
+    # R-Drop's gradient is not written over the logits.
+    most = min(2**30, max(2**28, logits // 2))
+    held = logits * settings.logits_dtype.itemsize * (2 if settings.r_drop else 1)
+    return 2 ** (-(-held // most) - 1).bit_length()  # rows, multiples of 8, divide by that
+
+
 def _from_logits(
-    settings: _Settings, logits_LV: jax.Array, target_L: jax.Array
+    settings: _Settings, logits_LV: jax.Array, mean_L: jax.Array, target_L: jax.Array
 ) -> tuple[LossSums, jax.Array]:
     """The sums over some tokens, and the gradient of ``loss`` by their logits."""
     epsilon, vocab_size = settings.label_smoothing, logits_LV.shape[-1]
     real_L = (target_L != PAD_ID).astype(jnp.float32)
-    top_L = logits_LV.max(axis=-1)
-    exp_LV = jnp.exp(logits_LV - top_L[:, None])
-    total_L = exp_LV.sum(axis=-1)
-    log_total_L = top_L + jnp.log(total_L)
+    top_L, log_total_L, probs_LV = _softmax(logits_LV, settings.backend)
     label_L = jnp.take_along_axis(logits_LV, target_L[:, None], axis=-1)[:, 0]
     nll_L = log_total_L - label_L
-    loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - logits_LV.mean(axis=-1))
+    loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - mean_L)
     is_label_LV = jnp.arange(vocab_size, dtype=target_L.dtype)[None] == target_L[:, None]
     wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
-    d_logits_LV = exp_LV / total_L[:, None] - wanted_LV
+    d_logits_LV = probs_LV - wanted_LV
     if settings.r_drop:
-        kl_L, d_kl_LV = _divergence(logits_LV - log_total_L[:, None])
+        # Behind the barrier XLA computes exponentials again; otherwise it would keep them, in
+        # twice the memory of the logits.
+        log_probs_LV = logits_LV - jax.lax.optimization_barrier(log_total_L)[:, None]
+        kl_L, d_kl_LV = _divergence(log_probs_LV, probs_LV)
         loss_L += settings.r_drop / 2 * kl_L
         d_logits_LV += settings.r_drop / 2 * d_kl_LV
     sums = LossSums(
@@ -207,14 +244,45 @@ def _from_logits(
     return sums, d_logits_LV * real_L[:, None]
 
 
-def _divergence(log_probs_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each row the maximum, the logarithm of the sum of exponentials, and the probabilities."""
+    if backend == "gpu":  # where reading the logits takes longer than exponentials
+        top_L, total_L = _max_and_sum_of_exp(logits_LV)
+        log_total_L = top_L + jnp.log(total_L)
+        return top_L, log_total_L, jnp.exp(logits_LV - log_total_L[:, None])
+    top_L = logits_LV.max(axis=-1)
+    exp_LV = jnp.exp(logits_LV - top_L[:, None])
+    total_L = exp_LV.sum(axis=-1)
+    return top_L, top_L + jnp.log(total_L), exp_LV / total_L[:, None]
+
+
+def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each row the maximum m and the sum of exp(x - m), reading ``x_LV`` once."""
+
+    def join(a: _MaxAndSum, b: _MaxAndSum) -> _MaxAndSum:
+        (a_max, a_sum), (b_max, b_sum) = a, b
+        factor = jnp.exp(-jnp.abs(a_max - b_max))
+        total = jnp.where(a_max > b_max, a_sum + factor * b_sum, factor * a_sum + b_sum)
+        return jnp.maximum(a_max, b_max), total
+
+    # not -inf: a logit may be that, and then the difference is NaN
+    lowest = jnp.float32(jnp.finfo(jnp.float32).min)
+    # Joining costs more than an exponential; and a thread reads 8 neighbours in one instruction.
+    width = math.gcd(x_LV.shape[1], 8)
+    neighbours = [x_LV[:, i::width] for i in range(width)]
+    top = reduce(jnp.maximum, neighbours, lowest)
+    total = sum(jnp.exp(x - top) for x in neighbours)
+    return jax.lax.reduce((top, total), (lowest, jnp.float32(0)), join, (1,))
+
+
+def _divergence(log_probs_LV: jax.Array, probs_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """KL divergence of each row and its gradient by the logits.
 
     The first half of the rows is p and has KL(p, q), the second half is q and has KL(q, p).
     """
     log_probs_PLV = log_probs_LV.reshape(2, -1, log_probs_LV.shape[-1])
-    probs_PLV = jnp.exp(log_probs_PLV)
+    probs_PLV = probs_LV.reshape(log_probs_PLV.shape)
     ratio_PLV = log_probs_PLV - log_probs_PLV[::-1]
-    kl_PL = (probs_PLV * ratio_PLV).sum(axis=-1)
+    kl_PL = (jnp.exp(log_probs_PLV) * ratio_PLV).sum(axis=-1)
     gradient_PLV = probs_PLV * (1 + ratio_PLV - kl_PL[..., None]) - probs_PLV[::-1]
     return kl_PL.reshape(-1), gradient_PLV.reshape(log_probs_LV.shape)

@@ -12,7 +12,7 @@ import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
 
-from transformer_jax.config import Config, ModelConfig
+from transformer_jax.config import Config
 from transformer_jax.data.batching import Batch
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import batch_sharding, gathered, replicated, state_shardings
@@ -184,7 +184,6 @@ def loss_and_sums(
         model.output_matrix_VD,
         batch.target_BT,
         label_smoothing=config.training.label_smoothing,
-        max_logits=_max_logits(config.model),
         bias_V=model.output_bias_V,
         mesh=mesh,
         r_drop=r_drop,
@@ -232,14 +231,3 @@ def moving_average(
 
 def _optimizer(config: Config) -> optax.GradientTransformation:
     return make_optimizer(config.optimizer, config.model.d_model, config.training.steps)
-
-
-def _max_logits(config: ModelConfig) -> int:
-    """How many logits to hold at once.
-
-    Accelerators want large chunks. On a CPU small ones stay in its cache, but each chunk reads and
-    writes matrices of V x D.
-    """
-    if jax.default_backend() != "cpu":
-        return 2**25
-    return max(2**20, config.vocab_size * config.d_model // 2)
