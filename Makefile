@@ -1,8 +1,10 @@
 # Every target does its own set-up in .venv. PYTHON may name another interpreter (3.11 or newer);
 # run `make clean` before you change it.
 PYTHON ?= python3
-# The accelerator that `make test-gpu` runs on, as JAX calls it: cuda or tpu.
+# The accelerator that `make test-gpu` runs on, as JAX calls it (cuda or tpu), and the processes that
+# share it.
 PLATFORM ?= cuda
+WORKERS ?= 4
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -31,7 +33,7 @@ quick: lint types  ## lint, types and the fast tests: about 90 s on 2 cores
 test: lint types unit  ## lint, types and every test: what CI runs
 
 test-gpu: $(VENV)/.installed-compare $(VENV)/.installed-$(PLATFORM)  ## every test, on a GPU (PLATFORM=tpu: on a TPU)
-	JAX_PLATFORMS=$(PLATFORM),cpu $(RUN) -m pytest -n 4 --dist loadfile
+	JAX_PLATFORMS=$(PLATFORM),cpu $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.installed  ## ruff: style and formatting
 	$(VENV)/bin/ruff check .

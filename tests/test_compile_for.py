@@ -12,6 +12,7 @@ import pytest
 from benchmarks import compile_for, hlo
 
 
+@pytest.mark.cpu("it compiles for the eight simulated devices")
 def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
     flags = {"d-model": 16, "d-ff": 32, "num-heads": 2, "num-layers": 1}
     model = [part for name, value in flags.items() for part in (f"--model.{name}", str(value))]
