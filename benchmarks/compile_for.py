@@ -133,11 +133,7 @@ def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
         return "cpu", jax.devices()
     try:
         if kind in _GPUS:
-            shape = f"1x1x{count or 1}"  # partitions, machines, GPUs of each
-            topology = topologies.get_topology_desc(
-                platform="cuda", target_config=_target(kind), topology=shape
-            )
-            return "gpu", list(topology.devices)
+            return "gpu", gpus(kind, int(count or 1))
         return "tpu", list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UserError(
@@ -145,6 +141,19 @@ def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
             "cpu, or a TPU topology like "
             "v5e:2x4, with JAX's package for it installed: pip install '.[cuda]' or '.[tpu]'."
         ) from error
+
+
+def gpus(name: str, count: int = 1) -> list[Any]:
+    """So many of a kind in one machine, to compile for.
+
+    Raises:
+      NotImplementedError: JAX's package for CUDA is not installed.
+    """
+    shape = f"1x1x{count}"  # partitions, machines, GPUs of each
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_target(name), topology=shape
+    )
+    return list(topology.devices)
 
 
 def _target(name: str) -> str:

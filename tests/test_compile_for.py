@@ -6,10 +6,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from benchmarks import compile_for, hlo
+from benchmarks.kernels import computations, kernels
+from transformer_jax.training.loss import smoothed_cross_entropy
 
 
 @pytest.mark.cpu("it compiles for the eight simulated devices")
@@ -100,3 +107,50 @@ ENTRY %main () -> f32[] {
         "all-reduce bf16": {"count": 1, "mb": 0.016},
         "all-reduce f32": {"count": 2, "mb": 0.26},
     }
+
+
+@pytest.fixture
+def for_h200(monkeypatch) -> Callable[..., str]:
+    """``for_h200(function, *shapes)``: its text, compiled for a GPU that need not be here."""
+    try:
+        [device] = compile_for.gpus("h200")
+    except NotImplementedError as error:
+        pytest.skip(f"needs JAX's package for CUDA, pip install '.[cuda]': {error}")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def compiled(function: Callable[..., Any], *shapes: Any) -> str:
+        sharding = SingleDeviceSharding(device)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+        )
+        lowered = jax.jit(function).lower(*shapes)
+        return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+
+    return compiled
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_the_loss_reads_its_logits_twice_and_pads_nothing(for_h200):
+    def gradient(hidden_BTD, matrix_VD, target_BT):
+        def loss(*inputs):
+            return smoothed_cross_entropy(*inputs, target_BT).loss
+
+        return jax.grad(loss, argnums=(0, 1))(hidden_BTD, matrix_VD)
+
+    text = for_h200(
+        gradient,
+        _array(784, 32, 512),
+        _array(37_000, 512, dtype=jnp.float32),
+        _array(784, 32, dtype=jnp.int32),
+    )
+    found = kernels(text)
+    logits = next(kernel for kernel in found if kernel.kind == "product")
+    others = [kernel for kernel in found if not kernel.flops]
+    reading = [x for x in others if max(x.reads.values(), default=0) >= logits.written]
+    # for the sums; for the gradient, written in their place
+    assert [x.written > logits.written / 2 for x in reading] == [False, True]
+    padded = [x for each in computations(text).values() for x in each.operations.values()]
+    assert not [x for x in padded if x.kind == "pad" and x.bytes > 1e6]
