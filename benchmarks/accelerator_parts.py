@@ -153,7 +153,8 @@ def _plain(name: str) -> str:
 def kernel_times(trace: Path) -> dict[str, tuple[float, int]]:
     """Seconds and number of launches in a profile, by the operation that XLA compiled to it."""
     found: dict[str, tuple[float, int]] = {}
-    for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
+    data = jax.profiler.ProfileData.from_file(str(trace))
+    for plane in data.planes:
         lines = plane.lines if re.match("/device:(GPU|TPU)", plane.name) else ()
         for line in lines:
             if line.name.startswith(("Stream", "XLA Ops")):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from benchmarks import accelerator, accelerator_parts
@@ -115,4 +116,32 @@ ENTRY %main (x: f32[8,10]) -> f32[8,10] {
         "loss: rest": 0.5,
         "embedding": 0.25,
         "without a name in the program": 0.125,
+    }
+
+
+XPLANE = """
+planes { name: "/host:CPU" lines { name: "Stream" events { metadata_id: 1 duration_ps: 7 } }
+  event_metadata { key: 1 value { id: 1 name: "not the device" } } }
+planes { name: "/device:GPU:0"
+  lines { name: "Stream #14(Compute)"
+    events { metadata_id: 1 duration_ps: 2000000 stats { metadata_id: 1 ref_value: 2 } }
+    events { metadata_id: 1 offset_ps: 2000000 duration_ps: 1000000
+      stats { metadata_id: 1 ref_value: 2 } }
+    events { metadata_id: 2 offset_ps: 3000000 duration_ps: 500000 } }
+  lines { name: "Launch Stats" events { metadata_id: 2 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "loop_add_fusion" } }
+  event_metadata { key: 2 value { id: 2 name: "Memset" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "loop_add_fusion.3" } } }
+"""
+
+
+@pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # JAX's, on Python 3.12
+def test_kernels_are_read_from_a_profile(tmp_path: Path) -> None:
+    """The device's streams alone, and by the operation where the profile names it."""
+    file = tmp_path / "a.xplane.pb"
+    file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(XPLANE))
+    assert accelerator_parts.kernel_times(file) == {
+        "loop_add_fusion.3": (pytest.approx(3e-6), 2),
+        "Memset": (pytest.approx(5e-7), 1),
     }
