@@ -14,8 +14,9 @@ import pytest
 from reference_search import Rules, every_hypothesis, reference_search
 from reference_search import chain as as_model
 
-from transformer_jax.decoding.beam_search import BeamSearch, top_k
+from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.length_penalty import length_divisor
+from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import search
 from transformer_jax.errors import UserError
 

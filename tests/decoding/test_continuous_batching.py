@@ -43,7 +43,10 @@ class ToyModel:
     def start_cache(self, source):
         return chains.start(TOYS, source, beam_size=self.beam_size)
 
-    def step(self, tokens_BW, cache):
+    def attended(self, cache):
+        return [LENGTH]
+
+    def step(self, tokens_BW, cache, *, length):
         return chains.step(TOYS)(tokens_BW, cache)
 
 
@@ -105,7 +108,7 @@ def test_coverage_and_samples_are_those_of_one_batch(method):
 def test_a_row_that_held_what_is_not_a_number_is_as_good_as_any(alone, monkeypatch):
     with_nan = TOYS._replace(log_probs_BLVV=TOYS.log_probs_BLVV.copy())
     with_nan.log_probs_BLVV[::3, 1:] = np.nan
-    monkeypatch.setattr(ToyModel, "step", lambda _, *given: chains.step(with_nan)(*given))
+    monkeypatch.setattr(ToyModel, "step", lambda _, *given, length: chains.step(with_nan)(*given))
     result = jax.jit(partial(run.__wrapped__, BEAM, batch_size=4))(
         waiting_in(np.arange(SENTENCES)), full(4)
     )
@@ -174,8 +177,8 @@ def test_idle_rows_take_in_tokens_of_the_vocabulary():
             lowest_BW = jnp.full((source.shape[0], 1), VOCAB)
             return WithLowest(**vars(super().start_cache(source)), lowest_BW=lowest_BW)
 
-        def step(self, tokens_BW, cache):
-            logits_BWV, cache = super().step(tokens_BW, cache)
+        def step(self, tokens_BW, cache, *, length):
+            logits_BWV, cache = super().step(tokens_BW, cache, length=length)
             lowest_BW = jnp.minimum(cache.lowest_BW, tokens_BW)
             return logits_BWV, dataclasses.replace(cache, lowest_BW=lowest_BW)
 

@@ -5,7 +5,6 @@ Letters as in ``search.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, require_at_least
+from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
     Method,
     NextToken,
@@ -22,9 +22,6 @@ from transformer_jax.decoding.search import (
     gather_beams,
 )
 from transformer_jax.errors import UserError
-
-_CHUNK = 32
-_MOST_ON_GPU = 16  # above that XLA sorts whole rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +116,16 @@ class BeamSearch(Method):
         Each beam's best come from its logits, whose order is that of the log-probabilities: those
         of the whole vocabulary are never written out.
         """
-        logits_RV, normalizer_R1, choosable_RV, forced_R, allowed, num_forbidden = scores
+        logits_RV, normalizer_R1, choosable_RV, maxima_RQ, forced_R, allowed, num_forbidden = scores
         (B, W), V = state.live.ranks_BW.shape, logits_RV.shape[1]
         K = min(2 * W, V)
-        values_RK, tokens_RK = top_k(choosable_RV, K, allowed=allowed, num_forbidden=num_forbidden)
+        values_RK, tokens_RK = top_k(
+            choosable_RV,
+            K,
+            allowed=allowed,
+            num_forbidden=num_forbidden,
+            maxima_RQ=maxima_RQ,
+        )
         # Where one token is forced it is the only continuation, whatever the rules say.
         forced_R1, first_1K = forced_R[:, None], (jnp.arange(K) == 0)[None]
         forced_value_R1 = jnp.take_along_axis(choosable_RV, jnp.maximum(forced_R1, 0), axis=1)
@@ -140,43 +143,3 @@ class BeamSearch(Method):
             for x in (tokens_RK, token_log_probs_RK)
         )
         return places_BC // K, tokens_BC, ranks_BC, jnp.maximum(token_log_probs_BC, IMPOSSIBLE)
-
-
-def top_k(
-    x_RV: Array, k: int, *, allowed: Callable[[Array], Array] | None = None, num_forbidden: int = 0
-) -> tuple[Array, Array]:
-    """``jax.lax.top_k`` of each row, in two exact stages.
-
-    ``allowed(indices_RC)`` says which indices take part in their row, all but ``num_forbidden`` at
-    most; the others count as IMPOSSIBLE. The ``k + num_forbidden`` largest values hold the k
-    largest that take part, so that no second array as wide as ``x_RV`` is written.
-
-    On a CPU the first stage takes chunks by their maxima, which is several times faster on wide
-    rows. They hold those k values too: of the chunks that go before the chunk of such a value, each
-    has a larger one, or a forbidden one on top. Sorted chunks keep the order among equal values:
-    the lowest index first.
-    """
-
-    def masked(x_RC: Array, ids_RC: Array) -> Array:
-        return x_RC if allowed is None else jnp.where(allowed(ids_RC), x_RC, IMPOSSIBLE)
-
-    rows, width = x_RV.shape
-    num_chunks, num_chosen = -(-width // _CHUNK), k + num_forbidden
-    on_cpu = jax.default_backend() == "cpu"
-    if not on_cpu and num_forbidden and num_chosen <= _MOST_ON_GPU:
-        x_RC, ids_RC = jax.lax.top_k(x_RV, min(num_chosen, width))
-        values_RK, places_RK = jax.lax.top_k(masked(x_RC, ids_RC), k)
-        return values_RK, jnp.take_along_axis(ids_RC, places_RK, axis=1)
-    if not on_cpu or num_chunks < 2 * num_chosen:
-        return jax.lax.top_k(masked(x_RV, jnp.arange(width)[None]), k)
-    padding = num_chunks * _CHUNK - width
-    largest_RQ = jax.lax.reduce_window(
-        x_RV, -jnp.inf, jax.lax.max, (1, _CHUNK), (1, _CHUNK), ((0, 0), (0, padding))
-    )
-    _, chunks_RK = jax.lax.top_k(largest_RQ, num_chosen)
-    ids_RKC = jnp.sort(chunks_RK, axis=-1)[:, :, None] * _CHUNK + jnp.arange(_CHUNK)[None, None]
-    ids_RC = ids_RKC.reshape(rows, num_chosen * _CHUNK)
-    x_RC = jnp.take_along_axis(x_RV, jnp.minimum(ids_RC, width - 1), axis=1)
-    x_RC = jnp.where(ids_RC < width, masked(x_RC, ids_RC), -jnp.inf)
-    values_RK, places_RK = jax.lax.top_k(x_RC, k)
-    return values_RK, jnp.take_along_axis(ids_RC, places_RK, axis=1)

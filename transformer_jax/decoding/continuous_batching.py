@@ -67,7 +67,8 @@ def search_waiting(
 
     Three nested loops, so that none holds a branch through which caches would be copied: the outer
     one encodes a block, the middle one hands rows over as soon as 1/16 of them are idle, or enough
-    for the rest of the block, the inner one takes steps.
+    for the rest of the block, the inner one takes steps (on a GPU it is several in a row, by how
+    many positions the steps attend to).
     """
     M, Q = counts_M.shape[0], waiting.limit_Q.shape[0]
     B = jax.tree.leaves(cache)[0].shape[0]
@@ -148,7 +149,11 @@ class _Run:
         return jax.lax.while_loop(is_unfinished, hand_over, carry._replace(next=first))
 
     def step_until_idle(self, carry: _Carry, end: Array) -> _Carry:
-        """Take steps until enough rows are idle for a hand-over, or all are."""
+        """Take steps until enough rows are idle for a hand-over, or all are.
+
+        There is a loop for each length that steps may attend to: as rows take more tokens in, the
+        next loop goes on.
+        """
         B, R = self.batch_size, self.num_handed_over
 
         def goes_on(carry: _Carry) -> Array:
@@ -156,14 +161,22 @@ class _Run:
             num_waiting = end - carry.next
             return (num_idle < B) & ~((num_waiting > 0) & (num_idle >= jnp.minimum(R, num_waiting)))
 
-        return jax.lax.while_loop(goes_on, self.step, carry)
+        def suffices(length: int, carry: _Carry) -> Array:
+            needed_B = jnp.where(carry.state.done_B, 0, carry.cache.needed_B)
+            return goes_on(carry) & (needed_B.max() <= length)
 
-    def step(self, carry: _Carry) -> _Carry:
-        """Write one token of every row's sentence."""
+        *shorter, longest = self.model.attended(carry.cache)
+        for length in shorter:
+            step = partial(self.step, length=length)
+            carry = jax.lax.while_loop(partial(suffices, length), step, carry)
+        return jax.lax.while_loop(goes_on, partial(self.step, length=longest), carry)
+
+    def step(self, carry: _Carry, *, length: int) -> _Carry:
+        """Write one token of every row's sentence, attending to ``length`` positions."""
         busy_B = ~carry.state.done_B
         state, cache = take_step(
             self.method,
-            self.model.step,
+            partial(self.model.step, length=length),
             carry.state,
             carry.cache,
             reorder=lambda cache, parents_BW: cache.reorder(parents_BW),

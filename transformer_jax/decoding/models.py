@@ -58,6 +58,11 @@ class DecodingCache:
         each: list[Any] = [decoder.attention_BWS for decoder in self.decoders]
         return None if each[0] is None else jnp.stack(each).mean(axis=0)
 
+    @property
+    def needed_B(self) -> Array:
+        """How many positions each sentence's next step must attend to, source and target alike."""
+        return self.decoders[0].needed_B
+
     def reorder(self, parents_BW: Array) -> DecodingCache:
         """Beam w continues what was beam ``parents_BW[b, w]``."""
         decoders = tuple(decoder.reorder(parents_BW) for decoder in self.decoders)
@@ -131,15 +136,25 @@ class DecodingModel:
             own_BK = jnp.full((rows, source.own_BK.shape[1]), -1, jnp.int32)
         return self._with_own(tuple(decoder.cleared() for decoder in memory), own_BK)
 
-    def step(self, tokens_BW: Array, cache: DecodingCache) -> tuple[Array, DecodingCache]:
+    def attended(self, cache: DecodingCache) -> list[int]:
+        """The lengths worth a compiled step of their own, ascending; ``cache.needed_B`` tells which
+        ones suffice. No sentence needs less than the shortest that is encoded.
+        """
+        return [length for length in cache.decoders[0].lengths if length >= self._lengths[0]]
+
+    def step(
+        self, tokens_BW: Array, cache: DecodingCache, *, length: int | None = None
+    ) -> tuple[Array, DecodingCache]:
         """Take in each hypothesis' last token and score the next: float32 logits [B, W, V] or
-        [B, W, X], new cache.
+        [B, W, X], new cache. Attends to ``length`` positions only (None: to all).
         """
         if self._shared_C is not None:
             tokens_BW = _tokens_at(tokens_BW, self._shared_C, cache.own_BK)
         logits, decoders = [], []
         for i, transformer in enumerate(self._transformers):
-            hidden_BWD, decoder = transformer.decode_hidden(tokens_BW, cache.decoders[i])
+            hidden_BWD, decoder = transformer.decode_hidden(
+                tokens_BW, cache.decoders[i], length=length
+            )
             decoders.append(decoder)
             logits.append(
                 transformer.logits(hidden_BWD)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.beam_search import top_k
 from transformer_jax.decoding.constraints import IMPOSSIBLE, require_at_least
+from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
     Method,
     NextToken,
@@ -64,7 +64,7 @@ class Sampling(Method):
         self, state: SearchState, scores: NextToken, attention_BWS: Array | None
     ) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""
-        logits_RV, normalizer_R1, choosable_RV, forced_R, allowed, _ = scores
+        logits_RV, normalizer_R1, choosable_RV, _, forced_R, allowed, _ = scores
         allowed_RV = allowed(jnp.arange(logits_RV.shape[1])[None])
         drawn_R = self._draw(jnp.where(allowed_RV, choosable_RV, IMPOSSIBLE), self._keys(state))
         is_forced_R = forced_R >= 0

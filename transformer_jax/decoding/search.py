@@ -21,6 +21,7 @@ from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints, require_at_least
 from transformer_jax.decoding.length_penalty import length_divisor
+from transformer_jax.decoding.logits import log_sum_exp
 from transformer_jax.errors import UserError
 
 Cache = Any
@@ -92,6 +93,8 @@ class NextToken(NamedTuple):
     """The log-softmax is ``logits_RV - normalizer_R1``."""
     choosable_RV: Array
     """Logits to choose by: the constraints' adjustments included."""
+    maxima_RQ: Array | None
+    """Of ``choosable_RV``, for ``top_k``, if they are known."""
     forced_R: Array
     """The only token allowed (the prefix's; EOS at the last position), or NOT_FORCED."""
     allowed: Callable[[Array], Array]
@@ -304,7 +307,8 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
     B, W, V = logits_BWV.shape
     logits_RV = logits_BWV.reshape(B * W, V).astype(jnp.float32)
     # A row may forbid every token (-inf throughout); its normaliser must not turn that into NaN.
-    normalizer_R1 = jnp.maximum(jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True), IMPOSSIBLE)
+    normalizer_R1, maxima_RQ = log_sum_exp(logits_RV)
+    normalizer_R1 = jnp.maximum(normalizer_R1, IMPOSSIBLE)
     position_R = jnp.repeat(state.position_B, W)
     position_B1 = state.position_B[:, None]
     forced_B1 = jnp.take_along_axis(state.prefix_BP, position_B1, axis=1, mode="clip")
@@ -318,7 +322,8 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
         forced_R=forced_R,
     )
     allowed = method.constraints.allowed(position_R, eos_id=method.eos_id, pad_id=method.pad_id)
-    return NextToken(logits_RV, normalizer_R1, choosable_RV, forced_R, *allowed)
+    maxima_RQ = maxima_RQ if choosable_RV is logits_RV else None
+    return NextToken(logits_RV, normalizer_R1, choosable_RV, maxima_RQ, forced_R, *allowed)
 
 
 def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW: Array) -> Beams:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,6 @@ from flax import nnx
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
-from transformer_jax.model.cache import LayerCache, attend_to_blocks
 from transformer_jax.model.dropout import dropout, split_key
 
 
@@ -258,32 +259,28 @@ class DecoderLayer(nnx.Module):
     def step(
         self,
         x_BWD: jax.Array,
-        cache: LayerCache,
-        visible_B1LW: jax.Array,
-        source_mask_B1S1: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array]:
+        attend_to_history: Callable[..., tuple[jax.Array, Any]],
+        attend_to_source: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, Any, jax.Array]:
         """One decoding step of W hypotheses, on keys and values of the steps before.
 
+        Args:
+          attend_to_history: given queries and the newest keys and values, what self-attention
+            finds, and what the cache needs to go on; arrays are [B, W, H, K].
+          attend_to_source: given queries, what cross-attention finds.
+
         Returns:
-          The output [B, W, D]; the new keys and values of self-attention, for the cache; the
-          queries of cross-attention; all [B, W, H, K].
+          The output [B, W, D]; what the cache needs; the queries of cross-attention [B, W, H, K].
         """
         y_BWD = self.self_attention_residual.before(x_BWD)
         own_BWHK = self.self_attention.keys_values(y_BWD)
-        out_BWHK = attend_to_blocks(
-            self.self_attention.query(y_BWD),
-            cache.self_keys,
-            cache.self_values,
-            visible_B1LW,
-            own_BWHK=own_BWHK,
-        )
+        out_BWHK, written = attend_to_history(self.self_attention.query(y_BWD), own_BWHK)
         y_BWD = self.self_attention.output(out_BWHK)
         x_BWD = self.self_attention_residual.after(x_BWD, y_BWD)
         q_BWHK = self.cross_attention.query(self.cross_attention_residual.before(x_BWD))
-        out_BWHK = attend_to_blocks(q_BWHK, cache.cross_keys, cache.cross_values, source_mask_B1S1)
-        y_BWD = self.cross_attention.output(out_BWHK)
+        y_BWD = self.cross_attention.output(attend_to_source(q_BWHK))
         x_BWD = self.cross_attention_residual.after(x_BWD, y_BWD)
-        return _feed_forward(self, x_BWD), own_BWHK, q_BWHK
+        return _feed_forward(self, x_BWD), written, q_BWHK
 
 
 def _feed_forward(

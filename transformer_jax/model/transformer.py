@@ -11,7 +11,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import Projection, attention_mask
-from transformer_jax.model.cache import DecoderCache, empty_cache, mean_weights
+from transformer_jax.model.cache import DecoderCache, empty_cache
 from transformer_jax.model.dropout import dropout, fold_key, split_key
 from transformer_jax.model.layers import (
     DecoderLayer,
@@ -79,17 +79,19 @@ class Decoder(_Stack):
         """Reads decoder_layers and what a layer reads."""
         super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
 
-    def step(self, x_BWD: jax.Array, cache: DecoderCache) -> tuple[jax.Array, DecoderCache]:
+    def step(
+        self, x_BWD: jax.Array, cache: DecoderCache, *, length: int | None = None
+    ) -> tuple[jax.Array, DecoderCache]:
         """One decoding step: [B, W, D] to [B, W, D], and the cache with one position more."""
-        visible_B1LW = cache.visible()
-        source_mask_B1S1 = cache.source_mask_BS[:, None, :, None]
-        new, attention_BWS = [], None
-        for layer, of_layer in zip(self.layers, cache.layers, strict=True):
-            x_BWD, own_BWHK, q_BWHK = layer.step(x_BWD, of_layer, visible_B1LW, source_mask_B1S1)
-            new.append(own_BWHK)
+        attention = cache.attention(length)
+        written, attention_BWS = [], None
+        for i, layer in enumerate(self.layers):
+            attend = partial(attention.to_history, i), partial(attention.to_source, i)
+            x_BWD, of_layer, q_BWHK = layer.step(x_BWD, *attend)
+            written.append(of_layer)
         if cache.attention_BWS is not None:
-            attention_BWS = mean_weights(q_BWHK, of_layer.cross_keys, source_mask_B1S1)
-        return self.normed(x_BWD), cache.append(new, attention_BWS)
+            attention_BWS = attention.source_weights(-1, q_BWHK)
+        return self.normed(x_BWD), cache.append(written, attention_BWS)
 
 
 class Transformer(nnx.Module):
@@ -284,24 +286,28 @@ class Transformer(nnx.Module):
         )
 
     def decode_step(
-        self, tokens_BW: jax.Array, cache: DecoderCache
+        self, tokens_BW: jax.Array, cache: DecoderCache, *, length: int | None = None
     ) -> tuple[jax.Array, DecoderCache]:
         """Take in each hypothesis' last token (first BOS_ID) and score the next one.
+
+        Args:
+          length: one of ``cache.lengths``, at least every sentence's ``cache.needed_B``: only so
+            many positions are attended to. The others would weigh 0.
 
         Returns:
           Logits, float32 [B, W, V], and the new cache.
         """
-        hidden_BWD, cache = self.decode_hidden(tokens_BW, cache)
+        hidden_BWD, cache = self.decode_hidden(tokens_BW, cache, length=length)
         return self.logits(hidden_BWD), cache
 
     def decode_hidden(
-        self, tokens_BW: jax.Array, cache: DecoderCache
+        self, tokens_BW: jax.Array, cache: DecoderCache, *, length: int | None = None
     ) -> tuple[jax.Array, DecoderCache]:
         """``decode_step`` before the softmax: the decoder's output [B, W, D] and the new cache."""
         # A finished sentence may go on past the end of the cache; it must stay finite.
         positions_B1 = jnp.minimum(cache.position_B, cache.max_length - 1)[:, None]
         x_BWD = self.target_embedding(tokens_BW, positions_B1, num_positions=cache.max_length)
-        return self.decoder.step(x_BWD, cache)
+        return self.decoder.step(x_BWD, cache, length=length)
 
 
 def with_cast_weights(model: Transformer) -> Transformer:
