@@ -16,7 +16,7 @@ from reference_search import chain as as_model
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.length_penalty import length_divisor
-from transformer_jax.decoding.logits import top_k
+from transformer_jax.decoding.logits import log_sum_exp, top_k
 from transformer_jax.decoding.search import search
 from transformer_jax.errors import UserError
 
@@ -349,6 +349,27 @@ def test_top_k_passes_over_what_is_forbidden(backend, forbidden, values, monkeyp
     )
     x[:, list(forbidden)] = -1
     for mine, theirs in zip(ours, jax.lax.top_k(x, 8), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("width", [8, 300, 1000])
+def test_one_pass_over_the_logits_finds_their_sum_and_the_chunks_of_the_largest(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; whatever is infinite, and not a number only where a logit is none."""
+    x = np.random.default_rng(0).normal(size=(7, width)).astype(np.float32) * 30
+    x[0, ::2], x[1], x[2, 1:] = -np.inf, -np.inf, -np.inf
+    x[3, 5], x[4, 2], x[5] = np.nan, np.inf, -1e9
+    expected = jax.nn.logsumexp(x, axis=1, keepdims=True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found, maxima_RQ = log_sum_exp(jnp.asarray(x))
+    for row in (0, 2, 5, 6):
+        np.testing.assert_allclose(found[row], expected[row], rtol=1e-6)
+    assert found[1] < -1e30
+    assert not (np.asarray(found[3:5]) < np.inf).any()
+    sound = jnp.asarray(x[[0, 2, 5, 6]])
+    given = top_k(sound, 3, maxima_RQ=maxima_RQ[jnp.array([0, 2, 5, 6])])
+    for mine, theirs in zip(given, jax.lax.top_k(sound, 3), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 

@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.experimental import checkify
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
+from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.layers import segment_positions
 from transformer_jax.model.transformer import AttentionWeights, Decoder, Encoder, Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -54,10 +56,20 @@ def tokens(*shape: int, seed: int = 0, high: int = 30) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(4, high, shape), jnp.int32)
 
 
-def check_cached_steps(model: Transformer, source: jax.Array, target: jax.Array) -> None:
+def start_cache(
+    backend: str, model: Transformer, source: jax.Array, **settings: object
+) -> DecoderCache:
+    """As it is kept there, to be run here."""
+    with mock.patch.object(jax, "default_backend", return_value=backend):
+        return model.start_cache(encode(model, source), source != 0, **settings)  # type: ignore[arg-type]
+
+
+def check_cached_steps(
+    model: Transformer, source: jax.Array, target: jax.Array, *, backend: str = "cpu"
+) -> None:
     rows, length = target.shape
     logits = run(model, source, target)
-    cache = model.start_cache(encode(model, source), source != 0, beam_size=2, max_length=length)
+    cache = start_cache(backend, model, source, beam_size=2, max_length=length)
     step = jax.jit(lambda tokens, cache: model.decode_step(tokens, cache))
     last = jnp.full((rows, 2), 1)
     for t in range(length):
@@ -69,7 +81,9 @@ def check_cached_steps(model: Transformer, source: jax.Array, target: jax.Array)
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_cached_step_equals_teacher_forcing(changes: dict) -> None:
-    check_cached_steps(build(**changes), tokens(3, 7).at[1, 4:].set(0), tokens(3, 6, seed=1))
+    for backend in ("cpu", "gpu"):
+        source, target = tokens(3, 7).at[1, 4:].set(0), tokens(3, 6, seed=1)
+        check_cached_steps(build(**changes), source, target, backend=backend)
 
 
 def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> None:
@@ -79,10 +93,32 @@ def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> Non
     check_cached_steps(build(), source, target)
 
 
-def test_reordered_cache_follows_each_beams_own_history() -> None:
+def test_a_step_attends_to_the_positions_in_use_only() -> None:
+    """On a GPU: whatever earlier sentences have left in the others, and however few it reads."""
+    model = build(d_k=3, d_v=5)
+    source, target = tokens(3, 40).at[1, 4:].set(0), tokens(3, 70, seed=1)
+    logits = run(model, source, target)
+    cache = start_cache("gpu", model, source, beam_size=2, max_length=178)
+    assert cache.lengths == (32, 64, 178)
+    left = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), cache.keys_values.history)
+    keys_values = dataclasses.replace(cache.keys_values, history=left)
+    cache = dataclasses.replace(cache, keys_values=keys_values)
+    step = jax.jit(model.decode_step, static_argnames="length")
+    last, used = jnp.full((3, 2), 1), []
+    for t in range(70):
+        assert cache.needed_B.tolist() == [max(40, t + 1), max(4, t + 1), max(40, t + 1)]
+        used.append(next(x for x in cache.lengths if x >= cache.needed_B.max()))
+        scores, cache = step(last, cache, length=used[-1])
+        np.testing.assert_allclose(scores[:, 1], logits[:, t], rtol=1e-5, atol=1e-5)
+        last = jnp.broadcast_to(target[:, t : t + 1], (3, 2))
+    assert used == [64] * 64 + [178] * 6
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_reordered_cache_follows_each_beams_own_history(backend: str) -> None:
     model = build()
     source = tokens(2, 5)
-    cache = model.start_cache(encode(model, source), source != 0, beam_size=3, max_length=5)
+    cache = start_cache(backend, model, source, beam_size=3, max_length=5)
     step = jax.jit(lambda tokens, cache: model.decode_step(tokens, cache))
     rng = np.random.default_rng(1)
     histories = np.zeros((2, 3, 0), np.int32)
@@ -272,16 +308,14 @@ def test_attention_weights_are_equation_1_in_each_head() -> None:
         np.testing.assert_allclose(weights().encoder[0][0, head, :6, :6], by_hand, rtol=1e-5)
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_decoding_step_by_step_looks_there_too(norm: str) -> None:
+@pytest.mark.parametrize(
+    ("norm", "backend"), [("post", "cpu"), ("pre", "cpu"), ("post", "gpu"), ("pre", "tpu")]
+)
+def test_decoding_step_by_step_looks_there_too(norm: str, backend: str) -> None:
     model = build(norm=norm)
     step = nnx.jit(lambda model, tokens_BW, cache: model.decode_step(tokens_BW, cache))
-    cache = model.start_cache(
-        encode(model, SOURCE_BS),
-        SOURCE_BS != PAD_ID,
-        beam_size=1,
-        max_length=7,
-        keep_attention=True,
+    cache = start_cache(
+        backend, model, jnp.asarray(SOURCE_BS), beam_size=1, max_length=7, keep_attention=True
     )
     inputs_BT = np.pad(TARGET_BT[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
     cross_BTS = weights(norm=norm).cross[-1].mean(axis=1)
