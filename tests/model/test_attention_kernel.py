@@ -1,17 +1,21 @@
 """The attention kernels against plain attention: results, gradients, and when they are chosen."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
+from benchmarks.hlo import collectives
+from transformer_jax.config import MeshConfig
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention import attention_mask, dot_product_attention
 from transformer_jax.model.attention_kernel import short_attention, takes
+from transformer_jax.sharding import batch_sharding, make_mesh
 
 # T, S, d_k, d_v: all powers of two, or blocks of which a part is past the end
 SHAPES = [
@@ -39,15 +43,15 @@ def _packed(length: int, *, first: int = 1) -> jax.Array:
 
 
 def _with_gradients(
-    attention: Callable[..., jax.Array], mask: jax.Array | None, inputs: list[jax.Array]
+    attention: Callable[..., jax.Array], mask: jax.Array, inputs: list[jax.Array]
 ) -> list[np.ndarray]:
     *arrays, cotangent = inputs
     out, gradient = jax.vjp(lambda *x: attention(*x, mask), *arrays)
     return [np.asarray(x, np.float32) for x in (out, *gradient(cotangent))]
 
 
-def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
-    return short_attention(q, k, v, mask, True)
+def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    return short_attention(q, k, v, mask, interpret=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -72,18 +76,9 @@ def test_bfloat16_is_about_as_exact_as_plain_attention() -> None:
         assert np.linalg.norm(x - expected) < 1.3 * np.linalg.norm(other - expected)
 
 
-@pytest.mark.parametrize("axes", [(), (1, 1, 1, 24), (2, 1, 1, 24), (1, 2, 20, 24)], ids=str)
-def test_axes_of_the_mask_may_be_1(axes: tuple[int, ...]) -> None:
-    inputs = _inputs(20, 24, 16, 16)
-    mask = jax.random.bernoulli(jax.random.key(1), 0.7, axes) if axes else None
-    ours, plain = (_with_gradients(f, mask, inputs) for f in (_kernel, dot_product_attention))
-    for x, expected in zip(ours, plain, strict=True):
-        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_a_query_that_sees_nothing_has_equal_weights_and_no_gradient() -> None:
     inputs = _inputs(20, 20, 16, 16)
-    mask = jnp.zeros((1, 1, 1, 20), bool)
+    mask = jnp.zeros((2, 1, 20, 20), bool)
     out, d_q, d_k, _ = _with_gradients(_kernel, mask, inputs)
     expected = jnp.broadcast_to(inputs[2].mean(axis=1, keepdims=True), out.shape)
     np.testing.assert_allclose(out, expected, atol=1e-6)
@@ -92,11 +87,33 @@ def test_a_query_that_sees_nothing_has_equal_weights_and_no_gradient() -> None:
 
 
 def test_a_layer_may_be_recomputed() -> None:
-    inputs = _inputs(16, 16, 16, 16)
-    once = _with_gradients(_kernel, None, inputs)
-    again = _with_gradients(jax.checkpoint(_kernel), None, inputs)
+    inputs, mask = _inputs(16, 16, 16, 16), jnp.ones((2, 1, 16, 16), bool)
+    once = _with_gradients(_kernel, mask, inputs)
+    again = _with_gradients(jax.checkpoint(_kernel), mask, inputs)
     for x, y in zip(once, again, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.devices(4)
+def test_devices_share_rows_and_heads_and_pass_nothing() -> None:
+    mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
+    mask = attention_mask(_packed(24), _packed(24), causal=True)
+    inputs = _inputs(24, 24, 16, 16)
+    alone = _with_gradients(_kernel, mask, inputs)
+
+    def run(mask: jax.Array, *inputs: jax.Array) -> Any:
+        *arrays, cotangent = inputs
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            out, gradient = jax.vjp(lambda *x: _kernel(*x, mask), *arrays)
+        return out, *gradient(cotangent)
+
+    heads = NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
+    shardings = batch_sharding(mesh), *[heads] * 4
+    compiled = jax.jit(run, in_shardings=shardings).lower(mask, *inputs).compile()
+    assert not collectives(compiled.as_text())
+    together = compiled(*jax.device_put((mask, *inputs), shardings))
+    for x, y in zip(together, alone, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -115,33 +132,41 @@ def _kernels(attention: Callable[..., Any], *arrays: jax.Array, platform: str = 
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -> None:
     q, k, v, _ = _inputs(100, 24, 64, 64, jnp.bfloat16)
-    key = jax.random.key(0)
+    inputs = q, k, v, jnp.ones((2, 1, 100, 24), bool)
 
-    def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        return jax.grad(lambda *x: dot_product_attention(*x).astype(jnp.float32).sum())(q, k, v)
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Any:
+        def total(*arrays: jax.Array) -> jax.Array:
+            return dot_product_attention(*arrays, mask).astype(jnp.float32).sum()
 
-    assert _kernels(dot_product_attention, q, k, v) == 1
-    assert _kernels(gradients, q, k, v) == 1  # the result itself is not asked for
-    assert _kernels(lambda *x: dot_product_attention(*x, weights=[]), q, k, v) == 0
-    drop = {"dropout_rate": 0.1, "dropout_key": key}
-    assert _kernels(lambda *x: dot_product_attention(*x, **drop), q, k, v) == 0
-    assert _kernels(dot_product_attention, q, k, v, platform="cpu") == 0
+        return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+
+    assert _kernels(dot_product_attention, *inputs) == 1
+    assert _kernels(gradients, *inputs) == 1  # the result itself is not asked for
+    assert _kernels(partial(dot_product_attention, weights=[]), *inputs) == 0
+    drop = partial(dot_product_attention, dropout_rate=0.1, dropout_key=jax.random.key(0))
+    assert _kernels(drop, *inputs) == 0
+    assert _kernels(dot_product_attention, *inputs, platform="cpu") == 0
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_other_inputs_and_several_devices_take_the_plain_path(
+def test_other_inputs_and_unknown_devices_take_the_plain_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q, k, v, _ = _inputs(128, 24, 64, 32, jnp.bfloat16)
-    assert takes(q, k, v)
-    assert not takes(q.astype(jnp.float32), k, v)
-    assert not takes(jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0))), k, v)
-    assert not takes(q, k, v[..., :24])
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert not takes(q, k, v)
+    mask = jnp.ones((2, 1, 128, 24), bool)
+    assert takes(q, k, v, mask)
+    assert not takes(q.astype(jnp.float32), k, v, mask)
+    assert not takes(jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0))), k, v, jnp.ones((2, 1, 129, 24)))
+    assert not takes(q, k, v[..., :24], mask)
+    assert not takes(q, k, v, mask[:, :, :1])
+    assert not takes(q, k, v, None)
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert not takes(q, k, v, mask)
+    for sizes, splits in (((2, 1, 2), True), ((2, 2, 1), False), ((1, 1, 4), False)):
+        with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, ("data", "fsdp", "tensor"))):
+            assert takes(q, k, v, mask) is splits
 
 
 @pytest.mark.usefixtures("on_a_gpu")

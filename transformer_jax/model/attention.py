@@ -68,14 +68,13 @@ def dot_product_attention(
             f"The attention mask has type {mask_BHTS.dtype}; expected bool, True where attention "
             "is allowed (for a mask of zeros and ones: mask != 0)."
         )
+    arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
     dropped = dropout_rate > 0 and dropout_key is not None
-    if not dropped and weights is None and attention_kernel.takes(q_BTHK, k_BSHK, v_BSHK):
+    if not dropped and weights is None and attention_kernel.takes(*arrays):
         return jax.lax.platform_dependent(
-            *(q_BTHK, k_BSHK, v_BSHK, mask_BHTS),
-            cuda=attention_kernel.short_attention,
-            default=_plain_attention,
+            *arrays, cuda=attention_kernel.short_attention, default=_plain_attention
         )
-    return _plain_attention(q_BTHK, k_BSHK, v_BSHK, mask_BHTS, dropout_rate, dropout_key, weights)
+    return _plain_attention(*arrays, dropout_rate, dropout_key, weights)
 
 
 def _plain_attention(

@@ -172,13 +172,14 @@ def loss_and_sums(
     if r_drop:  # each row twice, one after the other, for two draws of dropout
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
     model = nnx.merge(graph, parameters)
-    hidden_BTD = model.hidden(
-        batch.source_BS,
-        batch.target_BT,
-        source_segments_BS=batch.source_segments_BS,
-        target_segments_BT=batch.target_segments_BT,
-        dropout_key=dropout_key,
-    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot split
+        hidden_BTD = model.hidden(
+            batch.source_BS,
+            batch.target_BT,
+            source_segments_BS=batch.source_segments_BS,
+            target_segments_BT=batch.target_segments_BT,
+            dropout_key=dropout_key,
+        )
     sums = smoothed_cross_entropy(
         hidden_BTD,
         model.output_matrix_VD,
