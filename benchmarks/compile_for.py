@@ -39,6 +39,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -49,7 +51,7 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from benchmarks import hlo
 from benchmarks.kernels import kernels, step_loops
@@ -106,8 +108,7 @@ def _main() -> int:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
     with tempfile.TemporaryDirectory() as folder:
         platform, devices = _devices(arguments.device, Path(folder))
-        # The code asks what it runs on where CPUs, GPUs and TPUs want different things.
-        with mock.patch.object(jax, "default_backend", return_value=platform):
+        with running_on(platform, devices):
             report: dict[str, Any] = {"device": devices[0].device_kind, "devices": len(devices)}
             if arguments.only != "search":
                 report["train_step"] = _train_step(config, devices, arguments)
@@ -118,6 +119,19 @@ def _main() -> int:
     else:
         print(json.dumps(report, indent=2))
     return 0
+
+
+@contextmanager
+def running_on(platform: str, devices: list[Any]) -> Iterator[None]:
+    """The code finds these devices where it asks what it runs on."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(jax, "default_backend", return_value=platform))
+        stack.enter_context(mock.patch.object(jax, "device_count", return_value=len(devices)))
+        if platform == "gpu":  # where Pallas looks
+            gpu = AbstractDevice(devices[0].device_kind, devices[0].core_count, platform)
+            mesh = AbstractMesh((), (), abstract_device=gpu)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        yield
 
 
 def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:

@@ -138,7 +138,7 @@ class Kernel:
 
     name: str
     source: str  # where in the program it comes from
-    kind: str  # product, weight gradient, random, transpose or rest
+    kind: str  # product, weight gradient, random, transpose, custom (not made by XLA) or rest
     reads: dict[str, float]  # bytes of each operand, by the operation that makes it
     written: float  # bytes
     flops: float  # of matrix products
@@ -257,6 +257,8 @@ def _kind(operation: Operation, inner: Computation, products: list[tuple[int, in
         return "weight gradient" if contracted > max(rows, columns) else "product"
     if {"xor", "shift-right-logical"} <= kinds:
         return "random"
+    if operation.kind == "custom-call":
+        return "custom"
     if "transpose" in operation.name or {x.kind for x in inner.results()} & {"transpose", "copy"}:
         return "transpose"
     return "rest"

@@ -22,6 +22,7 @@ PARTS = (
     "attention: products",
     "attention: transposes",
     "attention: softmax",
+    "attention: Pallas kernels",
     "feed-forward: bias and activation",
     "norms and dropout",
     "random bits",
@@ -62,6 +63,8 @@ def part(kernel: Kernel) -> str:
     if is_product:
         is_weight = kernel.kind == "weight gradient"
         return f"products: {'weight' if is_weight else 'input'} gradient"
+    if kernel.kind == "custom" and "dot_product_attention" in names:
+        return "attention: Pallas kernels"
     if kernel.kind == "transpose":
         return "attention: transposes"
     if "dot_product_attention" in names:
@@ -87,7 +90,9 @@ def by_part(kernels: Iterable[Kernel], rates: Rates | None) -> dict[str, dict[st
         for row in table.values():
             del row["ms"]
     return {
-        name: {key: round(value, 3) for key, value in row.items()} for name, row in table.items()
+        name: {key: round(value, 3) for key, value in row.items()}
+        for name, row in table.items()
+        if row["kernels"]
     }
 
 

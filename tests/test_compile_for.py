@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from benchmarks.kernels import computations, kernels
 from transformer_jax.training.loss import smoothed_cross_entropy
 
 
-@pytest.mark.cpu("it compiles for the eight simulated devices")
 def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
     flags = {"d-model": 16, "d-ff": 32, "num-heads": 2, "num-layers": 1}
     model = [part for name, value in flags.items() for part in (f"--model.{name}", str(value))]
@@ -110,13 +109,12 @@ ENTRY %main () -> f32[] {
 
 
 @pytest.fixture
-def for_h200(monkeypatch) -> Callable[..., str]:
+def for_h200() -> Iterator[Callable[..., str]]:
     """``for_h200(function, *shapes)``: its text, compiled for a GPU that need not be here."""
     try:
         [device] = compile_for.gpus("h200")
     except NotImplementedError as error:
         pytest.skip(f"needs JAX's package for CUDA, pip install '.[cuda]': {error}")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def compiled(function: Callable[..., Any], *shapes: Any) -> str:
         sharding = SingleDeviceSharding(device)
@@ -126,7 +124,8 @@ def for_h200(monkeypatch) -> Callable[..., str]:
         lowered = jax.jit(function).lower(*shapes)
         return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
 
-    return compiled
+    with compile_for.running_on("gpu", [device]):
+        yield compiled
 
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

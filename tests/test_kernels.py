@@ -91,8 +91,7 @@ def test_kernels_of_loops_slices_and_products():
 def test_parts_and_their_times():
     rates = Rates(bytes=1e9, flops=1e9, integer_operations=1e6, launch=1e-6)
     table = by_part(kernels(PROGRAM), rates)
-    kernels_of = {name: row["kernels"] for name, row in table.items() if row["kernels"]}
-    assert kernels_of == {
+    assert {name: row["kernels"] for name, row in table.items()} == {
         "loss: products": 3,
         "loss: rest": 6,  # the slice has no name of its own; its user has
         "products: weight gradient": 1,
