@@ -66,9 +66,9 @@ def search_waiting(
     good deal smaller than that, as it is encoded whole, however few sentences it has.
 
     Three nested loops, so that none holds a branch through which caches would be copied: the outer
-    one encodes a block, the middle one hands rows over as soon as 1/16 of them are idle, or enough
-    for the rest of the block, the inner one takes steps (on a GPU it is several in a row, by how
-    many positions the steps attend to).
+    one encodes a block, the middle one hands rows over as soon as 1/16 of them are idle (on a GPU
+    1/8), or enough for the rest of the block, the inner one takes steps (on a GPU it is several in
+    a row, by how many positions the steps attend to).
     """
     M, Q = counts_M.shape[0], waiting.limit_Q.shape[0]
     B = jax.tree.leaves(cache)[0].shape[0]
@@ -125,7 +125,7 @@ class _Run:
         def hand_over(carry: _Carry) -> _Carry:
             carry = self.step_until_idle(carry, end)
             # Up to R idle rows: their results go out, the next sentences come in. Row B is none.
-            B, R = self.batch_size, self.num_handed_over
+            B, R = self.batch_size, max(1, self.batch_size // self.shares[1])
             rows_R = jnp.argsort(~carry.state.done_B, stable=True)[:R]
             rows_R = jnp.where(carry.state.done_B[rows_R], rows_R, B)
             places_R = carry.next + jnp.arange(R)
@@ -154,12 +154,13 @@ class _Run:
         There is a loop for each length that steps may attend to: as rows take more tokens in, the
         next loop goes on.
         """
-        B, R = self.batch_size, self.num_handed_over
+        B, least = self.batch_size, max(1, self.batch_size // self.shares[0])
 
         def goes_on(carry: _Carry) -> Array:
             num_idle = carry.state.done_B.sum()
             num_waiting = end - carry.next
-            return (num_idle < B) & ~((num_waiting > 0) & (num_idle >= jnp.minimum(R, num_waiting)))
+            enough = num_idle >= jnp.minimum(least, num_waiting)
+            return (num_idle < B) & ~((num_waiting > 0) & enough)
 
         def suffices(length: int, carry: _Carry) -> Array:
             needed_B = jnp.where(carry.state.done_B, 0, carry.cache.needed_B)
@@ -190,9 +191,11 @@ class _Run:
         )
 
     @property
-    def num_handed_over(self) -> int:
-        """R."""
-        return max(1, self.batch_size // 16)
+    def shares(self) -> tuple[int, int]:
+        """The shares 1 / n of the rows that must be idle for a hand-over, and that it can hand
+        over. On a GPU one is some forty kernels, however many rows it hands over.
+        """
+        return (8, 4) if jax.default_backend() == "gpu" else (16, 16)
 
     def start(self, entries: Waiting, cache: Any) -> SearchState:
         """Waiting sentences as they begin."""
