@@ -80,6 +80,7 @@ ORDER = [
     "training.progress",
     "training.saver",
     "training.prepare",
+    "training.compiling",
     "training.tokenize_ahead",
     "training.reporting",
     "training.summary",

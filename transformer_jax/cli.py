@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import logging
 import os
@@ -22,14 +23,23 @@ from transformer_jax.errors import UserError, shown
 
 T = TypeVar("T")
 
+COMPILING = "compiling"
+"""Name of threads that a program does not wait for when it ends."""
+
 
 def run_program(work: Callable[[], int | None]) -> int:
-    """Do the work of a program; returns its exit status.
+    """Do the work of a program; returns its exit status. After that the program must end.
 
-    That is what ``work`` returns (None: 0), 2 on wrong input (``UserError`` or ``OSError``, printed
-    as one line), 130 on Ctrl-C, and 141 when stdout was closed, as by ``| head``. Messages logged
-    at INFO and above go to stderr.
+    The status is what ``work`` returns (None: 0), 2 on wrong input (``UserError`` or ``OSError``,
+    printed as one line), 130 on Ctrl-C, and 141 when stdout was closed, as by ``| head``. Messages
+    logged at INFO and above go to stderr.
     """
+    status = _do(work)
+    atexit.register(_end_now, status)
+    return status
+
+
+def _do(work: Callable[[], int | None]) -> int:
     try:
         logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
         # Orbax logs through absl; training reports a failed save itself.
@@ -51,6 +61,16 @@ def run_program(work: Callable[[], int | None]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _end_now(status: int) -> None:
+    """If threads are still compiling, end without them: nothing can stop them, and a large function
+    takes minutes.
+    """
+    if any(thread.name == COMPILING for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 @contextmanager

@@ -53,6 +53,7 @@ _Counts = tuple[list[tuple[int, int]], np.ndarray, tuple[int, int]]
 Array = Any  # a NumPy array as the plan makes it, a jax.Array as the loader hands it on
 
 _FORMAT = 2  # of stored counts: raise it when the same corpus and config would give others
+_STEPS_LOOKED_AT = 5000  # for the first of each shape: seconds
 _LENGTH_STEP = 16  # ``whole_corpus`` rounds lengths up to a multiple of this: few shapes to compile
 
 # What a random permutation is for; part of its seed.
@@ -129,6 +130,23 @@ class BatchPlan:
         """(B, S, T) of a step's batch."""
         _, bucket, _ = self._locate(step)
         return self.shapes[bucket]
+
+    def first_uses(self, start: int, stop: int) -> dict[tuple[int, int, int], int]:
+        """The shapes of steps ``start`` to ``stop`` - 1, in the order in which they first come, and
+        the step at which each does.
+
+        Only so many steps are looked at; shapes that did not come by then follow at that step.
+        """
+        first: dict[tuple[int, int, int], int] = {}
+        end = min(stop, start + _STEPS_LOOKED_AT)
+        for step in range(start, end):
+            first.setdefault(self.shape(step), step)
+            if len(first) == len(self.shapes):
+                break
+        else:
+            if end < stop:
+                first |= {shape: end for shape in self.shapes if shape not in first}
+        return first
 
     def epoch(self, step: int) -> float:
         """Epochs done before a step: whole ones, and the share of the current one's batches."""
@@ -277,16 +295,30 @@ def whole_corpus(corpus: Corpus, *, tokens: int, row_multiple: int) -> Iterator[
     A batch of sentences up to L long has ``tokens // L`` rows, as a multiple of ``row_multiple``
     and at least that; rows that are left hold padding alone.
     """
-    longest_N = corpus.lengths(0, corpus.num_pairs)[:, 0].max(0)
-    length_N = np.minimum(-(-longest_N // _LENGTH_STEP) * _LENGTH_STEP, longest_N.max())
-    for length in np.unique(length_N).tolist():
+    length_N = _padded_lengths(corpus)
+    for rows, length, _ in whole_corpus_shapes(corpus, tokens=tokens, row_multiple=row_multiple):
         pairs = np.flatnonzero(length_N == length)
-        rows = max(1, tokens // length // row_multiple) * row_multiple
         for start in range(0, len(pairs), rows):
             chosen = pairs[start : start + rows]
             one_each = (np.arange(rows) < len(chosen)).astype(np.int64)
             batch = _fill_batch(corpus, chosen, one_each, length, length)
             yield Batch(batch.source_BS, batch.target_BT)
+
+
+def whole_corpus_shapes(
+    corpus: Corpus, *, tokens: int, row_multiple: int
+) -> list[tuple[int, int, int]]:
+    """(B, S, T) of the batches of ``whole_corpus``, in their order, each once."""
+    return [
+        (max(1, tokens // length // row_multiple) * row_multiple, length, length)
+        for length in np.unique(_padded_lengths(corpus)).tolist()
+    ]
+
+
+def _padded_lengths(corpus: Corpus) -> np.ndarray:
+    """The length, source or target, to which ``whole_corpus`` pads each pair."""
+    longest_N = corpus.lengths(0, corpus.num_pairs)[:, 0].max(0)
+    return np.minimum(-(-longest_N // _LENGTH_STEP) * _LENGTH_STEP, longest_N.max())
 
 
 def _fill_batch(

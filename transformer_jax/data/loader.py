@@ -80,6 +80,15 @@ def load_batches(
     return Loader(iter(grain.MapDataset.source(steps).map(build).to_iter_dataset(options)))
 
 
+def abstract_batch(
+    shape: tuple[int, int, int], sharding: NamedSharding, *, packed: bool = False
+) -> Batch:
+    """A batch of this shape (B, S, T) without its values, to compile for."""
+    B, S, T = shape
+    source, target = (jax.ShapeDtypeStruct((B, L), np.int32, sharding=sharding) for L in (S, T))
+    return Batch(source, target, source, target) if packed else Batch(source, target)
+
+
 def place(arrays: Any, shardings: Any) -> Any:
     """A tree of NumPy arrays, the same in every process, as global jax arrays with these shardings
     (a tree like it).

@@ -6,29 +6,29 @@ All devices of all processes take part.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
 
 from transformer_jax.checkpoint import choose_checkpoints, load_parameters
-from transformer_jax.data.batching import whole_corpus
+from transformer_jax.data.batching import whole_corpus, whole_corpus_shapes
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.loader import place
+from transformer_jax.data.loader import abstract_batch, place
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import from_first
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
 from transformer_jax.sharding import batch_sharding
+from transformer_jax.training.compiling import Job, bytes_on_device, step_name
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
 from transformer_jax.training.reporting import Example, means
 from transformer_jax.training.step import Parameters
 
-log = logging.getLogger(__name__)
-
+_REMEDY = "Lower batch.tokens or set optimizer.accumulate_steps."
 _BATCHES_BETWEEN_POLLS = 20  # of a translation
 
 
@@ -41,10 +41,19 @@ class Evaluator:
     time, and gets them.
     """
 
-    def __init__(self, run: Prepared, *, stop: Callable[[], bool] = lambda: False):
-        """``stop`` is polled between batches; if it is true, ``EvaluationStopped`` is raised."""
-        self._run, self._stop = run, stop
-        self._shapes_seen: set[tuple[int, ...]] = set()
+    def __init__(
+        self,
+        run: Prepared,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        ready: Callable[[str], bool] = lambda name: True,
+    ):
+        """``stop`` is polled between batches; if it is true, ``EvaluationStopped`` is raised.
+
+        ``ready`` is called with the name of one of ``jobs`` before it is needed, and may wait; if
+        it is false, ``EvaluationStopped`` is raised as well.
+        """
+        self._run, self._stop, self._ready = run, stop, ready
         self._translator: Translator | None = None
         if run.dev_pairs or run.test_pairs:
             devices = list(run.mesh.devices.flat)
@@ -98,21 +107,38 @@ class Evaluator:
         }
         return figures, scores
 
+    def jobs(self, start: int) -> Iterator[Job]:
+        """What evaluations from step ``start`` on will need compiled."""
+        run, training = self._run, self._run.config.training
+        if run.dev_corpus is None or (start >= training.steps and not run.progress.evaluation_due):
+            return
+        next_one = (start // training.eval_every + 1) * training.eval_every
+        step = start if run.progress.evaluation_due else min(next_one, training.steps)
+        abstract, rows = run.functions.abstract_state, batch_sharding(run.mesh)
+        beside = bytes_on_device(abstract) - bytes_on_device(abstract.parameters)
+        for shape in whole_corpus_shapes(run.dev_corpus, **self._batch_sizes()):
+            batch = abstract_batch(shape, rows)
+            lower = partial(run.functions.eval_step.lower, abstract.parameters, batch)
+            yield Job(step_name(shape, "evaluation"), step, lower, _REMEDY, beside)
+
     def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
         total: Any = None
-        config, sharding = self._run.config, batch_sharding(self._run.mesh)
-        # As large as a microbatch in training, so that it fits into memory.
-        tokens = config.batch.tokens // config.optimizer.accumulate_steps
-        for batch in whole_corpus(corpus, tokens=tokens, row_multiple=config.batch.row_multiple):
+        sharding = batch_sharding(self._run.mesh)
+        for batch in whole_corpus(corpus, **self._batch_sizes()):
             self._poll()
             shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
-            if shape not in self._shapes_seen:
-                self._shapes_seen.add(shape)
-                log.info("Compiling the evaluation step for %d rows of %d + %d tokens.", *shape)
+            if not self._ready(step_name(shape, "evaluation")):
+                raise EvaluationStopped
             on_devices = place(batch, jax.tree.map(lambda _: sharding, batch))
             sums = self._run.functions.eval_step(parameters, on_devices)
             total = sums if total is None else jax.tree.map(operator.add, total, sums)
         return jax.device_get(total)
+
+    def _batch_sizes(self) -> dict[str, int]:
+        config = self._run.config
+        # As large as a microbatch in training, so that it fits into memory.
+        tokens = config.batch.tokens // config.optimizer.accumulate_steps
+        return {"tokens": tokens, "row_multiple": config.batch.row_multiple}
 
     def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:
         assert self._translator is not None

@@ -18,6 +18,7 @@ from transformer_jax.distributed import from_first, is_first, wait_for_others
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
+from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead, step_name, training_jobs
 from transformer_jax.training.evaluator import EvaluationStopped, Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
@@ -81,7 +82,9 @@ def train(
         ) as reporter,
         Signals() as signals,
     ):
-        return _Loop(run, reporter, signals, watchdog).train()
+        loop = _Loop(run, reporter, signals, watchdog)
+        with closing(loop.compile_ahead):
+            return loop.train()
 
 
 class _Loop:
@@ -89,10 +92,14 @@ class _Loop:
         self._run, self._config = run, run.config
         self._state, self._progress = run.state, run.progress
         self._reporter, self._signals, self._watchdog = reporter, signals, watchdog
-        self._evaluator = Evaluator(run, stop=lambda: signals.received is not None)
+        self._evaluator = Evaluator(
+            run, stop=lambda: signals.received is not None, ready=self._wait_until_compiled
+        )
         self._step = int(run.state.step)  # steps done
         self._last: StepMetrics | None = None  # of the last step, if not looked at yet
-        self._shapes_seen: set[tuple[int, ...]] = set()
+        self._first_step_seconds: float | None = None  # from the start of prepare() on
+        jobs = [*training_jobs(run), *self._evaluator.jobs(self._step)]
+        self.compile_ahead = CompileAhead(jobs, devices=list(run.mesh.devices.flat))
         rows, steps = batch_sharding(run.mesh), run.config.training.steps
         self._loader = load_batches(run.plan, sharding=rows, start=self._step, stop=steps)
         self._meter = Meter(run.progress, run.plan, self._step)
@@ -103,7 +110,8 @@ class _Loop:
         with self._loader as batches:
             stop = self._do(self._due_at_start())
             for batch in [] if stop else batches:
-                self._enter_step()
+                if not self._enter_step():
+                    break
                 self._state, metrics = self._run.functions.train_step(self._state, batch)
                 # The host looks at a step's figures only once the next step is under way.
                 self._look_at_last_step()
@@ -185,6 +193,8 @@ class _Loop:
         """Wait for the last checkpoint; if it could not be saved, try once more."""
         self._watchdog.enter("last save", f"saving step {self._step}")
         checkpoints = self._run.checkpoints
+        if self._step == 0:  # stopped before the first step: there is nothing to resume
+            return
         if _saved_step(checkpoints) != self._step:
             triggered = self._progress.early_stopping_triggered(self._config)
             self._save(regular=self._is_regular() or triggered)
@@ -206,6 +216,8 @@ class _Loop:
             "epochs": run.plan.epoch(self._step),
             "bad_steps": int(self._state.bad_steps),
             **totals(self._progress),
+            "first_step_seconds": self._first_step_seconds,
+            "compiled": {"shapes": self.compile_ahead.done, "seconds": self.compile_ahead.seconds},
             "peak_memory_bytes": peak_memory_bytes(),
             **environment(),
         }
@@ -219,9 +231,9 @@ class _Loop:
                 summary["stopped_by"] = self._signals.name
             self._write_summary(summary)
         if summary["stopped_by"]:
+            saved = f"saved at step {self._step}" if self._step else "nothing was trained yet"
             self._reporter.say(
-                f"{summary['stopped_by']}: saved at step {self._step}. Run the same command again "
-                "to resume."
+                f"{summary['stopped_by']}: {saved}. Run the same command again to resume."
             )
         else:
             self._reporter.say(f"done at step {self._step}; figures in {run.location}/summary.json")
@@ -232,21 +244,36 @@ class _Loop:
             text = json.dumps(summary, indent=2) + "\n"
             write_atomically(self._run.workdir / "summary.json", text)
 
-    def _enter_step(self) -> None:
-        shape = self._run.plan.shape(self._step)
-        name = "{} rows of {} + {} tokens".format(*shape)
-        kind = "training step"
-        if shape not in self._shapes_seen:
-            self._shapes_seen.add(shape)
-            log.info("Compiling the training step for %s.", name)
-            kind = "compilation of training step"
-        self._watchdog.enter(kind, f"{kind} {self._step}, {name}")
+    def _enter_step(self) -> bool:
+        """Wait until the next step is compiled; False if a signal came before that."""
+        name = step_name(self._run.plan.shape(self._step))
+        if not self.compile_ahead.is_compiled(name):
+            compiling = f"compilation of the {name}"
+            self._watchdog.enter(compiling, compiling)
+        ready = self._wait_until_compiled(name)
+        self._watchdog.enter("training step", f"{name}, number {self._step}")
+        return ready
+
+    def _wait_until_compiled(self, name: str) -> bool:
+        ready = self.compile_ahead.wait(name, poll=self._report_compiling)
+        self._report_compiling()
+        return ready
+
+    def _report_compiling(self) -> bool:
+        """Report what was compiled since the last call; returns whether a signal has come."""
+        ahead = self.compile_ahead
+        while ahead.finished:
+            self._reporter.write("compile", self._step, ahead.finished.popleft()._asdict())
+        self._reporter.compiling(ahead.done, ahead.total, ahead.seconds)
+        return self._signals.received is not None
 
     def _look_at_last_step(self) -> None:
         """Take in the last step's figures, unless that was done; log them if due."""
         if self._last is None:
             return
         step, metrics, self._last = self._step, jax.device_get(self._last), None
+        if self._first_step_seconds is None:
+            self._first_step_seconds = time.monotonic() - self._run.began
         self._meter.add(metrics)
         if metrics.bad_in_a_row:
             norm = repr(float(metrics.gradient_norm))
@@ -302,10 +329,7 @@ def _runtime_errors_explained(watchdog: Watchdog) -> Iterator[None]:
         reason = " ".join(str(error).split())[:400]
         if "RESOURCE_EXHAUSTED" in str(error):
             raise TrainingError(
-                f"Out of memory: {watchdog.phase}. Set optimizer.accumulate_steps (the same batch "
-                "in microbatches) or model.remat, lower batch.tokens, or split the parameters over "
-                "devices (mesh.fsdp); a run that has begun takes the first three with "
-                f"--allow-changes. ({reason})"
+                f"Out of memory: {watchdog.phase}. {LESS_MEMORY} ({reason})"
             ) from error
         if jax.process_count() == 1:
             raise

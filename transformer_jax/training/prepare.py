@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ Pairs = list[tuple[str, str]]
 class Prepared:
     """A run that is ready for its next step."""
 
+    began: float  # time.monotonic() when preparing began
     config: Config  # with the tokenizer's vocabulary sizes
     workdir: Path  # on this machine
     location: str  # the URL that the folder mirrors, or its path
@@ -103,6 +105,7 @@ def prepare(
       UserError: anything about settings, text or work directory that would fail later on. What is
         refused leaves the config of an earlier run as it was.
     """
+    began = time.monotonic()
     settings = flatten(config).items()
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
     if config.training.compilation_cache:
@@ -141,6 +144,7 @@ def prepare(
         if remote is not None:  # a store that cannot be written is known before the first step
             remote.push()
         yield Prepared(
+            began=began,
             config=config,
             workdir=folder,
             location=str(folder) if remote is None else remote.url,

@@ -27,6 +27,8 @@ from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import StepMetrics
 
+_SECONDS_BETWEEN_LINES = 10  # about compiling
+
 
 class Example(NamedTuple):
     """A sentence of the dev set and its translation."""
@@ -127,11 +129,15 @@ class Reporter:
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[compiling]}"),
             TimeRemainingColumn(),
             console=self.console,
             disable=not (first and self.console.is_terminal),
         )
-        self._task = self._bar.add_task("train", total=steps, completed=start_step, status="")
+        self._task = self._bar.add_task(
+            "train", total=steps, completed=start_step, status="", compiling=""
+        )
+        self._all_compiled, self._said = 0, 0.0  # shapes; at how many seconds of compiling
         self._bar.start()
         # On a terminal the bar has replaced sys.stderr by now, so that logs appear above it.
         self._logger, self._handler = logging.getLogger("transformer_jax"), logging.StreamHandler()
@@ -169,6 +175,19 @@ class Reporter:
         self._bar.update(self._task, status=status)
         if not self.console.is_terminal:
             self.say(f"step {step}  {status}")
+
+    def compiling(self, done: int, total: int, seconds: float) -> None:
+        """How many shapes are compiled: in the bar, elsewhere a line every few seconds."""
+        if done == self._all_compiled:
+            return
+        text = f"compiling {done + 1} of {total} shapes, {seconds:.0f} s"
+        if done == total:
+            text, self._all_compiled = "", total
+            self.say(f"compiled {total} shapes in {seconds:.0f} s")
+        elif not self.console.is_terminal and seconds - self._said > _SECONDS_BETWEEN_LINES:
+            self._said = seconds
+            self.say(text)
+        self._bar.update(self._task, compiling=text)
 
     def dev(self, step: int, figures: dict[str, Any], example: Example | None) -> None:
         """An evaluation on the dev set."""

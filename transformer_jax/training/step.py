@@ -50,9 +50,10 @@ class StepFunctions(NamedTuple):
     """The compiled functions of a run and the shardings that they expect."""
 
     init: Callable[[], TrainState]
-    # the old state is donated
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-    eval_step: Callable[[Parameters, Batch], LossSums]
+    train_step: (
+        Any  # jit of (TrainState, Batch) -> (TrainState, StepMetrics); donates the old state
+    )
+    eval_step: Any  # jit of (Parameters, Batch) -> LossSums
     abstract_state: TrainState  # shapes, types and shardings, for restoring
     graph: Any  # nnx graph definition: nnx.merge(graph, parameters) is the model
 

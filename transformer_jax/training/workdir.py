@@ -115,11 +115,12 @@ def _check_changes(workdir: Path, differences: list[Difference], *, allow_change
 
 def _was_trained(workdir: Path, steps: list[int]) -> bool:
     """Whether any step was trained: there is a checkpoint of one (an import is step 0), or metrics
-    say more than that a run started.
+    say more than that a run started and compiled.
     """
     metrics = workdir / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return any(steps) or any('"kind": "start"' not in line for line in lines)
+    before_steps = ('"kind": "start"', '"kind": "compile"')
+    return any(steps) or not all(any(kind in line for kind in before_steps) for line in lines)
 
 
 def write_config(workdir: Path, config: Config) -> None:
