@@ -22,6 +22,7 @@ ORDER = [
     "config",
     "config_io",
     "cli",
+    "compilation_cache",
     "subword_sampling",
     "subword_model",
     "imported_vocabulary",

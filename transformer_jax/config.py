@@ -375,8 +375,6 @@ class TrainingConfig(Section, prefix="training."):
     max_bad_steps: Positive = 10
     """Steps with a non-finite loss or gradient are skipped and counted; after this many in a row
     the run stops."""
-    compilation_cache: str = "~/.cache/transformer_jax"
-    """Folder where compiled functions are kept between runs; '': off."""
 
     def rules(self) -> Iterator[Rule]:
         yield (

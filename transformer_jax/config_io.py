@@ -13,6 +13,8 @@ from typing import Any
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError, shown
 
+_GONE = ("training.compilation_cache",)  # now a flag of the programs; files of before have it
+
 
 def load_config_file(path: str | Path) -> Config:
     """The config that a Python file's ``get_config()`` returns, or that a config.json holds.
@@ -97,6 +99,8 @@ def _build(section: Any, values: Any, prefix: str) -> Any:
     fields = {field.name: field.default_factory for field in dataclasses.fields(section)}
     arguments = {}
     for name, value in values.items():
+        if f"{prefix}{name}" in _GONE:
+            continue
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = (

@@ -20,6 +20,7 @@ import jax
 
 from transformer_jax.config import Processes
 from transformer_jax.errors import UserError
+from transformer_jax.machine import find_devices
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
     """Join the other processes; must come before anything else that JAX does.
 
     Raises:
-      UserError: flags that do not go together, no cluster that JAX knows, or a coordinator that
-        does not answer.
+      UserError: flags that do not go together, no cluster that JAX knows, a coordinator that does
+        not answer, or no device of the kind that JAX_PLATFORMS asks for.
     """
     address, count, number = explicit = (
         settings.coordinator_address,
@@ -45,6 +46,7 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
     )
     if explicit == (None, None, None):
         if not settings.distributed:
+            find_devices()
             return
     elif address is None or count is None or number is None:
         raise UserError(
@@ -77,6 +79,7 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
             "cluster that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU), or "
             "--coordinator-address, --num-processes and --process-id."
         ) from None
+    find_devices()
     counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
     log.info("Process %d of %d; %d devices of %d.", *counts)
 

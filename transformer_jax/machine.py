@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+from typing import TYPE_CHECKING
+
+from transformer_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import jax
 
 
 def num_cores() -> int:
@@ -10,3 +17,22 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def find_devices() -> list[jax.Device]:
+    """All devices of the run; ``UserError`` if those that JAX_PLATFORMS asks for are not there."""
+    import jax
+
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter where no plugin is installed
+        asked = jax.config.jax_platforms  # type: ignore[attr-defined]
+        plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
+        extra = "tpu" if asked == "tpu" else "cuda13"
+        reason = " ".join(str(error).split()) or "there is no plugin for it"
+        raise UserError(
+            f"JAX_PLATFORMS is {asked!r}, but JAX finds no such device: {reason}. Installed "
+            f"plugins: {', '.join(plugins) or 'none, so that JAX sees the CPU alone'}. Expected a "
+            f"device with its driver (nvidia-smi lists NVIDIA's) and JAX's plugin: pip install "
+            f"'jax[{extra}]'. With JAX_PLATFORMS=cpu, or without it, the CPU will do."
+        ) from None

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
+from transformer_jax.machine import find_devices
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -36,7 +37,7 @@ _RULES = {
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """All devices (or the given ones) as a (data, fsdp, tensor) mesh."""
-    devices = jax.devices() if devices is None else devices
+    devices = find_devices() if devices is None else devices
     others = config.fsdp * config.tensor
     data = len(devices) // others if config.data == -1 else config.data
     if data * others != len(devices):

@@ -266,7 +266,7 @@ def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines)
         ),
         batch=BatchConfig(tokens=512, buckets=1),
         optimizer=dataclasses.replace(config.optimizer, ema_decay=0.9, clip_norm=1.0),
-        training=TrainingConfig(steps=3, compilation_cache=""),
+        training=TrainingConfig(steps=3),
     )
     with pytest.raises(UserError, match="holds an imported model"):
         train(dataclasses.replace(config, model=ModelConfig()), run)

@@ -55,7 +55,6 @@ def tiny(**training: Any) -> Config:
                 "bleu_tokenize": "char",
                 "keep_checkpoints": 3,
                 "average": 2,
-                "compilation_cache": "",
             }
             | training
         ),
@@ -86,7 +85,7 @@ def command(
         str(file),
         "--workdir",
         str(workdir),
-        "--training.compilation-cache",
+        "--compilation-cache",
         str(cache),
         *flags,
     ]

@@ -81,7 +81,7 @@ def test_what_fails_is_named() -> None:
 
     bad = Job("step of 8 rows", 1, lower, "")
     ahead = CompileAhead([bad, job("later", 9)], devices=ONE)
-    with pytest.raises(UserError, match=r"step of 8 rows could not be compiled: INTERNAL: no such i"):
+    with pytest.raises(UserError, match=r"step of 8 rows could not be compiled: INTERNAL: no such"):
         ahead.wait("step of 8 rows", poll=never)
     with pytest.raises(UserError, match="step of 8 rows"):  # whatever is asked for
         ahead.check()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from transformer_jax.machine import num_cores
+from transformer_jax.machine import find_devices, num_cores
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def devices_for_rows(rows: int) -> tuple[jax.Device, ...]:
     most = max(1, rows // _ROWS_OF_A_CORE)
     with contextlib.suppress(RuntimeError):  # it has started
         jax.config.update("jax_num_cpu_devices", min(most, num_cores()))
-    devices = jax.devices()
+    devices = find_devices()
     if devices[0].platform == "cpu":
         devices = devices[:most]
     used = max(count for count in range(1, len(devices) + 1) if rows % count == 0)

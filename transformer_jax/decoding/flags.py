@@ -138,6 +138,10 @@ class Arguments:
     training.average; with --checkpoint best or a step, 1."""
     strict: bool = False
     """Refuse a damaged checkpoint; otherwise older ones are used, with a warning."""
+    compilation_cache: str = "auto"
+    """Folder where compiled functions are kept between runs. auto: JAX_COMPILATION_CACHE_DIR, or
+    else transformer_jax in the user's cache folder (XDG_CACHE_HOME or ~/.cache). off: nothing is
+    kept."""
     files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
     results: Annotated[Results, tyro.conf.arg(name="")] = field(default_factory=Results)
     evaluation: Annotated[Evaluation, tyro.conf.arg(name="")] = field(default_factory=Evaluation)

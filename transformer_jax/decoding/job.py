@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice, repeat
 from pathlib import Path
 
-import jax
-
 from transformer_jax.cli import parse_shard
+from transformer_jax.compilation_cache import keep_compiled
 from transformer_jax.config import Config
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import align
@@ -50,9 +48,7 @@ def run_job(arguments: Arguments, config: Config) -> None:
         assert arguments.files.output is not None
         logger.info("%d sentences joined.", join_shards(arguments.files.output))
         return
-    if config.training.compilation_cache:
-        folder = os.path.expanduser(config.training.compilation_cache)
-        jax.config.update("jax_compilation_cache_dir", folder)
+    keep_compiled(arguments.compilation_cache)
     use_matmul_precision(config.model)
     reference = arguments.evaluation.reference
     references = None if reference is None else list(read_lines(reference))

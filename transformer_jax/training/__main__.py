@@ -68,6 +68,10 @@ class Arguments:
     allow_changes: bool = False
     """Resume with other values of batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
     matmul_precision, remat or start_from, or of steps where the learning rate depends on them."""
+    compilation_cache: str = "auto"
+    """Folder where compiled functions are kept between runs. auto: JAX_COMPILATION_CACHE_DIR, or
+    else transformer_jax in the user's cache folder (XDG_CACHE_HOME or ~/.cache). off: nothing is
+    kept."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -83,9 +87,11 @@ def _train(argv: list[str]) -> int:
     arguments = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
     _refuse_flags_without_effect(flags_given(argv), arguments.settings)
     # JAX is imported only after the flags are checked, so that --help and errors come at once.
+    from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.distributed import is_first, start
 
     start(arguments.processes)
+    keep_compiled(arguments.compilation_cache)
     if not is_first():  # the first process speaks for all
         logging.getLogger("transformer_jax").setLevel(logging.WARNING)
     from transformer_jax.training.loop import TrainingError, train

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -108,9 +107,6 @@ def prepare(
     began = time.monotonic()
     settings = flatten(config).items()
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
-    if config.training.compilation_cache:
-        cache = os.path.expanduser(config.training.compilation_cache)
-        jax.config.update("jax_compilation_cache_dir", cache)
     use_matmul_precision(config.model)
     mesh = make_mesh(config.mesh, devices)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)

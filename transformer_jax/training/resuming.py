@@ -35,7 +35,6 @@ _FREE_ON_RESUME = (
     "training.patience",
     "training.select_by",
     "training.max_bad_steps",
-    "training.compilation_cache",
 )
 
 # Settings that --allow-changes lets a run change midway. The result is not what either value alone
@@ -55,7 +54,7 @@ _CHANGEABLE = (
     "model.matmul_precision",
 )
 
-FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers", "training.compilation_cache")
+FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers")
 """Settings that each process of a run may choose for its own machine."""
 
 

@@ -1,0 +1,113 @@
+"""Programs keep what they compile; a cache that cannot be used costs time, never the run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transformer_jax.compilation_cache import default_folder, remove_oldest
+from transformer_jax.config import Config
+from transformer_jax.config_io import from_json, to_json
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = """
+import logging, resource, sys
+logging.basicConfig(stream=sys.stderr, format="%(message)s")
+import jax, jax.numpy as jnp
+from transformer_jax.compilation_cache import keep_compiled
+if {limit}:
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))  # as a full disk does
+keep_compiled({where!r})
+jax.monitoring.register_event_listener(lambda event, **_: print(event))
+print(jax.jit(lambda x: jnp.sin(x @ x).sum())(jnp.ones((4, 4))).item())
+"""
+
+
+def run(where: str, *, limit: int = 0, **environment: str) -> tuple[str, str]:
+    """What a small program that compiles writes to stdout and stderr."""
+    inherited = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(where=where, limit=limit)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=inherited | environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+HIT = "/jax/compilation_cache/cache_hits"
+
+
+def test_the_second_start_finds_what_the_first_compiled(tmp_path: Path) -> None:
+    folder = tmp_path / "transformer_jax"
+    out, err = run("auto", XDG_CACHE_HOME=str(tmp_path))
+    assert HIT not in out and not err
+    assert list(folder.glob("*-cache"))
+    out, err = run("auto", XDG_CACHE_HOME=str(tmp_path))
+    assert HIT in out and not err
+    out, _ = run(str(folder))
+    assert HIT in out
+    out, _ = run("off", XDG_CACHE_HOME=str(tmp_path))
+    assert HIT not in out
+
+
+def test_jax_own_setting_is_respected(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    run("auto", XDG_CACHE_HOME=str(tmp_path / "ours"), JAX_COMPILATION_CACHE_DIR=str(theirs))
+    assert list(theirs.glob("*-cache")) and not (tmp_path / "ours").exists()
+
+
+def test_the_default_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_folder() == Path("/home/someone/.cache/transformer_jax")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
+    assert default_folder() == Path("/scratch/cache/transformer_jax")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
+    assert default_folder() == Path("/home/someone/.cache/transformer_jax")
+
+
+def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out, err = run(str(tmp_path / "file" / "folder"))
+    assert "cannot be kept in" in err and "Not a directory" in err and "--compilation-cache" in err
+    assert "Traceback" not in err and out
+
+
+def test_a_full_disk_costs_only_the_cache(tmp_path: Path) -> None:
+    out, err = run(str(tmp_path), limit=1000)
+    assert err.count("cannot be kept in") == 1 and "File too large" in err
+    assert err.count("\n") == 1 and out
+
+
+def test_a_damaged_entry_is_compiled_again_with_a_warning(tmp_path: Path) -> None:
+    run(str(tmp_path))
+    entries = list(tmp_path.glob("*-cache"))
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:100])
+    out, err = run(str(tmp_path))
+    assert HIT not in out and "Error reading persistent compilation cache entry" in err
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    tuned = tmp_path / "xla_gpu_per_fusion_autotune_cache_dir"
+    tuned.mkdir()
+    names = ["a-cache", "b-cache", "xla_gpu_per_fusion_autotune_cache_dir/c", "d-cache", "other"]
+    for time, name in enumerate(names):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (time, time))
+    os.utime(tmp_path / "a-cache", (50, 0))  # read not long ago
+    remove_oldest(tmp_path, 400)
+    assert all((tmp_path / name).exists() for name in names)
+    remove_oldest(tmp_path, 250)
+    left = [name for name in names if (tmp_path / name).exists()]
+    assert left == ["a-cache", "d-cache", "other"]
+
+
+def test_a_config_from_when_the_cache_was_a_setting_is_read() -> None:
+    before = to_json(Config()).replace('"steps": 100000', '"steps": 5, "compilation_cache": "x"')
+    assert from_json(before).training.steps == 5
