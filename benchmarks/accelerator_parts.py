@@ -175,9 +175,7 @@ def resume(arguments: argparse.Namespace) -> dict[str, Any]:
             train=PairsConfig("numbers", limit=2000), max_source_length=40, max_target_length=40
         ),
         batch=BatchConfig(tokens=2048, buckets=1),
-        training=TrainingConfig(
-            steps=steps, log_every=1, checkpoint_every=steps // 2, compilation_cache=""
-        ),
+        training=TrainingConfig(steps=steps, log_every=1, checkpoint_every=steps // 2),
     )
     half = dataclasses.replace(
         config, training=dataclasses.replace(config.training, steps=steps // 2)

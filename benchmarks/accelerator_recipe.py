@@ -47,7 +47,7 @@ def main() -> None:
     recipe = "configs/demo.py" if arguments.toy else "configs/multi30k.py"
     settings = _TOY if arguments.toy else {"data.root": arguments.data.absolute()}
     command = [sys.executable, "train.py", "--config", recipe]
-    for name, value in (settings | {"training.compilation-cache": cache}).items():
+    for name, value in (settings | {"compilation-cache": cache}).items():
         command += [f"--{name}", str(value)]
     begin = time.time()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,6 @@
 """train.py as its user meets it: help, wrong flags, wrong input, exit statuses."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from transformer_jax.config import Config, ModelConfig
-from transformer_jax.config_io import flatten, load_config_file
+from transformer_jax.config_io import flatten, load_config_file, to_json
 from transformer_jax.training.__main__ import COMMON, Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,6 +177,25 @@ def test_a_number_that_is_too_large_is_explained(
     assert status == 2
     errors = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "is 99999999999999999999; expected a positive number below 2^31" in errors
+
+
+@pytest.mark.parametrize("program", ["train.py", "decode.py"])
+def test_a_device_that_is_not_there_is_named_with_what_to_install(
+    program: str, tmp_path: Path
+) -> None:
+    flags = {"train.py": ["--config", "configs/demo.py", "--workdir", str(tmp_path / "run")]}
+    (tmp_path / "config.json").write_text(to_json(Config()))
+    done = subprocess.run(
+        [sys.executable, program, *flags.get(program, ["--workdir", str(tmp_path)])],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"JAX_PLATFORMS": "tpu"},
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    for part in ("JAX_PLATFORMS is 'tpu'", "Installed plugins:", "pip install 'jax[tpu]'"):
+        assert part in done.stderr
 
 
 def test_nobody_reading_the_help_is_no_error() -> None:

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.config import BatchConfig
+from transformer_jax.data import batching
 from transformer_jax.data.batching import Batch, BatchPlan, permutation, whole_corpus
 from transformer_jax.data.bucketing import choose_shapes
 from transformer_jax.data.corpus import Corpus
@@ -188,6 +189,19 @@ def test_a_corpus_smaller_than_a_batch_repeats_its_pairs(layout, num_pairs):
     assert plan.steps_per_epoch < 1
     count = Counter(j for step in range(20) for j, _, _ in sequences_of(plan.batch(step)))
     assert set(count) == set(range(num_pairs)) and plan.epoch(5) > 5
+
+
+def test_first_uses_are_in_the_order_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = BatchPlan(random_corpus(0, 150, 2), small_config("bucketed"), seed=3)
+    shapes = [plan.shape(step) for step in range(5, 40)]
+    assert len(set(shapes)) == len(plan.shapes) > 1
+    first = plan.first_uses(5, 40)
+    assert list(first) == list(dict.fromkeys(shapes))
+    assert all(shapes.index(shape) == step - 5 for shape, step in first.items())
+    assert list(plan.first_uses(5, 6)) == shapes[:1] and plan.first_uses(7, 7) == {}
+    monkeypatch.setattr(batching, "_STEPS_LOOKED_AT", 1)
+    assert set(plan.first_uses(5, 40)) == set(plan.shapes)  # the others follow
+    assert list(plan.first_uses(5, 40).values()) == [5] + [6] * (len(plan.shapes) - 1)
 
 
 def test_buckets_fill_a_batch_an_epoch_where_the_corpus_allows_it():
