@@ -182,6 +182,32 @@ def test_no_compilation_in_steady_state():
     assert fresh.num_compiled == 1
 
 
+@pytest.mark.parametrize("devices", [(), jax.devices()[:1], jax.devices()[:2]])
+def test_a_search_finds_what_was_compiled_ahead_before_it_had_parameters(devices):
+    compiled = []
+
+    def note(event, _, *, fun_name="", **__):
+        if event.endswith("backend_compile_duration") and "search" in fun_name:
+            compiled.append(fun_name)
+
+    engine = Engine([make_model(1)], CONFIG, devices=devices)
+    parameters = engine.parameters
+    ahead = engine.ahead(SENTENCES)
+    assert [*ahead] == ["search for 4 sentences of up to 16 tokens"]
+    engine.parameters = ()
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for lower in ahead.values():
+            lower().compile()
+        assert len(compiled) == 1
+        engine.parameters = parameters
+        engine.search(SENTENCES)
+        engine.search(SENTENCES)
+        assert len(compiled) == engine.num_compiled == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
 def test_an_ensemble_of_one_model_twice_is_that_model(engine):
     twice = Engine([make_model(0), make_model(0)], CONFIG)
     for one, two in zip(engine.search(SENTENCES), twice.search(SENTENCES), strict=True):

@@ -13,6 +13,15 @@ from transformer_jax.data.windows import Window
 from transformer_jax.errors import UserError
 
 
+def default_buckets(platform: str) -> int:
+    """How many shapes ``batch.buckets = None`` means on a backend, "cpu" or another.
+
+    Compiling one takes seconds on a CPU and most of a minute elsewhere. Eight instead of twelve
+    cost 2 to 4% of the real tokens in a batch (docs/performance.md).
+    """
+    return 12 if platform == "cpu" else 8
+
+
 def count_lengths(windows: list[Window]) -> np.ndarray:
     """How many pairs have s source and t target tokens, int64 [M, K, S, T], in each of M windows
     and K segmentations. Reads the lengths once, a block at a time.
@@ -79,7 +88,8 @@ def choose_shapes(
     histogram: np.ndarray, config: BatchConfig, *, epochs: int = 1
 ) -> list[tuple[int, int]]:
     """At most ``config.buckets`` shapes (S, T), smallest S + T first, that hold all pairs with
-    little padding; ``UserError`` if the longest are too long for the token budget.
+    little padding (None: as many as on a CPU); ``UserError`` if the longest are too long for the
+    token budget.
 
     ``histogram[s, t]`` counts the pairs of these lengths in so many epochs. Starts from equal
     shares of the pairs, then widens, narrows or drops one shape at a time for as long as that saves
@@ -100,7 +110,8 @@ def choose_shapes(
         batch = config.tokens // np.maximum(S, T).clip(1)
         return float(np.where(pairs > 0, np.maximum(pairs, epochs * batch), 0) @ (S + T))
 
-    quantile = (np.arange(1, config.buckets + 1) * histogram.sum() - 1) // config.buckets
+    count = config.buckets or default_buckets("cpu")
+    quantile = (np.arange(1, count + 1) * histogram.sum() - 1) // count
     below_S, below_T = (histogram.sum(other).cumsum() for other in (1, 0))
     shapes = np.stack([np.searchsorted(sums, quantile, "right") for sums in (below_S, below_T)], 1)
     best = cost(shapes)

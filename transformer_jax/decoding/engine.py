@@ -5,7 +5,7 @@ devices.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -185,27 +185,58 @@ class Engine:
         *,
         num_hypotheses: int = 1,
         sharding: jax.sharding.Sharding | None = None,
+        parameters: Any = None,
     ) -> jax.stages.Lowered:
         """The search of one of ``buckets``, not yet compiled: to look at, or to compile ahead; for
-        ``sharding``'s devices, if given.
+        ``sharding``'s devices, if given, and for parameters of these shapes if there are none yet.
         """
         waiting, counts, _ = self._waiting(bucket, {0: Sentence([EOS_ID])})
-        given = self.parameters, waiting, counts, self.cache_shapes(bucket)
+        parameters = self.parameters if parameters is None else parameters
+        memory = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows),
+            self.cache_shapes(bucket, parameters),
+        )
+        given = parameters, waiting, counts, memory
         if sharding is not None:
             given = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
             )
         return self._search.lower(*given, bucket=bucket, num_hypotheses=num_hypotheses)
 
-    def cache_shapes(self, bucket: Bucket) -> Any:
+    def ahead(
+        self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1
+    ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """What a search of such sentences (without prefixes) compiles: its functions by name, to be
+        lowered later, even if the parameters are gone by then.
+        """
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere),
+            self.parameters,
+        )
+        return {
+            self._name(bucket): partial(
+                self.lowered, bucket, num_hypotheses=num_hypotheses, parameters=shapes
+            )
+            for bucket in dict.fromkeys(bucket for bucket, _ in self._layout.searches(sentences))
+        }
+
+    def cache_shapes(self, bucket: Bucket, parameters: Any = None) -> Any:
         """Of the caches of one of ``buckets``: all rows of all devices."""
         longest = bucket.lengths[-1]
-        model = DecodingModel(self.models, (longest,), self.config)
         rows = bucket.rows * self._shares
         tokens_BS = jax.ShapeDtypeStruct((rows, longest), jnp.int32)
         source = Source(tokens_BS, jax.ShapeDtypeStruct((rows,), jnp.int32), None)
-        start = partial(model.start_cache, max_length=self._longest_target(longest))
-        return jax.eval_shape(start, source).decoders
+
+        def start(parameters: Any, source: Source) -> Any:
+            models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters)]
+            model = DecodingModel(models, (longest,), self.config)
+            return model.start_cache(source, max_length=self._longest_target(longest)).decoders
+
+        return jax.eval_shape(start, self.parameters if parameters is None else parameters, source)
+
+    def _name(self, bucket: Bucket) -> str:
+        rows, longest = bucket.rows * self._shares, bucket.lengths[-1]
+        return f"search for {rows} sentences of up to {longest} tokens"
 
     def _longest_target(self, source_length: int) -> int:
         """Positions that any translation of a source of this length can need."""
@@ -264,10 +295,7 @@ class Engine:
         own_QK = waiting.source.own_BK
         own = "" if own_QK is None else f" and {own_QK.shape[1]} target tokens of their own"
         devices = "" if self._shares == 1 else f" on {self._shares} devices"
-        sizes = bucket.rows * self._shares, bucket.lengths[-1]
-        logger.info(
-            "Compiling the search for %d sentences of up to %d tokens%s%s.", *sizes, own, devices
-        )
+        logger.info("Compiling the %s%s%s.", self._name(bucket), own, devices)
         search = partial(self._search_share, bucket, self._method(num_hypotheses))
         if self._shares == 1:
             return search(parameters, waiting, counts, memory)

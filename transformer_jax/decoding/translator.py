@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -143,6 +143,12 @@ class Translator(TrainedModels):
         return chain.from_iterable(
             self._translate(block, num_hypotheses) for block in self._blocks(requests, window)
         )
+
+    def ahead(self, lines: Sequence[str]) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """What translating these lines compiles, as ``Engine.ahead`` has it."""
+        limit = self.engine.longest_source - 1  # longer ones are split into some of this length
+        encoded = self.tokenizer.encode_source(lines)
+        return self.engine.ahead([Sentence(tokens[:limit]) for tokens in encoded if tokens])
 
     def _translate(
         self, requests: list[Request], num_hypotheses: int

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,9 +69,11 @@ class CompileAhead:
 
     def __init__(self, jobs: Iterable[Job], *, devices: Sequence[jax.Device]):
         """Starts at once; ``devices`` are those that the functions run on."""
-        in_order = sorted(jobs, key=lambda job: job.step)
-        self._results: dict[str, Future[None]] = {job.name: Future() for job in in_order}
-        self._waiting = {job.name: job for job in reversed(in_order)}
+        first: dict[str, Job] = {}
+        for job in sorted(jobs, key=lambda job: job.step):
+            first.setdefault(job.name, job)
+        self._waiting = dict(reversed(first.items()))  # the next is taken from the end
+        self._results: dict[str, Future[None]] = {name: Future() for name in self._waiting}
         self._tracing = threading.Lock()
         self._failure: BaseException | None = None
         self._memory = memory_limit(devices)
@@ -83,7 +85,7 @@ class CompileAhead:
         self._began, self._last = time.monotonic(), 0.0
         self.finished: deque[CompiledJob] = deque()
         if not self._together:
-            for _ in range(min(num_threads(), len(in_order))):
+            for _ in range(min(num_threads(), len(first))):
                 threading.Thread(target=self._work, name=COMPILING, daemon=True).start()
 
     @property
@@ -119,7 +121,7 @@ class CompileAhead:
                 self.check()
                 if poll():
                     return False
-                time.sleep(_SECONDS_BETWEEN_POLLS)
+                wait([self._results[each]], timeout=_SECONDS_BETWEEN_POLLS)
         self.check()
         return True
 

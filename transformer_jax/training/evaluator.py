@@ -28,7 +28,8 @@ from transformer_jax.training.prepare import Prepared
 from transformer_jax.training.reporting import Example, means
 from transformer_jax.training.step import Parameters
 
-_REMEDY = "Lower batch.tokens or set optimizer.accumulate_steps."
+_SMALLER_STEP = "Lower batch.tokens or set optimizer.accumulate_steps."
+_SMALLER_SEARCH = "Lower decoding.batch_size or decoding.beam_size."
 _BATCHES_BETWEEN_POLLS = 20  # of a translation
 
 
@@ -55,6 +56,7 @@ class Evaluator:
         """
         self._run, self._stop, self._ready = run, stop, ready
         self._translator: Translator | None = None
+        self._searches: dict[str, dict[str, Callable[[], jax.stages.Lowered]]] = {}
         if run.dev_pairs or run.test_pairs:
             devices = list(run.mesh.devices.flat)
             batch_size = -(-run.config.decoding.batch_size // len(devices)) * len(devices)
@@ -62,6 +64,8 @@ class Evaluator:
             config = dataclasses.replace(run.config.decoding, shortlist="", batch_size=batch_size)
             model = nnx.merge(run.functions.graph, run.state.parameters)
             self._translator = Translator(model, run.tokenizer, config, devices=devices)
+            for name, pairs in (("dev", run.dev_pairs), ("test", run.test_pairs)):
+                self._searches[name] = self._translator.ahead([source for source, _ in pairs])
             self._translator.parameters = ()  # each evaluation brings its own
 
     def translates(self, number: int) -> bool:
@@ -78,6 +82,7 @@ class Evaluator:
         if not self.translates(number):
             return figures, None
         pairs = self._run.dev_pairs
+        self._wait_for(*self._searches["dev"])
         translations = self._translate(parameters, pairs)
         tokenize = self._run.config.training.bleu_tokenize
         figures["dev_bleu"] = bleu(translations, [y for _, y in pairs], tokenize=tokenize).value
@@ -91,6 +96,7 @@ class Evaluator:
         parameters = load_parameters([run.workdir / "checkpoints" / name for name in names])
         places = run.functions.abstract_state.parameters
         shardings = jax.tree.map(lambda leaf: leaf.sharding, places)
+        self._wait_for(*self._searches["test"])
         translations = self._translate(place(parameters, shardings), run.test_pairs)
         references = [target for _, target in run.test_pairs]
         tokenize = run.config.training.bleu_tokenize
@@ -109,17 +115,24 @@ class Evaluator:
 
     def jobs(self, start: int) -> Iterator[Job]:
         """What evaluations from step ``start`` on will need compiled."""
-        run, training = self._run, self._run.config.training
-        if run.dev_corpus is None or (start >= training.steps and not run.progress.evaluation_due):
-            return
-        next_one = (start // training.eval_every + 1) * training.eval_every
-        step = start if run.progress.evaluation_due else min(next_one, training.steps)
+        run, last = self._run, self._run.config.training.steps
+        every, number = run.config.training.eval_every, run.progress.evaluations + 1
         abstract, rows = run.functions.abstract_state, batch_sharding(run.mesh)
         beside = bytes_on_device(abstract) - bytes_on_device(abstract.parameters)
-        for shape in whole_corpus_shapes(run.dev_corpus, **self._batch_sizes()):
-            batch = abstract_batch(shape, rows)
-            lower = partial(run.functions.eval_step.lower, abstract.parameters, batch)
-            yield Job(step_name(shape, "evaluation"), step, lower, _REMEDY, beside)
+        steps = [start] if run.progress.evaluation_due else []
+        if start < last:
+            steps += [*range((start // every + 1) * every, last, every), last]
+        if run.dev_corpus is not None and steps:
+            for shape in whole_corpus_shapes(run.dev_corpus, **self._batch_sizes()):
+                batch = abstract_batch(shape, rows)
+                lower_step = partial(run.functions.eval_step.lower, abstract.parameters, batch)
+                name = step_name(shape, "evaluation")
+                yield Job(name, steps[0], lower_step, _SMALLER_STEP, beside)
+        with_bleu = [step for i, step in enumerate(steps) if self.translates(number + i)][:1]
+        for searches, when in (("dev", with_bleu), ("test", [last])):
+            for step in when:
+                for name, lower in self._searches.get(searches, {}).items():
+                    yield Job(name, step, lower, _SMALLER_SEARCH, beside)
 
     def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
         total: Any = None
@@ -127,8 +140,7 @@ class Evaluator:
         for batch in whole_corpus(corpus, **self._batch_sizes()):
             self._poll()
             shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
-            if not self._ready(step_name(shape, "evaluation")):
-                raise EvaluationStopped
+            self._wait_for(step_name(shape, "evaluation"))
             on_devices = place(batch, jax.tree.map(lambda _: sharding, batch))
             sums = self._run.functions.eval_step(parameters, on_devices)
             total = sums if total is None else jax.tree.map(operator.add, total, sums)
@@ -152,6 +164,11 @@ class Evaluator:
             translations.append(best.text)
         self._translator.parameters = ()
         return translations
+
+    def _wait_for(self, *names: str) -> None:
+        """Wait until these functions are compiled."""
+        if not all(map(self._ready, names)):
+            raise EvaluationStopped
 
     def _poll(self) -> None:
         if self._stop():

@@ -27,6 +27,7 @@ from transformer_jax.checkpoint import (
 from transformer_jax.config import Config, PairsConfig
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
+from transformer_jax.data.bucketing import default_buckets
 from transformer_jax.data.corpus import Corpus, corpus_folder, prepare_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
@@ -112,6 +113,7 @@ def prepare(
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
     dev_pairs, test_pairs = all_or_none(lambda: check_inputs(config))
     folder, remote = _local_folder(workdir)
+    config = _with_buckets(config, folder, platform=mesh.devices.flat[0].platform)
     with ExitStack() as stack:
         # Process 0 holds the folder for all.
         claim = claimed(folder, config, allow_changes=allow_changes)
@@ -173,6 +175,21 @@ def _local_folder(workdir: str | Path) -> tuple[Path, RemoteWorkdir | None]:
     with held(remote.folder):
         remote.pull()
     return remote.folder, remote
+
+
+def _with_buckets(config: Config, workdir: Path, *, platform: str) -> Config:
+    """The config with a number of buckets: if it leaves that open, the number of the run in the
+    work directory, wherever that began, so that its batches stay the same.
+    """
+    if config.batch.buckets is not None:
+        return config
+
+    def find() -> int:
+        before = config_of(workdir).batch if (workdir / "config.json").is_file() else config.batch
+        return before.buckets or default_buckets(platform)
+
+    batch = dataclasses.replace(config.batch, buckets=from_first(find))
+    return dataclasses.replace(config, batch=batch)
 
 
 def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
