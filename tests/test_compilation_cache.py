@@ -43,7 +43,7 @@ HIT = "/jax/compilation_cache/cache_hits"
 
 
 def test_the_second_start_finds_what_the_first_compiled(tmp_path: Path) -> None:
-    folder = tmp_path / "transformer_jax"
+    folder = tmp_path / "transformer_jax" / "compiled"
     out, err = run("auto", XDG_CACHE_HOME=str(tmp_path))
     assert HIT not in out and not err
     assert list(folder.glob("*-cache"))
@@ -64,11 +64,11 @@ def test_jax_own_setting_is_respected(tmp_path: Path) -> None:
 def test_the_default_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_folder() == Path("/home/someone/.cache/transformer_jax")
+    assert default_folder() == Path("/home/someone/.cache/transformer_jax/compiled")
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
-    assert default_folder() == Path("/scratch/cache/transformer_jax")
+    assert default_folder() == Path("/scratch/cache/transformer_jax/compiled")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
-    assert default_folder() == Path("/home/someone/.cache/transformer_jax")
+    assert default_folder() == Path("/home/someone/.cache/transformer_jax/compiled")
 
 
 def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ ORDER = [
     "decoding.buckets",
     "decoding.shortlist",
     "decoding.learn_shortlist",
+    "decoding.checks",
     "decoding.devices",
     "decoding.engine",
     "decoding.segments",

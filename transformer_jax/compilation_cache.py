@@ -55,10 +55,10 @@ def keep_compiled(where: str) -> None:
 
 
 def default_folder() -> Path:
-    """``transformer_jax`` in the user's cache folder."""
+    """``transformer_jax/compiled`` in the user's cache folder."""
     caches = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(caches) if os.path.isabs(caches) else Path("~/.cache").expanduser()
-    return base / "transformer_jax"
+    return base / "transformer_jax" / "compiled"
 
 
 def remove_oldest(folder: Path, most_bytes: int) -> None:

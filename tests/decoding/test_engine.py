@@ -14,7 +14,8 @@ from scipy import sparse
 
 from benchmarks import hlo
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
-from transformer_jax.decoding.engine import Engine, Sentence, check_decoding
+from transformer_jax.decoding.checks import check_decoding
+from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.decoding.shortlist import Lexicon, Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights

@@ -17,6 +17,7 @@ from flax import nnx
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.buckets import Bucket, Layout, Sentence, make_buckets
+from transformer_jax.decoding.checks import check_beam, check_vocabularies
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import Found, Waiting, search_waiting
 from transformer_jax.decoding.devices import row_shardings
@@ -27,7 +28,6 @@ from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
-from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Engine:
         """
         self.config = config
         self._shares = max(1, len(devices))
-        _check_vocabularies(models)
+        check_vocabularies(models)
         if config.batch_size % self._shares:
             raise UserError(
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of "
@@ -93,7 +93,7 @@ class Engine:
         self._shared_C = None if shortlist is None else shortlist.shared(suppress)
         if self._shared_C is not None:  # searches number tokens by their places in shortlists
             self._suppress = tuple(self._shared_C.tolist().index(token) for token in suppress)
-        _check_beam(config, models[0].config.vocab_size, self._shared_C)
+        check_beam(config, models[0].config.vocab_size, self._shared_C)
         self._position_limit = min(model.config.position_limit for model in models)
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
@@ -358,50 +358,6 @@ class Engine:
             top_k=config.top_k,
             top_p=config.top_p,
             seed=config.seed,
-        )
-
-
-def check_decoding(
-    config: DecodingConfig, tokenizer: Tokenizer
-) -> tuple[tuple[int, ...], Shortlist | None]:
-    """The ids of ``config.suppress`` and the shortlist in the file ``config.shortlist``, as
-    ``Engine`` takes them; no model is needed.
-
-    Raises:
-      UserError: a token to suppress that the target vocabulary lacks, or EOS; a shortlist that is
-        missing, damaged or made for another tokenizer; a beam wider than the vocabulary.
-    """
-    suppress = tuple(tokenizer.require_target_ids(config.suppress, "decoding.suppress"))
-    if EOS_ID in suppress:
-        [end] = tokenizer.target_tokens([EOS_ID])
-        raise UserError(
-            f"decoding.suppress has {end!r}, without which no translation ends before its longest "
-            "length; expected other tokens (decoding.min_length asks for longer translations)."
-        )
-    shortlist = Shortlist.load(config.shortlist, tokenizer) if config.shortlist else None
-    shared_C = None if shortlist is None else shortlist.shared(suppress)
-    _check_beam(config, tokenizer.target_vocab_size, shared_C)
-    return suppress, shortlist
-
-
-def _check_vocabularies(models: Sequence[Transformer]) -> None:
-    sizes = [
-        (model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size)
-        for model in models
-    ]
-    if len(set(sizes)) > 1:
-        raise UserError(
-            f"The models have {sizes} source and target tokens; expected models of one vocabulary."
-        )
-
-
-def _check_beam(config: DecodingConfig, vocab_size: int, shared_C: np.ndarray | None) -> None:
-    num_tokens = vocab_size if shared_C is None else len(shared_C)
-    if config.method == "beam" and config.beam_size > num_tokens:
-        which = "of the vocabulary" if shared_C is None else "that every sentence may use"
-        raise UserError(
-            f"decoding.beam_size is {config.beam_size}; expected at most {num_tokens}, "
-            f"the tokens {which}."
         )
 
 

@@ -139,9 +139,9 @@ class Arguments:
     strict: bool = False
     """Refuse a damaged checkpoint; otherwise older ones are used, with a warning."""
     compilation_cache: str = "auto"
-    """Folder where compiled functions are kept between runs. auto: JAX_COMPILATION_CACHE_DIR, or
-    else transformer_jax in the user's cache folder (XDG_CACHE_HOME or ~/.cache). off: nothing is
-    kept."""
+    """Folder where compiled functions are kept between runs. off: they are not. auto:
+    JAX_COMPILATION_CACHE_DIR, or else transformer_jax/compiled in the user's cache folder
+    (XDG_CACHE_HOME or ~/.cache)."""
     files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
     results: Annotated[Results, tyro.conf.arg(name="")] = field(default_factory=Results)
     evaluation: Annotated[Evaluation, tyro.conf.arg(name="")] = field(default_factory=Evaluation)

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, check_decoding
+from transformer_jax.decoding.checks import check_decoding
+from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
 from transformer_jax.decoding.segments import joint, split
 from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
 from transformer_jax.errors import UserError, shown

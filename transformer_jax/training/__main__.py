@@ -69,9 +69,9 @@ class Arguments:
     """Resume with other values of batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
     matmul_precision, remat or start_from, or of steps where the learning rate depends on them."""
     compilation_cache: str = "auto"
-    """Folder where compiled functions are kept between runs. auto: JAX_COMPILATION_CACHE_DIR, or
-    else transformer_jax in the user's cache folder (XDG_CACHE_HOME or ~/.cache). off: nothing is
-    kept."""
+    """Folder where compiled functions are kept between runs. off: they are not. auto:
+    JAX_COMPILATION_CACHE_DIR, or else transformer_jax/compiled in the user's cache folder
+    (XDG_CACHE_HOME or ~/.cache)."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 

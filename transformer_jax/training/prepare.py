@@ -32,7 +32,7 @@ from transformer_jax.data.corpus import Corpus, corpus_folder, prepare_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.data.tokenize import split_files
-from transformer_jax.decoding.engine import check_decoding
+from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.distributed import (
     all_or_none,
     check_agreement,
