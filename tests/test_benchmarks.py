@@ -282,3 +282,39 @@ def test_benchmarks_import_each_other_in_no_circle() -> None:
     while leaves := {name for name, needed in imported.items() if not needed & set(imported)}:
         imported = {name: needed for name, needed in imported.items() if name not in leaves}
     assert not imported
+
+
+def test_training_with_both_types_of_logits(tmp_path: Path) -> None:
+    for side in ("en", "de"):
+        (tmp_path / f"text.{side}").write_text("".join(f"word {i % 7} {side}\n" for i in range(64)))
+    pairs = {"source": str(tmp_path / "text.en"), "target": str(tmp_path / "text.de")}
+    settings = {
+        "output": str(tmp_path / "runs"),
+        "seeds": "3",
+        **{
+            f"data.{split}.{side}": path
+            for split in ("train", "dev")
+            for side, path in pairs.items()
+        },
+        "tokenizer.vocab-size": "36",
+        "model.d-model": "16",
+        "model.d-ff": "16",
+        "model.num-heads": "2",
+        "model.num-layers": "1",
+        "data.max-source-length": "16",
+        "data.max-target-length": "16",
+        "batch.tokens": "160",
+        "batch.buckets": "1",
+        "training.steps": "2",
+        "training.log-every": "1",
+        "training.eval-every": "2",
+        "training.bleu-every": "0",
+    }
+    printed = benchmark(
+        "logits_types", *(word for name, value in settings.items() for word in (f"--{name}", value))
+    )
+    head, _, *rows = [line.strip("|").split("|") for line in printed.splitlines()]
+    assert head == ["seed 3, float32", "seed 3, bfloat16"]
+    figures = {name: (float(a), float(b)) for name, a, b in rows}
+    exact, rounded = figures["step 2: dev nll"]
+    assert exact != rounded and abs(exact - rounded) < 0.01

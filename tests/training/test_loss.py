@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from benchmarks import compile_for
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding, make_mesh, replicated
@@ -336,26 +337,51 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float) -> None:
     assert jnp.linalg.norm(d_logits - of_exact) < 0.032 * (1 + r_drop) * jnp.linalg.norm(of_exact)
 
 
-def _program(
-    tokens: tuple[int, int], vocab_size: int, dtype: str = "bfloat16", r_drop: float = 0.0
-) -> str:
-    """The gradient's, as XLA gets it."""
+def _lowered(
+    tokens: tuple[int, int],
+    vocab_size: int,
+    dtype: str = "bfloat16",
+    *,
+    r_drop: float = 0.0,
+    device: Sharding | None = None,
+) -> jax.stages.Lowered:
+    """The gradient by both inputs, of a base model."""
     of_loss = jax.grad(
         lambda h, m, t: smoothed_cross_entropy(h, m, t, r_drop=r_drop).loss, argnums=(0, 1)
     )
-    hidden = jax.ShapeDtypeStruct((*tokens, 512), dtype)
-    matrix = jax.ShapeDtypeStruct((vocab_size, 512), jnp.float32)
-    target = jax.ShapeDtypeStruct(tokens, jnp.int32)
-    return jax.jit(of_loss).lower(hidden, matrix, target).as_text()
+    hidden = jax.ShapeDtypeStruct((*tokens, 512), dtype, sharding=device)
+    matrix = jax.ShapeDtypeStruct((vocab_size, 512), jnp.float32, sharding=device)
+    target = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=device)
+    return jax.jit(of_loss).lower(hidden, matrix, target)
 
 
 def test_gpus_read_the_logits_once_for_all_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    program = _program((784, 32), 37_000)
+    program = _lowered((784, 32), 37_000).as_text()
     reductions = re.findall(r"stablehlo\.reduce\(.*tensor<6272x(?:4625|37000)xf32>.*", program)
     [maximum_and_sum] = reductions
     assert maximum_and_sum.count("tensor<6272x4625xf32>") == 2
     assert not re.search(r"stablehlo\.pad.*(low|high) = \[[0, ]*[1-9]", program)
+
+
+@pytest.mark.parametrize("vocab_size", [32_000, 37_000, 36_997, 58_101])
+def test_compiled_for_an_h200(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is padded, no sum split into parts that another kernel adds up, and the gradient by
+    the logits takes their memory.
+    """
+    try:
+        [device] = compile_for.gpus("h200")
+    except NotImplementedError as error:
+        pytest.skip(f"needs JAX's package for CUDA, pip install '.[cuda]': {error}")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    h200 = SingleDeviceSharding(device)
+    compiled = _lowered((784, 32), vocab_size, device=h200).compile({"xla_gpu_autotune_level": 0})
+    program = compiled.as_text()
+    assert f"bf16[6272,{vocab_size}]" in program
+    assert "pad_fusion" not in program
+    assert not re.search(rf"f32\[\d+,(6272|{vocab_size}),512\]", program)
+    all_logits = 4 * 784 * 32 * vocab_size
+    assert compiled.memory_analysis().temp_size_in_bytes <= all_logits / 6
 
 
 @pytest.mark.parametrize(
@@ -383,7 +409,7 @@ def test_chunks_of_accelerators(
     would take in float32, where that is much.
     """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    program = _program(tokens, vocab_size, dtype, r_drop)
+    program = _lowered(tokens, vocab_size, dtype, r_drop=r_drop).as_text()
     stored = "bf16" if dtype == "bfloat16" else "f32"
     assert set(re.findall(rf"tensor<(\d+)x{vocab_size}x{stored}>", program)) == {str(length)}
     in_memory = length * vocab_size * (2 if stored == "bf16" else 4) * (2 if r_drop else 1)
@@ -394,7 +420,7 @@ def test_logits_have_the_type_of_the_products_on_accelerators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stored = "tensor<128x1000xbf16>"
-    assert stored not in _program((8, 16), 1000, "float32")
+    assert stored not in _lowered((8, 16), 1000, "float32").as_text()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert stored not in _program((8, 16), 1000, "float32")
-    assert stored in _program((8, 16), 1000, "bfloat16")
+    assert stored not in _lowered((8, 16), 1000, "float32").as_text()
+    assert stored in _lowered((8, 16), 1000, "bfloat16").as_text()
