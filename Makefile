@@ -33,7 +33,7 @@ quick: lint types  ## lint, types and the fast tests: about 90 s on 2 cores
 test: lint types unit  ## lint, types and every test: what CI runs
 
 test-gpu: $(VENV)/.installed-compare $(VENV)/.installed-$(PLATFORM)  ## every test, on a GPU (PLATFORM=tpu: on a TPU)
-	JAX_PLATFORMS=$(PLATFORM),cpu $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+	TEST_PLATFORM=$(PLATFORM) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.installed  ## ruff: style and formatting
 	$(VENV)/bin/ruff check .

@@ -10,9 +10,9 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-# The tests run on CPUs, whatever this machine has, unless JAX_PLATFORMS names an accelerator first,
-# as in `make test-gpu`.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The tests run on CPUs, whatever this machine has, unless TEST_PLATFORM names an accelerator (cuda,
+# tpu), as in `make test-gpu`. pytest's workers inherit it.
+os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 0, "cpu": 0})
 
 # Compiling is most of what the tests do. Less optimisation and XLA's older, plainer code generator
 # (which jaxlib 0.11 has no more) take a third of the time and change no arithmetic they rely on.
@@ -23,10 +23,12 @@ os.environ["XLA_FLAGS"] = (
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
-# On an accelerator: float32 is float32, not TF32; kernels are not chosen by timing them, which
-# takes long and may choose others each time; workers share the memory.
+# Kernels of a GPU are not chosen by timing them: that takes long, and cannot be done for a GPU that
+# is not there. On an accelerator steps are the same each time, float32 is float32, not TF32, and
+# workers share the memory.
+os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
 if os.environ["JAX_PLATFORMS"] != "cpu":
-    os.environ["XLA_FLAGS"] += " --xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+    os.environ["XLA_FLAGS"] += " --xla_gpu_deterministic_ops=true"
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
@@ -43,8 +45,10 @@ import jax
 import pytest
 
 # Programs that tests start run on CPUs: what they show is the same there, and they start faster.
-jax.devices()
+DEVICE = jax.devices()[0]
 os.environ["JAX_PLATFORMS"] = "cpu"
+if DEVICE.platform == "cpu" and (asked := os.environ.get("TEST_PLATFORM", "cpu")) != "cpu":
+    raise pytest.UsageError(f"TEST_PLATFORM is {asked!r}, but JAX sees CPUs alone")
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would the programs that
 # they start.
@@ -60,6 +64,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs {needed} devices, as simulated on CPUs; here are {jax.device_count()}")
     if (mark := item.get_closest_marker("cpu")) and jax.default_backend() != "cpu":
         pytest.skip(f"of CPUs alone: {mark.args[0]}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the tests ran on."""
+    terminalreporter.write_line(
+        f"on {DEVICE.platform} ({DEVICE.device_kind}), jax {jax.__version__}"
+    )
 
 
 @pytest.fixture

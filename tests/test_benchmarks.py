@@ -37,6 +37,7 @@ def benchmark(name: str, *flags: str) -> str:
 
 
 def test_decoding_speed_of_every_engine_in_one_report(tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
     lengths, report = tmp_path / "lengths.tsv", tmp_path / "report.json"
     lengths.write_text("6\t5\n7\t6\n8\t9\n5\t5\n6\t7\n")  # one source shape: one compilation
     command = [

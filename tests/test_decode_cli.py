@@ -239,7 +239,8 @@ def test_unknown_flags(workdir, capsys):
 
 
 def _start(workdir, *flags):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": modules, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, str(ROOT / "decode.py"), "--workdir", str(workdir), *flags]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)

@@ -298,8 +298,8 @@ def builder(tmp_path, folder, workers, appends, program=BUILDER, **options):
         TOKENIZER.save(tmp_path)
         file.write_text(program)
     command = [sys.executable, str(file), str(folder), str(workers), str(appends)]
-    root = str(Path(shards.__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root, "TEST_MARK": str(folder)}
+    modules = [str(Path(shards.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(modules), "TEST_MARK": str(folder)}
     return subprocess.Popen(
         command,
         env=environment,

@@ -235,6 +235,7 @@ def test_translations_agree(workdir, theirs, lines) -> None:
 
 
 def test_ctranslate2_gets_tags_as_pieces(workdir, tmp_path) -> None:
+    pytest.importorskip("ctranslate2")
     """As the note says: source.spm, which turns text into pieces for it, cuts them apart."""
     config, model, tokenizer = load_model(workdir)
     notes = export_ctranslate2(config, model, tokenizer, tmp_path)
