@@ -19,7 +19,7 @@ from flax import nnx
 from transformer_jax.errors import UserError
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
-from transformer_jax.model.dropout import dropout
+from transformer_jax.model.dropout import DropoutKey, dropout
 
 
 def attention_mask(
@@ -50,7 +50,7 @@ def dot_product_attention(
     mask_BHTS: jax.Array | None = None,
     *,
     dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
+    dropout_key: DropoutKey = None,
     weights: list[jax.Array] | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with the values' K.
@@ -83,7 +83,7 @@ def _plain_attention(
     v_BSHK: jax.Array,
     mask_BHTS: jax.Array | None,
     dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
+    dropout_key: DropoutKey = None,
     weights: list[jax.Array] | None = None,
 ) -> jax.Array:
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
@@ -163,7 +163,7 @@ class MultiHeadAttention(nnx.Module):
         memory_BSD: jax.Array,
         mask_BHTS: jax.Array | None = None,
         *,
-        dropout_key: jax.Array | None = None,
+        dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """Let each query position gather from the memory: [B, T, D].

@@ -1,35 +1,96 @@
-"""Dropout, and the random keys that layers hand to their parts."""
+"""Dropout: what is kept, and how random keys reach the places where something is dropped."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+# A random key; or what ``draw`` made of one, which a module hands to its parts in place of keys.
+# With None nothing is dropped.
+DropoutKey: TypeAlias = "jax.Array | Sequence[DropoutKey] | None"
+
+
+class Site(NamedTuple):
+    """A place where a share ``rate`` of an array's elements is dropped."""
+
+    shape: tuple[int, ...]
+    rate: float
 
 
 @jax.named_scope("dropout")
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
     """Zero a share ``rate`` of the elements and scale up the rest; ``key=None`` changes nothing.
 
-    Each element takes 16 random bits, half of what a float32 Bernoulli draw costs; the rate is
-    exact to 2^-16. The two halves of the random words go to the two halves of the last axis:
-    interleaving them would cost a sixth of a training step on a TPU.
+    Args:
+      rate: exact to 2^-16.
+      key: a random key, or the mask that was drawn from it: bool, True at what stays.
     """
     if key is None or rate == 0.0:
         return x
-    threshold = round(rate * 65536)
-    *leading, last = x.shape
-    words = jax.random.bits(key, (*leading, -(-last // 2)), jnp.uint32)
-    halves = [words.astype(jnp.uint16), (words >> 16).astype(jnp.uint16)]
-    keep = jnp.concatenate(halves, axis=-1)[..., :last] >= threshold
-    scale = jnp.asarray(65536 / (65536 - threshold), x.dtype)
-    return jnp.where(keep, x * scale, jnp.zeros((), x.dtype))
+    assert isinstance(key, jax.Array)
+    keep = key
+    if key.dtype != jnp.bool_:
+        keep = jnp.concatenate(_kept_quarters(key, Site(x.shape, rate)), -1)[..., : x.shape[-1]]
+    # Scaled last: gradients are then scaled before they are masked and stored, and not once more in
+    # each product that reads them.
+    scale = jnp.asarray(65536 / (65536 - _threshold(rate)), x.dtype)
+    return jnp.where(keep, x, jnp.zeros((), x.dtype)) * scale
 
 
-def split_key(key: jax.Array | None, count: int) -> list[jax.Array | None]:
-    """``count`` keys from one; no key gives none."""
-    return [None] * count if key is None else list(jax.random.split(key, count))
+def draw(key: jax.Array, sites: Any, *, ahead: bool) -> DropoutKey:
+    """For nested lists of sites, likewise nested: a key each, or its mask if ``ahead``.
+
+    The masks are those that ``dropout`` draws from the keys, but those of one shape are drawn at
+    once, and all are held in memory from then on, at 2 bits an element.
+    """
+    flat, structure = jax.tree.flatten(sites, is_leaf=lambda x: isinstance(x, Site))
+    keys = jax.random.split(key, len(flat))
+    drawn: list[DropoutKey] = list(keys)
+    for site in dict.fromkeys(flat) if ahead else ():
+        numbers = [i for i, other in enumerate(flat) if other == site]
+        masks = _masks(keys[np.asarray(numbers)], site) if site.rate > 0 else [None] * len(numbers)
+        for i, number in enumerate(numbers):
+            drawn[number] = masks[i]
+    return jax.tree.unflatten(structure, drawn)
 
 
-def fold_key(key: jax.Array | None, number: int) -> jax.Array | None:
-    """The key of part ``number``; no key gives none."""
-    return None if key is None else jax.random.fold_in(key, number)
+def split_key(key: DropoutKey, count: int) -> Sequence[DropoutKey]:
+    """``count`` keys from one; no key gives none, and what was drawn is split already."""
+    if key is None:
+        return [None] * count
+    return list(jax.random.split(key, count)) if isinstance(key, jax.Array) else key
+
+
+def _kept_quarters(key: jax.Array, site: Site) -> list[jax.Array]:
+    """What stays of each quarter of the last axis: bool [..., last / 4], rounded up.
+
+    Each element takes 16 random bits. Interleaving the quarters would cost a sixth of a training
+    step on a TPU.
+    """
+    *leading, last = site.shape
+    # A key's children are random words, two from each call of the generator, where
+    # ``jax.random.bits`` makes one of them.
+    words = jax.random.key_data(jax.random.split(key, (*leading, -(-last // 4))))
+    halves = [half for i in range(2) for half in (words[..., i], words[..., i] >> 16)]
+    return [half.astype(jnp.uint16) >= _threshold(site.rate) for half in halves]
+
+
+@jax.named_scope("dropout")
+def _masks(keys_N: jax.Array, site: Site) -> jax.Array:
+    """The masks of several keys: bool [N, *site.shape]."""
+    kept = jax.vmap(partial(_kept_quarters, site=site))(keys_N)
+    packed = sum((each.astype(jnp.uint8) << i for i, each in enumerate(kept)), jnp.uint8(0))
+    # Stored as they are, four elements a byte: XLA would rather store the random words.
+    packed = jax.lax.optimization_barrier(packed)[..., None, :]
+    places = jnp.arange(4, dtype=jnp.uint8).reshape((1,) * (packed.ndim - 2) + (4, 1))
+    masks = ((packed >> places) & 1 != 0).reshape(*packed.shape[:-2], -1)
+    return masks[..., : site.shape[-1]]
+
+
+def _threshold(rate: float) -> int:
+    return round(rate * 65536)

@@ -14,7 +14,7 @@ from flax import nnx
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
-from transformer_jax.model.dropout import dropout, split_key
+from transformer_jax.model.dropout import DropoutKey, dropout, split_key
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
@@ -115,7 +115,7 @@ class FeedForward(nnx.Module):
         self.dropout = config.feed_forward_dropout
 
     @jax.named_scope("feed_forward")
-    def __call__(self, x_BLD: jax.Array, *, dropout_key: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array, *, dropout_key: DropoutKey = None) -> jax.Array:
         """The same two-layer network at every position: [B, L, D]."""
         hidden_BLF = getattr(jax.nn, self.activation)(self.inner(x_BLD))
         return self.output(dropout(hidden_BLF, self.dropout, dropout_key))
@@ -160,7 +160,7 @@ class Residual(nnx.Module):
 
     @jax.named_scope("residual")
     def after(
-        self, x_BLD: jax.Array, y_BLD: jax.Array, *, dropout_key: jax.Array | None = None
+        self, x_BLD: jax.Array, y_BLD: jax.Array, *, dropout_key: DropoutKey = None
     ) -> jax.Array:
         """x joined with what the sublayer gave."""
         x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
@@ -195,7 +195,7 @@ class EncoderLayer(nnx.Module):
         x_BSD: jax.Array,
         mask_BHSS: jax.Array,
         *,
-        dropout_key: jax.Array | None = None,
+        dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """[B, S, D] to [B, S, D]; without a key nothing is dropped.
@@ -230,7 +230,7 @@ class DecoderLayer(nnx.Module):
         self_mask_BHTT: jax.Array,
         cross_mask_BHTS: jax.Array,
         *,
-        dropout_key: jax.Array | None = None,
+        dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """[B, T, D] to [B, T, D]; without a key nothing is dropped.
@@ -286,8 +286,8 @@ class DecoderLayer(nnx.Module):
 def _feed_forward(
     layer: EncoderLayer | DecoderLayer,
     x_BLD: jax.Array,
-    inner_key: jax.Array | None = None,
-    residual_key: jax.Array | None = None,
+    inner_key: DropoutKey = None,
+    residual_key: DropoutKey = None,
 ) -> jax.Array:
     y_BLD = layer.feed_forward(layer.feed_forward_residual.before(x_BLD), dropout_key=inner_key)
     return layer.feed_forward_residual.after(x_BLD, y_BLD, dropout_key=residual_key)

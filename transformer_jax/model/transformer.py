@@ -12,7 +12,7 @@ from flax import nnx
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import Projection, attention_mask
 from transformer_jax.model.cache import DecoderCache, empty_cache
-from transformer_jax.model.dropout import dropout, fold_key, split_key
+from transformer_jax.model.dropout import DropoutKey, Site, draw, dropout, split_key
 from transformer_jax.model.layers import (
     DecoderLayer,
     Embedding,
@@ -23,8 +23,6 @@ from transformer_jax.model.layers import (
     segment_positions,
 )
 from transformer_jax.special_ids import BOS_ID, PAD_ID
-
-_EMBEDDING_KEY = 1000  # numbers below are those of layers
 
 
 class AttentionWeights(NamedTuple):
@@ -49,13 +47,14 @@ class _Stack(nnx.Module):
         self,
         x_BLD: jax.Array,
         *context: jax.Array,
-        dropout_key: jax.Array | None = None,
+        dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """[B, L, D] to [B, L, D]; the other arguments are those of every layer."""
         remat = self.remat and weights is None  # a list cannot collect from a recomputed layer
-        for i, layer in enumerate(self.layers):
-            run = partial(layer, dropout_key=fold_key(dropout_key, i), weights=weights)
+        keys = split_key(dropout_key, len(self.layers))
+        for layer, key in zip(self.layers, keys, strict=True):
+            run = partial(layer, dropout_key=key, weights=weights)
             x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
         return self.normed(x_BLD)
 
@@ -138,7 +137,7 @@ class Transformer(nnx.Module):
         *,
         source_segments_BS: jax.Array | None = None,
         target_segments_BT: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
+        dropout_key: DropoutKey = None,
     ) -> jax.Array:
         """Logits of each target token given the source and the tokens before: float32 [B, T, V].
 
@@ -160,7 +159,7 @@ class Transformer(nnx.Module):
         *,
         source_segments_BS: jax.Array | None = None,
         target_segments_BT: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
+        dropout_key: DropoutKey = None,
         weights: tuple[list[jax.Array], list[jax.Array]] | None = None,
     ) -> jax.Array:
         """The decoder's output [B, T, D], for ``logits`` or a loss with its own softmax.
@@ -173,7 +172,10 @@ class Transformer(nnx.Module):
           dropout_key: without a key nothing is dropped.
           weights: lists to which each layer of encoder and decoder adds its attention weights.
         """
+        if isinstance(dropout_key, jax.Array):
+            dropout_key = self._draw(dropout_key, source_BS.shape, target_BT.shape)
         encoder_key, decoder_key = split_key(dropout_key, 2)
+        embedding_key, decoder_key = split_key(decoder_key, 2)
         encoder_weights, decoder_weights = weights or (None, None)
         memory_BSD = self.encode(
             source_BS, source_segments_BS, dropout_key=encoder_key, weights=encoder_weights
@@ -185,7 +187,7 @@ class Transformer(nnx.Module):
         packed = target_segments_BT is not None
         return self.decoder(
             self._embed(
-                self.target_embedding, inputs_BT, positions_BT, packed=packed, key=decoder_key
+                self.target_embedding, inputs_BT, positions_BT, packed=packed, key=embedding_key
             ),
             memory_BSD,
             attention_mask(segments_BT, segments_BT, causal=True),
@@ -193,6 +195,35 @@ class Transformer(nnx.Module):
             dropout_key=decoder_key,
             weights=decoder_weights,
         )
+
+    def _draw(
+        self, key: jax.Array, source_shape: tuple[int, ...], target_shape: tuple[int, ...]
+    ) -> DropoutKey:
+        """The keys or masks of one pass, nested as its parts split their keys.
+
+        Masks are drawn ahead unless memory counts more: that of ``remat``, or a CPU's caches.
+        """
+        config, (B, S), (_, T) = self.config, source_shape, target_shape
+
+        def outputs(L: int) -> Site:
+            return Site((B, L, config.d_model), config.dropout)
+
+        def inner(L: int) -> Site:
+            return Site((B, L, config.d_ff), config.feed_forward_dropout)
+
+        def weights(T: int, S: int) -> Site:
+            return Site((B, config.num_heads, T, S), config.attention_dropout)
+
+        encoder_layer = [weights(S, S), outputs(S), inner(S), outputs(S)]
+        decoder_layer = [
+            *(weights(T, T), weights(T, S), outputs(T), outputs(T)),
+            *(inner(T), outputs(T)),
+        ]
+        sites = [
+            [outputs(S), [encoder_layer] * config.num_layers],
+            [outputs(T), [decoder_layer] * config.decoder_layers],
+        ]
+        return draw(key, sites, ahead=not config.remat and jax.default_backend() != "cpu")
 
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
         """Where every layer and head looks, one sentence a row, without dropout.
@@ -217,10 +248,11 @@ class Transformer(nnx.Module):
         source_BS: jax.Array,
         segments_BS: jax.Array | None = None,
         *,
-        dropout_key: jax.Array | None = None,
+        dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """The encoder's output for padded source token ids: ``memory_BSD``."""
+        embedding_key, encoder_key = split_key(dropout_key, 2)
         packed = segments_BS is not None
         segments_BS = _segments(source_BS, segments_BS)
         x_BSD = self._embed(
@@ -228,10 +260,10 @@ class Transformer(nnx.Module):
             source_BS,
             segment_positions(segments_BS),
             packed=packed,
-            key=dropout_key,
+            key=embedding_key,
         )
         mask_BHSS = attention_mask(segments_BS, segments_BS)
-        return self.encoder(x_BSD, mask_BHSS, dropout_key=dropout_key, weights=weights)
+        return self.encoder(x_BSD, mask_BHSS, dropout_key=encoder_key, weights=weights)
 
     def _embed(
         self,
@@ -240,13 +272,13 @@ class Transformer(nnx.Module):
         positions_BL: jax.Array,
         *,
         packed: bool,
-        key: jax.Array | None,
+        key: DropoutKey,
     ) -> jax.Array:
         num_positions = tokens_BL.shape[1]
         if packed:  # such a row may be longer than any sentence in it
             num_positions = min(num_positions, self.config.position_limit)
         x_BLD = embedding(tokens_BL, positions_BL, num_positions=num_positions)
-        return dropout(x_BLD, self.config.dropout, fold_key(key, _EMBEDDING_KEY))
+        return dropout(x_BLD, self.config.dropout, key)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Scores of the next token before the softmax, float32 [B, T, V]."""
