@@ -102,6 +102,19 @@ def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
     return nnx.Param(nnx.initializers.normal(d_model**-0.5)(rngs.params(), (rows, d_model)))
 
 
+@jax.custom_jvp
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0), with gradient 0 at 0; its derivative needs the output only, not x."""
+    return jax.nn.relu(x)
+
+
+@relu.defjvp
+def _relu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # Stored: XLA would rather store x and work out the output in each product that reads it.
+    y = jax.lax.optimization_barrier(relu(*primals))
+    return y, jnp.where(y > 0, tangents[0], jnp.zeros((), y.dtype))
+
+
 class FeedForward(nnx.Module):
     """max(0, x W_1 + b_1) W_2 + b_2 (equation 2)."""
 
@@ -117,7 +130,8 @@ class FeedForward(nnx.Module):
     @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: jax.Array, *, dropout_key: DropoutKey = None) -> jax.Array:
         """The same two-layer network at every position: [B, L, D]."""
-        hidden_BLF = getattr(jax.nn, self.activation)(self.inner(x_BLD))
+        activation = relu if self.activation == "relu" else getattr(jax.nn, self.activation)
+        hidden_BLF = activation(self.inner(x_BLD))
         return self.output(dropout(hidden_BLF, self.dropout, dropout_key))
 
 
@@ -133,13 +147,38 @@ class LayerNorm(nnx.Module):
     @jax.named_scope("norm")
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Mean 0 and variance 1 over D, then scale and bias."""
-        x = x_BLD.astype(jnp.float32)
-        centred = x - x.mean(axis=-1, keepdims=True)
-        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-        normal = centred * jax.lax.rsqrt(variance + self.epsilon)
-        shape = (1,) * (x.ndim - 1) + (-1,)
+        normal = _normalised(x_BLD.astype(jnp.float32), self.epsilon)
+        shape = (1,) * (x_BLD.ndim - 1) + (-1,)
         y = normal * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)
         return y.astype(x_BLD.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _normalised(x_BLD: jax.Array, epsilon: float) -> jax.Array:
+    """Mean 0 and variance 1 over D; its derivative stores the statistics and uses them again."""
+    mean_BL1, inverse_BL1 = _statistics(x_BLD, epsilon)
+    return (x_BLD - mean_BL1) * inverse_BL1
+
+
+@_normalised.defjvp
+def _normalised_jvp(
+    epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    [x_BLD], [dx_BLD] = primals, tangents
+    # Without the barrier XLA works them out anew in each kernel that needs them, and, where it
+    # cannot, stores float32 arrays of x's shape.
+    mean_BL1, inverse_BL1 = jax.lax.optimization_barrier(_statistics(x_BLD, epsilon))
+    normal_BLD = (x_BLD - mean_BL1) * inverse_BL1
+    along_BL1 = (dx_BLD * normal_BLD).mean(axis=-1, keepdims=True)
+    across_BLD = dx_BLD - dx_BLD.mean(axis=-1, keepdims=True) - normal_BLD * along_BL1
+    return normal_BLD, across_BLD * inverse_BL1
+
+
+def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+    """Mean and 1 / standard deviation over D."""
+    mean_BL1 = x_BLD.mean(axis=-1, keepdims=True)
+    variance_BL1 = jnp.square(x_BLD - mean_BL1).mean(axis=-1, keepdims=True)
+    return mean_BL1, jax.lax.rsqrt(variance_BL1 + epsilon)
 
 
 class Residual(nnx.Module):
