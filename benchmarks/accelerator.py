@@ -123,8 +123,10 @@ def _recipe(found: dict[str, Any]) -> Iterator[Row]:
         yield (
             f"{found['recipe']} from nothing to its test BLEU, {found['cache']} cache",
             f"{run['seconds']:.0f} s",
-            f"test BLEU {bleus[0]:.2f}; {run['steps']} steps; first entry after "
-            f"{run['first_entry_seconds']:.0f} s; training proper {run['train_seconds']:.0f} s",
+            f"test BLEU {bleus[0]:.2f}; first step after {run['first_step_seconds']:.0f} s, first "
+            f"evaluation after {run['first_evaluation_seconds']:.0f} s; {run['steps']:,} steps in "
+            f"{run['train_seconds']:.0f} s; {run['compiled']['shapes']} shapes compiled in "
+            f"{run['compiled']['seconds']:.0f} s",
         )
     else:
         each = ", ".join(f"{bleu:.2f}" for bleu in bleus)

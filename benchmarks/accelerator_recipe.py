@@ -98,14 +98,14 @@ def _train(command: list[str], workdirs: dict[int, Path]) -> list[dict[str, Any]
 def _figures(workdir: Path, seconds: float, started: float) -> dict[str, Any]:
     """Of one finished run."""
     summary = json.loads((workdir / "summary.json").read_text())
-    kept = ("steps", "train_seconds", "tokens_per_second", "peak_memory_bytes")
+    kept = ("steps", "first_step_seconds", "compiled", "train_seconds", "tokens_per_second")
     return {
         "seconds": seconds,
-        "first_entry_seconds": next(entries(workdir, "train"))["time"] - started,
         "first_evaluation_seconds": next(entries(workdir, "dev"))["time"] - started,
         "held_by_saves_seconds": sum(entry["held_seconds"] for entry in entries(workdir, "save")),
         "dev_bleu": [entry.get("dev_bleu") for entry in entries(workdir, "dev")],
         "test_bleu": summary["test"]["bleu"],
+        "peak_memory_bytes": summary["peak_memory_bytes"],
         **{name: summary[name] for name in kept},
     }
 

@@ -43,7 +43,7 @@ def test_every_part_fills_its_rows(
     )
     [recipe] = json.loads((tmp_path / "multi30k.json").read_text())["runs"]
     assert recipe["steps"] == 4 and len(recipe["dev_bleu"]) == 2
-    assert 0 < recipe["first_entry_seconds"] < recipe["seconds"]
+    assert 0 < recipe["first_step_seconds"] < recipe["first_evaluation_seconds"] < recipe["seconds"]
 
 
 SLEEPER = """
