@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from benchmarks.hlo import collectives
 from transformer_jax.config import MeshConfig
-from transformer_jax.model.attention import attention_mask, dot_product_attention
-from transformer_jax.model.attention_kernel import short_attention, takes
+from transformer_jax.model.attention import attention_mask, dot_product_attention, kernel_for
+from transformer_jax.model.attention_kernel import short_attention
 from transformer_jax.sharding import batch_sharding, make_mesh
 
 # T, S, d_k, d_v: all powers of two, or blocks of which a part is past the end
@@ -148,23 +149,43 @@ def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -
     assert _kernels(dot_product_attention, *inputs, platform="cpu") == 0
 
 
+def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> str | None:
+    """The name of what computes attention for T, S, d_k, d_v with 2 rows and 2 heads."""
+    q, k, v, _ = _inputs(*shape, dtype=dtype)
+    kernel = kernel_for(q, k, v, jnp.ones((2, 1, *shape[:2]), bool) if mask else None)
+    return None if kernel is None else kernel.__name__
+
+
 @pytest.mark.usefixtures("on_a_gpu")
-def test_other_inputs_and_unknown_devices_take_the_plain_path(
+def test_kernels_are_chosen_by_length_width_type_and_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q, k, v, _ = _inputs(64, 24, 64, 32, jnp.bfloat16)
-    mask = jnp.ones((2, 1, 64, 24), bool)
-    assert takes(q, k, v, mask)
-    assert not takes(q.astype(jnp.float32), k, v, mask)
-    assert not takes(jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0))), k, v, jnp.ones((2, 1, 65, 24)))
-    assert not takes(q, k, v[..., :24], mask)
-    assert not takes(q, k, v, mask[:, :, :1])
-    assert not takes(q, k, v, None)
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert not takes(q, k, v, mask)
+    assert _chosen(64, 7, 64, 32) == "short_attention"
+    assert _chosen(64, 7, 64, 32, dtype=jnp.float32) is None
+    assert _chosen(64, 7, 64, 24) is None
+    assert _chosen(64, 7, 64, 32, mask=False) is None
+    assert _chosen(64, 66, 64, 64) is None  # cuDNN is not asked for GPUs that are not here
     for sizes, splits in (((2, 1, 2), True), ((2, 2, 1), False), ((1, 1, 4), False)):
         with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, ("data", "fsdp", "tensor"))):
-            assert takes(q, k, v, mask) is splits
+            assert (_chosen(32, 32, 64, 64) is not None) is splits
+
+    def gpu(capability: str) -> None:
+        device = SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+
+    gpu("9.0")
+    assert _chosen(64, 7, 64, 32) == "short_attention"
+    assert _chosen(64, 66, 64, 64) == "_cudnn_attention"
+    assert _chosen(64, 67, 64, 64) is None  # cuDNN has no gradient of odd lengths
+    assert _chosen(64, 66, 64, 32) is None
+    assert _chosen(64, 66, 256, 256) is None
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 1, 1), ("data", "fsdp", "tensor"))):
+        assert _chosen(64, 66, 64, 64) is None
+    gpu("7.5")  # without products in bfloat16
+    assert _chosen(64, 7, 64, 32) is _chosen(64, 66, 64, 64) is None
+    gpu("9.0")
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert _chosen(64, 7, 64, 32) is _chosen(64, 66, 64, 64) is None
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -9,6 +9,7 @@ Shapes ride in names. The key, for the whole package:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_jax.errors import UserError
-from transformer_jax.model import attention_kernel
-from transformer_jax.model.attention_kernel import MASKED
+from transformer_jax.model.attention_kernel import MASKED, short_attention
 from transformer_jax.model.dropout import DropoutKey, dropout
 
 
@@ -70,11 +70,44 @@ def dot_product_attention(
         )
     arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
     dropped = dropout_rate > 0 and dropout_key is not None
-    if not dropped and weights is None and attention_kernel.takes(*arrays):
-        return jax.lax.platform_dependent(
-            *arrays, cuda=attention_kernel.short_attention, default=_plain_attention
-        )
+    if not dropped and weights is None and (kernel := kernel_for(*arrays)):
+        return jax.lax.platform_dependent(*arrays, cuda=kernel, default=_plain_attention)
     return _plain_attention(*arrays, dropout_rate, dropout_key, weights)
+
+
+def kernel_for(
+    q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, mask_BHTS: jax.Array | None
+) -> Callable[..., jax.Array] | None:
+    """What computes this faster than XLA's plain attention, if anything does.
+
+    On GPUs, in bfloat16, with a mask for each row: ours up to 64 tokens, beyond that cuDNN's.
+    """
+    (B, T, H, K), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
+    mesh = jax.sharding.get_abstract_mesh().shape  # of the training step
+    rows, heads = (mesh["data"] * mesh["fsdp"], mesh["tensor"]) if "tensor" in mesh else (1, 1)
+    if (
+        jax.default_backend() != "gpu"
+        or any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
+        or getattr(mask_BHTS, "shape", None) != (B, 1, T, S)
+        # XLA would gather inputs from devices that it has shared them between.
+        or (not mesh and jax.device_count() > 1)
+    ):
+        return None
+    try:
+        capability = float(jax.devices()[0].compute_capability)
+    except (AttributeError, ValueError):  # compiled for a GPU that is not here; AMD's
+        capability = None
+    if max(T, S) <= 64:
+        fits = widths <= {16, 32, 64, 128} and B % rows == 0 == H % heads
+        return short_attention if fits and (capability is None or capability >= 8) else None
+    fits = len(widths) == 1 and K % 8 == 0 and K <= 128 and T % 2 == S % 2 == 0
+    return _cudnn_attention if fits and rows * heads == 1 and (capability or 0) >= 8 else None
+
+
+def _cudnn_attention(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> jax.Array:
+    return jax.nn.dot_product_attention(
+        q_BTHK, k_BSHK, v_BSHK, mask=mask_BHTS, implementation="cudnn"
+    )
 
 
 def _plain_attention(

@@ -21,34 +21,14 @@ from transformer_jax.sharding import BATCH_AXES
 # The score of a masked position. Finite, so that a row of padding, which sees nothing, has no NaN.
 MASKED = -1e30
 
-_LONGEST = 64  # a program holds the scores of so many queries and keys
-_HEAD_WIDTHS = {16, 32, 64, 128}
-
-
-def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
-    """Whether ``short_attention`` is the way to compute this."""
-    (B, T, H, K), S = q_BTHK.shape, k_BSHK.shape[1]
-    mesh = jax.sharding.get_abstract_mesh().shape
-    if "tensor" in mesh:
-        splits = B % (mesh["data"] * mesh["fsdp"]) == 0 == H % mesh["tensor"]
-    else:  # XLA would gather a kernel's inputs from all devices
-        splits = jax.device_count() == 1
-    return (
-        jax.default_backend() == "gpu"
-        and splits
-        and all(x.dtype == jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
-        and max(T, S) <= _LONGEST
-        and {K, v_BSHK.shape[-1]} <= _HEAD_WIDTHS
-        and getattr(mask_BHTS, "shape", None) == (B, 1, T, S)
-    )
-
 
 def short_attention(
     q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any, *, interpret: bool = False
 ) -> jax.Array:
-    """``dot_product_attention``, on each device of the training step's mesh by itself.
+    """Attention between up to 128 tokens; widths are powers of two of at least 16.
 
-    ``interpret`` runs the kernels on devices of any kind.
+    Each device of the training step's mesh computes its own rows and heads. ``interpret`` runs the
+    kernels on devices of any kind.
     """
     attention = partial(_attention, interpret)
     if jax.sharding.get_abstract_mesh().size > 1:
