@@ -90,6 +90,7 @@ def workdir(tmp_path_factory):
             ema=None,
             bad_steps=zero,
             bad_in_a_row=zero,
+            seed=jnp.uint32(0),
         )
         checkpoints.save(state, Progress(best_step=20))
     checkpoints.wait()

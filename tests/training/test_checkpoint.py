@@ -66,9 +66,7 @@ def run(config: Config) -> StepFunctions:
 def _state(run: StepFunctions, step: int) -> TrainState:
     state = run.init()
     shift = jax.tree.map(lambda x: x + step, state.parameters)
-    return TrainState(
-        jax.numpy.int32(step), shift, state.optimizer, None, state.bad_steps, state.bad_in_a_row
-    )
+    return state.replace(step=jax.numpy.int32(step), parameters=shift, ema=None)
 
 
 def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress: object) -> None:

@@ -109,6 +109,17 @@ def test_numbers_of_three_steps() -> None:
     np.testing.assert_allclose(norms, [1.720274, 1.2171872, 0.6895047], rtol=2e-6)
 
 
+def test_seeds_share_a_compiled_step() -> None:
+    """So that the second of several runs finds it in the compilation cache."""
+    steps = [step_functions(dataclasses.replace(CONFIG, seed=seed)) for seed in (0, 7)]
+    texts = {each.train_step.lower(each.abstract_state, batch()).as_text() for each in steps}
+    assert len(texts) == 1
+    run = steps[0]
+    _, of_0 = run.train_step(run.init(), batch())
+    _, of_7 = run.train_step(run.init().replace(seed=np.uint32(7)), batch())
+    assert float(of_0.sums.nll) != float(of_7.sums.nll)  # dropout differs
+
+
 MESHES = [
     (data, fsdp, 8 // data // fsdp)
     for data in (1, 2, 4, 8)

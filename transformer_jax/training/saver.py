@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.checkpoint import (
@@ -33,6 +34,7 @@ from transformer_jax.checkpoint import (
 )
 from transformer_jax.config import Config
 from transformer_jax.config_io import to_json
+from transformer_jax.data.loader import place
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
@@ -281,7 +283,8 @@ def _restore_state(path: Path, abstract: TrainState) -> TrainState:
     parameters, ema = parts["parameters"], parts.get("ema")
     if abstract.ema is not None and ema is None:  # the average starts now
         ema = jax.tree.map(jnp.copy, parameters)
-    return TrainState(parameters=parameters, ema=ema, **parts["rest"])
+    seed = place(np.array(config_of(path).seed, np.uint32), abstract.seed.sharding)
+    return TrainState(parameters=parameters, ema=ema, seed=seed, **parts["rest"])
 
 
 def _reason(error: Exception) -> str:

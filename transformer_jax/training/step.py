@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
@@ -33,6 +34,9 @@ class TrainState:
     ema: Parameters | None  # moving average of the parameters, if configured
     bad_steps: jax.Array  # int32: steps skipped for a non-finite loss or gradient
     bad_in_a_row: jax.Array  # int32
+    # uint32, config.seed. Here and not a constant of the step, so that runs that differ in nothing
+    # else find each other's step in the compilation cache. Checkpoints do not hold it.
+    seed: jax.Array
 
 
 class StepMetrics(NamedTuple):
@@ -50,10 +54,8 @@ class StepFunctions(NamedTuple):
     """The compiled functions of a run and the shardings that they expect."""
 
     init: Callable[[], TrainState]
-    train_step: (
-        Any  # jit of (TrainState, Batch) -> (TrainState, StepMetrics); donates the old state
-    )
-    eval_step: Any  # jit of (Parameters, Batch) -> LossSums
+    train_step: Any  # jit: (TrainState, Batch) -> (TrainState, StepMetrics); donates the old state
+    eval_step: Any  # jit: (Parameters, Batch) -> LossSums
     abstract_state: TrainState  # shapes, types and shardings, for restoring
     graph: Any  # nnx graph definition: nnx.merge(graph, parameters) is the model
 
@@ -61,12 +63,13 @@ class StepFunctions(NamedTuple):
 def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     """Compile init, train_step and eval_step for this config on this mesh, when first called."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))))
-    shapes = jax.eval_shape(partial(init_state, config))
+    seed = np.uint32(config.seed)
+    shapes = jax.eval_shape(partial(init_state, config), seed)
     shardings = state_shardings(shapes, mesh)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
     inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
     return StepFunctions(
-        init=jax.jit(partial(init_state, config), out_shardings=shardings),
+        init=partial(jax.jit(partial(init_state, config), out_shardings=shardings), seed),
         train_step=jax.jit(
             partial(train_step, **inputs),
             donate_argnums=0,
@@ -87,9 +90,9 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     )
 
 
-def init_state(config: Config) -> TrainState:
-    """The state before the first step, its parameters drawn from ``config.seed``."""
-    model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
+def init_state(config: Config, seed: jax.Array) -> TrainState:
+    """The state before the first step, its parameters drawn from the seed."""
+    model = Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
@@ -99,6 +102,7 @@ def init_state(config: Config) -> TrainState:
         ema=jax.tree.map(jnp.copy, parameters) if config.optimizer.ema_decay > 0 else None,
         bad_steps=zero,
         bad_in_a_row=zero,
+        seed=seed,
     )
 
 
@@ -106,7 +110,7 @@ def train_step(
     state: TrainState, batch: Batch, *, config: Config, graph: Any, mesh: Mesh
 ) -> tuple[TrainState, StepMetrics]:
     """One update, or none where loss or gradient are not finite; and the step's figures."""
-    dropout_key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
     loss = partial(loss_and_sums, config=config, graph=graph, mesh=mesh)
     grads, sums = accumulated_gradients(
         jax.grad(loss, has_aux=True),
@@ -140,6 +144,7 @@ def train_step(
         ema=ema,
         bad_steps=state.bad_steps + bad,
         bad_in_a_row=(state.bad_in_a_row + 1) * bad,
+        seed=state.seed,
     )
     return state, StepMetrics(
         sums=sums,
