@@ -139,7 +139,8 @@ def _recipe(found: dict[str, Any]) -> Iterator[Row]:
 
 def _profile(found: dict[str, Any]) -> Iterator[Row]:
     for name, milliseconds in found["parts"].items():
-        yield f"kernels of a {found['model']} step: {name}", f"{milliseconds:.2f} ms", ""
+        if milliseconds:
+            yield f"kernels of a {found['model']} step: {name}", f"{milliseconds:.2f} ms", ""
     yield (
         f"kernels of a {found['model']} step, all",
         f"{found['milliseconds']:.2f} ms",
