@@ -12,10 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import compile_for, hlo
 from benchmarks.kernels import computations, kernels
+from transformer_jax.config import ModelConfig
+from transformer_jax.model.layers import FeedForward
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loss import smoothed_cross_entropy
 
 
@@ -153,3 +157,40 @@ def test_the_loss_reads_its_logits_twice_and_pads_nothing(for_h200):
     assert [x.written > logits.written / 2 for x in reading] == [False, True]
     padded = [x for each in computations(text).values() for x in each.operations.values()]
     assert not [x for x in padded if x.kind == "pad" and x.bytes > 1e6]
+
+
+def test_relu_is_computed_once(for_h200):
+    config = ModelConfig(d_model=512, d_ff=2048, vocab_size=8, dtype="bfloat16")
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: FeedForward(config, rngs=nnx.Rngs(0))))
+
+    def gradient(parameters, x_BLD, dy_BLD):
+        y_BLD, vjp = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), parameters, x_BLD)
+        return y_BLD, vjp(dy_BLD)
+
+    x_BLD = _array(784, 32, 512)
+    text = for_h200(gradient, parameters, x_BLD, x_BLD)
+    operations = [x for each in computations(text).values() for x in each.operations.values()]
+    maxima = [x for x in operations if x.kind == "maximum" and x.elements == 784 * 32 * 2048]
+    assert len(maxima) == 1
+
+
+def test_random_bits_of_a_step_are_drawn_once(for_h200):
+    config = ModelConfig(
+        d_model=64, d_ff=64, num_heads=2, num_layers=1, vocab_size=8, dtype="bfloat16"
+    )
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+    def gradient(parameters, source_BS, target_BT, seed):
+        def total(parameters):
+            model = nnx.merge(graph, parameters)
+            return model.hidden(source_BS, target_BT, dropout_key=jax.random.key(seed)).sum()
+
+        return jax.grad(total)(parameters)
+
+    tokens_BL = _array(16, 32, dtype=jnp.int32)
+    text = for_h200(gradient, parameters, tokens_BL, tokens_BL, _array(dtype=jnp.int32))
+    dropped = 7 * 16 * 32 * 64  # two embeddings, two sub-layers and three
+    drawing = [x for x in kernels(text) if x.integer_operations > dropped / 100]
+    assert len(drawing) == 1
+    # 16 bits an element, and threefry, which makes 64 at a time, wastes none
+    assert drawing[0].integer_operations < 40 * dropped
