@@ -19,7 +19,7 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id"),
     *("fusion-done", "copy-done", "async-done", "after-all", "opt-barrier"),
 }
-_UNARY = {"bitcast", "convert", "reshape", "copy", "transpose", "negate"}
+_MOVING = {"transpose", "copy", "slice", "dynamic-slice", "concatenate"}
 _INTEGER = {"add", "subtract", "multiply", "xor", "or", "and", "shift-left", "shift-right-logical"}
 
 
@@ -77,6 +77,7 @@ class Computation:
     def __init__(self, text: str):
         """The computation's text in HLO."""
         self.operations: dict[str, Operation] = {}
+        self._shares: dict[str, float] = {}
         for line in text.splitlines()[1:]:
             if match := _OPERATION.match(line):
                 root, name, type_, kind, operands, attributes = match.groups()
@@ -102,27 +103,37 @@ class Computation:
         is_tuple = self.root.kind == "tuple"
         return [self.operations[x] for x in self.root.operands] if is_tuple else [self.root]
 
+    def unviewed(self, operation: Operation) -> Operation:
+        """The array that this is another view of."""
+        while operation.kind == "bitcast":
+            operation = self.operations[operation.operands[0]]
+        return operation
+
     def read(self, name: str) -> float:
-        """Bytes of an array that its users need: slices and gathers need a share of it."""
-        size, needed = self.operations[name].bytes, 0.0
+        """Bytes of an array that the results need."""
+        return self.operations[name].bytes * self._share(name)
+
+    def _share(self, name: str) -> float:
+        """The share of an array's elements that the results need: slices and gathers need few."""
+        if name in self._shares:
+            return self._shares[name]
+        operation, share = self.operations[name], 0.0
+        if operation.is_root or not self.users[name]:
+            share = 1.0
         for user in self.users[name]:
+            of_user = self._share(user.name)
             whole = user.operands[0] == name
             if user.kind in {"slice", "dynamic-slice", "gather"} and whole:
-                needed += user.bytes
-            elif user.kind in {"dynamic-update-slice", "scatter"} and whole:
-                needed += 0  # in place
-            elif user.kind in _UNARY and not user.is_root:
-                needed += self.read(user.name) * size / max(user.bytes, 1)
-            else:
-                needed += size
-        return min(size, needed)
+                share += of_user * user.elements / operation.elements
+            elif not (user.kind in {"dynamic-update-slice", "scatter"} and whole):  # in place
+                share += of_user
+        self._shares[name] = min(1.0, share)
+        return self._shares[name]
 
     def written(self) -> float:
         """Bytes of the results; a slice put into an array counts alone, a scatter twice."""
         total = 0
-        for result in self.results():
-            while result.kind == "bitcast":
-                result = self.operations[result.operands[0]]
+        for result in map(self.unviewed, self.results()):
             if result.kind == "dynamic-update-slice":
                 total += self.operations[result.operands[1]].bytes
             elif result.kind == "scatter":
@@ -138,7 +149,7 @@ class Kernel:
 
     name: str
     source: str  # where in the program it comes from
-    kind: str  # product, weight gradient, random, transpose, custom (not made by XLA) or rest
+    kind: str  # product, weight gradient, random, move, custom (not made by XLA) or rest
     reads: dict[str, float]  # bytes of each operand, by the operation that makes it
     written: float  # bytes
     flops: float  # of matrix products
@@ -186,17 +197,13 @@ def step_loops(
             continue
         launched = list(_launched(every, computation, 1))
         if any(kernel.flops for kernel in launched):
-            is_cache = {x: _viewed(inside, x).shapes[0][1] in caches for x in inside}
+            is_cache = {
+                name: computation.unviewed(operation).shapes[0][1] in caches
+                for name, operation in inside.items()
+            }
             read = sum(n for k in launched for x, n in k.reads.items() if is_cache[x])
             loops.append((launched, read))
     return loops
-
-
-def _viewed(operations: dict[str, Operation], name: str) -> Operation:
-    """The array that this is another view of."""
-    while operations[name].kind == "bitcast":
-        [name] = operations[name].operands
-    return operations[name]
 
 
 def _launched(
@@ -259,8 +266,9 @@ def _kind(operation: Operation, inner: Computation, products: list[tuple[int, in
         return "random"
     if operation.kind == "custom-call":
         return "custom"
-    if "transpose" in operation.name or {x.kind for x in inner.results()} & {"transpose", "copy"}:
-        return "transpose"
+    moved = {x.kind for x in map(inner.unviewed, inner.results())}
+    if "transpose" in operation.name or moved <= _MOVING:
+        return "move"
     return "rest"
 
 

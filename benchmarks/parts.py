@@ -65,11 +65,11 @@ def part(kernel: Kernel) -> str:
         return f"products: {'weight' if is_weight else 'input'} gradient"
     if kernel.kind == "custom" and "dot_product_attention" in names:
         return "attention: Pallas kernels"
-    if kernel.kind == "transpose":
+    if kernel.kind == "move" and "jvp" in names:
         return "attention: transposes"
     if "dot_product_attention" in names:
         return "attention: softmax"
-    if "jvp" not in names or "convert" in kernel.name:
+    if "jvp" not in names or kernel.name.startswith("wrapped_convert"):  # a weight to bfloat16
         return "optimizer and casts"
     if "feed_forward" in names:
         return "feed-forward: bias and activation"

@@ -84,7 +84,7 @@ def test_kernels_of_loops_slices_and_products():
     assert found["gradient"].flops == 2 * 4 * 6 * 16
     assert found["random"].integer_operations == 200
     assert [found[name].kind for name in ("product", "gradient", "random", "taken")] == [
-        *("product", "weight gradient", "random", "rest"),
+        *("product", "weight gradient", "random", "move"),
     ]
 
 
