@@ -20,6 +20,7 @@ from flax import nnx
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention_kernel import MASKED, short_attention
 from transformer_jax.model.dropout import DropoutKey, dropout
+from transformer_jax.model.gpu import compute_capability, runs_kernels, shares
 
 
 def attention_mask(
@@ -83,25 +84,18 @@ def kernel_for(
     On GPUs, in bfloat16, with a mask for each row: ours up to 64 tokens, beyond that cuDNN's.
     """
     (B, T, H, K), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
-    mesh = jax.sharding.get_abstract_mesh().shape  # of the training step
-    rows, heads = (mesh["data"] * mesh["fsdp"], mesh["tensor"]) if "tensor" in mesh else (1, 1)
     if (
-        jax.default_backend() != "gpu"
+        not runs_kernels()
+        or (shared := shares()) is None
         or any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
         or getattr(mask_BHTS, "shape", None) != (B, 1, T, S)
-        # XLA would gather inputs from devices that it has shared them between.
-        or (not mesh and jax.device_count() > 1)
     ):
         return None
-    try:
-        capability = float(jax.devices()[0].compute_capability)
-    except (AttributeError, ValueError):  # compiled for a GPU that is not here; AMD's
-        capability = None
     if max(T, S) <= 64:
-        fits = widths <= {16, 32, 64, 128} and B % rows == 0 == H % heads
-        return short_attention if fits and (capability is None or capability >= 8) else None
+        fits = widths <= {16, 32, 64, 128} and B % shared[0] == 0 == H % shared[1]
+        return short_attention if fits else None
     fits = len(widths) == 1 and K % 8 == 0 and K <= 128 and T % 2 == S % 2 == 0
-    return _cudnn_attention if fits and rows * heads == 1 and (capability or 0) >= 8 else None
+    return _cudnn_attention if fits and shared == (1, 1) and compute_capability() else None
 
 
 def _cudnn_attention(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> jax.Array:

@@ -32,14 +32,23 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
     """
     if key is None or rate == 0.0:
         return x
-    assert isinstance(key, jax.Array)
-    keep = key
-    if key.dtype != jnp.bool_:
-        keep = jnp.concatenate(_kept_quarters(key, Site(x.shape, rate)), -1)[..., : x.shape[-1]]
     # Scaled last: gradients are then scaled before they are masked and stored, and not once more in
     # each product that reads them.
-    scale = jnp.asarray(65536 / (65536 - _threshold(rate)), x.dtype)
-    return jnp.where(keep, x, jnp.zeros((), x.dtype)) * scale
+    scale = jnp.asarray(scale_up(rate), x.dtype)
+    return jnp.where(kept(Site(x.shape, rate), key), x, jnp.zeros((), x.dtype)) * scale
+
+
+def kept(site: Site, key: DropoutKey) -> jax.Array:
+    """What stays at a site, bool, by the key or mask that ``dropout`` takes."""
+    assert isinstance(key, jax.Array)
+    if key.dtype == jnp.bool_:
+        return key
+    return jnp.concatenate(_kept_quarters(key, site), -1)[..., : site.shape[-1]]
+
+
+def scale_up(rate: float) -> float:
+    """What is kept is multiplied with this."""
+    return 65536 / (65536 - _threshold(rate))
 
 
 def draw(key: jax.Array, sites: Any, *, ahead: bool) -> DropoutKey:

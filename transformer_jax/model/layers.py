@@ -13,8 +13,16 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
+from transformer_jax.model import norm_kernel
 from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
-from transformer_jax.model.dropout import DropoutKey, dropout, split_key
+from transformer_jax.model.dropout import (
+    DropoutKey,
+    Site,
+    dropout,
+    kept,
+    scale_up,
+    split_key,
+)
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
@@ -202,8 +210,17 @@ class Residual(nnx.Module):
         self, x_BLD: jax.Array, y_BLD: jax.Array, *, dropout_key: DropoutKey = None
     ) -> jax.Array:
         """x joined with what the sublayer gave."""
-        x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
-        return x_BLD if self.pre else self.norm(x_BLD)
+        if self.pre or not self.dropout or dropout_key is None or not norm_kernel.takes(x_BLD):
+            x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
+            return x_BLD if self.pre else self.norm(x_BLD)
+        # In training on a GPU one kernel does all, from a mask.
+        keep_BLD = kept(Site(x_BLD.shape, self.dropout), dropout_key)
+        settings = scale_up(self.dropout), self.norm.epsilon
+        return jax.lax.platform_dependent(
+            *(x_BLD, y_BLD, keep_BLD, self.norm.scale[...], self.norm.bias[...]),
+            cuda=lambda *arrays: norm_kernel.residual_norm(*arrays, *settings),
+            default=lambda x, y, keep, *_: self.norm(x + dropout(y, self.dropout, keep)),
+        )
 
 
 def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:

@@ -1,0 +1,153 @@
+"""A sub-layer's dropout, residual sum and layer norm on a GPU: one Pallas kernel each way.
+
+XLA reads the rows several times: for statistics, for results, and for each sum over rows that the
+gradients of scale and bias take. These kernels read them once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from transformer_jax.model.gpu import runs_kernels, shares
+
+ON = False  # until measured
+_BLOCK = 8192  # elements that a program holds at once, in whole rows
+
+
+def takes(x_BLD: jax.Array) -> bool:
+    """Whether ``residual_norm`` is faster than what XLA makes of it."""
+    D = x_BLD.shape[-1]
+    fits = x_BLD.dtype == jnp.bfloat16 and 128 <= D <= 2048 and D & (D - 1) == 0
+    return ON and fits and runs_kernels() and shares() == (1, 1)
+
+
+def residual_norm(
+    x_BLD: jax.Array,
+    y_BLD: jax.Array,
+    keep_BLD: jax.Array,
+    scale_D: jax.Array,
+    bias_D: jax.Array,
+    *settings: Any,
+) -> jax.Array:
+    """LayerNorm(x + Dropout(y)); D is a power of two.
+
+    Args:
+      keep_BLD: bool, what dropout keeps.
+      settings: what to multiply that with; the norm's epsilon; whether to interpret the kernels, as
+        on a device of another kind.
+    """
+    rows = (array.reshape(-1, len(scale_D)) for array in (x_BLD, y_BLD, keep_BLD))
+    return _residual_norm(settings, *rows, scale_D, bias_D).reshape(x_BLD.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _residual_norm(settings: Any, *arrays: Any) -> jax.Array:
+    return _forward(settings, *arrays)[0]
+
+
+def _forward(settings: Any, *arrays: Any) -> tuple[jax.Array, Any]:
+    x_LD, y_LD, keep_LD, scale_D, bias_D = arrays
+    arrays = x_LD, y_LD, keep_LD.astype(jnp.int8), scale_D, bias_D
+    out_LD, sum_LD = _call(_forward_kernel, arrays, [x_LD, x_LD], settings)
+    return out_LD, (sum_LD, arrays[2], scale_D)
+
+
+def _backward(settings: Any, residuals: Any, d_out_LD: jax.Array) -> tuple[Any, ...]:
+    sum_LD, keep_LD, scale_D = residuals
+    programs, D = pl.cdiv(sum_LD.size, _BLOCK), len(scale_D)
+    of_rows = jax.ShapeDtypeStruct((programs, 1, D), jnp.float32)
+    d_x_LD, d_y_LD, *sums = _call(
+        _backward_kernel,
+        (sum_LD, keep_LD, d_out_LD, scale_D),
+        [sum_LD, sum_LD, of_rows, of_rows],
+        settings,
+    )
+    return d_x_LD, d_y_LD, None, *(each.sum(axis=(0, 1)) for each in sums)
+
+
+_residual_norm.defvjp(_forward, _backward)
+
+
+def _call(kernel: Any, arrays: Any, outs: Any, settings: Any) -> list[jax.Array]:
+    """A program for each block of rows, which also writes one row of each array of sums."""
+    factor, epsilon, interpret = (*settings, False)[:3]
+    count, D = arrays[0].shape
+
+    def spec(x: Any) -> pl.BlockSpec:
+        if x.ndim == 1:
+            return pl.BlockSpec((D,), lambda i: (0,))
+        if x.ndim == 3:
+            return pl.BlockSpec((None, None, D), lambda i: (i, 0, 0))
+        return pl.BlockSpec((_BLOCK // D, D), lambda i: (i, 0))
+
+    return pl.pallas_call(
+        partial(kernel, count, factor, epsilon),
+        grid=(pl.cdiv(count, _BLOCK // D),),
+        in_specs=[*map(spec, arrays)],
+        out_specs=[*map(spec, outs)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs],
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+    )(*arrays)
+
+
+def _forward_kernel(count: int, factor: float, epsilon: float, *refs: Any) -> None:
+    x_ref, y_ref, keep_ref, scale_ref, bias_ref, out_ref, sum_ref = refs
+    inside = _inside(x_ref.shape, count)
+    x_LD, y_LD, keep_LD = (_load(ref, inside) for ref in (x_ref, y_ref, keep_ref))
+    sum_LD = x_LD.astype(jnp.float32) + _kept(y_LD.astype(jnp.float32), keep_LD, factor)
+    sum_LD = sum_LD.astype(sum_ref.dtype)
+    triton.store(sum_ref, sum_LD, mask=inside)
+    normal_LD, _ = _normal(sum_LD, epsilon)
+    out_LD = normal_LD * scale_ref[...][None] + bias_ref[...][None]
+    triton.store(out_ref, out_LD.astype(out_ref.dtype), mask=inside)
+
+
+def _backward_kernel(count: int, factor: float, epsilon: float, *refs: Any) -> None:
+    sum_ref, keep_ref, d_out_ref, scale_ref, d_x_ref, d_y_ref, d_scale_ref, d_bias_ref = refs
+    inside = _inside(sum_ref.shape, count)
+    normal_LD, inverse_L = _normal(_load(sum_ref, inside), epsilon)
+    d_out_LD = _load(d_out_ref, inside).astype(jnp.float32)
+    d_scale_ref[...] = (d_out_LD * normal_LD).sum(axis=0)
+    d_bias_ref[...] = d_out_LD.sum(axis=0)
+    d_normal_LD = d_out_LD * scale_ref[...][None]
+    along_L = _mean(d_normal_LD * normal_LD)
+    d_LD = d_normal_LD - _mean(d_normal_LD)[:, None] - normal_LD * along_L[:, None]
+    d_LD *= inverse_L[:, None]
+    triton.store(d_x_ref, d_LD.astype(d_x_ref.dtype), mask=inside)
+    d_y_LD = _kept(d_LD, _load(keep_ref, inside), factor)
+    triton.store(d_y_ref, d_y_LD.astype(d_y_ref.dtype), mask=inside)
+
+
+def _normal(x_LD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+    """Rows of mean 0 and variance 1, and 1 / standard deviation, in float32."""
+    x_LD = x_LD.astype(jnp.float32)
+    centred_LD = x_LD - _mean(x_LD)[:, None]
+    inverse_L = jax.lax.rsqrt(_mean(centred_LD * centred_LD) + epsilon)
+    return centred_LD * inverse_L[:, None], inverse_L
+
+
+def _mean(x_LD: jax.Array) -> jax.Array:
+    return x_LD.sum(axis=1) / x_LD.shape[1]
+
+
+def _kept(x_LD: jax.Array, keep_LD: jax.Array, factor: float) -> jax.Array:
+    return jnp.where(keep_LD != 0, x_LD * factor, 0.0)
+
+
+def _inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
+    """Which rows of a block are rows of the array; None if all."""
+    if count % shape[0] == 0:
+        return None
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    return pl.program_id(0) * shape[0] + row < count
+
+
+def _load(ref: Any, inside: jax.Array | None) -> jax.Array:
+    return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
