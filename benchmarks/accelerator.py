@@ -242,7 +242,7 @@ PARTS = {  # the most valuable first
         _RECIPE,
         "--data {data} --warm --seeds 1 2 3 4",
         "--toy --warm --seeds 1 2",
-        480,
+        330,
         580,
         _recipe,
         default=False,

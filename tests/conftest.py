@@ -84,3 +84,17 @@ def shared_data() -> Path:
             "(TRANSFORMER_JAX_DATA names another folder)"
         )
     return folder
+
+
+@pytest.fixture
+def h200() -> jax.Device:
+    """A GPU to compile for, which need not be here; in fact, must not."""
+    from benchmarks import compile_for
+
+    if Path("/dev/nvidia0").exists():
+        pytest.skip("XLA compiles for a GPU that is absent only on a machine without any")
+    try:
+        [device] = compile_for.gpus("h200")
+    except NotImplementedError as error:
+        pytest.skip(f"needs JAX's package for CUDA, pip install '.[cuda]': {error}")
+    return device

@@ -23,6 +23,7 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loss import smoothed_cross_entropy
 
 
+@pytest.mark.cpu("it compiles for the eight simulated devices")
 def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
     flags = {"d-model": 16, "d-ff": 32, "num-heads": 2, "num-layers": 1}
     model = [part for name, value in flags.items() for part in (f"--model.{name}", str(value))]
@@ -113,22 +114,18 @@ ENTRY %main () -> f32[] {
 
 
 @pytest.fixture
-def for_h200() -> Iterator[Callable[..., str]]:
+def for_h200(h200: Any) -> Iterator[Callable[..., str]]:
     """``for_h200(function, *shapes)``: its text, compiled for a GPU that need not be here."""
-    try:
-        [device] = compile_for.gpus("h200")
-    except NotImplementedError as error:
-        pytest.skip(f"needs JAX's package for CUDA, pip install '.[cuda]': {error}")
 
     def compiled(function: Callable[..., Any], *shapes: Any) -> str:
-        sharding = SingleDeviceSharding(device)
+        sharding = SingleDeviceSharding(h200)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
         lowered = jax.jit(function).lower(*shapes)
         return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
 
-    with compile_for.running_on("gpu", [device]):
+    with compile_for.running_on("gpu", [h200]):
         yield compiled
 
 

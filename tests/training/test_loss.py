@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from benchmarks import compile_for
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding, make_mesh, replicated
@@ -216,6 +215,7 @@ def test_rows_spread_over_devices_change_nothing(r_drop: float) -> None:
     assert not any("all-reduce" in part or "all-gather" in part for part in chunk)
 
 
+@pytest.mark.cpu("on a GPU cuBLAS takes 34 MB to work in")
 def test_memory_is_an_eighth_of_all_logits() -> None:
     """Beside the gradients themselves."""
     vocab_size, d_model, tokens = 8000, 32, (64, 32)
@@ -239,7 +239,7 @@ def test_memory_is_an_eighth_of_all_logits() -> None:
 
 
 def test_the_plain_likelihood_has_a_gradient_too() -> None:
-    """Alone, beside the loss, and under R-Drop; it costs nothing where it is not asked for."""
+    """Alone, beside the loss, and under R-Drop."""
     hidden, matrix, target = _inputs()
     twice = jnp.repeat(target[:2], 2, axis=0)
     bias = jax.random.normal(jax.random.key(9), (V,))
@@ -269,6 +269,11 @@ def test_the_plain_likelihood_has_a_gradient_too() -> None:
     np.testing.assert_allclose(
         jax.grad(both)(rows, 3.0), jax.grad(both)(rows, 0.0) + 3 * of_nll, atol=1e-5
     )
+
+
+@pytest.mark.cpu("on a GPU XLA does not count the FLOPs of what it gives to cuBLAS")
+def test_the_gradient_of_the_plain_likelihood_costs_nothing_where_it_is_not_asked_for() -> None:
+    hidden, matrix, target = _inputs()
 
     def flops(choose: Callable[[LossSums], jax.Array]) -> float:
         loss = jax.jit(jax.grad(lambda h: choose(smoothed_cross_entropy(h, matrix, target))))
@@ -365,17 +370,15 @@ def test_gpus_read_the_logits_once_for_all_sums(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("vocab_size", [32_000, 37_000, 36_997, 58_101])
-def test_compiled_for_an_h200(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_for_an_h200(
+    vocab_size: int, h200: jax.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is padded, no sum split into parts that another kernel adds up, and the gradient by
     the logits takes their memory.
     """
-    try:
-        [device] = compile_for.gpus("h200")
-    except NotImplementedError as error:
-        pytest.skip(f"needs JAX's package for CUDA, pip install '.[cuda]': {error}")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    h200 = SingleDeviceSharding(device)
-    compiled = _lowered((784, 32), vocab_size, device=h200).compile({"xla_gpu_autotune_level": 0})
+    lowered = _lowered((784, 32), vocab_size, device=SingleDeviceSharding(h200))
+    compiled = lowered.compile({"xla_gpu_autotune_level": 0})
     program = compiled.as_text()
     assert f"bf16[6272,{vocab_size}]" in program
     assert "pad_fusion" not in program
