@@ -1,13 +1,17 @@
 """Programs keep what they compile; a cache that cannot be used costs time, never the run."""
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
 
+import jax
 import pytest
 
-from transformer_jax.compilation_cache import default_folder, remove_oldest
+from transformer_jax.compilation_cache import default_folder, keep_compiled, remove_oldest
 from transformer_jax.config import Config
 from transformer_jax.config_io import from_json, to_json
 
@@ -76,6 +80,23 @@ def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path) -> No
     out, err = run(str(tmp_path / "file" / "folder"))
     assert "cannot be kept in" in err and "Not a directory" in err and "--compilation-cache" in err
     assert "Traceback" not in err and out
+
+
+def test_a_folder_that_can_only_be_read_still_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    updates: dict[str, object] = {}
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    with warnings.catch_warnings():
+        keep_compiled(str(tmp_path))
+        warnings.warn("Error writing persistent compilation cache entry", stacklevel=1)
+    assert updates == {"jax_compilation_cache_dir": str(tmp_path)}
+    [message] = caplog.messages
+    assert "Read-only file system" in message and str(tmp_path) in message
 
 
 def test_a_full_disk_costs_only_the_cache(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def keep_compiled(where: str) -> None:
         return
     if where == "auto" and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return  # JAX_COMPILATION_CACHE_DIR: its owner looks after it
-    folder = default_folder() if where == "auto" else Path(where).expanduser()
+    folder = default_folder() if where == "auto" else Path(os.path.expanduser(where))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_oldest(folder, _MOST_BYTES)
@@ -57,7 +57,7 @@ def keep_compiled(where: str) -> None:
 def default_folder() -> Path:
     """``transformer_jax/compiled`` in the user's cache folder."""
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(caches) if os.path.isabs(caches) else Path("~/.cache").expanduser()
+    base = Path(caches) if os.path.isabs(caches) else Path(os.path.expanduser("~/.cache"))
     return base / "transformer_jax" / "compiled"
 
 
