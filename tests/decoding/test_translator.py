@@ -290,7 +290,12 @@ def test_learned_positions_bound_what_may_be_asked(tokenizer):
         Translator(model, tokenizer, dataclasses.replace(CONFIG, min_length=5))
 
 
-def test_longer_sources_have_fewer_rows():
+def test_longer_sources_have_fewer_rows(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert make_buckets(512, 32) == (Bucket((32, 64, 128), 32), Bucket((256, 512), 8))
+    assert make_buckets(140, 7) == (Bucket((32, 64, 128), 7), Bucket((140,), 1))
+    assert make_buckets(10, 5) == (Bucket((10,), 5),)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     short, longer = (16, 24, 32, 48, 64, 96, 128), (192, 256, 384, 512)
     assert make_buckets(512, 32) == (Bucket(short, 32), Bucket(longer, 8))
     assert make_buckets(2048, 32)[2:] == (Bucket((768, 1024, 1536, 2048), 2),)

@@ -99,7 +99,7 @@ def test_a_step_attends_to_the_positions_in_use_only() -> None:
     source, target = tokens(3, 40).at[1, 4:].set(0), tokens(3, 70, seed=1)
     logits = run(model, source, target)
     cache = start_cache("gpu", model, source, beam_size=2, max_length=178)
-    assert cache.lengths == (32, 64, 178)
+    assert cache.lengths == (32, 64, 128, 178)
     left = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), cache.keys_values.history)
     keys_values = dataclasses.replace(cache.keys_values, history=left)
     cache = dataclasses.replace(cache, keys_values=keys_values)
@@ -111,7 +111,7 @@ def test_a_step_attends_to_the_positions_in_use_only() -> None:
         scores, cache = step(last, cache, length=used[-1])
         np.testing.assert_allclose(scores[:, 1], logits[:, t], rtol=1e-5, atol=1e-5)
         last = jnp.broadcast_to(target[:, t : t + 1], (3, 2))
-    assert used == [64] * 64 + [178] * 6
+    assert used == [64] * 64 + [128] * 6
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])

@@ -20,7 +20,7 @@ from transformer_jax.model.attention import MASKED
 # Positions that a step may be limited to: so many, twice as many, and so on. Each is compiled by
 # itself, and left out if the whole is not much longer.
 _SHORTEST = 32
-_MOST = 2 / 3
+_MOST = 3 / 4
 
 
 @struct.dataclass
