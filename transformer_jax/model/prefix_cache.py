@@ -1,8 +1,8 @@
 """Keys and values of which a step reads only the first positions, as many as are in use (GPUs).
 
 A GPU waits for memory and for launches. How many positions a step attends to is chosen before the
-step, so that nothing is skipped inside it, and the attention of a layer is written so that XLA
-makes it one kernel: scores, softmax and weighted sum.
+step, so that nothing is skipped inside it, and each hypothesis reads its own history only. An
+attention is four kernels: scores, softmax, and the weighted sum in two.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from transformer_jax.model.attention import MASKED
 # itself, and left out if the whole is not much longer.
 _SHORTEST = 32
 _MOST = 3 / 4
+# Numbers of positions are multiples of this. So few values are added up by one thread, others next
+# to it; for 32 or more XLA starts a block of 1,024 threads, most of which wait.
+_TOGETHER = 16
 
 
 @struct.dataclass
@@ -38,9 +41,12 @@ class PrefixKeysValues:
         cls, cross: Sequence[tuple[jax.Array, ...]], *, beam_size: int, max_length: int
     ) -> PrefixKeysValues:
         """Those of the memory, [B, S, H, K] each, and none of self-attention yet."""
-        source = tuple(jnp.concatenate(of_layer, axis=-1).swapaxes(1, 2) for of_layer in cross)
+        slots = _padded(max_length) * beam_size
+        source = tuple(
+            _pad(jnp.concatenate(of_layer, axis=-1).swapaxes(1, 2), axis=2) for of_layer in cross
+        )
         history = tuple(
-            jnp.zeros((*x_BHSJ.shape[:2], max_length * beam_size, x_BHSJ.shape[3]), x_BHSJ.dtype)
+            jnp.zeros((*x_BHSJ.shape[:2], slots, x_BHSJ.shape[3]), x_BHSJ.dtype)
             for x_BHSJ in source
         )
         return cls(history, source)
@@ -62,18 +68,19 @@ class PrefixKeysValues:
         length: int | None,
     ) -> PrefixAttention:
         """The attention of the next step, over the first ``length`` positions."""
-        batch, beam_size, _ = ancestors_BWT.shape
-        slots_W = jnp.arange(beam_size, dtype=jnp.int32)
-        ancestors_BWT = ancestors_BWT[:, :, :length]
-        positions_1T = jnp.arange(ancestors_BWT.shape[2])[None]
+        beam_size = ancestors_BWT.shape[1]
+        beams_1W1 = jnp.arange(beam_size, dtype=jnp.int32)[None, :, None]
+        ancestors_BWT = _pad(ancestors_BWT[:, :, :length], axis=2)
+        positions_1T = jnp.arange(ancestors_BWT.shape[2], dtype=jnp.int32)[None]
         is_new_B1T = (positions_1T == position_B[:, None])[:, None]
-        ancestors_BWT = jnp.where(is_new_B1T, slots_W[None, :, None], ancestors_BWT)
-        visible_BWTW = ancestors_BWT[..., None] == slots_W[None, None, None]
+        ancestors_BWT = jnp.where(is_new_B1T, beams_1W1, jnp.maximum(ancestors_BWT, 0))
         return PrefixAttention(
             self,
             position_B,
-            visible_BWL=visible_BWTW.reshape(batch, beam_size, -1),
-            source_mask_BS=source_mask_BS[:, :length],
+            slots_BWT=positions_1T[:, None] * beam_size + ancestors_BWT,
+            is_written_BT=positions_1T <= position_B[:, None],
+            is_source_BS=_pad(source_mask_BS[:, :length], axis=1),
+            source_capacity=source_mask_BS.shape[1],
         )
 
     def append(self, written: Sequence[jax.Array], position_B: jax.Array) -> PrefixKeysValues:
@@ -94,71 +101,79 @@ class PrefixAttention:
 
     cache: PrefixKeysValues
     position_B: jax.Array
-    visible_BWL: jax.Array
-    source_mask_BS: jax.Array
+    slots_BWT: (
+        jax.Array
+    )  # where each hypothesis finds its own history, the newest position included
+    is_written_BT: jax.Array
+    is_source_BS: jax.Array
+    source_capacity: int
 
     def to_history(
         self, layer: int, q_BWHK: jax.Array, own_BWHK: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """Self-attention, [B, W, H, K], and the layer's history with the newest key and value."""
         old_BHLJ, new_BWHJ = self.cache.history[layer], jnp.concatenate(own_BWHK, axis=-1)
-        batch, beam_size, length = self.visible_BWL.shape
-        slots_BW = self.position_B[:, None] * beam_size + jnp.arange(beam_size)[None]
-        at = jnp.arange(batch)[:, None], slice(None), slots_BW
-        written_BHLJ = old_BHLJ.at[at].set(new_BWHJ, mode="drop")
-        # Slots after the newest position may hold what another sentence left.
-        is_used_BL = jnp.arange(length)[None] <= slots_BW[:, -1:]
-        out_BWHK = _attend(
-            q_BWHK, written_BHLJ[:, :, :length], self.visible_BWL[:, :, None], is_used_BL
-        )
-        return out_BWHK, written_BHLJ
+        batch, beam_size, heads, _ = new_BWHJ.shape
+        rows_B, beams_1W = jnp.arange(batch), jnp.arange(beam_size)[None]
+        new_BW = self.position_B[:, None] * beam_size + beams_1W
+        written_BHLJ = old_BHLJ.at[rows_B[:, None], :, new_BW].set(new_BWHJ, mode="drop")
+        of_heads = jnp.arange(heads)[None, None, :, None]
+        own = rows_B[:, None, None, None], of_heads, self.slots_BWT[:, :, None]
+        kv_BWHTJ = written_BHLJ.at[own].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return _attend(q_BWHK, kv_BWHTJ, self.is_written_BT[:, None, None]), written_BHLJ
 
     def to_source(self, layer: int, q_BWHK: jax.Array) -> jax.Array:
         """Cross-attention, [B, W, H, K]."""
-        return _attend(q_BWHK, self._source(layer), self._is_source, self.source_mask_BS)
+        return _attend(q_BWHK, self._source(layer), self.is_source_BS[:, None, None])
 
     def source_weights(self, layer: int, q_BWHK: jax.Array) -> jax.Array:
         """The weights of cross-attention, mean over the heads: float32 [B, W, S]."""
-        k_BHSK = self._source(layer)[..., : q_BWHK.shape[-1]]
-        weights_BWS = _weights(q_BWHK, k_BHSK, self._is_source).mean(axis=2)
-        padding = self.cache.source[layer].shape[2] - weights_BWS.shape[2]
-        return jnp.pad(weights_BWS, ((0, 0), (0, 0), (0, padding)))
+        k_B1HSK = self._source(layer)[..., : q_BWHK.shape[-1]]
+        weights_BWS = _weights(q_BWHK, k_B1HSK, self.is_source_BS[:, None, None]).mean(axis=2)
+        missing = max(0, self.source_capacity - weights_BWS.shape[2])
+        padded_BWS = jnp.pad(weights_BWS, ((0, 0), (0, 0), (0, missing)))
+        return padded_BWS[:, :, : self.source_capacity]
 
     def _source(self, layer: int) -> jax.Array:
-        return self.cache.source[layer][:, :, : self.source_mask_BS.shape[1]]
-
-    @property
-    def _is_source(self) -> jax.Array:
-        return self.source_mask_BS[:, None, None]
+        return self.cache.source[layer][:, None, :, : self.is_source_BS.shape[1]]
 
 
-def _attend(
-    q_BWHK: jax.Array, kv_BHLJ: jax.Array, visible_BWHL: jax.Array, is_used_BL: jax.Array
-) -> jax.Array:
-    """Equation 1 for each hypothesis, [B, W, H, K]; axes W and H of the mask may be 1.
+def _attend(q_BWHK: jax.Array, kv_BWHLJ: jax.Array, mask_BWHL: jax.Array) -> jax.Array:
+    """Equation 1 for each hypothesis, [B, W, H, K]; axes B, W and H of the others may be 1.
 
-    What no hypothesis of a sentence has used may be infinite.
+    Products are written out as sums, which XLA joins with the gathering, so that nothing gathered
+    is written to memory; einsums would be kernels of their own. What is masked may be infinite.
+    The barriers keep XLA from a single kernel, which takes twice as long as these.
     """
     d_k = q_BWHK.shape[-1]
-    k_BHLK, v_BHLK = kv_BHLJ[..., :d_k], kv_BHLJ[..., d_k:]
-    weights_BWHL = _weights(q_BWHK, k_BHLK, visible_BWHL)
-    v_BHLK = jnp.where(is_used_BL[:, None, :, None], v_BHLK, 0).astype(jnp.float32)
-    return _sum_of_products(weights_BWHL[..., None], v_BHLK[:, None], axis=3).astype(q_BWHK.dtype)
+    weights_BWHL = _weights(q_BWHK, kv_BWHLJ[..., :d_k], mask_BWHL)
+    v_BWHLK = jnp.where(mask_BWHL[..., None], kv_BWHLJ[..., d_k:], 0).astype(jnp.float32)
+    weighted_BWHLK = _row_major(jax.lax.optimization_barrier(weights_BWHL)[..., None] * v_BWHLK)
+    *shape_BWH, length, d_v = weighted_BWHLK.shape
+    parts = weighted_BWHLK.reshape(*shape_BWH, length // _TOGETHER, _TOGETHER, d_v).sum(axis=4)
+    return jax.lax.optimization_barrier(parts).sum(axis=3).astype(q_BWHK.dtype)
 
 
-def _weights(q_BWHK: jax.Array, k_BHLK: jax.Array, visible_BWHL: jax.Array) -> jax.Array:
+def _weights(q_BWHK: jax.Array, k_BWHLK: jax.Array, mask_BWHL: jax.Array) -> jax.Array:
     """The attention weights, float32 [B, W, H, L]."""
     q_BWHK = (q_BWHK * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)).astype(jnp.float32)
-    k_BHLK = k_BHLK.astype(jnp.float32)
-    scores_BWHL = _sum_of_products(q_BWHK[:, :, :, None], k_BHLK[:, None], axis=4)
-    return jax.nn.softmax(jnp.where(visible_BWHL, scores_BWHL, MASKED), axis=-1)
+    scores_BWHL = _row_major(q_BWHK[:, :, :, None] * k_BWHLK.astype(jnp.float32)).sum(axis=-1)
+    scores_BWHL = jax.lax.optimization_barrier(scores_BWHL)
+    return jax.nn.softmax(jnp.where(mask_BWHL, scores_BWHL, MASKED), axis=-1)
 
 
-def _sum_of_products(x: jax.Array, y: jax.Array, *, axis: int) -> jax.Array:
-    """A contraction that XLA can join with what is around it. An einsum would be a kernel of its
-    own, which wants its operands copied; and without the constraint XLA would have the terms of
-    each sum side by side, and transpose the cache for that.
+def _row_major(x: jax.Array) -> jax.Array:
+    """``x``, with K next to each other as in the cache. XLA would have a sum's terms next to each
+    other, and transpose the whole cache for that.
     """
-    products = x * y
-    layout = Layout(tuple(range(products.ndim)))
-    return with_layout_constraint(products, layout).sum(axis=axis)
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _padded(length: int) -> int:
+    return -(-length // _TOGETHER) * _TOGETHER
+
+
+def _pad(x: jax.Array, *, axis: int) -> jax.Array:
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = 0, _padded(x.shape[axis]) - x.shape[axis]
+    return jnp.pad(x, padding)
