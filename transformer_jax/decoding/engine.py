@@ -31,6 +31,17 @@ from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 logger = logging.getLogger(__name__)
 
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    # Without this, XLA copies caches that could be updated in place.
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
+    # The whole search as one CUDA graph: all that XLA puts into graphs by itself, and loops. The
+    # host would have to say after every step whether there is one more.
+    "gpu": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+        "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    },
+}
+
 
 class Hypothesis(NamedTuple):
     """A translation."""
@@ -99,13 +110,11 @@ class Engine:
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
         self._layout = Layout(self.buckets, self._shares)
         self.num_compiled = self.num_nan = self.slots_computed = self.slots_used = 0
-        # Without this, XLA's CPU compiler copies caches that could be updated in place.
-        in_place = {"xla_cpu_copy_insertion_use_region_analysis": True}
         self._search = jax.jit(
             self._search_bucket,
             static_argnames=("bucket", "num_hypotheses"),
             donate_argnames="memory",
-            compiler_options=in_place if jax.default_backend() == "cpu" else None,
+            compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
         )
         # Kept between searches on a CPU, where new memory costs; elsewhere training may need it.
         self._memory: dict[Bucket, Any] = {}
