@@ -23,8 +23,8 @@ one JSON object:
   prints this alone, in Markdown.
 - ``steps``, of a search on a GPU: for each loop that takes steps the kernels of a step, the GB that
   it reads and writes, and how many of those are keys and values read from the caches.
-  ``host_loops``: loops whose condition the host evaluates; all, unless
-  XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE puts them into one CUDA graph.
+  ``host_loops``: loops whose condition the host evaluates; none, as the engine asks XLA for one
+  CUDA graph.
 
 Compiling uses one core here: half a minute to three. For a GPU nothing is tuned, because tuning
 runs kernels: all matrix products are Triton's, where on the machine itself XLA takes cuBLAS for
