@@ -105,7 +105,7 @@ class CompileAhead:
 
     def is_compiled(self, name: str) -> bool:
         """Whether no call of the function of this name has to wait."""
-        return self._results[name].done() if name in self._results else True
+        return all(result.done() for result in self._needed(name))
 
     def wait(self, name: str, *, poll: Callable[[], bool]) -> bool:
         """Wait until the function of this name is compiled; False if ``poll``, called all the time,
@@ -115,13 +115,12 @@ class CompileAhead:
         """
         if self._together and (job := self._waiting.pop(name, None)):
             self._do(job)
-        needed = [name] if name in self._results else []
-        for each in self._results if self._all_first else needed:
-            while not self._results[each].done():
+        for result in self._needed(name):
+            while not result.done():
                 self.check()
                 if poll():
                     return False
-                wait([self._results[each]], timeout=_SECONDS_BETWEEN_POLLS)
+                wait([result], timeout=_SECONDS_BETWEEN_POLLS)
         self.check()
         return True
 
@@ -138,6 +137,11 @@ class CompileAhead:
         """Start no more jobs. A job at work ends by itself; nobody waits for it."""
         self._waiting.clear()
 
+    def _needed(self, name: str) -> list[Future[None]]:
+        """The results that a call of this function waits for."""
+        names = list(self._results) if self._all_first else [name]
+        return [self._results[each] for each in names if each in self._results]
+
     def _work(self) -> None:
         while self._waiting and self._failure is None:
             try:
@@ -147,9 +151,9 @@ class CompileAhead:
             self._do(job)
 
     def _do(self, job: Job) -> None:
-        began = time.monotonic()
         try:
             with self._tracing:
+                began = time.monotonic()
                 lowered = job.lower()
             needed = memory_needed(lowered.compile()) + job.beside
             self._check_memory(job, needed)
@@ -178,8 +182,8 @@ class CompileAhead:
     def _check_memory(self, job: Job, needed: int) -> None:
         if self._memory is not None and needed > self._memory:
             raise UserError(
-                f"The {job.name} needs {needed / 1e9:.1f} GB of each device's memory (as compiled: "
-                f"arguments, results and what it holds in between); expected at most the "
+                f"The {job.name} needs {needed / 1e9:.1f} GB of each device's memory (as compiled, "
+                f"and with all else that is there); expected at most the "
                 f"{self._memory / 1e9:.1f} GB that JAX has there. {job.remedy}"
             )
 
@@ -193,8 +197,9 @@ def training_jobs(run: Prepared) -> list[Job]:
         return functions.train_step.lower(functions.abstract_state, batch)
 
     first_uses = run.plan.first_uses(int(run.state.step), run.config.training.steps)
+    saved = bytes_on_device(functions.abstract_state)  # a copy is saved while steps run
     return [
-        Job(step_name(shape), step, partial(lower, shape), LESS_MEMORY)
+        Job(step_name(shape), step, partial(lower, shape), LESS_MEMORY, saved)
         for shape, step in first_uses.items()
     ]
 

@@ -210,6 +210,7 @@ class _Loop:
     def _sum_up(self) -> dict[str, Any]:
         """Evaluate on the test set if training is finished; write summary.json."""
         run = self._run
+        self._report_compiling()
         summary: dict[str, Any] = {
             "stopped_by": self._signals.name,
             "steps": self._step,
