@@ -149,7 +149,7 @@ class Kernel:
 
     name: str
     source: str  # where in the program it comes from
-    kind: str  # product, weight gradient, random, move, custom (not made by XLA) or rest
+    kind: str  # product, weight gradient, random, move, custom (Pallas, cuDNN) or rest
     reads: dict[str, float]  # bytes of each operand, by the operation that makes it
     written: float  # bytes
     flops: float  # of matrix products

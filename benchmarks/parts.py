@@ -22,7 +22,7 @@ PARTS = (
     "attention: products",
     "attention: transposes",
     "attention: softmax",
-    "attention: Pallas kernels",
+    "attention: custom kernels",
     "feed-forward: bias and activation",
     "norms and dropout",
     "random bits",
@@ -64,7 +64,7 @@ def part(kernel: Kernel) -> str:
         is_weight = kernel.kind == "weight gradient"
         return f"products: {'weight' if is_weight else 'input'} gradient"
     if kernel.kind == "custom" and "dot_product_attention" in names:
-        return "attention: Pallas kernels"
+        return "attention: custom kernels"
     if kernel.kind == "move" and "jvp" in names:
         return "attention: transposes"
     if "dot_product_attention" in names:
