@@ -68,7 +68,6 @@ def test_bfloat16_is_as_exact_as_the_plain_layers() -> None:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_kernel, "ON", True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
