@@ -36,10 +36,8 @@ def residual_norm(
 ) -> jax.Array:
     """LayerNorm(x + Dropout(y)); D is a power of two.
 
-    Args:
-      keep_BLD: bool, what dropout keeps.
-      settings: what to multiply that with; the norm's epsilon; whether to interpret the kernels, as
-        on a device of another kind.
+    ``keep_BLD`` is what dropout keeps, bool. ``settings``: what to multiply that with; the norm's
+    epsilon; whether to interpret the kernels, as on a device of another kind.
     """
     rows = (array.reshape(-1, len(scale_D)) for array in (x_BLD, y_BLD, keep_BLD))
     return _residual_norm(settings, *rows, scale_D, bias_D).reshape(x_BLD.shape)
