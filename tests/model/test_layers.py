@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.test_util import check_grads
 from runs import ONE, no_evaluation, tiny
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.__main__ import main as decode
 from transformer_jax.model.layers import (
     LayerNorm,
+    relu,
     segment_positions,
     sinusoidal_positions,
     use_matmul_precision,
@@ -92,3 +95,63 @@ def test_training_and_decoding_set_the_precision(
         jax.config.update("jax_default_matmul_precision", "high")
         run()
         assert jax.config.jax_default_matmul_precision == "highest"
+
+
+def _plain_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) -> jax.Array:
+    """The formula, to be differentiated by JAX."""
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    shape = (1,) * (x.ndim - 1) + (-1,)
+    normal = (x - mean) / jnp.sqrt(variance + epsilon)
+    return normal * scale.reshape(shape) + bias.reshape(shape)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 1, 3, 16)], ids=str)
+def test_gradient_of_layer_norm_is_that_of_its_formula(shape: tuple[int, ...], remat: bool) -> None:
+    """Against the formula in float64, for mean and scale unlike 0 and 1."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = 3.0 * jax.random.normal(keys[0], shape) + 2.0
+    scale, bias = 1.0 + jax.random.normal(keys[1], (16,)), jax.random.normal(keys[2], (16,))
+    weights = jax.random.normal(keys[3], shape)
+    norm = LayerNorm(16, epsilon=1e-3)
+    graph, _ = nnx.split(norm)
+
+    def ours(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+        norm = nnx.merge(graph, nnx.State({"scale": nnx.Param(scale), "bias": nnx.Param(bias)}))
+        return (norm(x) * weights).sum()
+
+    run = jax.checkpoint(ours) if remat else ours
+    gradients = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(x, scale, bias)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(each), jnp.float64) for each in (x, scale, bias)]
+        expected = jax.grad(
+            lambda *inputs: (_plain_norm(*inputs, 1e-3) * np.asarray(weights, np.float64)).sum(),
+            argnums=(0, 1, 2),
+        )(*wide)
+    for gradient, exact in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient, exact, rtol=2e-5, atol=2e-5)
+    check_grads(ours, (x, scale, bias), order=2, modes=("fwd", "rev"), atol=0.02, rtol=0.02)
+
+
+def test_layer_norm_in_bfloat16_has_gradients_of_float32() -> None:
+    """They are rounded once, at the end."""
+    x = jax.random.normal(jax.random.key(0), (4, 64), jnp.bfloat16)
+    norm = LayerNorm(64)
+    weights = jax.random.normal(jax.random.key(1), (4, 64), jnp.bfloat16).astype(jnp.float32)
+
+    def loss(x: jax.Array) -> jax.Array:
+        return (norm(x).astype(jnp.float32) * weights).sum()
+
+    low, exact = jax.grad(loss)(x), jax.grad(loss)(x.astype(jnp.float32))
+    assert low.dtype == jnp.bfloat16
+    np.testing.assert_allclose(low.astype(jnp.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_relu_is_jax_relu_with_gradient_0_at_0() -> None:
+    x = jnp.array([-2.0, -0.0, 0.0, 1e-30, 3.0, jnp.inf])
+    for function in (relu, jax.jit(relu)):
+        np.testing.assert_array_equal(function(x), jax.nn.relu(x))
+        gradient = jax.vmap(jax.grad(function))(x)
+        np.testing.assert_array_equal(gradient, [0, 0, 0, 1, 1, 1])
+    _, tangent = jax.jvp(relu, (x,), (jnp.full_like(x, 5.0),))
+    np.testing.assert_array_equal(tangent, [0, 0, 0, 5, 5, 5])

@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import jax
@@ -19,6 +20,7 @@ from jax.experimental import checkify
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.cache import DecoderCache
+from transformer_jax.model.dropout import draw
 from transformer_jax.model.layers import segment_positions
 from transformer_jax.model.transformer import AttentionWeights, Decoder, Encoder, Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -227,6 +229,32 @@ def test_dropout_needs_a_key_and_is_repeatable() -> None:
     np.testing.assert_array_equal(
         dropped, run(model, source, target, dropout_key=jax.random.key(1))
     )
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_dropout_is_the_same_wherever_its_masks_are_drawn(
+    remat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, as on CPUs and with ``remat``, or all of them first, as on GPUs."""
+    rates = {"dropout": 0.5, "attention_dropout": 0.2, "feed_forward_dropout": 0.3}
+    model, source, target = build(**rates, remat=remat), tokens(2, 7), tokens(2, 6)
+    key = jax.random.key(1)
+
+    def dropped() -> jax.Array:
+        return jax.jit(lambda: model(source, target, dropout_key=key))()
+
+    one_by_one = dropped()
+
+    def drawn(*given: Any, ahead: bool) -> Any:
+        asked.append(ahead)
+        return draw(*given, ahead=ahead)
+
+    asked: list[bool] = []
+    monkeypatch.setattr("transformer_jax.model.transformer.draw", drawn)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ahead = dropped()
+    assert asked == [not remat]
+    np.testing.assert_allclose(ahead, one_by_one, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "feed_forward_dropout"])

@@ -25,6 +25,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
+from transformer_jax.model.dropout import draw
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -140,15 +141,49 @@ def test_losses_are_those_of_one_device(
     assert kernel.addressable_shards[0].data.size == kernel.size // (mesh[1] * mesh[2])
 
 
+@pytest.fixture
+def masks_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout as on GPUs."""
+    monkeypatch.setattr(
+        "transformer_jax.model.transformer.draw", lambda *given, ahead: draw(*given, ahead=True)
+    )
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (8, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.usefixtures("masks_drawn_ahead")
+def test_losses_are_the_same_with_masks_drawn_ahead(
+    mesh: tuple[int, int, int], on_one_device: list[float]
+) -> None:
+    step_functions.cache_clear()
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(*mesh))
+    several, _ = losses(config, int(np.prod(mesh)))
+    step_functions.cache_clear()
+    np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
+
+
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)], ids=str)
-def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_devices_do_not_hand_layers_around(
+    mesh: tuple[int, int], ahead: bool, request: pytest.FixtureRequest
+) -> None:
     """What crosses them is parameters and gradients; of a batch it is what the embeddings' gradient
-    needs, not every layer.
+    needs, not every layer, nor what dropout keeps.
     """
-    model = dataclasses.replace(CONFIG.model, vocab_size=256, d_model=64, d_ff=256, num_layers=2)
+    model = dataclasses.replace(
+        CONFIG.model,
+        vocab_size=256,
+        d_model=64,
+        d_ff=256,
+        num_layers=2,
+        attention_dropout=0.1,
+        feed_forward_dropout=0.1,
+    )
     config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(*mesh))
-    run = step_functions(config, 8)
+    if ahead:
+        request.getfixturevalue("masks_drawn_ahead")
+    run = make_step_functions(config, make_mesh(config.mesh))
 
     def crossing_mb(rows: int) -> float:
         side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)

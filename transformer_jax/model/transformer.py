@@ -201,7 +201,8 @@ class Transformer(nnx.Module):
     ) -> DropoutKey:
         """The keys or masks of one pass, nested as its parts split their keys.
 
-        Masks are drawn ahead unless memory counts more: that of ``remat``, or a CPU's caches.
+        Masks are drawn ahead on GPUs only: a CPU's caches would not hold them, a TPU would move
+        them across lanes, and ``remat`` is for saving memory.
         """
         config, (B, S), (_, T) = self.config, source_shape, target_shape
 
@@ -223,7 +224,7 @@ class Transformer(nnx.Module):
             [outputs(S), [encoder_layer] * config.num_layers],
             [outputs(T), [decoder_layer] * config.decoder_layers],
         ]
-        return draw(key, sites, ahead=not config.remat and jax.default_backend() != "cpu")
+        return draw(key, sites, ahead=not config.remat and jax.default_backend() == "gpu")
 
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
         """Where every layer and head looks, one sentence a row, without dropout.
