@@ -20,7 +20,7 @@ from flax import nnx
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention_kernel import MASKED, short_attention
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.gpu import compute_capability, runs_kernels, shares
+from transformer_jax.model.gpu import runs_kernels, shares
 
 
 def attention_mask(
@@ -81,27 +81,20 @@ def kernel_for(
 ) -> Callable[..., jax.Array] | None:
     """What computes this faster than XLA's plain attention, if anything does.
 
-    On GPUs, in bfloat16, with a mask for each row: ours up to 64 tokens, beyond that cuDNN's.
+    On GPUs, in bfloat16, with a mask for each row and up to 64 tokens. cuDNN's attention is no
+    choice: its gradients are wrong where a query sees nothing, as in rows that end in padding.
     """
-    (B, T, H, K), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
-    if (
-        not runs_kernels()
-        or (shared := shares()) is None
-        or any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
-        or getattr(mask_BHTS, "shape", None) != (B, 1, T, S)
-    ):
-        return None
-    if max(T, S) <= 64:
-        fits = widths <= {16, 32, 64, 128} and B % shared[0] == 0 == H % shared[1]
-        return short_attention if fits else None
-    fits = len(widths) == 1 and K % 8 == 0 and K <= 128 and T % 2 == S % 2 == 0
-    return _cudnn_attention if fits and shared == (1, 1) and compute_capability() else None
-
-
-def _cudnn_attention(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> jax.Array:
-    return jax.nn.dot_product_attention(
-        q_BTHK, k_BSHK, v_BSHK, mask=mask_BHTS, implementation="cudnn"
+    (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
+    fits = (
+        runs_kernels()
+        and (shared := shares()) is not None
+        and all(x.dtype == jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
+        and getattr(mask_BHTS, "shape", None) == (B, 1, T, S)
+        and max(T, S) <= 64
+        and widths <= {16, 32, 64, 128}
+        and B % shared[0] == 0 == H % shared[1]
     )
+    return short_attention if fits else None
 
 
 def _plain_attention(
