@@ -151,8 +151,12 @@ def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -
 
 def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> str | None:
     """The name of what computes attention for T, S, d_k, d_v with 2 rows and 2 heads."""
-    q, k, v, _ = _inputs(*shape, dtype=dtype)
-    kernel = kernel_for(q, k, v, jnp.ones((2, 1, *shape[:2]), bool) if mask else None)
+    T, S, d_k, d_v = shape
+    q, k, v = (
+        jax.ShapeDtypeStruct((2, length, 2, width), dtype)
+        for length, width in ((T, d_k), (S, d_k), (S, d_v))
+    )
+    kernel = kernel_for(q, k, v, jax.ShapeDtypeStruct((2, 1, T, S), bool) if mask else None)
     return None if kernel is None else kernel.__name__
 
 

@@ -199,14 +199,14 @@ import jax, jax.numpy as jnp
 from transformer_jax.training.compiling import CompileAhead, Job
 
 def slow(x):
-    for _ in range(200):
+    for _ in range(400):
         x = jnp.sin(x @ x) + jnp.cos(x[::-1]).cumsum(0)
     return x
 
 ahead = CompileAhead(
     [Job("slow", 0, lambda: jax.jit(slow).lower(jnp.ones((64, 64))), "")], devices=jax.devices()
 )
-time.sleep(1)
+time.sleep(0.3)
 assert not ahead.done
 """
     done = subprocess.run(
