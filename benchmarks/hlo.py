@@ -23,12 +23,17 @@ _BYTES = {
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
-def array_bytes(text: str) -> int:
-    """The size of all arrays named in this text, such as ``(f32[8,512], bf16[8])``."""
-    return sum(
-        _BYTES.get(dtype, 0) * prod(int(length) for length in shape.split(",") if length)
+def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Type and shape of all arrays named in this text, such as ``(f32[8,512], bf16[8])``."""
+    return [
+        (dtype, tuple(int(length) for length in shape.split(",") if length))
         for dtype, shape in _SHAPE.findall(text)
-    )
+    ]
+
+
+def array_bytes(text: str) -> int:
+    """The size of all these arrays."""
+    return sum(_BYTES.get(dtype, 0) * prod(shape) for dtype, shape in arrays(text))
 
 
 def computations(program: str) -> dict[str, str]:
@@ -83,8 +88,8 @@ def collectives(program: str) -> dict[str, dict[str, float]]:
     pattern = rf" = (\S.*?) ({names})(?:-start)?\("
     for result, kind in re.findall(pattern, program):
         sizes: dict[str, int] = defaultdict(int)
-        for dtype, shape in _SHAPE.findall(result):
-            sizes[dtype] += array_bytes(f"{dtype}[{shape}]")
+        for dtype, shape in arrays(result):
+            sizes[dtype] += _BYTES.get(dtype, 0) * prod(shape)
         for dtype, size in sizes.items():
             found[f"{kind} {dtype}"].append(size)
     return {

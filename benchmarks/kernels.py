@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from benchmarks.hlo import array_bytes
+from benchmarks.hlo import array_bytes, arrays
 
 _OPERATION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 # these launch nothing
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id"),
@@ -43,10 +42,7 @@ class Operation:
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Type and shape of the result's arrays."""
-        return [
-            (dtype, tuple(int(length) for length in shape.split(",") if length))
-            for dtype, shape in _ARRAY.findall(self.type)
-        ]
+        return arrays(self.type)
 
     @property
     def elements(self) -> int:
