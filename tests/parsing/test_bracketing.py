@@ -1,10 +1,15 @@
-"""Bracket F1 by hand-worked cases, and its bounds."""
+"""Bracket F1 by hand-worked cases, by what EVALB prints, and by cutting up the text of trees."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from random import Random
 
 import pytest
 
 from transformer_jax.errors import UserError
-from transformer_jax.parsing.bracketing import bracket_score
-from transformer_jax.parsing.trees import Parse, from_sequence
+from transformer_jax.parsing.bracketing import BracketScore, bracket_score
+from transformer_jax.parsing.trees import Parse, from_sequence, read_parses
 
 WORDS = ["John", ",", "has", "a", "dog", "."]
 TAGS = ("NNP", ",", "VBZ", "DT", "NN", ".")
@@ -65,3 +70,129 @@ def test_other_words_and_other_numbers_of_trees_are_refused() -> None:
         bracket_score([tree(GOLD)] * 3, [tree(GOLD)])
     with pytest.raises(UserError, match="0 trees"):
         bracket_score([], [])
+
+
+# Gold tree, tree to score, and what EVALB (compiled from its C source, with COLLINS.prm) prints:
+# matched, gold and test brackets. SAMPLE is the tree of EVALB's own sample.
+SAMPLE = "(S (A (P this)) (B (Q is) (A (R a) (T test))))"
+BY_EVALB = [
+    (SAMPLE, SAMPLE, (4, 4, 4)),
+    (SAMPLE, "(S (A (P this)) (B (Q is) (C (R a) (T test))))", (3, 4, 4)),
+    (SAMPLE, "(S (A (P this) (Q is)) (A (R a) (T test)))", (2, 4, 3)),
+    (SAMPLE, "(S (P this) (Q is) (R a) (T test))", (1, 4, 1)),
+    (SAMPLE, "(S (A (P this)) (B (Q is) (A (A (A (A (A (R a) (T test))))))))", (4, 4, 8)),
+    # the root, functions and traces
+    (
+        "(TOP (S-1 (NP-SBJ=2 (D it)) (VP (V barks) (NP (-NONE- *)))))",
+        "(S (NP (D it)) (VP (V barks)))",
+        (3, 3, 3),
+    ),
+    # punctuation: where it attaches, and constituents that have nothing else
+    (
+        "(S (NP (N dogs)) (, ,) (VP (V bark)) (. .))",
+        "(S (NP (N dogs) (, ,)) (VP (V bark) (. .)))",
+        (3, 3, 3),
+    ),
+    (
+        "(S (`` ``) (NP (N dogs)) (: -) (VP (V bark)) ('' ''))",
+        "(S (NP (`` ``)) (NP (N dogs) (: -)) (VP (V bark) (NP ('' ''))))",
+        (3, 3, 3),
+    ),
+    # a currency and brackets are words
+    (
+        "(NP (QP ($ $) (CD 5)) (-LRB- -LRB-) (N net) (-RRB- -RRB-))",
+        "(NP ($ $) (NP (CD 5) (-LRB- -LRB-)) (N net) (-RRB- -RRB-))",
+        (1, 2, 2),
+    ),
+    # two labels that are one
+    (
+        "(VP (V come) (PRT (R in)) (ADVP (R now)))",
+        "(VP (V come) (ADVP (R in)) (PRT (R now)))",
+        (3, 3, 3),
+    ),
+    ("(VP (V come) (PRT (ADVP (R in))))", "(VP (V come) (ADVP (R in)))", (2, 3, 2)),
+    # the same bracket twice
+    ("(NP (NP (N dogs)))", "(NP (N dogs))", (1, 2, 1)),
+    ("(NP (N dogs))", "(NP (NP (NP (N dogs))))", (1, 1, 3)),
+]
+
+
+def score_of_text(folder: Path, gold: list[str], parses: list[str]) -> BracketScore:
+    for name, trees in (("gold.mrg", gold), ("parses.mrg", parses)):
+        (folder / name).write_text("".join(f"{tree}\n" for tree in trees))
+    return bracket_score(read_parses(folder / "gold.mrg"), read_parses(folder / "parses.mrg"))
+
+
+@pytest.mark.parametrize(("gold", "parse", "printed"), BY_EVALB)
+def test_figures_are_those_that_evalb_prints(
+    tmp_path: Path, gold: str, parse: str, printed: tuple[int, int, int]
+) -> None:
+    assert score_of_text(tmp_path, [gold], [parse])[:3] == printed
+
+
+LABELS = ["S", "NP-SBJ", "NP", "VP", "PP=2", "ADVP", "PRT", "TOP"]
+LEAVES = [
+    "NN dog",
+    "VBZ barks",
+    "RP in",
+    ", ,",
+    ": --",
+    "`` ``",
+    "'' ''",
+    ". ?",
+    "$ $",
+    "-LRB- -LRB-",
+]
+
+
+def random_tree(draw: Random, leaves: list[str], depth: int = 0) -> str:
+    """Brackets over these leaves, at random; the outermost is S."""
+    inner = []
+    while leaves:
+        count = draw.randint(1, len(leaves))
+        if depth < 5 and draw.random() < 0.6:
+            inner.append(random_tree(draw, leaves[:count], depth + 1))
+        else:
+            inner += leaves[:count]
+        leaves = leaves[count:]
+    return f"({draw.choice(LABELS) if depth else 'S'} {' '.join(inner)})"
+
+
+def brackets_by_cutting(tree: str) -> Counter[tuple[str, int, int]]:
+    """Labelled spans from the text of a tree: each bracket is followed to its end, and the words
+    before and inside it are counted.
+    """
+    found = Counter[tuple[str, int, int]]()
+    for opening in re.finditer(r"\((\S+) (?=\()", tree):
+        end = opening.end()
+        while tree[opening.start() : end].count("(") > tree[opening.start() : end].count(")"):
+            end += 1
+        label = re.split("[-=]", opening[1])[0].replace("PRT", "ADVP")
+        before, inside = words_in(tree[: opening.start()]), words_in(tree[opening.start() : end])
+        if label != "TOP" and inside:
+            found[label, before, before + inside] += 1
+    return found
+
+
+def words_in(text: str) -> int:
+    tags = re.findall(r"\((\S+) [^\s()]+\)", text)
+    return sum(tag not in [",", ":", "``", "''", "."] for tag in tags)
+
+
+def test_random_trees_score_as_by_cutting_and_as_evalb_prints(tmp_path: Path) -> None:
+    draw = Random(0)
+    golds, parses, by_cutting = list[str](), list[str](), list[tuple[int, int, int, int]]()
+    for _ in range(300):
+        leaves = [f"({leaf})" for leaf in ["NN dog", *draw.choices(LEAVES, k=draw.randint(1, 12))]]
+        gold, parse = random_tree(draw, leaves), random_tree(draw, leaves)
+        a, b = brackets_by_cutting(gold), brackets_by_cutting(parse)
+        by_cutting.append(((a & b).total(), a.total(), b.total(), int(a == b)))
+        assert score_of_text(tmp_path, [gold], [parse])[:4] == by_cutting[-1], (gold, parse)
+        golds.append(gold)
+        parses.append(parse)
+    score = score_of_text(tmp_path, golds, parses)
+    assert score[:4] == tuple(map(sum, zip(*by_cutting, strict=True)))
+    # EVALB, compiled from its C source, prints this of the same 300 trees (2026-11-23).
+    assert score[:4] == (400, 1290, 1317, 22)  # complete match: 7.33% of 300
+    figures = score.recall, score.precision, score.f1
+    assert [f"{figure:.2f}" for figure in figures] == ["31.01", "30.37", "30.69"]

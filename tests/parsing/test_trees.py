@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.errors import UserError
-from transformer_jax.parsing.trees import Constituent, Parse, from_sequence, read_parses
+from transformer_jax.parsing.trees import (
+    Constituent,
+    Parse,
+    from_sequence,
+    read_parses,
+    with_numbers,
+    without_numbers,
+)
 
 PENN = """
 ( (S
@@ -57,6 +64,9 @@ def test_the_sequence_of_a_tree_gives_the_tree(parse: Parse) -> None:
     restored, faultless = from_sequence(parse.words, parse.sequence())
     assert faultless
     assert (restored.words, restored.constituents) == (parse.words, parse.constituents)
+    assert from_sequence(parse.words, parse.sequence(numbered=True)) == (restored, True)
+    assert without_numbers(with_numbers(parse.words)) == list(parse.words)
+    assert without_numbers(parse.words) == parse.words
 
 
 @settings(deadline=None)
@@ -114,7 +124,9 @@ def test_a_faulty_sequence_keeps_what_is_sound() -> None:
         ("(S (NN dog (NN cat)))", "line 1: \\( after the word 'dog'"),
         ("(S (NP))", "line 1: \\(NP\\) without a word"),
         ("(S ())", "line 1: \\(\\) without a word"),
-        ("(S\n(NN dog)", "line 2: the end of the file inside 1 open bracket"),
+        ("(S\n(NN dog)", "line 1: a tree that begins here and lacks 1 \\) at the end of the file"),
+        # the trees after it are taken for constituents of it
+        ("(S (A a))\n(S (A a)\n(S (A a))\n", "line 2: a tree that begins here and lacks 1 \\)"),
     ],
 )
 def test_what_is_no_tree_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:

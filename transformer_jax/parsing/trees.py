@@ -48,9 +48,12 @@ class Parse(NamedTuple):
         leaves = [f"({tag} {word})" for tag, word in zip(self.tags, words, strict=True)]
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
 
-    def sequence(self) -> str:
-        """The tree as a model learns to write it, without words and tags."""
-        return " ".join(self._tokens([WORD] * len(self.words), named_ends=True))
+    def sequence(self, *, numbered: bool = False) -> str:
+        """The tree as a model learns to write it, without words and tags; ``numbered``: with #0, #1
+        and so on for words in place of XX.
+        """
+        words = [f"#{n}" if numbered else WORD for n in range(len(self.words))]
+        return " ".join(self._tokens(words, named_ends=True))
 
     def _tokens(self, leaves: Sequence[str], *, named_ends: bool) -> Iterator[str]:
         waiting, open_ = list(reversed(self.constituents)), list[Constituent]()
@@ -65,9 +68,21 @@ class Parse(NamedTuple):
                 yield leaf
 
 
+def with_numbers(words: Sequence[str]) -> list[str]:
+    """The source that goes with a numbered sequence: #0 John #1 barks."""
+    return [token for n, word in enumerate(words) for token in (f"#{n}", word)]
+
+
+def without_numbers(tokens: Sequence[str]) -> Sequence[str]:
+    """The words of a numbered source; the tokens as they are if it is none."""
+    words = tokens[1::2]
+    return words if with_numbers(words) == list(tokens) else tokens
+
+
 @dataclass
 class _Node:
     number: int  # of nodes opened before it
+    line: int
     start: int
     label: str = ""
     word: str = ""
@@ -94,7 +109,7 @@ def read_parses(file: str | AnyPath) -> Iterator[Parse]:
                     raise _not_a_tree(file, line, f"( after the word {node.word!r}")
                 if node is not None:
                     node.has_children = True
-                path.append(_Node(opened, len(words)))
+                path.append(_Node(opened, line, len(words)))
                 opened += 1
                 continue
             if node is None:
@@ -126,7 +141,8 @@ def read_parses(file: str | AnyPath) -> Iterator[Parse]:
                     yield Parse(tuple(words), tuple(tags), in_order)
                 words, tags, constituents = [], [], []
     if path:
-        raise _not_a_tree(file, line, f"the end of the file inside {len(path)} open bracket(s)")
+        found = f"a tree that begins here and lacks {len(path)} ) at the end of the file"
+        raise _not_a_tree(file, path[0].line, found)
 
 
 def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
