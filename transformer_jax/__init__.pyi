@@ -28,7 +28,8 @@ from .errors import UserError
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
 from .model.cache import DecoderCache
-from .model.layers import DecoderLayer, EncoderLayer, FeedForward, sinusoidal_positions
+from .model.layers import DecoderLayer, EncoderLayer, FeedForward
+from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
 from .sharding import batch_sharding, make_mesh, state_shardings
 from .special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID

@@ -61,22 +61,39 @@ class ModelConfig(Section, prefix="model."):
     feed_forward_dropout: Probability = 0.0
     """Dropout after the activation of the feed-forward layer (not in the paper)."""
     norm: Literal["post", "pre"] = "post"
-    """Layer norm after the residual sum (the paper), or before each sub-layer and at the end."""
+    """Layer norm after the residual sum (the paper), or before each sub-layer."""
+    final_norm: bool | None = None
+    """One more norm after the last layer of encoder and decoder; None: with model.norm pre only.
+    PyTorch's nn.Transformer always has it."""
+    norm_type: Literal["layer", "rms"] = "layer"
+    """Layer norm, or RMS norm, which neither subtracts the mean nor adds a bias."""
     norm_epsilon: PositiveFloat = 1e-6
-    """Added to the variance in layer norm. PyTorch's default, and so that of most imported models,
-    is 1e-5."""
+    """Added to the variance in a norm. PyTorch's default, and so that of most imported models, is
+    1e-5."""
+    norm_bias: bool = True
+    """Add a bias in layer norm."""
     attention_bias: bool = False
     """Add biases to the four attention projections (fairseq, Marian and BERT do)."""
-    activation: Literal["relu", "gelu", "silu"] = "relu"
-    """Activation of the feed-forward layers."""
-    positions: Literal["interleaved", "split", "learned"] = "interleaved"
+    feed_forward_bias: bool = True
+    """Add biases in the feed-forward layers (equation 2)."""
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"] = "relu"
+    """Activation of the feed-forward layers: gelu is exact (by erf), gelu_tanh its approximation.
+    swiglu gates silu by a third matrix: d_ff of 2/3 the size has as many parameters."""
+    positions: Literal["interleaved", "split", "learned", "rotary", "relative"] = "interleaved"
     """Sinusoids with sine and cosine in turn (the paper) or in two halves (tensor2tensor, Marian);
-    or learned embeddings (Table 3 E)."""
+    learned embeddings (Table 3 E); or, in self-attention alone, queries and keys rotated by their
+    positions (RoFormer) or a learned bias for each distance and head (T5)."""
     max_positions: Positive = 1024
-    """Rows of the learned position table; sinusoids have no limit."""
-    tie_embeddings: Literal["all", "target", "none"] = "all"
-    """One matrix for source embedding, target embedding and softmax (the paper), for the last two
-    only, or for none."""
+    """Rows of the learned position table; the other positions have no limit."""
+    encoder_window: Positive | None = None
+    """Restricted self-attention (section 4, Table 1): each source token sees so many, itself in the
+    middle; None: all."""
+    distinct_layers: Positive | None = None
+    """Layers with parameters of their own in each stack; the others use theirs again, in turn
+    (1 2 1 2 ...). None: all."""
+    tie_embeddings: Literal["all", "embeddings", "target", "none"] = "all"
+    """One matrix for source embedding, target embedding and softmax (the paper), for the first two
+    only, for the last two only, or for none."""
     softmax_bias: bool = False
     """Add a bias to each token's score before the softmax (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -93,7 +110,7 @@ class ModelConfig(Section, prefix="model."):
     def rules(self) -> Iterator[Rule]:
         yield (
             "d_model",
-            self.d_model % 2 == 0 or self.positions == "learned",
+            self.d_model % 2 == 0 or self.positions not in ("interleaved", "split"),
             "an even number: sinusoidal positions pair a sine with a cosine",
         )
         yield (
@@ -104,9 +121,25 @@ class ModelConfig(Section, prefix="model."):
         )
         yield (
             "tie_embeddings",
-            self.source_vocab_size is None or self.tie_embeddings != "all",
+            self.source_vocab_size is None or self.tie_embeddings in ("target", "none"),
             "'target' or 'none' when source and target have separate vocabularies",
         )
+        yield (
+            "encoder_window",
+            self.encoder_window is None or self.encoder_window % 2 == 1,
+            "an odd number: a token and as many on either side",
+        )
+        yield (
+            "distinct_layers",
+            (self.distinct_layers or 1) <= max(self.num_layers, self.decoder_layers),
+            f"at most {max(self.num_layers, self.decoder_layers)}, the number of layers",
+        )
+        if self.d_model % self.num_heads == 0 or self.d_k:
+            yield (
+                "d_k",
+                self.head_width_k % 2 == 0 or self.positions != "rotary",
+                "an even number with model.positions 'rotary', which turns pairs of dimensions",
+            )
 
     @property
     def head_width_k(self) -> int:
@@ -122,6 +155,11 @@ class ModelConfig(Section, prefix="model."):
     def decoder_layers(self) -> int:
         """Layers in the decoder, resolved."""
         return self.num_decoder_layers or self.num_layers
+
+    @property
+    def has_final_norm(self) -> bool:
+        """final_norm, resolved."""
+        return self.norm == "pre" if self.final_norm is None else self.final_norm
 
     @property
     def position_limit(self) -> int:
@@ -346,6 +384,9 @@ class TrainingConfig(Section, prefix="training."):
     checkpoints that decode.py takes) or of this checkpoint's folder; '': start from scratch."""
     label_smoothing: Fraction = 0.1
     """epsilon_ls of section 5.4."""
+    smoothing_over: Literal["all", "others"] = "all"
+    """What label smoothing spreads over: all tokens of the vocabulary, or those other than the
+    label and padding (The Annotated Transformer)."""
     r_drop: NonNegative = 0.0
     """alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice, and a loss
     term makes the two predictions, which differ by dropout, agree. Doubles the cost of a step. 5 is
@@ -524,7 +565,7 @@ class Config(Section):
         )
         yield (
             "model.tie_embeddings",
-            self.tokenizer.joint or model.tie_embeddings != "all",
+            self.tokenizer.joint or model.tie_embeddings in ("target", "none"),
             "'target' or 'none' when tokenizer.joint is False",
         )
         yield (

@@ -29,7 +29,7 @@ _RULES = {
     "key.kernel": PartitionSpec("fsdp", "tensor", None),
     "value.kernel": PartitionSpec("fsdp", "tensor", None),
     "attention.output.kernel": PartitionSpec("tensor", None, "fsdp"),  # [H, K, D]
-    "inner.kernel": PartitionSpec("fsdp", "tensor"),  # [D, F]
+    "(inner|gate).kernel": PartitionSpec("fsdp", "tensor"),  # [D, F]
     "feed_forward.output.kernel": PartitionSpec("tensor", "fsdp"),  # [F, D]
     "matrix": PartitionSpec(None, "fsdp"),  # [V, D]: embeddings, softmax; [L, D]: learned positions
 }

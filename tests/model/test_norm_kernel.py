@@ -13,8 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from transformer_jax.config import ModelConfig
 from transformer_jax.model import norm_kernel
 from transformer_jax.model.dropout import scale_up
-from transformer_jax.model.layers import Residual
 from transformer_jax.model.norm_kernel import residual_norm
+from transformer_jax.model.norms import Residual
 
 CONFIG = ModelConfig(d_model=256, dropout=0.1)
 

@@ -21,7 +21,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.dropout import draw
-from transformer_jax.model.layers import segment_positions
+from transformer_jax.model.positions import segment_positions
 from transformer_jax.model.transformer import AttentionWeights, Decoder, Encoder, Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
@@ -36,7 +36,19 @@ VARIANTS = {
     "split": {"positions": "split"},
     "narrow keys": {"d_k": 3, "d_v": 5},
     "deep encoder": {"num_decoder_layers": 1, "activation": "silu"},
-    "remat": {"remat": True},
+    "remat": {"remat": True, "positions": "relative"},
+    "as nn.Transformer": {"final_norm": True, "attention_bias": True, "activation": "gelu"},
+    "no biases": {"feed_forward_bias": False, "norm_bias": False, "tie_embeddings": "embeddings"},
+    "modern": {
+        "norm": "pre",
+        "norm_type": "rms",
+        "activation": "swiglu",
+        "positions": "rotary",
+        "d_v": 5,
+    },
+    "relative": {"positions": "relative", "activation": "gelu_tanh"},
+    "shared layers": {"num_layers": 2, "num_decoder_layers": 3, "distinct_layers": 2},
+    "window": {"encoder_window": 3},
 }
 
 
@@ -176,8 +188,9 @@ def test_padding_changes_nothing(changes: dict) -> None:
     np.testing.assert_allclose(padded[:2, :6], run(model, source, target), rtol=1e-5, atol=1e-5)
 
 
-def test_packed_rows_equal_separate_rows() -> None:
-    model = build()
+@pytest.mark.parametrize("positions", ["interleaved", "rotary", "relative"])
+def test_packed_rows_equal_separate_rows(positions: str) -> None:
+    model = build(positions=positions, encoder_window=5)
     sources, targets = (
         [tokens(1, n, seed=n) for n in (3, 5)],
         [tokens(1, n, seed=9 + n) for n in (4, 2)],
@@ -214,6 +227,26 @@ def test_packed_rows_may_be_longer_than_the_learned_positions() -> None:
     np.testing.assert_allclose(
         run(model, rows, rows, **packed)[1:, :3], run(model, rows[1:, :3], rows[1:, :3]), atol=1e-5
     )
+
+
+def test_an_encoder_window_of_3_sees_one_token_on_either_side() -> None:
+    model = build(num_layers=1, encoder_window=3)
+    source = tokens(1, 7)
+    before, after = (encode(model, each) for each in (source, source.at[0, 3].set(35)))
+    changed = (before != after).any(axis=-1)[0]
+    np.testing.assert_array_equal(changed, [0, 0, 1, 1, 1, 0, 0])
+
+
+def test_layers_that_share_parameters_equal_layers_with_copies() -> None:
+    shared = build(num_layers=3, distinct_layers=2)
+    copies = nnx.clone(build(num_layers=3))
+    for part in ("target_embedding", "encoder", "decoder"):
+        state = nnx.to_pure_dict(nnx.state(getattr(shared, part), nnx.Param))
+        if "layers" in state:
+            state["layers"][2] = state["layers"][0]
+        nnx.update(getattr(copies, part), state)
+    source, target = tokens(2, 5), tokens(2, 6, seed=1)
+    np.testing.assert_array_equal(run(shared, source, target), run(copies, source, target))
 
 
 def test_dropout_needs_a_key_and_is_repeatable() -> None:

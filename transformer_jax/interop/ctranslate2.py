@@ -1,8 +1,9 @@
-"""Export to CTranslate2: a folder for ``ctranslate2.Translator``, for every ``ModelConfig``."""
+"""Export to CTranslate2: a folder for ``ctranslate2.Translator``."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import numpy as np
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.imported_vocabulary import TAG
-from transformer_jax.interop.export import length_limits, search_notes, write_sentencepiece
+from transformer_jax.interop.export import (
+    check_fields,
+    length_limits,
+    search_notes,
+    write_sentencepiece,
+)
 from transformer_jax.interop.weights import (
     CTRANSLATE2,
     Form,
@@ -20,6 +26,7 @@ from transformer_jax.interop.weights import (
     to_library,
     with_position_tables,
 )
+from transformer_jax.model.positions import RelativeBias
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenizer import Tokenizer
@@ -55,8 +62,15 @@ def export_ctranslate2(
     """
     spec = _spec(config.model)
     weights = plain_weights(model)
-    longest = max(_POSITIONS, *length_limits(config))
-    weights = with_position_tables(weights, config.model, longest)
+    for side in ("encoder", "decoder"):
+        _set_relative_bias(getattr(spec, side), weights.pop(f"{side}.relative_bias.table", None))
+    if config.model.activation == "swiglu":  # its first matrix is the one with the activation
+        swap = {"inner": "gate", "gate": "inner"}
+        swapped = (re.sub("inner|gate", lambda m: swap[m[0]], name) for name in weights)
+        weights = dict(zip(swapped, weights.values(), strict=True))
+    if config.model.positions not in ("rotary", "relative"):
+        longest = max(_POSITIONS, *length_limits(config))
+        weights = with_position_tables(weights, config.model, longest)
     target_VD = weights["target_embedding.matrix"]  # also what is tied to it
     weights = {"source_embedding.matrix": target_VD, "softmax_matrix": target_VD} | weights
     _fill(spec, to_library(weights, CTRANSLATE2, _OTHERS))
@@ -88,18 +102,33 @@ def export_ctranslate2(
 
 
 def _spec(shape: ModelConfig) -> Any:
-    """An empty model of this shape."""
+    """An empty model of this shape; ``UserError`` for what CTranslate2 cannot compute."""
+    check_fields(shape, "CTranslate2", encoder_window=(None,))
+    if shape.positions == "rotary" and shape.head_width_v > shape.head_width_k:
+        raise UserError(
+            f"model.d_v is {shape.head_width_v}; expected at most d_k = {shape.head_width_k}: "
+            "CTranslate2 knows one head width, and rotary positions turn all of it."
+        )
     try:
         from ctranslate2.specs import common_spec, transformer_spec
     except ImportError as error:
         raise UserError(
             f"Exporting to CTranslate2 needs its Python package: pip install ctranslate2 ({error})."
         ) from None
-    names = {"relu": "RELU", "gelu": "GELUTanh", "silu": "SWISH"}
-    settings: dict[str, Any] = {
-        "pre_norm": shape.norm == "pre",
-        "activation": common_spec.Activation[names[shape.activation]],
+    names = {
+        **{"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh"},
+        **{"silu": "SWISH", "swiglu": "SWISH"},
     }
+    settings: dict[str, Any] = {
+        "pre_norm": True,  # for the moment: a place for the final norm comes with it
+        "no_final_norm": not shape.has_final_norm,
+        "rms_norm": shape.norm_type == "rms",
+        "activation": common_spec.Activation[names[shape.activation]],
+        "ffn_glu": shape.activation == "swiglu",
+        "relative_attention_bias": shape.positions == "relative",
+    }
+    if shape.positions == "rotary":
+        settings |= {"rotary_dim": 0, "rotary_interleave": False}
     head_width = max(shape.head_width_k, shape.head_width_v)
     if head_width * shape.num_heads != shape.d_model:  # older versions do not know it
         settings["head_dim"] = head_width
@@ -107,7 +136,18 @@ def _spec(shape: ModelConfig) -> Any:
     decoder = transformer_spec.TransformerDecoderSpec(
         shape.decoder_layers, shape.num_heads, **settings
     )
+    for side in (encoder, decoder):
+        side.pre_norm = shape.norm == "pre"
     return transformer_spec.TransformerSpec(encoder, decoder)
+
+
+def _set_relative_bias(side: Any, table: np.ndarray | None) -> None:
+    if table is not None:
+        for layer in side.layer:
+            layer.self_attention.relative_attention_bias = np.ascontiguousarray(table)
+            layer.self_attention.relative_attention_max_distance = np.int32(
+                RelativeBias.max_distance
+            )
 
 
 def _fill(spec: Any, tensors: Weights) -> None:

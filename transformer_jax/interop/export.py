@@ -66,6 +66,17 @@ def search_notes(
     return notes + [f"{name} is left out." for name, given in left_out.items() if given]
 
 
+def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
+    """``UserError`` for a field whose value is none of those that ``library`` can hold."""
+    for name, values in allowed.items():
+        if getattr(shape, name) not in values:
+            instead = "" if library == "CTranslate2" else " Export to ctranslate2 instead."
+            raise UserError(
+                f"model.{name} is {getattr(shape, name)!r}; expected "
+                f"{' or '.join(map(repr, values))}: {library} computes nothing else.{instead}"
+            )
+
+
 def square_head_width(config: ModelConfig, library: str) -> int:
     """d_model / num_heads, for a library that knows no other width; ``UserError`` where the model's
     heads are wider.

@@ -13,6 +13,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.imported_vocabulary import TAG
 from transformer_jax.interop.export import (
     check_epsilon,
+    check_fields,
     length_limits,
     search_notes,
     square_head_width,
@@ -34,7 +35,7 @@ from transformer_jax.tokenizer import Tokenizer
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
 _POSITIONS = 1024  # the length of the table for sinusoids, which have no end here
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu_new", "silu": "silu"}
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 FIELDS = {  # of config.json, as the ModelConfig has them; both sides have one width and head count
     "d_model": "d_model",
     "encoder_layers": "num_layers",
@@ -67,11 +68,16 @@ def export_huggingface(
             f"({error})."
         ) from None
     shape = config.model
-    if shape.norm == "pre":
-        raise UserError(
-            "model.norm is 'pre'; expected 'post', the only norm that MarianMT has. Export to "
-            "ctranslate2 instead."
-        )
+    check_fields(
+        shape,
+        "MarianMT",
+        norm=("post",),
+        final_norm=(None, False),
+        norm_type=("layer",),
+        activation=tuple(ACTIVATIONS),
+        positions=("interleaved", "split", "learned"),
+        encoder_window=(None,),
+    )
     notes = check_epsilon(shape, NORM_EPSILON, "transformers") + search_notes(
         config,
         "transformers",
@@ -91,6 +97,9 @@ def export_huggingface(
             "again after fine-tuning there."
         )
     tensors = to_library(weights, HUGGING_FACE, other_names(shape))
+    if shape.tie_embeddings == "embeddings":  # it ties all three or none
+        for side in ("encoder", "decoder"):
+            tensors[f"model.{side}.embed_tokens.weight"] = tensors["model.shared.weight"]
     tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
     # The metadata tells transformers that axes are in PyTorch's order.
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -104,7 +113,7 @@ def export_huggingface(
 
 def other_names(shape: ModelConfig) -> dict[str, tuple[str, Form]]:
     """Names of what is outside the layers."""
-    shared = shape.tie_embeddings == "all"
+    shared = shape.tie_embeddings in ("all", "embeddings")
     target = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"
     return {
         "source_embedding.matrix": ("model.encoder.embed_tokens.weight", "same"),
@@ -125,8 +134,8 @@ def _config(config: Config, positions: int) -> dict[str, Any]:
         "dtype": "float32",
         "vocab_size": shape.source_vocab_size or shape.vocab_size,
         "decoder_vocab_size": shape.vocab_size,
-        "share_encoder_decoder_embeddings": shape.tie_embeddings == "all",
-        "tie_word_embeddings": shape.tie_embeddings != "none",
+        "share_encoder_decoder_embeddings": shape.tie_embeddings in ("all", "embeddings"),
+        "tie_word_embeddings": shape.tie_embeddings in ("all", "target"),
         **fields,
         "activation_function": ACTIVATIONS[shape.activation],
         "max_position_embeddings": positions,

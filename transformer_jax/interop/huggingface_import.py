@@ -31,14 +31,14 @@ from transformer_jax.interop.weights import (
     sines_first,
     to_library,
 )
-from transformer_jax.model.layers import sinusoidal_positions
+from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.tokenizer import Tokenizer
 
 # Added to the score of a token that must never be generated: e^-100 is less than any float32
 # probability that counts.
 _NEVER = np.float32(-100)
 _ACTIVATIONS_READ = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-_ACTIVATIONS_READ |= {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
+_ACTIVATIONS_READ |= {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class Imported(NamedTuple):
@@ -156,7 +156,8 @@ def _model_config(theirs: dict[str, Any]) -> ModelConfig:
     fields = {ours: theirs[name] for name, ours in FIELDS.items()}
     decoder_layers = fields.pop("decoder_layers")
     fields["activation"] = _ACTIVATIONS_READ[theirs["activation_function"]]
-    tied: Any = "all" if theirs["share_encoder_decoder_embeddings"] else "target"
+    ties = {(True, True): "all", (True, False): "embeddings", (False, True): "target"}
+    tied = theirs["share_encoder_decoder_embeddings"], theirs["tie_word_embeddings"]
     source_size, target_size = theirs["vocab_size"], theirs["decoder_vocab_size"]
     return ModelConfig(
         **fields,
@@ -166,7 +167,7 @@ def _model_config(theirs: dict[str, Any]) -> ModelConfig:
         norm_epsilon=NORM_EPSILON,
         attention_bias=True,
         softmax_bias=True,
-        tie_embeddings=tied if theirs["tie_word_embeddings"] else "none",
+        tie_embeddings=ties.get(tied, "none"),  # type: ignore[arg-type]
     )
 
 
@@ -325,7 +326,7 @@ def _positions(tables: list[np.ndarray], shape: ModelConfig, folder: Path) -> st
             f"The position tables in {str(folder)!r} are not two of width {d_model}; expected one "
             "for each side."
         )
-    if shape.tie_embeddings == "all" and not np.array_equal(tables[0], tables[1]):
+    if shape.tie_embeddings in ("all", "embeddings") and not np.array_equal(tables[0], tables[1]):
         raise UserError(
             f"Encoder and decoder have different learned positions in {str(folder)!r}, but one "
             "embedding; here positions are part of an embedding, so it cannot be imported."

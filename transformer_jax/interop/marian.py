@@ -12,6 +12,7 @@ from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.interop.export import (
     check_epsilon,
+    check_fields,
     length_limits,
     search_notes,
     square_head_width,
@@ -32,6 +33,7 @@ from transformer_jax.tokenizer import Tokenizer
 _NORM_EPSILON = 1e-9  # fixed in Marian's layerNorm
 _POSITIONS = 2048
 _LENGTH_FACTOR = 3  # Marian's default
+_ACTIVATIONS = {"relu": "relu", "silu": "swish"}  # its gelu is x sigmoid(1.702 x)
 
 
 def export_marian(
@@ -70,31 +72,25 @@ def export_marian(
 
 def _check(config: Config, tokenizer: Tokenizer) -> None:
     """``UserError`` for what Marian's program cannot compute."""
-    shape = config.model
-    elsewhere = "Export to ctranslate2 or safetensors instead."
-    if shape.norm == "pre":
-        raise UserError(
-            "model.norm is 'pre'; expected 'post': Marian starts a translation from a zero vector, "
-            "not from the embedding of BOS, and a norm before the first layer leaves no bias that "
-            "could make up for it. Export to ctranslate2 instead."
-        )
-    if shape.positions != "split":
-        raise UserError(
-            f"model.positions is {shape.positions!r}; expected 'split': Marian's sinusoids have "
-            "the wavelengths 10000^(i / (d_model / 2 - 1)), the paper's 10000^(2i / d_model), and "
-            "its learned positions work in training only (its decoder takes the first one at each "
-            f"step). {elsewhere}"
-        )
-    if shape.activation == "gelu":
-        raise UserError(
-            "model.activation is 'gelu'; expected 'relu' or 'silu': Marian's gelu is "
-            f"x sigmoid(1.702 x), another function. {elsewhere}"
-        )
+    # Pre-norm: Marian starts a translation from a zero vector, not from the embedding of BOS, and a
+    # norm before the first layer leaves no bias that could make up for it. Positions: the paper's
+    # sinusoids have other wavelengths, and its decoder takes the first learned one at each step.
+    check_fields(
+        config.model,
+        "Marian",
+        norm=("post",),
+        final_norm=(None, False),
+        norm_type=("layer",),
+        activation=tuple(_ACTIVATIONS),
+        positions=("split",),
+        encoder_window=(None,),
+    )
     if tokenizer.imported:
         raise UserError(
             "The vocabulary is that of an imported model; expected one that training made: "
             "marian-decoder cuts text by source.spm alone, which may have pieces that the model "
-            f"lacks, and which keeps no tags like >>deu<<. {elsewhere}"
+            "lacks, and which keeps no tags like >>deu<<. Export to "
+            "ctranslate2 instead."
         )
 
 
@@ -111,7 +107,7 @@ def _tensors(config: Config, model: Transformer) -> Weights:
     # Marian computes this table itself; converters that would take other wavelengths find it here.
     weights = with_position_tables(weights, shape, max(_POSITIONS, *length_limits(config)))
     del weights["source_embedding.position_matrix"]
-    shared = shape.tie_embeddings == "all"
+    shared = shape.tie_embeddings in ("all", "embeddings")
     target_VD = weights["target_embedding.matrix"]
     start_D = target_VD[BOS_ID]
     shift_D = start_D * np.float32(shape.d_model**0.5)
@@ -140,7 +136,7 @@ def _model_settings(config: Config) -> dict[str, Any]:
         "dim-vocabs": [shape.source_vocab_size or shape.vocab_size, shape.vocab_size],
         "dim-emb": shape.d_model,
         "tied-embeddings": shape.tie_embeddings == "target",
-        "tied-embeddings-src": False,
+        "tied-embeddings-src": shape.tie_embeddings == "embeddings",
         "tied-embeddings-all": shape.tie_embeddings == "all",
         "enc-depth": shape.num_layers,
         "dec-depth": shape.decoder_layers,
@@ -149,7 +145,7 @@ def _model_settings(config: Config) -> dict[str, Any]:
         "transformer-decoder-dim-ffn": 0,
         "transformer-ffn-depth": 2,
         "transformer-decoder-ffn-depth": 0,
-        "transformer-ffn-activation": {"relu": "relu", "silu": "swish"}[shape.activation],
+        "transformer-ffn-activation": _ACTIVATIONS[shape.activation],
         "transformer-preprocess": "",
         "transformer-postprocess": "dan",
         "transformer-postprocess-emb": "d",

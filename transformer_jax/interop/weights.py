@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.layers import sinusoidal_positions
+from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.model.transformer import Transformer
 
 Weights = dict[str, np.ndarray]
@@ -50,6 +50,7 @@ _PARTS = {
         "attention/layer_norm/{}",
     ),
     "feed_forward.inner": ("fc1.{}", "ffn_{}1", "ffn/linear_0/{}"),
+    "feed_forward.gate": ("", "", "ffn/linear_0_noact/{}"),
     "feed_forward.output": ("fc2.{}", "ffn_{}2", "ffn/linear_1/{}"),
     "feed_forward_residual": ("final_layer_norm.{}", "ffn_ffn_ln_{}", "ffn/layer_norm/{}"),
 }
@@ -126,10 +127,17 @@ def plain_weights(model: Transformer, *, head_width: int | None = None) -> Weigh
 
     Narrower heads are filled up with zeros, and queries scaled so that what is divided by
     sqrt(head_width) has the scores of d_k: an exact copy. Learned positions are as they are added
-    to the scaled embeddings.
+    to the scaled embeddings. Layers that share parameters have copies.
     """
-    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return _plain({_name(path): np.array(x[...]) for path, x in state}, model.config, head_width)
+    flat: Weights = {}
+    for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        names = [_name(path)]
+        if layer := re.fullmatch(r"(encoder|decoder)\.layers\.(\d+)\.(.+)", names[0]):
+            stack = getattr(model, layer[1])
+            numbers = range(int(layer[2]), stack.number, len(stack.layers))
+            names = [f"{layer[1]}.layers.{number}.{layer[3]}" for number in numbers]
+        flat |= dict.fromkeys(names, np.array(x[...]))
+    return _plain(flat, model.config, head_width)
 
 
 def blank_weights(config: ModelConfig) -> Weights:
@@ -178,7 +186,9 @@ def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
 
     changed = {}
     for name, x in weights.items():
-        if re.search(r"\.(query|key|value|inner)\.", name):  # these read d_model, the others write
+        if re.search(
+            r"\.(query|key|value|inner|gate)\.", name
+        ):  # these read d_model, the others write
             changed[name] = x[order_D] if name.endswith("kernel") else x
         else:
             changed[name] = x if name == "softmax_bias" else x[..., order_D]
@@ -200,6 +210,8 @@ def _plain(flat: Weights, config: ModelConfig, head_width: int | None) -> Weight
             x = x * np.float32(config.d_model**0.5)
         if name.endswith("kernel"):
             weights.setdefault(name.replace("kernel", "bias"), np.zeros(x.shape[1], np.float32))
+        if name.endswith("norm.scale") and config.norm_type == "layer":
+            weights.setdefault(name.replace("scale", "bias"), np.zeros(len(x), np.float32))
         weights[name] = x
     return weights
 

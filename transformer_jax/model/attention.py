@@ -21,25 +21,35 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.attention_kernel import MASKED, short_attention
 from transformer_jax.model.dropout import DropoutKey, dropout
 from transformer_jax.model.gpu import runs_kernels, shares
+from transformer_jax.model.positions import rotated
 
 
 def attention_mask(
-    query_segments_BT: jax.Array, key_segments_BS: jax.Array, *, causal: bool = False
+    query_segments_BT: jax.Array,
+    key_segments_BS: jax.Array,
+    *,
+    causal: bool = False,
+    window: int | None = None,
 ) -> jax.Array:
     """Let each query see the keys of its own segment, up to its own position if causal.
 
     Args:
       query_segments_BT: int; 0 is padding, equal numbers are one sentence of a row.
-      key_segments_BS: likewise for the keys. With ``causal``, S = T.
+      key_segments_BS: likewise for the keys. With ``causal`` or ``window``, S = T.
+      window: an odd number: only so many keys, the query's own position in the middle (section 4).
 
     Returns:
       bool [B, 1, T, S], True where attention is allowed. The 1 stands for the heads.
     """
     keys_B1S = key_segments_BS[:, None, :]
     mask_BTS = (query_segments_BT[:, :, None] == keys_B1S) & (keys_B1S > 0)
+    length = mask_BTS.shape[-1]
     if causal:
-        length = mask_BTS.shape[-1]
         mask_BTS &= jnp.tril(jnp.ones((length, length), bool))[None]
+    if window is not None:
+        positions_L = jnp.arange(length)
+        distance_LL = jnp.abs(positions_L[:, None] - positions_L[None])
+        mask_BTS &= (distance_LL <= window // 2)[None]
     return mask_BTS[:, None]
 
 
@@ -50,6 +60,7 @@ def dot_product_attention(
     v_BSHK: jax.Array,
     mask_BHTS: jax.Array | None = None,
     *,
+    bias_BHTS: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: DropoutKey = None,
     weights: list[jax.Array] | None = None,
@@ -59,6 +70,7 @@ def dot_product_attention(
     Args:
       mask_BHTS: bool, True where attention is allowed; axes B, H, T may be 1. None allows all. A
         query that sees nothing has equal weights.
+      bias_BHTS: added to the scores q k^T / sqrt(d_k); axes B, H, T may be 1.
       weights: a list to which the weights before dropout are added, float32 [B, H, T, S].
 
     Raises:
@@ -71,9 +83,9 @@ def dot_product_attention(
         )
     arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
     dropped = dropout_rate > 0 and dropout_key is not None
-    if not dropped and weights is None and (kernel := kernel_for(*arrays)):
+    if not dropped and weights is None and bias_BHTS is None and (kernel := kernel_for(*arrays)):
         return jax.lax.platform_dependent(*arrays, cuda=kernel, default=_plain_attention)
-    return _plain_attention(*arrays, dropout_rate, dropout_key, weights)
+    return _plain_attention(*arrays, bias_BHTS, dropout_rate, dropout_key, weights)
 
 
 def kernel_for(
@@ -102,12 +114,15 @@ def _plain_attention(
     k_BSHK: jax.Array,
     v_BSHK: jax.Array,
     mask_BHTS: jax.Array | None,
+    bias_BHTS: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: DropoutKey = None,
     weights: list[jax.Array] | None = None,
 ) -> jax.Array:
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    if bias_BHTS is not None:
+        scores_BHTS += bias_BHTS
     if mask_BHTS is not None:
         scores_BHTS = jnp.where(mask_BHTS, scores_BHTS, MASKED)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
@@ -158,11 +173,14 @@ class MultiHeadAttention(nnx.Module):
         d_k: int | None = None,
         d_v: int | None = None,
         use_bias: bool = False,
+        rotary: bool = False,
         dropout: float = 0.0,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` is of the weights."""
+        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` is of the weights;
+        ``rotary`` turns queries and keys by their positions.
+        """
         if d_model % num_heads and not (d_k and d_v):
             raise UserError(
                 f"d_model is {d_model}; expected a multiple of num_heads = {num_heads}, or "
@@ -174,6 +192,7 @@ class MultiHeadAttention(nnx.Module):
         self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.value = projection("BLD,DHK->BLHK", (d_model, num_heads, d_v))
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
+        self.rotary = rotary
         self.dropout = dropout
 
     @jax.named_scope("attention")
@@ -183,27 +202,42 @@ class MultiHeadAttention(nnx.Module):
         memory_BSD: jax.Array,
         mask_BHTS: jax.Array | None = None,
         *,
+        bias_BHTS: jax.Array | None = None,
         dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """Let each query position gather from the memory: [B, T, D].
 
-        Self-attention passes one array twice. Mask and ``weights`` are those of
+        Self-attention passes one array twice. Mask, bias and ``weights`` are those of
         ``dot_product_attention``.
         """
         # Before the queries: gradients are added in the reverse order, which is in their bits.
         k_BSHK, v_BSHK = self.keys_values(memory_BSD)
         out_BTHK = dot_product_attention(
-            self.query(query_BTD),
+            self.queries(query_BTD),
             k_BSHK,
             v_BSHK,
             mask_BHTS,
+            bias_BHTS=bias_BHTS,
             dropout_rate=self.dropout,
             dropout_key=dropout_key,
             weights=weights,
         )
         return self.output(out_BTHK)
 
-    def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def queries(self, x_BTD: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
+        """Projected queries, [B, T, H, K]; positions, for ``rotary``, are 0 1 2 ... by default."""
+        return self._placed(self.query(x_BTD), positions_BT)
+
+    def keys_values(
+        self, memory_BSD: jax.Array, positions_BS: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """The memory's projected keys and values, both [B, S, H, K], for a cache."""
-        return self.key(memory_BSD), self.value(memory_BSD)
+        return self._placed(self.key(memory_BSD), positions_BS), self.value(memory_BSD)
+
+    def _placed(self, x_BLHK: jax.Array, positions_BL: jax.Array | None) -> jax.Array:
+        if not self.rotary:
+            return x_BLHK
+        if positions_BL is None:
+            positions_BL = jnp.arange(x_BLHK.shape[1])[None]
+        return rotated(x_BLHK, positions_BL)

@@ -1,4 +1,4 @@
-"""Embedding, positions, feed-forward, residual, encoder and decoder layer (paper section 3)."""
+"""Embedding, feed-forward, encoder and decoder layer (paper section 3)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model import norm_kernel
 from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
-from transformer_jax.model.dropout import (
-    DropoutKey,
-    Site,
-    dropout,
-    kept,
-    scale_up,
-    split_key,
-)
+from transformer_jax.model.dropout import DropoutKey, dropout, split_key
+from transformer_jax.model.norms import Residual
+from transformer_jax.model.positions import sinusoidal_positions
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
@@ -36,27 +29,6 @@ def use_matmul_precision(config: ModelConfig) -> None:
     """Have this process multiply float32 matrices as the setting says; default: as JAX is set."""
     if config.matmul_precision != "default":
         jax.config.update("jax_default_matmul_precision", config.matmul_precision)
-
-
-def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleaved") -> np.ndarray:
-    """Sinusoidal position vectors, float32 [length, d_model] (section 3.5).
-
-    ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the
-    same, as in the paper. ``split``: all sines, then all cosines, with tensor2tensor's wavelengths
-    10000^(i / (d_model / 2 - 1)).
-    """
-    half = d_model // 2
-    exponents = np.arange(half) / (half if layout == "interleaved" else max(half - 1, 1))
-    angles = np.arange(length)[:, None] * 10000.0 ** -exponents[None, :]
-    waves = np.stack([np.sin(angles), np.cos(angles)], axis=2 if layout == "interleaved" else 1)
-    return waves.reshape(length, d_model).astype(np.float32)
-
-
-def segment_positions(segments_BL: jax.Array) -> jax.Array:
-    """Positions within each segment, int32 [B, L]: 0 1 2 0 1 for segments 1 1 1 2 2."""
-    index_1L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)[None]
-    is_start_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
-    return index_1L - jax.lax.cummax(jnp.where(is_start_BL, index_1L, 0), axis=1)
 
 
 class Embedding(nnx.Module):
@@ -79,6 +51,8 @@ class Embedding(nnx.Module):
     ) -> jax.Array:
         """[B, L, D] for tokens at these positions (axis B may be 1).
 
+        Rotary and relative positions are the business of attention, and nothing is added here.
+
         Args:
           num_positions: all positions but those of padding are below it.
 
@@ -89,6 +63,8 @@ class Embedding(nnx.Module):
         # An id outside the vocabulary gives NaN; checkify's index checks find it.
         vectors_BLD = self.matrix[...].at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
         x_BLD = vectors_BLD * d_model**0.5
+        if self.layout in ("rotary", "relative"):
+            return x_BLD.astype(self.dtype)
         if self.position_matrix is None:
             table_LD = jnp.asarray(sinusoidal_positions(num_positions, d_model, layout=self.layout))
         elif num_positions <= self.position_matrix.shape[0]:
@@ -123,113 +99,52 @@ def _relu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[ja
     return y, jnp.where(y > 0, tangents[0], jnp.zeros((), y.dtype))
 
 
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": relu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "swiglu": jax.nn.silu,
+}
+
+
 class FeedForward(nnx.Module):
-    """max(0, x W_1 + b_1) W_2 + b_2 (equation 2)."""
+    """max(0, x W_1 + b_1) W_2 + b_2 (equation 2), or with another activation.
+
+    swiglu is (silu(x W_gate) * x W_1) W_2 (Shazeer, 2020), with biases if there are any.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Reads d_model, d_ff, activation and feed_forward_dropout."""
+        """Reads d_model, d_ff, activation, feed_forward_bias and feed_forward_dropout."""
         D, F = config.d_model, config.d_ff
-        projection = partial(Projection, use_bias=True, dtype=compute_dtype(config), rngs=rngs)
+        dtype = compute_dtype(config)
+        projection = partial(Projection, use_bias=config.feed_forward_bias, dtype=dtype, rngs=rngs)
         self.inner = projection("BLD,DF->BLF", (D, F))
         self.output = projection("BLF,FD->BLD", (F, D))
-        self.activation = config.activation  # its name in jax.nn
+        gated = config.activation == "swiglu"
+        self.gate = projection("BLD,DF->BLF", (D, F)) if gated else None
+        self.activation = config.activation
         self.dropout = config.feed_forward_dropout
 
     @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: jax.Array, *, dropout_key: DropoutKey = None) -> jax.Array:
         """The same two-layer network at every position: [B, L, D]."""
-        activation = relu if self.activation == "relu" else getattr(jax.nn, self.activation)
-        hidden_BLF = activation(self.inner(x_BLD))
+        activation, hidden_BLF = _ACTIVATIONS[self.activation], self.inner(x_BLD)
+        if self.gate is None:
+            hidden_BLF = activation(hidden_BLF)
+        else:
+            hidden_BLF *= activation(self.gate(x_BLD))
         return self.output(dropout(hidden_BLF, self.dropout, dropout_key))
 
 
-class LayerNorm(nnx.Module):
-    """Layer normalisation over the last axis, computed in float32, returned in the input's type."""
-
-    def __init__(self, d_model: int, *, epsilon: float = 1e-6):
-        """Scale starts at 1, bias at 0."""
-        self.scale = nnx.Param(jnp.ones((d_model,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((d_model,), jnp.float32))
-        self.epsilon = epsilon
-
-    @jax.named_scope("norm")
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """Mean 0 and variance 1 over D, then scale and bias."""
-        normal = _normalised(x_BLD.astype(jnp.float32), self.epsilon)
-        shape = (1,) * (x_BLD.ndim - 1) + (-1,)
-        y = normal * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)
-        return y.astype(x_BLD.dtype)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _normalised(x_BLD: jax.Array, epsilon: float) -> jax.Array:
-    """Mean 0 and variance 1 over D; its derivative stores the statistics and uses them again."""
-    mean_BL1, inverse_BL1 = _statistics(x_BLD, epsilon)
-    return (x_BLD - mean_BL1) * inverse_BL1
-
-
-@_normalised.defjvp
-def _normalised_jvp(
-    epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    [x_BLD], [dx_BLD] = primals, tangents
-    # Without the barrier XLA works them out anew in each kernel that needs them, and, where it
-    # cannot, stores float32 arrays of x's shape.
-    mean_BL1, inverse_BL1 = jax.lax.optimization_barrier(_statistics(x_BLD, epsilon))
-    normal_BLD = (x_BLD - mean_BL1) * inverse_BL1
-    along_BL1 = (dx_BLD * normal_BLD).mean(axis=-1, keepdims=True)
-    across_BLD = dx_BLD - dx_BLD.mean(axis=-1, keepdims=True) - normal_BLD * along_BL1
-    return normal_BLD, across_BLD * inverse_BL1
-
-
-def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Mean and 1 / standard deviation over D."""
-    mean_BL1 = x_BLD.mean(axis=-1, keepdims=True)
-    variance_BL1 = jnp.square(x_BLD - mean_BL1).mean(axis=-1, keepdims=True)
-    return mean_BL1, jax.lax.rsqrt(variance_BL1 + epsilon)
-
-
-class Residual(nnx.Module):
-    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4); pre-norm has the norm before the sublayer.
-
-    A layer calls ``before`` on x, its sublayer on the result, and ``after`` on both.
-    """
-
-    def __init__(self, config: ModelConfig):
-        """Reads d_model, norm, norm_epsilon and dropout."""
-        self.norm = LayerNorm(config.d_model, epsilon=config.norm_epsilon)
-        self.pre = config.norm == "pre"
-        self.dropout = config.dropout
-
-    def before(self, x_BLD: jax.Array) -> jax.Array:
-        """What the sublayer takes in."""
-        return self.norm(x_BLD) if self.pre else x_BLD
-
-    @jax.named_scope("residual")
-    def after(
-        self, x_BLD: jax.Array, y_BLD: jax.Array, *, dropout_key: DropoutKey = None
-    ) -> jax.Array:
-        """x joined with what the sublayer gave."""
-        if self.pre or not self.dropout or dropout_key is None or not norm_kernel.takes(x_BLD):
-            x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
-            return x_BLD if self.pre else self.norm(x_BLD)
-        # In training on a GPU one kernel does all, from a mask.
-        keep_BLD = kept(Site(x_BLD.shape, self.dropout), dropout_key)
-        settings = scale_up(self.dropout), self.norm.epsilon
-        return jax.lax.platform_dependent(
-            *(x_BLD, y_BLD, keep_BLD, self.norm.scale[...], self.norm.bias[...]),
-            cuda=lambda *arrays: norm_kernel.residual_norm(*arrays, *settings),
-            default=lambda x, y, keep, *_: self.norm(x + dropout(y, self.dropout, keep)),
-        )
-
-
-def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
+def _attention(config: ModelConfig, rngs: nnx.Rngs, *, rotary: bool = False) -> MultiHeadAttention:
     return MultiHeadAttention(
         config.d_model,
         config.num_heads,
         d_k=config.head_width_k,
         d_v=config.head_width_v,
         use_bias=config.attention_bias,
+        rotary=rotary,
         dropout=config.attention_dropout,
         dtype=compute_dtype(config),
         rngs=rngs,
@@ -240,8 +155,8 @@ class EncoderLayer(nnx.Module):
     """Self-attention, then feed-forward, each with residual and norm."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Layers share nothing."""
-        self.self_attention = _attention(config, rngs)
+        """Reads what attention, feed-forward and residual read."""
+        self.self_attention = _attention(config, rngs, rotary=config.positions == "rotary")
         self.self_attention_residual = Residual(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
@@ -251,17 +166,22 @@ class EncoderLayer(nnx.Module):
         x_BSD: jax.Array,
         mask_BHSS: jax.Array,
         *,
+        self_bias_BHLL: jax.Array | None = None,
         dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """[B, S, D] to [B, S, D]; without a key nothing is dropped.
 
-        The attention weights [B, H, S, S] are added to ``weights``, if given.
+        ``self_bias_BHLL`` is added to the attention scores. The attention weights [B, H, S, S] are
+        added to ``weights``, if given.
         """
         attention_key, residual_key, *keys = split_key(dropout_key, 4)
         y_BSD = self.self_attention_residual.before(x_BSD)
         y_BSD = self.self_attention(
-            y_BSD, y_BSD, mask_BHSS, dropout_key=attention_key, weights=weights
+            *(y_BSD, y_BSD, mask_BHSS),
+            bias_BHTS=self_bias_BHLL,
+            dropout_key=attention_key,
+            weights=weights,
         )
         x_BSD = self.self_attention_residual.after(x_BSD, y_BSD, dropout_key=residual_key)
         return _feed_forward(self, x_BSD, *keys)
@@ -271,8 +191,8 @@ class DecoderLayer(nnx.Module):
     """Causal self-attention, attention over the encoder's memory, feed-forward."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Layers share nothing."""
-        self.self_attention = _attention(config, rngs)
+        """Reads what attention, feed-forward and residual read."""
+        self.self_attention = _attention(config, rngs, rotary=config.positions == "rotary")
         self.self_attention_residual = Residual(config)
         self.cross_attention = _attention(config, rngs)
         self.cross_attention_residual = Residual(config)
@@ -286,20 +206,24 @@ class DecoderLayer(nnx.Module):
         self_mask_BHTT: jax.Array,
         cross_mask_BHTS: jax.Array,
         *,
+        self_bias_BHLL: jax.Array | None = None,
         dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """[B, T, D] to [B, T, D]; without a key nothing is dropped.
 
-        The weights of self-attention, then those of cross-attention, are added to ``weights``, if
-        given.
+        ``self_bias_BHLL`` is added to the scores of self-attention. The weights of self-attention,
+        then those of cross-attention, are added to ``weights``, if given.
         """
         self_key, cross_key, self_residual_key, cross_residual_key, *keys = split_key(
             dropout_key, 6
         )
         y_BTD = self.self_attention_residual.before(x_BTD)
         y_BTD = self.self_attention(
-            y_BTD, y_BTD, self_mask_BHTT, dropout_key=self_key, weights=weights
+            *(y_BTD, y_BTD, self_mask_BHTT),
+            bias_BHTS=self_bias_BHLL,
+            dropout_key=self_key,
+            weights=weights,
         )
         x_BTD = self.self_attention_residual.after(x_BTD, y_BTD, dropout_key=self_residual_key)
         y_BTD = self.cross_attention(
@@ -315,12 +239,14 @@ class DecoderLayer(nnx.Module):
     def step(
         self,
         x_BWD: jax.Array,
+        position_B: jax.Array,
         attend_to_history: Callable[..., tuple[jax.Array, Any]],
         attend_to_source: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, Any, jax.Array]:
         """One decoding step of W hypotheses, on keys and values of the steps before.
 
         Args:
+          position_B: where each sentence's newest tokens stand.
           attend_to_history: given queries and the newest keys and values, what self-attention
             finds, and what the cache needs to go on; arrays are [B, W, H, K].
           attend_to_source: given queries, what cross-attention finds.
@@ -329,8 +255,9 @@ class DecoderLayer(nnx.Module):
           The output [B, W, D]; what the cache needs; the queries of cross-attention [B, W, H, K].
         """
         y_BWD = self.self_attention_residual.before(x_BWD)
-        own_BWHK = self.self_attention.keys_values(y_BWD)
-        out_BWHK, written = attend_to_history(self.self_attention.query(y_BWD), own_BWHK)
+        own_BWHK = self.self_attention.keys_values(y_BWD, position_B[:, None])
+        q_BWHK = self.self_attention.queries(y_BWD, position_B[:, None])
+        out_BWHK, written = attend_to_history(q_BWHK, own_BWHK)
         y_BWD = self.self_attention.output(out_BWHK)
         x_BWD = self.self_attention_residual.after(x_BWD, y_BWD)
         q_BWHK = self.cross_attention.query(self.cross_attention_residual.before(x_BWD))

@@ -17,11 +17,11 @@ from transformer_jax.model.layers import (
     DecoderLayer,
     Embedding,
     EncoderLayer,
-    LayerNorm,
     compute_dtype,
     embedding_matrix,
-    segment_positions,
 )
+from transformer_jax.model.norms import make_norm
+from transformer_jax.model.positions import RelativeBias, segment_positions
 from transformer_jax.special_ids import BOS_ID, PAD_ID
 
 
@@ -34,14 +34,29 @@ class AttentionWeights(NamedTuple):
 
 
 class _Stack(nnx.Module):
-    """N layers, one after another; pre-norm stacks end in one more norm."""
+    """N layers, one after another, and perhaps a final norm.
 
-    def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
-        self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
-        self.final_norm = (
-            LayerNorm(config.d_model, epsilon=config.norm_epsilon) if config.norm == "pre" else None
+    ``layers`` holds those with parameters of their own, ``sequence`` all N.
+    """
+
+    def __init__(
+        self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs, *, causal: bool
+    ):
+        distinct = min(number, config.distinct_layers or number)
+        self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(distinct)])
+        self.final_norm = make_norm(config) if config.has_final_norm else None
+        self.relative_bias = (
+            RelativeBias(config.num_heads, causal=causal, rngs=rngs)
+            if config.positions == "relative"
+            else None
         )
+        self.number = number
         self.remat = config.remat
+
+    @property
+    def sequence(self) -> list[Any]:
+        """The layers in the order in which they run."""
+        return [self.layers[i % len(self.layers)] for i in range(self.number)]
 
     def __call__(
         self,
@@ -52,9 +67,14 @@ class _Stack(nnx.Module):
     ) -> jax.Array:
         """[B, L, D] to [B, L, D]; the other arguments are those of every layer."""
         remat = self.remat and weights is None  # a list cannot collect from a recomputed layer
-        keys = split_key(dropout_key, len(self.layers))
-        for layer, key in zip(self.layers, keys, strict=True):
-            run = partial(layer, dropout_key=key, weights=weights)
+        self_bias_BHLL = None
+        if self.relative_bias is not None:
+            positions_1L = jnp.arange(x_BLD.shape[1])[None]
+            self_bias_BHLL = self.relative_bias(positions_1L, positions_1L)
+        keys = split_key(dropout_key, self.number)
+        for layer, key in zip(self.sequence, keys, strict=True):
+            options = {"self_bias_BHLL": self_bias_BHLL, "weights": weights}
+            run = partial(layer, dropout_key=key, **options)
             x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
         return self.normed(x_BLD)
 
@@ -67,26 +87,30 @@ class Encoder(_Stack):
     """A stack of N encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Reads num_layers and what a layer reads."""
-        super().__init__(EncoderLayer, config.num_layers, config, rngs)
+        """Reads num_layers, what a stack and what a layer reads."""
+        super().__init__(EncoderLayer, config.num_layers, config, rngs, causal=False)
 
 
 class Decoder(_Stack):
     """N decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Reads decoder_layers and what a layer reads."""
-        super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
+        """Reads decoder_layers, what a stack and what a layer reads."""
+        super().__init__(DecoderLayer, config.decoder_layers, config, rngs, causal=True)
 
     def step(
         self, x_BWD: jax.Array, cache: DecoderCache, *, length: int | None = None
     ) -> tuple[jax.Array, DecoderCache]:
         """One decoding step: [B, W, D] to [B, W, D], and the cache with one position more."""
-        attention = cache.attention(length)
+        bias_BHT = None
+        if self.relative_bias is not None:
+            positions_1T = jnp.arange(cache.max_length)[None]
+            bias_BHT = self.relative_bias(cache.position_B[:, None], positions_1T)[:, :, 0]
+        attention = cache.attention(length, bias_BHT)
         written, attention_BWS = [], None
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.sequence):
             attend = partial(attention.to_history, i), partial(attention.to_source, i)
-            x_BWD, of_layer, q_BWHK = layer.step(x_BWD, *attend)
+            x_BWD, of_layer, q_BWHK = layer.step(x_BWD, cache.position_B, *attend)
             written.append(of_layer)
         if cache.attention_BWS is not None:
             attention_BWS = attention.source_weights(-1, q_BWHK)
@@ -106,12 +130,12 @@ class Transformer(nnx.Module):
         self.target_embedding = Embedding(config.vocab_size, config, rngs=rngs)
         self.source_embedding = (
             None
-            if config.tie_embeddings == "all"
+            if config.tie_embeddings in ("all", "embeddings")
             else Embedding(config.source_vocab_size or config.vocab_size, config, rngs=rngs)
         )
         self.encoder = Encoder(config, rngs=rngs)
         self.decoder = Decoder(config, rngs=rngs)
-        untied = config.tie_embeddings == "none"
+        untied = config.tie_embeddings in ("embeddings", "none")
         self.softmax_matrix = (
             embedding_matrix(config.vocab_size, config.d_model, rngs) if untied else None
         )
@@ -263,7 +287,7 @@ class Transformer(nnx.Module):
             packed=packed,
             key=embedding_key,
         )
-        mask_BHSS = attention_mask(segments_BS, segments_BS)
+        mask_BHSS = attention_mask(segments_BS, segments_BS, window=self.config.encoder_window)
         return self.encoder(x_BSD, mask_BHSS, dropout_key=encoder_key, weights=weights)
 
     def _embed(
@@ -310,7 +334,7 @@ class Transformer(nnx.Module):
           keep_attention: each step leaves its cross-attention in ``cache.attention_BWS``.
         """
         return empty_cache(
-            [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers],
+            [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.sequence],
             source_mask_BS,
             beam_size=beam_size,
             max_length=max_length,

@@ -191,6 +191,7 @@ def loss_and_sums(
         model.output_matrix_VD,
         batch.target_BT,
         label_smoothing=config.training.label_smoothing,
+        smoothing_over=config.training.smoothing_over,
         bias_V=model.output_bias_V,
         mesh=mesh,
         r_drop=r_drop,

@@ -1,0 +1,122 @@
+"""Layer norm, RMS norm, and the residual sum around each sub-layer (paper section 5.4)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.model import norm_kernel
+from transformer_jax.model.dropout import DropoutKey, Site, dropout, kept, scale_up
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation over the last axis, computed in float32, returned in the input's type."""
+
+    def __init__(self, d_model: int, *, epsilon: float = 1e-6, use_bias: bool = True):
+        """Scale starts at 1, bias at 0."""
+        self.scale = nnx.Param(jnp.ones((d_model,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((d_model,), jnp.float32)) if use_bias else None
+        self.epsilon = epsilon
+
+    @jax.named_scope("norm")
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """Mean 0 and variance 1 over D, then scale and bias."""
+        normal = _normalised(x_BLD.astype(jnp.float32), self.epsilon)
+        shape = (1,) * (x_BLD.ndim - 1) + (-1,)
+        y = normal * self.scale[...].reshape(shape)
+        if self.bias is not None:
+            y += self.bias[...].reshape(shape)
+        return y.astype(x_BLD.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _normalised(x_BLD: jax.Array, epsilon: float) -> jax.Array:
+    """Mean 0 and variance 1 over D; its derivative stores the statistics and uses them again."""
+    mean_BL1, inverse_BL1 = _statistics(x_BLD, epsilon)
+    return (x_BLD - mean_BL1) * inverse_BL1
+
+
+@_normalised.defjvp
+def _normalised_jvp(
+    epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    [x_BLD], [dx_BLD] = primals, tangents
+    # Without the barrier XLA works them out anew in each kernel that needs them, and, where it
+    # cannot, stores float32 arrays of x's shape.
+    mean_BL1, inverse_BL1 = jax.lax.optimization_barrier(_statistics(x_BLD, epsilon))
+    normal_BLD = (x_BLD - mean_BL1) * inverse_BL1
+    along_BL1 = (dx_BLD * normal_BLD).mean(axis=-1, keepdims=True)
+    across_BLD = dx_BLD - dx_BLD.mean(axis=-1, keepdims=True) - normal_BLD * along_BL1
+    return normal_BLD, across_BLD * inverse_BL1
+
+
+def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+    """Mean and 1 / standard deviation over D."""
+    mean_BL1 = x_BLD.mean(axis=-1, keepdims=True)
+    variance_BL1 = jnp.square(x_BLD - mean_BL1).mean(axis=-1, keepdims=True)
+    return mean_BL1, jax.lax.rsqrt(variance_BL1 + epsilon)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2)) times a scale (Zhang and Sennrich, 2019), computed in float32."""
+
+    def __init__(self, d_model: int, *, epsilon: float = 1e-6):
+        """Scale starts at 1."""
+        self.scale = nnx.Param(jnp.ones((d_model,), jnp.float32))
+        self.epsilon = epsilon
+
+    @jax.named_scope("norm")
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """Mean square 1 over D, then the scale; returned in the input's type."""
+        x = x_BLD.astype(jnp.float32)
+        inverse_BL1 = jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + self.epsilon)
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x * inverse_BL1 * scale).astype(x_BLD.dtype)
+
+
+def make_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
+    """The norm of the config: norm_type, norm_epsilon and norm_bias."""
+    D, epsilon = config.d_model, config.norm_epsilon
+    if config.norm_type == "rms":
+        return RMSNorm(D, epsilon=epsilon)
+    return LayerNorm(D, epsilon=epsilon, use_bias=config.norm_bias)
+
+
+class Residual(nnx.Module):
+    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4); pre-norm has the norm before the sublayer.
+
+    A layer calls ``before`` on x, its sublayer on the result, and ``after`` on both.
+    """
+
+    def __init__(self, config: ModelConfig):
+        """Reads norm, dropout and what ``make_norm`` reads."""
+        self.norm = make_norm(config)
+        self.pre = config.norm == "pre"
+        self.dropout = config.dropout
+
+    def before(self, x_BLD: jax.Array) -> jax.Array:
+        """What the sublayer takes in."""
+        return self.norm(x_BLD) if self.pre else x_BLD
+
+    @jax.named_scope("residual")
+    def after(
+        self, x_BLD: jax.Array, y_BLD: jax.Array, *, dropout_key: DropoutKey = None
+    ) -> jax.Array:
+        """x joined with what the sublayer gave."""
+        norm, drops = self.norm, self.dropout > 0 and dropout_key is not None
+        plain = self.pre or not drops or not norm_kernel.takes(x_BLD)
+        if plain or isinstance(norm, RMSNorm) or norm.bias is None:
+            x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
+            return x_BLD if self.pre else norm(x_BLD)
+        # In training on a GPU one kernel does all, from a mask.
+        keep_BLD = kept(Site(x_BLD.shape, self.dropout), dropout_key)
+        settings = scale_up(self.dropout), norm.epsilon
+        return jax.lax.platform_dependent(
+            *(x_BLD, y_BLD, keep_BLD, norm.scale[...], norm.bias[...]),
+            cuda=lambda *arrays: norm_kernel.residual_norm(*arrays, *settings),
+            default=lambda x, y, keep, *_: norm(x + dropout(y, self.dropout, keep)),
+        )
