@@ -21,6 +21,12 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
+from transformer_jax.parsing.trees import bracket_symbols
+
+LABELS = (
+    "ADJP ADVP CONJP FRAG INTJ LST NAC NP NX PP PRN PRT QP RRC S SBAR SBARQ SINV SQ UCP VP WHADJP "
+    "WHADVP WHNP WHPP X"
+)
 
 
 def _pairs(split: str) -> PairsConfig:
@@ -38,7 +44,11 @@ def get_config() -> Config:
         model=ModelConfig(
             d_model=1024, d_ff=2048, num_heads=8, num_layers=4, dropout=0.2, attention_dropout=0.2
         ),
-        tokenizer=TokenizerConfig(vocab_size=16_000, normalization="identity"),
+        tokenizer=TokenizerConfig(
+            vocab_size=16_000,
+            normalization="identity",
+            user_defined_symbols=bracket_symbols(LABELS),
+        ),
         data=DataConfig(
             root="data/wsj",
             train=_pairs("train"),

@@ -96,6 +96,7 @@ ORDER = [
     "training.loop",
     "training.__main__",
     "parsing.trees",
+    "parsing.generated",
     "parsing.bracketing",
     "parsing.__main__",
     "interop.vocabulary",

@@ -129,7 +129,10 @@ def test_a_restored_file_appears_whole_or_not_at_all(treebank: Path) -> None:
     [
         ("prepare --trees {0}/*.tree --output {0}/x", "matches no file; expected at least one"),
         ("prepare --trees {0}/none.mrg --output {0}/x", "none.mrg"),
-        ("prepare --trees {0}/b.mrg --output {0}/x --skip 2", "no tree after the first 2"),
+        (
+            "prepare --trees {0}/b.mrg --output {0}/x --skip 2",
+            "b.mrg after the first 2; expected one or more",
+        ),
         ("prepare --trees {0}/b.mrg --output {0}/x --take 0", "take is 0; expected 1 or more"),
         (
             "prepare --trees {0}/words --output {0}/x",

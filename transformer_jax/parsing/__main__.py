@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
@@ -25,7 +25,14 @@ from transformer_jax.data.files import expanded
 from transformer_jax.data.sources import read_lines
 from transformer_jax.errors import UserError
 from transformer_jax.parsing.bracketing import bracket_score
-from transformer_jax.parsing.trees import from_sequence, read_parses
+from transformer_jax.parsing.generated import Language, recombined
+from transformer_jax.parsing.trees import (
+    Parse,
+    from_sequence,
+    read_parses,
+    with_numbers,
+    without_numbers,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,30 @@ class Prepare:
     """Leave out so many trees at the beginning."""
     take: int | None = None
     """Use so many trees at most. Default: all."""
+    numbered: bool = False
+    """Number the words, `#0 It #1 barks`, and write the numbers in the sequence in place of XX: a
+    model finds its place in the sentence after far fewer trees."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Write the files that prepare writes, for generated trees: of a made-up language, or those of
+    a treebank put together anew.
+    """
+
+    output: str
+    """Where to write, without the endings; folders are made."""
+    trees: int
+    """How many trees."""
+    seed: int = 0
+    """Another number, other trees. Give training, dev and test set different ones."""
+    language: int = 0
+    """Another number, another language."""
+    like: tuple[str, ...] = ()
+    """Treebank files: take their trees, and exchange constituents for others with the same
+    label."""
+    numbered: bool = False
+    """As for prepare."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> None:
     task = tyro.cli(
-        Prepare | Restore | Score,  # type: ignore[arg-type]
+        Prepare | Generate | Restore | Score,  # type: ignore[arg-type]
         prog="python -m transformer_jax.parsing",
         args=argv,
         description="Constituency parsing as translation: a treebank to text for train.py, and "
@@ -83,6 +114,8 @@ def _run(argv: list[str] | None) -> None:
     )
     if isinstance(task, Prepare):
         print(prepare(task), file=sys.stderr)
+    elif isinstance(task, Generate):
+        print(generate(task), file=sys.stderr)
     elif isinstance(task, Restore):
         print(restore(task), file=sys.stderr)
     else:
@@ -91,30 +124,50 @@ def _run(argv: list[str] | None) -> None:
 
 def prepare(task: Prepare) -> str:
     """Write the three files; returns what was done, in words."""
-    for name, value, least in (("skip", task.skip, 0), ("take", task.take, 1)):
-        if value is not None and value < least:
-            raise UserError(f"{name} is {value}; expected {least} or more.")
-    files = [file for name in task.trees for file in expanded(name)]
-    parses = chain.from_iterable(map(read_parses, files))
+    _check_at_least("skip", task.skip, 0)
+    if task.take is not None:
+        _check_at_least("take", task.take, 1)
     end = None if task.take is None else task.skip + task.take
-    Path(task.output).parent.mkdir(parents=True, exist_ok=True)
+    parses = islice(_parses(task.trees), task.skip, end)
+    if (first := next(parses, None)) is None:
+        where = f" after the first {task.skip}" if task.skip else ""
+        raise UserError(f"There is no tree in {' '.join(task.trees)}{where}; expected one or more.")
+    return _write(task.output, chain([first], parses), numbered=task.numbered)
+
+
+def generate(task: Generate) -> str:
+    """Write the three files; returns what was done, in words."""
+    _check_at_least("trees", task.trees, 1)
+    if task.like:
+        parses = recombined(_parses(task.like), task.seed)
+    else:
+        parses = Language(task.language).trees(task.seed)
+    return _write(task.output, islice(parses, task.trees), numbered=task.numbered)
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{name} is {value}; expected {least} or more.")
+
+
+def _parses(names: Iterable[str]) -> Iterator[Parse]:
+    files = [file for name in names for file in expanded(name)]
+    return chain.from_iterable(map(read_parses, files))
+
+
+def _write(output: str, parses: Iterable[Parse], *, numbered: bool) -> str:
     num_parses = num_words = 0
     with ExitStack() as stack:
         words, sequences, trees = (
-            stack.enter_context(_written_whole(Path(f"{task.output}.{ending}")))
+            stack.enter_context(_written_whole(Path(f"{Path(output)}.{ending}")))
             for ending in ("words", "sequences", "mrg")
         )
-        for parse in islice(parses, task.skip, end):
-            print(*parse.words, file=words)
-            print(parse.sequence(), file=sequences)
+        for parse in parses:
+            print(*(with_numbers(parse.words) if numbered else parse.words), file=words)
+            print(parse.sequence(numbered=numbered), file=sequences)
             print(parse, file=trees)
             num_parses, num_words = num_parses + 1, num_words + len(parse.words)
-        if not num_parses:
-            raise UserError(
-                f"{len(files)} file(s) have no tree after the first {task.skip}; expected at least "
-                "one."
-            )
-    return f"{task.output}.words, .sequences and .mrg: {num_parses} trees over {num_words} words."
+    return f"{Path(output)}.words, .sequences and .mrg: {num_parses} trees over {num_words} words."
 
 
 def restore(task: Restore) -> str:
@@ -129,7 +182,7 @@ def restore(task: Restore) -> str:
                     f"{short} ends after {total - 1} lines; expected as many lines in {task.words} "
                     f"and {task.sequences}."
                 )
-            parse, well_formed = from_sequence(words.split(), sequence)
+            parse, well_formed = from_sequence(without_numbers(words.split()), sequence)
             malformed += not well_formed
             print(parse, file=output)
         output.flush()
@@ -145,6 +198,7 @@ def _written_whole(path: Path) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8") as file:
             yield file
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
         with Path(folder, path.name).open("w", encoding="utf-8") as file:
             yield file

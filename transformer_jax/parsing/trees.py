@@ -68,6 +68,13 @@ class Parse(NamedTuple):
                 yield leaf
 
 
+def bracket_symbols(labels: str) -> tuple[str, ...]:
+    """For ``tokenizer.user_defined_symbols``: makes each bracket one token, where SentencePiece
+    would never join a parenthesis and letters. ``labels`` are separated by spaces.
+    """
+    return tuple(f"▁{bracket}{label}" for label in labels.split() for bracket in "()")
+
+
 def with_numbers(words: Sequence[str]) -> list[str]:
     """The source that goes with a numbered sequence: #0 John #1 barks."""
     return [token for n, word in enumerate(words) for token in (f"#{n}", word)]

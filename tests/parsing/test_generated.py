@@ -1,0 +1,123 @@
+"""Generated trees: repeatable, well-formed, and of the rules that they are made from."""
+
+import dataclasses
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from transformer_jax.config_io import load_config_file
+from transformer_jax.parsing.__main__ import main
+from transformer_jax.parsing.generated import LABELS, Language, recombined
+from transformer_jax.parsing.trees import Parse, from_sequence, read_parses
+from transformer_jax.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TREES = """
+( (S (NP (D the) (N dog)) (VP (V saw) (NP (NP (D a) (N cat)) (PP (P on) (NP (D the) (N mat)))))))
+( (S (PP (P at) (NP (N night))) (NP (N dogs)) (VP (V bark))))
+( (S (NP (N cats)) (VP (V sleep) (PP (P at) (NP (N home))))))
+"""
+
+
+@pytest.fixture
+def treebank(tmp_path: Path) -> Path:
+    path = tmp_path / "bank.mrg"
+    path.write_text(TREES)
+    return path
+
+
+def productions(parse: Parse) -> set[tuple[str, str]]:
+    """Every label with the labels and tags inside it, found by folding the innermost brackets."""
+    text, found = re.sub(r"\((\S+) [^\s()]+\)", r"\1", str(parse)), set()
+    while inner := re.search(r"\((\S+) ([^()]+)\)", text):
+        found.add((inner[1], inner[2]))
+        text = text[: inner.start()] + inner[1] + text[inner.end() :]
+    return found
+
+
+def test_a_seed_gives_the_same_trees_of_a_language_and_others_do_not() -> None:
+    def trees(language: int, seed: int) -> list[Parse]:
+        return list(islice(Language(language).trees(seed), 20))
+
+    assert trees(0, 1) == trees(0, 1)
+    assert trees(0, 1) != trees(0, 2)
+    assert {word for parse in trees(0, 1) for word in parse.words} & {
+        word for parse in trees(0, 2) for word in parse.words
+    }
+    assert trees(0, 1)[0].words != trees(1, 1)[0].words
+
+
+def test_made_up_trees_are_whole_and_of_few_rules_and_many_words() -> None:
+    trees = list(islice(Language(0).trees(1), 3000))
+    for parse in trees:
+        assert 6 <= len(parse.words) <= 40
+        assert parse.constituents[0] == ("S", 0, len(parse.words))
+        restored, whole = from_sequence(parse.words, parse.sequence())
+        assert whole and restored.constituents == parse.constituents
+        assert all(c.end - c.start > 1 and c.label in LABELS for c in parse.constituents)
+    assert len({word for parse in trees for word in parse.words}) > 2000
+    # 50 rules with each constituent in them a bracket or a single word
+    assert len(set().union(*map(productions, trees))) <= 50 * 4
+
+
+def test_recombined_trees_have_the_rules_of_the_treebank_and_are_new(treebank: Path) -> None:
+    given = list(read_parses(treebank))
+    trees = list(islice(recombined(given, 1), 200))
+    assert trees == list(islice(recombined(given, 1), 200))
+    rules = set().union(*map(productions, given))
+    for parse in trees:
+        restored, whole = from_sequence(parse.words, parse.sequence())
+        assert whole and restored.constituents == parse.constituents
+        assert len(parse.tags) == len(parse.words)
+        assert productions(parse) <= rules
+    assert len(set(trees) - set(given)) > 20
+
+
+def test_the_program_writes_what_training_reads_and_restores_it(
+    treebank: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = f"{treebank.parent}/new/train"
+    restore = ["restore", "--words", f"{output}.words", "--sequences", f"{output}.sequences"]
+    for arguments in ([], ["--like", str(treebank)], ["--like", str(treebank), "--numbered"]):
+        task = ["generate", "--output", output, "--trees", "7", "--seed", "3", *arguments]
+        assert main(task) == 0
+        assert "7 trees over" in capsys.readouterr().err
+        parses = list(read_parses(f"{output}.mrg"))
+        assert len(parses) == 7
+        assert ("#" in Path(f"{output}.words").read_text()) == ("--numbered" in arguments)
+        assert main([*restore, "--output", f"{output}.back"]) == 0
+        score = main(["score", "--gold", f"{output}.mrg", "--parses", f"{output}.back"])
+        assert score == 0 and "F1 = 100.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("config", ["pcfg_parsing", "wsj_parsing"])
+def test_each_bracket_is_one_token(config: str) -> None:
+    settings = load_config_file(ROOT / "configs" / f"{config}.py").tokenizer
+    parses = [
+        parse._replace(constituents=tuple(c._replace(label="S") for c in parse.constituents))
+        for parse in islice(Language(0).trees(1), 300)
+    ]
+    pairs = [(" ".join(parse.words), parse.sequence()) for parse in parses]
+    tokenizer = Tokenizer.train(pairs, dataclasses.replace(settings, vocab_size=300))
+    for _, sequence in pairs:
+        (ids,) = tokenizer.encode_target([sequence])
+        assert len(ids) == len(sequence.split()) and tokenizer.decode_target(ids) == sequence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--trees 0", "trees is 0; expected 1 or more"),
+        ("--trees 1 --like {0}/none.mrg", "none.mrg"),
+        ("--trees 1 --like {0}/empty.mrg", "no tree"),
+    ],
+)
+def test_wrong_input_is_named(
+    tmp_path: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.mrg").write_text("")
+    assert main(["generate", "--output", f"{tmp_path}/x", *arguments.format(tmp_path).split()]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    assert not list(tmp_path.glob("x.*"))
