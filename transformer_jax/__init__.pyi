@@ -1,5 +1,6 @@
 """What `from transformer_jax import ...` offers, for `__init__.py`, type checkers and editors."""
 
+from .attention import SentenceAttention, sentence_attention
 from .checkpoint import load_model
 from .config import (
     BatchConfig,
@@ -31,6 +32,13 @@ from .model.cache import DecoderCache
 from .model.layers import DecoderLayer, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
+from .pictures.drawing import (
+    attention_lines,
+    attention_maps,
+    positions_picture,
+    save_picture,
+    schedule_picture,
+)
 from .sharding import batch_sharding, make_mesh, state_shardings
 from .special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from .tokenizer import Tokenizer
@@ -71,6 +79,7 @@ __all__ = [
     "Scorer",
     "SearchResult",
     "Sentence",
+    "SentenceAttention",
     "Tokenizer",
     "TokenizerConfig",
     "TrainingConfig",
@@ -78,6 +87,8 @@ __all__ = [
     "Translation",
     "Translator",
     "UserError",
+    "attention_lines",
+    "attention_maps",
     "attention_mask",
     "batch_sharding",
     "bleu",
@@ -91,7 +102,11 @@ __all__ = [
     "load_model",
     "make_mesh",
     "make_optimizer",
+    "positions_picture",
+    "save_picture",
+    "schedule_picture",
     "search",
+    "sentence_attention",
     "sinusoidal_positions",
     "smoothed_cross_entropy",
     "state_shardings",

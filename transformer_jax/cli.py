@@ -23,6 +23,9 @@ from transformer_jax.errors import UserError, shown
 
 T = TypeVar("T")
 
+PICTURES = (".svg", ".png", ".pdf")
+"""Endings of the pictures that programs can write."""
+
 COMPILING = "compiling"
 """Name of threads that a program does not wait for when it ends."""
 
@@ -196,9 +199,15 @@ def flags_given(argv: Sequence[str]) -> set[str]:
     return {flag.replace("_", "-") for flag in flags}
 
 
-def check_output(name: str) -> None:
-    """``UserError`` unless a file of this name, which ``--output`` gives, can be made."""
+def check_output(name: str, *, endings: Sequence[str] = ()) -> None:
+    """``UserError`` unless a file of this name, which ``--output`` gives, can be made, and has one
+    of the ``endings`` (if there are any).
+    """
     path = Path(name).absolute()
+    if endings and path.suffix not in endings:
+        raise UserError(
+            f"output is {name!r}; expected a name that ends in one of {', '.join(endings)}."
+        )
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"output is {name!r}; expected the name of a file in a folder that exists.")
 
