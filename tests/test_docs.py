@@ -65,9 +65,8 @@ def test_the_readme_map_names_every_module_and_no_other() -> None:
 
 
 def test_flags_of_decode_exist() -> None:
-    programs = (
-        ROOT / "transformer_jax" / "decoding" / name for name in ("flags.py", "learn_shortlist.py")
-    )
+    names = "decoding/flags.py", "decoding/learn_shortlist.py", "attention.py"
+    programs = (ROOT / "transformer_jax" / name for name in names)
     fields = [
         name
         for file in programs
