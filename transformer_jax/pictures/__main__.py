@@ -77,7 +77,7 @@ def _run(argv: list[str] | None) -> None:
     )
     check_output(task.output, endings=PICTURES)
     # here, so that flags are checked before JAX and matplotlib are loaded
-    from transformer_jax.model.layers import sinusoidal_positions
+    from transformer_jax.model.positions import sinusoidal_positions
     from transformer_jax.pictures.drawing import positions_picture, save_picture, schedule_picture
 
     if isinstance(task, Positions):
