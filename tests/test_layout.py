@@ -110,6 +110,7 @@ ORDER = [
     "interop.huggingface_import",
     "interop.ctranslate2",
     "interop.marian",
+    "interop.pytorch",
     "interop.__main__",
 ]
 

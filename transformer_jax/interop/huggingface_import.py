@@ -25,6 +25,7 @@ from transformer_jax.interop.weights import (
     HUGGING_FACE,
     Weights,
     blank_weights,
+    check_tensors,
     from_library,
     parameters,
     reordered,
@@ -241,22 +242,9 @@ def _read_weights(folder: Path, theirs: dict[str, Any], shape: ModelConfig) -> t
     if theirs["tie_word_embeddings"]:
         tied += ["lm_head.weight"]
     _rename_tied(tensors, tied, expected)
-    for what, names in (
-        ("lack", sorted(expected.keys() - tensors)),
-        ("have unknown", sorted(tensors.keys() - expected)),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(
-                f"The weights in {str(folder)!r} {what} {', '.join(names[:3])}{more}; expected "
-                "those that config.json describes."
-            )
-    for name, like_it in expected.items():
-        if tensors[name].shape != like_it.shape:
-            raise UserError(
-                f"{name} in {str(folder)!r} has shape {tensors[name].shape}; expected "
-                f"{like_it.shape}, as config.json describes."
-            )
+    check_tensors(
+        tensors, expected, f"The weights in {str(folder)!r}", "those that config.json describes"
+    )
     weights = from_library(tensors, like, HUGGING_FACE, others)
     positions = _positions(tables, shape, folder)
     if positions == "interleaved":  # MarianMT's sinusoids are the paper's with all sines first

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
 from transformer_jax.model.positions import sinusoidal_positions
 from transformer_jax.model.transformer import Transformer
 
@@ -60,8 +61,8 @@ _ORDER = list(_PARTS)
 class Library(NamedTuple):
     """Names and shapes of weights in a library."""
 
-    column: int
-    """Of ``_PARTS``."""
+    parts: Mapping[str, str]
+    """Names as in ``_PARTS``, after a side where it matters."""
     layer: str
     """What a name in a layer begins with, with {side} and {number}."""
     first_number: int
@@ -73,7 +74,7 @@ class Library(NamedTuple):
 
 
 HUGGING_FACE = Library(
-    column=0,
+    parts={ours: theirs[0] for ours, theirs in _PARTS.items()},
     layer="model.{side}.layers.{number}.",
     first_number=0,
     leaves={"kernel": "weight", "bias": "bias", "norm.scale": "weight", "norm.bias": "bias"},
@@ -81,7 +82,7 @@ HUGGING_FACE = Library(
     vector="same",
 )
 MARIAN = Library(
-    column=1,
+    parts={ours: theirs[1] for ours, theirs in _PARTS.items()},
     layer="{side}_l{number}_",
     first_number=1,
     leaves={"kernel": "W", "bias": "b", "norm.scale": "scale", "norm.bias": "bias"},
@@ -89,7 +90,7 @@ MARIAN = Library(
     vector="row",
 )
 CTRANSLATE2 = Library(
-    column=2,
+    parts={ours: theirs[2] for ours, theirs in _PARTS.items()},
     layer="{side}/layer_{number}/",
     first_number=0,
     leaves={"kernel": "weight", "bias": "bias", "norm.scale": "gamma", "norm.bias": "beta"},
@@ -119,6 +120,22 @@ def from_library(
         for name, share in zip(ours, shares, strict=True):
             weights[name] = share[0] if form == "row" else _reshape(share, form)
     return weights
+
+
+def check_tensors(tensors: Weights, expected: Weights, where: str, expectation: str) -> None:
+    """Refuse names that are too many or too few, then other shapes than expected."""
+    for what, names in (
+        ("lack", sorted(expected.keys() - tensors)),
+        ("have unknown", sorted(tensors.keys() - expected)),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(f"{where} {what} {', '.join(names[:3])}{more}; expected {expectation}.")
+    for name, like_it in expected.items():
+        if tensors[name].shape != like_it.shape:
+            raise UserError(
+                f"{where} have {name} of shape {tensors[name].shape}; expected {like_it.shape}."
+            )
 
 
 def plain_weights(model: Transformer, *, head_width: int | None = None) -> Weights:
@@ -235,9 +252,10 @@ def _names(
         else:
             side, number, part, leaf = match.groups()
             prefix = library.layer.format(side=side, number=int(number) + library.first_number)
-            theirs = prefix + _PARTS[part][library.column].format(library.leaves[leaf])
+            parts = library.parts
+            theirs = (parts.get(part) or parts[f"{side}.{part}"]).format(library.leaves[leaf])
             form = library.kernel if leaf == "kernel" else library.vector
-            places.append((_ORDER.index(part), theirs, form, ours))
+            places.append((_ORDER.index(part), prefix + theirs, form, ours))
     for _, theirs, form, ours in sorted(places):
         found.setdefault(theirs, (form, []))[1].append(ours)
     return found

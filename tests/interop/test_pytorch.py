@@ -1,0 +1,635 @@
+"""Beside PyTorch: with the same weights, the same outputs, gradients, losses and translations.
+
+``python -m pytest tests/interop/test_pytorch.py -s`` prints the table that docs/results.md has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from reference_search import Rules, reference_search
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from transformer_jax import (
+    BOS_ID,
+    EOS_ID,
+    PAD_ID,
+    BeamSearch,
+    ModelConfig,
+    OptimizerConfig,
+    Transformer,
+    UserError,
+    attention_mask,
+    dot_product_attention,
+    make_optimizer,
+    search,
+    sinusoidal_positions,
+    smoothed_cross_entropy,
+)
+from transformer_jax.interop.pytorch import TorchModules, from_torch, to_torch
+
+# nn.Transformer says so of most of its own settings.
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+
+D, H, V = 32, 4, 40
+SOURCE_BS = np.array([[5, 6, 7, 8, 9, 2], [10, 11, 2, 0, 0, 0], [12, 2, 0, 0, 0, 0]])
+TARGET_BT = np.array([[7, 9, 11, 13, 2], [15, 5, 2, 0, 0], [2, 0, 0, 0, 0]])
+
+
+class Seq2Seq(nn.Module):
+    """What users of ``nn.Transformer`` write around it; logits [B, T, V]."""
+
+    def __init__(self, parts: TorchModules):
+        super().__init__()
+        self.transformer, self.source, self.target, self.output, positions = parts
+        if isinstance(positions, str):
+            table_LD = torch.tensor(sinusoidal_positions(64, D, layout=positions))
+            positions = table_LD, table_LD
+        self.positions = positions
+
+    def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
+        inputs_BT = F.pad(target_BT[:, :-1], (1, 0), value=BOS_ID)
+        length = target_BT.shape[1]
+        padding_BS = source_BS == PAD_ID
+        source_LD, target_LD = self.positions
+        hidden_BTD = self.transformer(
+            self.source(source_BS) * D**0.5 + source_LD[: source_BS.shape[1]],
+            self.target(inputs_BT) * D**0.5 + target_LD[:length],
+            tgt_mask=torch.ones(length, length, dtype=torch.bool).triu(1),
+            src_key_padding_mask=padding_BS,
+            memory_key_padding_mask=padding_BS,
+        )
+        return self.output(hidden_BTD)
+
+
+def parts(*, share: str = "all", seed: int = 0, **settings: Any) -> TorchModules:
+    """Random modules; biases and norms are random too, not zeros and ones."""
+    torch.manual_seed(seed)
+    given = {"dropout": 0.0, "batch_first": True} | settings
+    transformer = nn.Transformer(D, H, 2, 1, 48, **given)
+    target = nn.Embedding(V, D)
+    source = target if share in ("all", "embeddings") else nn.Embedding(V - 9, D)
+    output = nn.Linear(D, V, bias=share in ("none", "embeddings"))
+    if share in ("all", "target"):
+        output.weight = target.weight
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn(parameter.shape)
+        for module in dict.fromkeys((source, target, output)):
+            nn.init.normal_(module.weight, std=D**-0.5)
+    return TorchModules(transformer, source, target, output, "interleaved")
+
+
+def imported(given: TorchModules) -> Transformer:
+    return from_torch(**given._asdict(), dtype="float32")
+
+
+def apart(ours: Any, theirs: Any) -> float:
+    """The largest difference, relative to the largest number."""
+    ours, theirs = (x.detach().numpy() if isinstance(x, Tensor) else x for x in (ours, theirs))
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    assert ours.shape == theirs.shape
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+FOUND: dict[str, dict[str, float]] = {}  # the largest error of each unit, by what was compared
+COLUMNS = ("outputs", "gradients", "losses of 50 steps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    """Print what was found, in the end."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # others would wait for each other
+    yield
+    torch.set_num_threads(threads)
+    print(f"\n\n| | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    for unit, errors in FOUND.items():
+        cells = (f"{errors[column]:.1e}" if column in errors else "" for column in COLUMNS)
+        print(f"| {unit} | {' | '.join(cells)} |")
+    print(f"\ntorch {torch.__version__}, jax {jax.__version__}, {platform.machine()}")
+
+
+def compare(unit: str, column: str, errors: list[float], *, limit: float) -> None:
+    found = FOUND.setdefault(unit, {})
+    found[column] = max(*errors, found.get(column, 0.0))
+    assert max(errors) <= limit
+
+
+def compare_gradients(unit: str, gradients: Any, like: Transformer, theirs: nn.Module) -> None:
+    """Every gradient that PyTorch has; ours as PyTorch names them."""
+    ours = to_torch(nnx.merge(nnx.split(like, nnx.Param)[0], gradients))
+    named = dict(Seq2Seq(ours).named_parameters())
+    found = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    assert found
+    errors = [apart(named[name], gradient) for name, gradient in found.items()]
+    compare(unit, "gradients", errors, limit=1e-5)
+
+
+# The units: ours of (model, x_BTD, memory_BSD), and theirs.
+
+REAL_BS, REAL_BT = SOURCE_BS != PAD_ID, TARGET_BT != PAD_ID
+FUTURE_TT = torch.ones(5, 5, dtype=torch.bool).triu(1)
+NO_SOURCE_BS, NO_TARGET_BT = torch.tensor(~REAL_BS), torch.tensor(~REAL_BT)
+SELF = attention_mask(REAL_BT.astype(int), REAL_BT.astype(int), causal=True)
+CROSS = attention_mask(REAL_BT.astype(int), REAL_BS.astype(int))
+OVER_SOURCE = attention_mask(REAL_BS.astype(int), REAL_BS.astype(int))
+
+
+def causal_attention(transformer: nn.Transformer, x: Tensor, memory: Tensor) -> Tensor:
+    attention = transformer.decoder.layers[0].self_attn
+    return attention(x, x, x, key_padding_mask=NO_TARGET_BT, attn_mask=FUTURE_TT)[0]
+
+
+def cross_attention(transformer: nn.Transformer, x: Tensor, memory: Tensor) -> Tensor:
+    attention = transformer.decoder.layers[0].multihead_attn
+    return attention(x, memory, memory, key_padding_mask=NO_SOURCE_BS)[0]
+
+
+def decoder_layer(transformer: nn.Transformer, x: Tensor, memory: Tensor) -> Tensor:
+    return transformer.decoder.layers[0](
+        *(x, memory),
+        tgt_mask=FUTURE_TT,
+        tgt_key_padding_mask=NO_TARGET_BT,
+        memory_key_padding_mask=NO_SOURCE_BS,
+    )
+
+
+UNITS: dict[str, tuple[Callable[..., jax.Array], Callable[..., Tensor]]] = {
+    "attention, causal and padding mask": (
+        lambda model, x, memory: model.decoder.layers[0].self_attention(x, x, SELF),
+        causal_attention,
+    ),
+    "attention over the source, padding mask": (
+        lambda model, x, memory: model.decoder.layers[0].cross_attention(x, memory, CROSS),
+        cross_attention,
+    ),
+    "layer norm": (
+        lambda model, x, memory: model.decoder.final_norm(x),
+        lambda transformer, x, memory: transformer.decoder.norm(x),
+    ),
+    "encoder layer": (
+        lambda model, x, memory: model.encoder.layers[1](memory, OVER_SOURCE),
+        lambda transformer, x, memory: transformer.encoder.layers[1](
+            memory, src_key_padding_mask=NO_SOURCE_BS
+        ),
+    ),
+    "decoder layer": (
+        lambda model, x, memory: model.decoder.layers[0](x, memory, SELF, CROSS),
+        decoder_layer,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("unit", "settings"),
+    [
+        *((unit, {}) for unit in UNITS),
+        *(
+            (unit, {"norm_first": True, "activation": "gelu"})
+            for unit in UNITS
+            if unit.endswith("layer")
+        ),
+    ],
+    ids=str,
+)
+def test_unit_has_their_outputs_and_gradients(unit: str, settings: dict[str, Any]) -> None:
+    ours, theirs = UNITS[unit]
+    given = parts(**settings)
+    graph, parameters = nnx.split(imported(given), nnx.Param)
+    rng = np.random.default_rng(1)
+    arrays = [rng.standard_normal((3, length, D), np.float32) for length in (5, 6)]
+    real_BL1 = (REAL_BS if unit == "encoder layer" else REAL_BT)[..., None]
+    weight_BLD = real_BL1 * rng.standard_normal((*real_BL1.shape[:2], D), np.float32)
+
+    def weighted(parameters: Any, arrays: Any) -> tuple[jax.Array, jax.Array]:
+        out_BLD = ours(nnx.merge(graph, parameters), *arrays)
+        return (out_BLD * weight_BLD).sum(), out_BLD * real_BL1
+
+    of = jax.jit(jax.grad(weighted, argnums=(0, 1), has_aux=True))
+    (gradients, of_arrays), out_BLD = of(parameters, arrays)
+    tensors = [torch.tensor(x, requires_grad=True) for x in arrays]
+    theirs_BLD = theirs(given.transformer, *tensors)
+    (theirs_BLD * torch.tensor(weight_BLD)).sum().backward()
+
+    name = unit + (", pre-norm, GELU" if settings else "")
+    compare(name, "outputs", [apart(out_BLD, theirs_BLD * torch.tensor(real_BL1))], limit=2e-6)
+    compare_gradients(name, gradients, nnx.merge(graph, parameters), Seq2Seq(given))
+    for x, tensor in zip(of_arrays, tensors, strict=True):
+        if tensor.grad is not None:
+            compare(name, "gradients by inputs", [apart(x, tensor.grad)], limit=1e-5)
+
+
+def test_scaled_dot_product_attention() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((3, length, H, 8), np.float32) for length in (5, 6, 6))
+    theirs_BHTK = F.scaled_dot_product_attention(
+        *(torch.tensor(x).transpose(1, 2) for x in (q, k, v)),
+        attn_mask=torch.tensor(REAL_BS)[:, None, None],
+    )
+    out_BTHK = dot_product_attention(q, k, v, jnp.asarray(REAL_BS)[:, None, None])
+    errors = [apart(out_BTHK, theirs_BHTK.transpose(1, 2))]
+    compare("F.scaled_dot_product_attention", "outputs", errors, limit=2e-6)
+
+
+# The whole model.
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "post-norm, ReLU": {},
+    "pre-norm, GELU": {"norm_first": True, "activation": "gelu", "share": "target"},
+    "post-norm, GELU, no biases": {"activation": "gelu", "bias": False, "share": "embeddings"},
+    "pre-norm, ReLU, no biases": {"norm_first": True, "bias": False, "share": "none"},
+}
+
+
+class Pair(NamedTuple):
+    """The same model twice."""
+
+    name: str
+    ours: Transformer
+    loss_and_gradients: Callable[[Any], tuple[tuple[jax.Array, jax.Array], Any]]
+    """((mean loss, logits), gradients) of parameters."""
+    theirs: Seq2Seq
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    given = parts(**VARIANTS[request.param])
+    ours = imported(given)
+    graph, _ = nnx.split(ours, nnx.Param)
+
+    def mean_loss(parameters: Any) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(graph, parameters)
+        hidden_BTD = model.hidden(SOURCE_BS, TARGET_BT)
+        sums = smoothed_cross_entropy(
+            hidden_BTD, model.output_matrix_VD, jnp.asarray(TARGET_BT), bias_V=model.output_bias_V
+        )
+        return sums.loss / sums.tokens, model.logits(hidden_BTD)
+
+    of = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+    return Pair(f"whole model, {request.param}", ours, of, Seq2Seq(given))
+
+
+def their_loss(model: Seq2Seq) -> tuple[Tensor, Tensor]:
+    logits_BTV, target_BT = (
+        model(torch.tensor(SOURCE_BS), torch.tensor(TARGET_BT)),
+        torch.tensor(TARGET_BT),
+    )
+    loss = F.cross_entropy(
+        logits_BTV.flatten(0, 1), target_BT.flatten(), ignore_index=PAD_ID, label_smoothing=0.1
+    )
+    return loss, logits_BTV
+
+
+def test_whole_model_has_their_outputs_gradients_and_losses(pair: Pair) -> None:
+    parameters = nnx.to_pure_dict(nnx.state(pair.ours, nnx.Param))
+    (_, logits_BTV), gradients = pair.loss_and_gradients(parameters)
+    loss, theirs_BTV = their_loss(pair.theirs)
+    loss.backward()
+    compare(pair.name, "outputs", [apart(logits_BTV[REAL_BT], theirs_BTV[REAL_BT])], limit=2e-6)
+    compare_gradients(pair.name, gradients, pair.ours, pair.theirs)
+
+    config = OptimizerConfig(warmup_steps=200)
+    optimizer = make_optimizer(config, D)
+    state = optimizer.init(parameters)
+
+    @jax.jit
+    def update(parameters: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    adam = torch.optim.Adam(pair.theirs.parameters(), lr=1.0, betas=(0.9, 0.98), eps=1e-9)
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        adam, lambda count: D**-0.5 * min((count + 1) ** -0.5, (count + 1) * 200**-1.5)
+    )
+    errors = []
+    for _ in range(50):
+        (our_loss, _), gradients = pair.loss_and_gradients(parameters)
+        parameters, state = update(parameters, state, gradients)
+        adam.zero_grad()
+        loss, _ = their_loss(pair.theirs)
+        loss.backward()
+        adam.step()
+        rate.step()
+        errors.append(apart(our_loss, loss.item()))
+    assert loss.item() < 1.5, "nothing was learned"
+    compare(pair.name, "losses of 50 steps", errors, limit=5e-6)
+
+
+def test_smoothed_cross_entropy() -> None:
+    rng = np.random.default_rng(2)
+    arrays = [rng.standard_normal(shape, np.float32) for shape in ((3, 5, D), (V, D), (V,))]
+
+    def mean_loss(arrays: list[Any]) -> jax.Array:
+        hidden_BTD, matrix_VD, bias_V = arrays
+        sums = smoothed_cross_entropy(hidden_BTD, matrix_VD, jnp.asarray(TARGET_BT), bias_V=bias_V)
+        return sums.loss / sums.tokens
+
+    ours, gradients = jax.jit(jax.value_and_grad(mean_loss))(arrays)
+    tensors = [torch.tensor(x, requires_grad=True) for x in arrays]
+    theirs = F.cross_entropy(
+        F.linear(*tensors).flatten(0, 1),
+        torch.tensor(TARGET_BT).flatten(),
+        ignore_index=PAD_ID,
+        label_smoothing=0.1,
+    )
+    theirs.backward()
+    compare("smoothed cross-entropy", "outputs", [apart(ours, theirs.item())], limit=2e-6)
+    errors = [apart(x, tensor.grad) for x, tensor in zip(gradients, tensors, strict=True)]
+    compare("smoothed cross-entropy", "gradients", errors, limit=1e-5)
+
+
+# Searches.
+
+
+@pytest.mark.parametrize(
+    ("variant", "seed", "beam_size"),
+    [("post-norm, ReLU", 5, 1), ("post-norm, ReLU", 5, 4), ("pre-norm, GELU", 4, 4)],
+)
+def test_a_plain_search_over_their_model_finds_the_same(
+    variant: str, seed: int, beam_size: int
+) -> None:
+    given = parts(**(VARIANTS[variant] | {"share": "none"}), seed=seed)
+    with torch.no_grad():
+        for parameter in given.transformer.parameters():
+            if parameter.ndim == 2:
+                parameter *= 2.0  # hypotheses differ, and depend on the source
+        given.output.bias[EOS_ID] += 2.5  # translations end before they must
+    ours, theirs = imported(given), Seq2Seq(given)
+    rng = np.random.default_rng(beam_size)
+    sources = [[*rng.integers(4, V - 9, rng.integers(2, 6)), EOS_ID] for _ in range(12)]
+    source_BS = np.array([line + [PAD_ID] * (6 - len(line)) for line in sources])
+    method = BeamSearch(bos_id=BOS_ID, eos_id=EOS_ID, pad_id=PAD_ID, beam_size=beam_size)
+
+    @jax.jit
+    def found(source_BS: jax.Array) -> Any:
+        size = {"beam_size": beam_size, "max_length": 9}
+        cache = ours.start_cache(ours.encode(source_BS), source_BS != PAD_ID, **size)
+        return search(
+            *(method, ours.decode_step, cache),
+            limit_B=jnp.full(len(sources), 9),
+            max_length=9,
+            reorder=lambda cache, parents_BW: cache.reorder(parents_BW),
+        )
+
+    result = jax.device_get(found(source_BS))
+    lengths, errors = set(), []
+    for line, tokens_NL, lengths_N, scores_N in zip(
+        *(sources, result.tokens_BNL, result.lengths_BN, result.scores_BN), strict=True
+    ):
+        source_1S = torch.tensor([line])
+
+        def log_probs(tokens: tuple[int, ...], source_1S: Tensor = source_1S) -> np.ndarray:
+            with torch.no_grad():
+                logits_1TV = theirs(source_1S, torch.tensor([[*tokens, EOS_ID]]))
+            return logits_1TV[0, -1].log_softmax(-1).numpy()
+
+        best = reference_search(log_probs, Rules(max_length=9), beam_size=beam_size)
+        ours_ = [tuple(t[:n].tolist()) for t, n in zip(tokens_NL, lengths_N, strict=True)]
+        assert ours_ == [hypothesis.tokens for hypothesis in best]
+        errors.append(apart(scores_N, [hypothesis.score for hypothesis in best]))
+        lengths |= set(lengths_N.tolist())
+    assert len(lengths) > 2
+    kind = "greedy" if beam_size == 1 else "4-best"
+    unit = f"{kind} of {len(sources)} sentences, {variant}: the same tokens; scores"
+    compare(unit, "outputs", errors, limit=2e-6)
+
+
+# There and back, and what cannot go.
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"positions": "split"},  # attention has no biases, stacks no final norms
+        {
+            **{"norm": "pre", "final_norm": False, "attention_bias": True, "norm_bias": False},
+            **{"num_decoder_layers": 1, "source_vocab_size": 30, "tie_embeddings": "target"},
+            **{"activation": "gelu_tanh"},
+        },
+        {
+            **{"tie_embeddings": "none", "softmax_bias": True, "positions": "learned"},
+            **{"activation": "silu", "feed_forward_bias": False, "attention_dropout": 0.2},
+        },
+        {
+            **{"tie_embeddings": "embeddings", "final_norm": True, "positions": "learned"},
+            **{"attention_bias": True, "norm_epsilon": 1e-3, "feed_forward_dropout": 0.3},
+            **{"activation": "gelu"},
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_model_goes_there_and_comes_back(fields: dict[str, Any]) -> None:
+    sizes = {"vocab_size": V, "d_model": D, "d_ff": 48, "num_heads": H, "num_layers": 2}
+    config = ModelConfig(**(sizes | {"max_positions": 16, "dtype": "float32"} | fields))
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    noise = np.random.default_rng(0)
+    graph, state = nnx.split(model, nnx.Param)
+    state = jax.tree.map(lambda x: x + 0.1 * noise.standard_normal(x.shape, np.float32), state)
+    model = nnx.merge(graph, state)
+
+    there = to_torch(model)
+    theirs = Seq2Seq(there)
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    tables = 0 if isinstance(there.positions, str) else 16 * D * len({*map(id, there.positions)})
+    assert count + tables == sum(x.size for x in jax.tree.leaves(state))
+    logits_BTV = model(SOURCE_BS, TARGET_BT)
+    theirs.eval()
+    for gradients in (True, False):  # without, PyTorch takes a fused encoder where it can
+        with torch.set_grad_enabled(gradients):
+            theirs_BTV = theirs(torch.tensor(SOURCE_BS), torch.tensor(TARGET_BT))
+        assert apart(logits_BTV[REAL_BT], theirs_BTV[REAL_BT]) < 2e-6
+
+    back = from_torch(**there._asdict(), dtype="float32")
+    unused = {} if config.positions == "learned" else {"max_positions": 1024}
+    assert back.config == dataclasses.replace(config, **unused)
+    returned = nnx.to_pure_dict(nnx.state(back, nnx.Param))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), returned, nnx.to_pure_dict(state))
+
+
+def test_narrower_heads_are_filled_up() -> None:
+    config = ModelConfig(
+        V, d_model=D, d_ff=48, num_heads=H, d_k=6, d_v=3, dtype="float32", num_layers=1
+    )
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    theirs = Seq2Seq(to_torch(model)).eval()
+    theirs_BTV = theirs(torch.tensor(SOURCE_BS), torch.tensor(TARGET_BT))
+    assert apart(model(SOURCE_BS, TARGET_BT)[REAL_BT], theirs_BTV[REAL_BT]) < 2e-6
+
+
+def test_embeddings_that_are_not_scaled() -> None:
+    given = parts()
+    scaled = imported(given)
+    plain = given.source_embedding.weight * D**0.5
+    ours = from_torch(
+        *(given.transformer, plain), output=given.output, scale_embeddings=False, dtype="float32"
+    )
+    assert (scaled.config.tie_embeddings, ours.config.tie_embeddings) == ("all", "embeddings")
+    matrix_VD = given.target_embedding.weight.detach().numpy().copy()
+    with torch.no_grad():
+        for x in (plain, given.target_embedding.weight):
+            x.zero_()  # the model has copies
+    np.testing.assert_allclose(ours.target_embedding.matrix[...], matrix_VD, rtol=1e-6)
+    np.testing.assert_array_equal(ours.output_matrix_VD, matrix_VD)
+    np.testing.assert_array_equal(scaled.output_matrix_VD, matrix_VD)
+
+
+class OwnLayer(nn.TransformerEncoderLayer):
+    """Might compute anything."""
+
+
+def _custom_encoder(given: TorchModules) -> None:
+    given.transformer.encoder = nn.LSTM(D, D)
+
+
+def _custom_layer(given: TorchModules) -> None:
+    given.transformer.encoder.layers[1] = OwnLayer(D, H, 48, batch_first=True)
+
+
+def _other_norm(given: TorchModules) -> None:
+    given.transformer.decoder.layers[0].norm2 = nn.RMSNorm(D)
+
+
+def _norm_added(given: TorchModules) -> None:
+    given.transformer.encoder.layers[0].self_attn.more = nn.Linear(2, 2)
+
+
+def _other_eps(given: TorchModules) -> None:
+    given.transformer.decoder.norm.eps = 1e-6
+
+
+def _other_heads(given: TorchModules) -> None:
+    given.transformer.encoder.layers[1].self_attn.num_heads = 2
+
+
+def _other_width(given: TorchModules) -> None:
+    given.transformer.encoder.layers[1] = nn.TransformerEncoderLayer(
+        *(D, H, 24, 0.0), batch_first=True
+    )
+
+
+def _no_norm(given: TorchModules) -> None:
+    given.transformer.encoder.norm = None
+
+
+def _unknown_activation(given: TorchModules) -> None:
+    for stack in (given.transformer.encoder, given.transformer.decoder):
+        for layer in stack.layers:
+            layer.activation = F.mish
+
+
+def _added_keys(given: TorchModules) -> None:
+    given.transformer.decoder.layers[0].multihead_attn = nn.MultiheadAttention(
+        D, H, add_bias_kv=True, batch_first=True
+    )
+
+
+def _zero_key(given: TorchModules) -> None:
+    given.transformer.decoder.layers[0].self_attn.add_zero_attn = True
+
+
+def _no_bias(given: TorchModules) -> None:
+    given.transformer.encoder.layers[1].linear2.bias = None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_custom_encoder, r"transformer.encoder is a LSTM; expected a torch.nn.TransformerEncoder"),
+        (
+            _custom_layer,
+            r"transformer.encoder.layers.1 is a OwnLayer; expected a torch.nn.TransformerEncoderL",
+        ),
+        (
+            _other_norm,
+            r"transformer.decoder.layers.0.norm2 is a RMSNorm; expected a torch.nn.LayerNorm",
+        ),
+        (_norm_added, "encoder.layers.0.self_attn.more is a Linear; expected nothing there"),
+        (_other_eps, "eps is 1e-05 in transformer.encoder.layers.0.norm1 and 1e-06 in .*r.norm;"),
+        (_other_heads, "num_heads is 4 in .*layers.0.self_attn and 2 in .*layers.1.self_attn"),
+        (_other_width, r"have encoder.layers.1.linear1.bias of shape \(24,\); expected \(48,\)"),
+        (_no_norm, "norm is False in transformer.encoder and True in transformer.decoder"),
+        (_unknown_activation, "activation in .*encoder.layers.0 is .*mish.*; expected one of relu"),
+        (_added_keys, "The modules have unknown decoder.layers.0.multihead_attn.bias_k"),
+        (_zero_key, "add_zero_attn is True in transformer.decoder.layers.0.self_attn"),
+        (_no_bias, "bias is True in .*linear1.weight and False in .*encoder.layers.1.linear2"),
+    ],
+    ids=lambda case: case.__name__ if callable(case) else "",
+)
+def test_what_has_no_counterpart_is_refused_with_its_place(
+    change: Callable[[TorchModules], None], message: str
+) -> None:
+    given = parts()
+    change(given)
+    with pytest.raises(UserError, match=message):
+        imported(given)
+
+
+def test_a_module_as_activation_leaves_relu_in_the_decoder() -> None:
+    given = parts(activation=nn.GELU())
+    assert given.transformer.decoder.layers[0].activation is F.relu, "PyTorch has mended it"
+    message = "activation is 'gelu' in .*encoder.layers.0 and 'relu' in .*decoder.layers.0; .* give"
+    with pytest.raises(UserError, match=message):
+        imported(given)
+    for layer in given.transformer.decoder.layers:
+        layer.__dict__["activation"] = lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5))
+    assert imported(given).config.activation == "gelu"
+
+
+def test_odd_embeddings_and_positions_are_refused() -> None:
+    transformer, embedding, _, output, _ = parts(share="none")
+    table_LD = torch.zeros(8, D)
+    for settings, message in (
+        ({"source_embedding": nn.Sequential(embedding)}, "source_embedding is a Sequential; expec"),
+        ({"source_embedding": nn.Embedding(V, D, max_norm=1.0)}, "Embedding with max_norm; exp"),
+        (
+            {"output": nn.Linear(D, V + 1)},
+            r"output.bias of shape \(41,\); expected \(31,\)",
+        ),
+        ({"output": output, "positions": "rotary"}, "positions is 'rotary'; expected 'interleave"),
+        ({"positions": (table_LD, table_LD + 1)}, "two tables, but source and target share one"),
+        ({"positions": (table_LD[:, 1:], table_LD[:, 1:])}, r"positions\[1\] of shape \(8, 31\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            from_torch(transformer, **({"source_embedding": embedding} | settings))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"norm_type": "rms"}, "model.norm_type is 'rms'; expected 'layer', all that torch.nn.Tr"),
+        (
+            {"positions": "rotary"},
+            "model.positions is 'rotary'; expected 'interleaved' or 'split' ",
+        ),
+        ({"positions": "relative"}, "model.positions is 'relative'"),
+        ({"activation": "swiglu"}, "model.activation is 'swiglu'; expected 'relu' or 'gelu' or"),
+        ({"encoder_window": 3}, "model.encoder_window is 3; expected None"),
+        ({"d_k": 16}, "model.d_k is 16; expected at most model.d_model / model.num_heads = 32 / 4"),
+        ({"d_v": 16}, "model.d_v is 16"),
+        ({"num_heads": 5, "d_k": 8, "d_v": 8}, "model.d_k is 8; expected at most .* = 32 / 5"),
+    ],
+    ids=str,
+)
+def test_what_nn_transformer_cannot_be_is_refused_by_field(
+    fields: dict[str, Any], message: str
+) -> None:
+    sizes = {"vocab_size": V, "d_model": D, "d_ff": 48, "num_heads": H, "num_layers": 1}
+    config = ModelConfig(**(sizes | fields))
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match=message):
+        to_torch(model)

@@ -1,0 +1,382 @@
+"""``torch.nn.Transformer`` with its embeddings and softmax becomes a model here, and back.
+
+PyTorch is imported only when one of the two functions is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.interop.export import square_head_width
+from transformer_jax.interop.weights import (
+    Form,
+    Library,
+    blank_weights,
+    check_tensors,
+    from_library,
+    parameters,
+    plain_weights,
+    to_library,
+)
+from transformer_jax.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_LIBRARY = Library(
+    parts={
+        "self_attention.query": "self_attn.in_proj_{}",
+        "self_attention.key": "self_attn.in_proj_{}",
+        "self_attention.value": "self_attn.in_proj_{}",
+        "self_attention.output": "self_attn.out_proj.{}",
+        "self_attention_residual": "norm1.{}",
+        "cross_attention.query": "multihead_attn.in_proj_{}",
+        "cross_attention.key": "multihead_attn.in_proj_{}",
+        "cross_attention.value": "multihead_attn.in_proj_{}",
+        "cross_attention.output": "multihead_attn.out_proj.{}",
+        "cross_attention_residual": "norm2.{}",
+        "feed_forward.inner": "linear1.{}",
+        "feed_forward.output": "linear2.{}",
+        "encoder.feed_forward_residual": "norm2.{}",
+        "decoder.feed_forward_residual": "norm3.{}",
+    },
+    layer="{side}.layers.{number}.",
+    first_number=0,
+    leaves={"kernel": "weight", "bias": "bias", "norm.scale": "weight", "norm.bias": "bias"},
+    kernel="transposed",
+    vector="same",
+)
+_OTHERS: dict[str, tuple[str, Form]] = {
+    "source_embedding.matrix": ("source_embedding.weight", "same"),
+    "source_embedding.position_matrix": ("positions[0]", "same"),
+    "target_embedding.matrix": ("target_embedding.weight", "same"),
+    "target_embedding.position_matrix": ("positions[1]", "same"),
+    "softmax_matrix": ("output.weight", "same"),
+    "softmax_bias": ("output.bias", "same"),
+    "encoder.final_norm.scale": ("encoder.norm.weight", "same"),
+    "encoder.final_norm.bias": ("encoder.norm.bias", "same"),
+    "decoder.final_norm.scale": ("decoder.norm.weight", "same"),
+    "decoder.final_norm.bias": ("decoder.norm.bias", "same"),
+}
+# What nn.Transformer can have, by field of the ModelConfig.
+_HELD: dict[str, tuple[Any, ...]] = {
+    "activation": ("relu", "gelu", "gelu_tanh", "silu"),
+    "norm_type": ("layer",),
+    "positions": ("interleaved", "split", "learned"),
+    "encoder_window": (None,),
+}
+
+
+class TorchModules(NamedTuple):
+    """A model's parts in PyTorch; a matrix that is shared here is one Parameter there."""
+
+    transformer: nn.Transformer
+    source_embedding: nn.Embedding
+    target_embedding: nn.Embedding
+    output: nn.Linear
+    positions: str | tuple[Tensor, Tensor]
+    """As ``from_torch`` takes them."""
+
+
+def from_torch(
+    transformer: nn.Transformer,
+    source_embedding: nn.Embedding | Tensor,
+    *,
+    target_embedding: nn.Embedding | Tensor | None = None,
+    output: nn.Linear | Tensor | None = None,
+    positions: str | tuple[Tensor, Tensor] = "interleaved",
+    scale_embeddings: bool = True,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+) -> Transformer:
+    """A model with copies of these modules' weights, which computes what they do together.
+
+    Arrays here have the batch first, whatever ``batch_first`` is. Token ids are ours: 0 PAD, 1 BOS,
+    2 EOS, 3 UNK.
+
+    Args:
+      source_embedding: the module, or its matrix [V, D].
+      target_embedding: None: the source's.
+      output: what turns the decoder's output into logits; None: the target embedding's matrix. A
+        matrix that is shared there is shared here.
+      positions: what is added to the embeddings there: ``interleaved`` or ``split`` sinusoids
+        (``sinusoidal_positions``), or learned tables [L, D] of source and target.
+      scale_embeddings: embeddings are multiplied by sqrt(d_model) there, before positions are added
+        (section 3.4). False: they are not; here they are divided by it, apart from the output.
+      dtype: as in ``ModelConfig``.
+
+    Raises:
+      UserError: a class, setting or shape that has no counterpart here, with its place.
+    """
+    fields = _read_settings(transformer)
+    ends, tied = _read_ends(source_embedding, target_embedding, output)
+    if not scale_embeddings:
+        for name in ("source_embedding.weight", "target_embedding.weight"):
+            ends[name] = ends[name] / fields["d_model"] ** 0.5
+        tied = {"all": "embeddings", "target": "none"}.get(tied, tied)
+    of_positions, tables = _read_positions(positions, shared=tied in ("all", "embeddings"))
+    source_size, vocab_size = (len(ends[f"{s}_embedding.weight"]) for s in ("source", "target"))
+    config = ModelConfig(
+        vocab_size=vocab_size,
+        source_vocab_size=None if source_size == vocab_size else source_size,
+        tie_embeddings=tied,
+        softmax_bias="output.bias" in ends,
+        dtype=dtype,
+        **fields,
+        **of_positions,
+    )
+    return _model(config, transformer.state_dict() | ends | tables)
+
+
+def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
+    """With copies of the tensors; refuses those that the model lacks or has in another shape."""
+    like = blank_weights(config)
+    expected = to_library(like, _LIBRARY, _OTHERS)
+    once = {theirs for ours, (theirs, _) in _OTHERS.items() if ours not in like}
+    # Biases that no layer has are zeros in plain weights.
+    tensors = {name: np.zeros_like(x) for name, x in expected.items() if name.endswith("bias")}
+    tensors |= {
+        name: x.detach().float().cpu().numpy() for name, x in found.items() if name not in once
+    }
+    check_tensors(tensors, expected, "The modules", "those of nn.Transformer")
+    weights = from_library(tensors, like, _LIBRARY, _OTHERS)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), nnx.Param)
+    return nnx.merge(graph, jax.tree.map(jnp.array, parameters(weights, config)))
+
+
+def to_torch(model: Transformer) -> TorchModules:
+    """PyTorch modules with copies of the model's weights, with the batch first, in training mode.
+
+    ``nn.Transformer`` has neither embeddings nor positions: scale embeddings by sqrt(d_model) and
+    add ``positions``. Biases and final norms that the model lacks are None there. Heads narrower
+    than d_model / num_heads are filled up with zeros.
+
+    Raises:
+      UserError: nn.Transformer cannot be what the config says, by field.
+    """
+    import torch
+    from torch import nn
+
+    config = model.config
+    for field, held in _HELD.items():
+        if (value := getattr(config, field)) not in held:
+            raise UserError(
+                f"model.{field} is {value!r}; expected {' or '.join(map(repr, held))}, all that "
+                "torch.nn.Transformer can be."
+            )
+    width = square_head_width(config, "torch.nn.Transformer")
+    tensors = {
+        name: torch.tensor(x)
+        for name, x in to_library(plain_weights(model, head_width=width), _LIBRARY, _OTHERS).items()
+    }
+    transformer = _blank_transformer(config)
+    kept = {name: tensors[name] for name in transformer.state_dict()}
+    transformer.load_state_dict(kept, assign=True)
+    target = nn.Embedding.from_pretrained(tensors["target_embedding.weight"], freeze=False)
+    source = target
+    if "source_embedding.weight" in tensors:
+        source = nn.Embedding.from_pretrained(tensors["source_embedding.weight"], freeze=False)
+    output = nn.Linear(config.d_model, config.vocab_size, bias=config.softmax_bias, device="meta")
+    output.weight = target.weight
+    if "output.weight" in tensors:
+        output.weight = nn.Parameter(tensors["output.weight"])
+    if config.softmax_bias:
+        output.bias = nn.Parameter(tensors["output.bias"])
+    positions: str | tuple[Tensor, Tensor] = config.positions
+    if config.positions == "learned":
+        table_LD = tensors["positions[1]"]
+        positions = tensors.get("positions[0]", table_LD), table_LD
+    return TorchModules(transformer, source, target, output, positions)
+
+
+def _blank_transformer(config: ModelConfig) -> nn.Transformer:
+    """Without memory, with the parameters that the model has and no others."""
+    from torch import nn
+
+    sizes = config.d_model, config.num_heads, config.d_ff, config.dropout
+    activation, epsilon = _activations()[config.activation], config.norm_epsilon
+    settings = *sizes, activation, epsilon, True, config.norm == "pre"
+    encoder_layer = nn.TransformerEncoderLayer(*settings, device="meta")
+    decoder_layer = nn.TransformerDecoderLayer(*settings, device="meta")
+    # Nested tensors are a prototype, and warn.
+    encoder = nn.TransformerEncoder(encoder_layer, config.num_layers, enable_nested_tensor=False)
+    decoder = nn.TransformerDecoder(decoder_layer, config.decoder_layers)
+    if config.has_final_norm:
+        for stack in (encoder, decoder):
+            stack.norm = nn.LayerNorm(config.d_model, epsilon, device="meta")
+    transformer = nn.Transformer(
+        *sizes[:2], custom_encoder=encoder, custom_decoder=decoder, batch_first=True
+    )
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = config.attention_dropout
+        if name.endswith(".dropout"):
+            module.p = config.feed_forward_dropout
+    biases = {
+        "attn": config.attention_bias,
+        "linear": config.feed_forward_bias,
+        "norm": config.norm_bias,
+    }
+    for name in transformer.state_dict():
+        place, _, leaf = name.rpartition(".")
+        if leaf.endswith("bias") and not any(biases[part] for part in biases if part in place):
+            setattr(transformer.get_submodule(place), leaf, None)
+    if not all(biases.values()):
+        # The fused encoder of PyTorch's inference needs every bias; it is not to be tried.
+        for layer in encoder.layers:
+            layer.activation_relu_or_gelu = 0
+    return transformer
+
+
+def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
+    """Fields of the ModelConfig; each is one for all layers here, and must be there."""
+    _check_classes(transformer)
+    modules, state = dict(transformer.named_modules()), transformer.state_dict()
+    stacks = {"encoder": transformer.encoder, "decoder": transformer.decoder}
+
+    def one(setting: str, names: str) -> Any:
+        found = {n: getattr(m, setting) for n, m in modules.items() if re.search(names, n)}
+        return _in_common(setting, found)
+
+    def has_bias(part: str) -> bool:
+        matrices = [n for n in state if part in n and n.endswith("weight")]
+        return _in_common("bias", {n: n.replace("weight", "bias") in state for n in matrices})
+
+    layers = {n: m for n, m in modules.items() if re.search(r"layers\.\d+$", n)}
+    activations = {n: _activation_name(n, layer.activation) for n, layer in layers.items()}
+    pre = one("norm_first", r"layers\.\d+$")
+    final_norm = _in_common("norm", {n: m.norm is not None for n, m in stacks.items()})
+    sizes = [len(stack.layers) for stack in stacks.values()]
+    return {
+        "d_model": transformer.d_model,
+        "d_ff": transformer.encoder.layers[0].linear1.out_features,
+        "num_heads": one("num_heads", "attn$"),
+        "num_layers": sizes[0],
+        "num_decoder_layers": None if sizes[0] == sizes[1] else sizes[1],
+        "norm": "pre" if pre else "post",
+        "final_norm": None if final_norm == pre else final_norm,
+        "norm_epsilon": one("eps", r"norm\d?$"),
+        "activation": _in_common("activation", activations),
+        "dropout": one("p", r"dropout\d$"),
+        "attention_dropout": one("dropout", "attn$"),
+        "feed_forward_dropout": one("p", "dropout$"),
+        "attention_bias": has_bias("attn"),
+        "feed_forward_bias": has_bias("linear"),
+        "norm_bias": has_bias("norm"),
+    }
+
+
+def _check_classes(transformer: nn.Transformer) -> None:
+    """Refuse what may compute something else, by its place and class."""
+    from torch import nn
+
+    like = nn.Transformer(2, 2, 1, 1, 2, batch_first=True, device="meta")
+    classes = {name: type(module) for name, module in like.named_modules()}
+    for name, module in transformer.named_modules():
+        place = "transformer" + "." * bool(name) + name
+        expected = classes.get(re.sub(r"(?<=layers\.)\d+", "0", name))
+        if type(module) is not expected and not name.endswith(".activation"):
+            raise UserError(
+                f"{place} is a {type(module).__name__}; expected "
+                f"{f'a torch.nn.{expected.__name__}' if expected else 'nothing there'}: what other "
+                "classes compute is not known."
+            )
+        if name in ("encoder", "decoder") and not len(module.layers):
+            raise UserError(f"{place} has no layers; expected one or more.")
+        if getattr(module, "add_zero_attn", False):
+            raise UserError(
+                f"add_zero_attn is True in {place}; expected False, as attention is here."
+            )
+
+
+def _in_common(setting: str, found: Mapping[str, Any]) -> Any:
+    (first, value), *others = found.items()
+    for place, other in others:
+        if other != value:
+            raise UserError(
+                f"{setting} is {value!r} in transformer.{first} and {other!r} in "
+                f"transformer.{place}; expected the same everywhere, as models here have it."
+                + (
+                    " nn.Transformer(activation=nn.GELU()) leaves ReLU in the decoder: give it the "
+                    "function, torch.nn.functional.gelu."
+                    if setting == "activation"
+                    else ""
+                )
+            )
+    return value
+
+
+def _activations() -> dict[str, Callable[[Tensor], Tensor]]:
+    """What computes each activation that both sides have, by its name here."""
+    from torch.nn import functional as F
+
+    tanh = partial(F.gelu, approximate="tanh")
+    return {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": tanh, "silu": F.silu}
+
+
+def _activation_name(place: str, function: Callable[[Tensor], Tensor]) -> str:
+    """Told by its values: it may be a function, a module, or a function of the user's own."""
+    import torch
+
+    x = torch.linspace(-4, 4, 65)
+    y = function(x.clone())
+    for name, known in _activations().items():
+        if torch.allclose(y, known(x), rtol=0, atol=1e-6):
+            return name
+    raise UserError(
+        f"activation in transformer.{place} is {function!r}; expected one of "
+        f"{', '.join(_activations())}."
+    )
+
+
+def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of embeddings and output, by their names in ``_OTHERS``, and how they are
+    tied.
+    """
+    from torch import Tensor, nn
+
+    tensors: dict[str, Tensor] = {}
+    target = source if target is None else target
+    output = target if output is None else output
+    modules = {"source_embedding": source, "target_embedding": target, "output": output}
+    for name, module in modules.items():
+        limited = " with max_norm" if getattr(module, "max_norm", None) else ""
+        if isinstance(module, Tensor):
+            tensors[f"{name}.weight"] = module
+        elif type(module) in (nn.Embedding, nn.Linear) and not limited:
+            tensors |= {f"{name}.{leaf}": x for leaf, x in module.state_dict().items()}
+        else:
+            raise UserError(
+                f"{name} is a {type(module).__name__}{limited}; expected a torch.nn.Embedding, a "
+                "torch.nn.Linear as output, or a matrix."
+            )
+    at = [tensors[f"{name}.weight"].data_ptr() for name in modules]
+    ties = {(True, True): "all", (True, False): "embeddings", (False, True): "target"}
+    return tensors, ties.get((at[0] == at[1], at[1] == at[2]), "none")
+
+
+def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fields of the ModelConfig, and learned tables; ``shared`` by source and target."""
+    if positions in ("interleaved", "split"):
+        return {"positions": positions}, {}
+    if isinstance(positions, str):
+        raise UserError(
+            f"positions is {positions!r}; expected 'interleaved', 'split', or two learned tables."
+        )
+    source_LD, target_LD = positions
+    if shared and not np.array_equal(source_LD.detach().cpu(), target_LD.detach().cpu()):
+        raise UserError(
+            "positions are two tables, but source and target share one embedding; expected the "
+            "same table twice: here positions are part of an embedding."
+        )
+    tables = {"positions[0]": source_LD, "positions[1]": target_LD}
+    return {"positions": "learned", "max_positions": len(target_LD)}, tables
