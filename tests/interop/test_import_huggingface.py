@@ -21,6 +21,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
+from transformer_jax.attention import sentence_attention
 from transformer_jax.checkpoint import choose_checkpoints, load_model
 from transformer_jax.config import BatchConfig, DataConfig, ModelConfig, PairsConfig, TrainingConfig
 from transformer_jax.config_io import load_config_file
@@ -232,6 +233,27 @@ def test_translations_agree(workdir, theirs, lines) -> None:
     )
     assert [text.strip() for text in ours.translate(texts)] == expected
     assert len(set(expected)) > 3 and generated.shape[1] < 25
+
+
+@pytest.mark.cpu("an imported model computes in bfloat16 elsewhere")
+def test_attention_weights_are_theirs(marian, workdir, theirs, lines) -> None:
+    model = MarianMTModel.from_pretrained(marian, attn_implementation="eager").eval()
+    sides = theirs[1](lines[0]).input_ids, theirs[1](text_target=_target(lines[1])).input_ids
+    source, target = sides[0], [model.config.pad_token_id, *sides[1][:-1]]
+    with torch.no_grad():
+        expected = model(
+            input_ids=torch.tensor([source]),
+            decoder_input_ids=torch.tensor([target]),
+            output_attentions=True,
+        )
+    translator = Translator.from_workdir(workdir)
+    ours = sentence_attention(translator, lines[0], target=_target(lines[1]))
+    for kind, layers in (
+        ("encoder", expected.encoder_attentions),
+        ("decoder", expected.decoder_attentions),
+        ("cross", expected.cross_attentions),
+    ):
+        np.testing.assert_allclose(ours.of(kind)[2], torch.cat(layers).numpy(), atol=1e-5)
 
 
 def test_ctranslate2_gets_tags_as_pieces(workdir, tmp_path) -> None:

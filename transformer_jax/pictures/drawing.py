@@ -6,6 +6,7 @@ can be read on light and on dark pages. Sizes are in points, 72 an inch.
 
 from __future__ import annotations
 
+import colorsys
 import io
 import logging
 import re
@@ -110,7 +111,7 @@ def attention_lines(
     row = 1.4 * font
     colours = _colours(weights_NHTS.shape[1])
     with _style([*queries, *keys, title], font):
-        margins = _width(queries, font), max(_width(keys, font), 20 * len(heads) - _LINES), 0
+        margins = _width(queries, font), max(_width(keys, font), 16 * len(heads) - _LINES), 0
         size = _LINES, row * longest
         figure, panels = _panels(len(layers), min(len(layers), 3), size, margins, title)
         for axes, layer in zip(panels, layers, strict=True):
@@ -208,9 +209,11 @@ def _font_size(tokens: int) -> float:
 
 
 def _colours(number: int) -> list[Any]:
-    name = "tab10" if number < 10 else "tab20"
-    colours = [c for c in colormaps[name].colors if len({*c}) > 1]  # type: ignore[attr-defined]
-    return [colours[i % len(colours)] for i in range(number)]  # none is grey, as the text is
+    """Of medium lightness, none of them grey as the text is."""
+    if number > 9:
+        return [colorsys.hls_to_rgb(i / number, 0.45, 0.8) for i in range(number)]
+    tab10: Any = colormaps["tab10"]
+    return [colour for colour in tab10.colors if len({*colour}) > 1][:number]
 
 
 @contextmanager
@@ -228,8 +231,9 @@ def _style(texts: Iterable[str], font: float) -> Iterator[None]:
 def _families(text: str) -> list[str]:
     """Fonts that together have the text's characters, as far as installed ones have them."""
     families, missing = [_FONT], {*map(ord, text)}
-    fonts = font_manager.fontManager.ttflist
-    for font in sorted(fonts, key=lambda font: (font.name != families[0], font.name)):
+    # The "last resort" has a box for every character.
+    fonts = [font for font in font_manager.fontManager.ttflist if "Last Resort" not in font.name]
+    for font in sorted(fonts, key=lambda font: (font.name != _FONT, font.name)):
         if not missing:
             break
         try:
