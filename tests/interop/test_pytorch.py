@@ -295,7 +295,7 @@ def their_loss(model: Seq2Seq) -> tuple[Tensor, Tensor]:
 
 
 def test_whole_model_has_their_outputs_gradients_and_losses(pair: Pair) -> None:
-    parameters = nnx.to_pure_dict(nnx.state(pair.ours, nnx.Param))
+    parameters = nnx.state(pair.ours, nnx.Param)
     (_, logits_BTV), gradients = pair.loss_and_gradients(parameters)
     loss, theirs_BTV = their_loss(pair.theirs)
     loss.backward()
@@ -461,11 +461,10 @@ def test_model_goes_there_and_comes_back(fields: dict[str, Any]) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), returned, nnx.to_pure_dict(state))
 
 
-def test_narrower_heads_are_filled_up() -> None:
-    config = ModelConfig(
-        V, d_model=D, d_ff=48, num_heads=H, d_k=6, d_v=3, dtype="float32", num_layers=1
-    )
-    model = Transformer(config, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("fields", [{"d_k": 6, "d_v": 3}, {"distinct_layers": 1}], ids=str)
+def test_narrower_heads_are_filled_up_and_shared_layers_copied(fields: dict[str, int]) -> None:
+    sizes = {"vocab_size": V, "d_model": D, "d_ff": 48, "num_heads": H, "num_layers": 2}
+    model = Transformer(ModelConfig(**sizes, **fields, dtype="float32"), rngs=nnx.Rngs(0))
     theirs = Seq2Seq(to_torch(model)).eval()
     theirs_BTV = theirs(torch.tensor(SOURCE_BS), torch.tensor(TARGET_BT))
     assert apart(model(SOURCE_BS, TARGET_BT)[REAL_BT], theirs_BTV[REAL_BT]) < 2e-6

@@ -72,5 +72,5 @@ def make_optimizer(
 def _matrices(parameters: Any) -> Any:
     """True for matrices; attention's biases are none, though they have an axis for the heads."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, p: p.ndim > 1 and path[-1].key != "bias", parameters
+        lambda path, p: p.ndim > 1 and "['bias']" not in jax.tree_util.keystr(path), parameters
     )
