@@ -601,7 +601,7 @@ def test_odd_embeddings_and_positions_are_refused() -> None:
         ),
         ({"output": output, "positions": "rotary"}, "positions is 'rotary'; expected 'interleave"),
         ({"positions": (table_LD, table_LD + 1)}, "two tables, but source and target share one"),
-        ({"positions": (table_LD[:, 1:], table_LD[:, 1:])}, r"positions\[1\] of shape \(8, 31\)"),
+        ({"positions": table_LD[:, 1:]}, r"positions\[1\] of shape \(8, 31\)"),
     ):
         with pytest.raises(UserError, match=message):
             from_torch(transformer, **({"source_embedding": embedding} | settings))

@@ -94,7 +94,7 @@ def from_torch(
     *,
     target_embedding: nn.Embedding | Tensor | None = None,
     output: nn.Linear | Tensor | None = None,
-    positions: str | tuple[Tensor, Tensor] = "interleaved",
+    positions: str | Tensor | tuple[Tensor, Tensor] = "interleaved",
     scale_embeddings: bool = True,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Transformer:
@@ -109,7 +109,7 @@ def from_torch(
       output: what turns the decoder's output into logits; None: the target embedding's matrix. A
         matrix that is shared there is shared here.
       positions: what is added to the embeddings there: ``interleaved`` or ``split`` sinusoids
-        (``sinusoidal_positions``), or learned tables [L, D] of source and target.
+        (``sinusoidal_positions``), or a learned table [L, D], or one for each side.
       scale_embeddings: embeddings are multiplied by sqrt(d_model) there, before positions are added
         (section 3.4). False: they are not; here they are divided by it, apart from the output.
       dtype: as in ``ModelConfig``.
@@ -370,13 +370,13 @@ def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], di
         return {"positions": positions}, {}
     if isinstance(positions, str):
         raise UserError(
-            f"positions is {positions!r}; expected 'interleaved', 'split', or two learned tables."
+            f"positions is {positions!r}; expected 'interleaved', 'split', or a learned table."
         )
-    source_LD, target_LD = positions
+    source_LD, target_LD = positions if isinstance(positions, tuple) else (positions, positions)
     if shared and not np.array_equal(source_LD.detach().cpu(), target_LD.detach().cpu()):
         raise UserError(
-            "positions are two tables, but source and target share one embedding; expected the "
-            "same table twice: here positions are part of an embedding."
+            "positions are two tables, but source and target share one embedding; expected one "
+            "table: here positions are part of an embedding."
         )
     tables = {"positions[0]": source_LD, "positions[1]": target_LD}
     return {"positions": "learned", "max_positions": len(target_LD)}, tables
