@@ -28,7 +28,7 @@ def _pairs(split: str) -> PairsConfig:
 def get_config() -> Config:
     """2+2 layers of width 128; each bracket is a token, and 2,800 tokens hold most words whole."""
     return Config(
-        model=ModelConfig(d_model=128, d_ff=512, num_heads=4, num_layers=2),
+        model=ModelConfig(d_model=128, d_ff=512, num_heads=4, num_layers=2, dropout=0.0),
         tokenizer=TokenizerConfig(
             vocab_size=2800,
             normalization="identity",
@@ -41,10 +41,15 @@ def get_config() -> Config:
             max_source_length=128,
             max_target_length=128,
         ),
-        batch=BatchConfig(tokens=4096, layout="packed", row_length=128),
+        batch=BatchConfig(tokens=2048, layout="packed", row_length=128),
         optimizer=OptimizerConfig(peak_learning_rate=0.003, warmup_steps=150, decay="linear"),
         training=TrainingConfig(
-            steps=800, eval_every=200, checkpoint_every=200, bleu_every=0, average=1
+            steps=1500,
+            label_smoothing=0.0,
+            eval_every=500,
+            checkpoint_every=250,
+            bleu_every=0,
+            average=1,
         ),
         decoding=DecodingConfig(beam_size=1, max_extra_length=100, batch_size=64),
     )

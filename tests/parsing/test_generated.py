@@ -52,14 +52,14 @@ def test_a_seed_gives_the_same_trees_of_a_language_and_others_do_not() -> None:
 def test_made_up_trees_are_whole_and_of_few_rules_and_many_words() -> None:
     trees = list(islice(Language(0).trees(1), 3000))
     for parse in trees:
-        assert 6 <= len(parse.words) <= 40
+        assert 5 <= len(parse.words) <= 30
         assert parse.constituents[0] == ("S", 0, len(parse.words))
         restored, whole = from_sequence(parse.words, parse.sequence())
         assert whole and restored.constituents == parse.constituents
         assert all(c.end - c.start > 1 and c.label in LABELS for c in parse.constituents)
-    assert len({word for parse in trees for word in parse.words}) > 2000
-    # 50 rules with each constituent in them a bracket or a single word
-    assert len(set().union(*map(productions, trees))) <= 50 * 4
+    assert len({word for parse in trees for word in parse.words}) > 1500
+    # 32 rules with constituents, each constituent in them a bracket or a single word
+    assert len(set().union(*map(productions, trees))) <= 32 * 4
 
 
 def test_recombined_trees_have_the_rules_of_the_treebank_and_are_new(treebank: Path) -> None:

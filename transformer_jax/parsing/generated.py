@@ -12,14 +12,14 @@ from typing import NamedTuple
 from transformer_jax.errors import UserError
 from transformer_jax.parsing.trees import Constituent, Parse
 
-LABELS = "SABCDEFGHI"
+LABELS = "SABCDEFG"
 """Labels of the made-up language, S the whole sentence's."""
 
 _RULES = 5  # of each label
-_WORDS = 50  # of each rule
-_SHAPES = ((0, 1), (1, 0), (1, 1), (0, 2))  # of a rule: constituents before and after its word
-_DEEPEST = 8
-_LENGTHS = range(6, 41)  # in words, of a made-up sentence
+_WORDS = 60  # of each rule
+_SHAPES = ((0, 1), (0, 1), (0, 2), (1, 1))  # of a rule: constituents before and after its word
+_DEEPEST = 6
+_LENGTHS = range(5, 31)  # in words, of a made-up sentence
 
 
 class _Rule(NamedTuple):
@@ -31,8 +31,8 @@ class _Rule(NamedTuple):
 class Language:
     """A made-up context-free language: rules and words are drawn from ``seed``.
 
-    Each of ten labels has five rules: a word alone, or a word with one or two constituents before
-    and after it. Each rule has fifty words of its own, as verbs with and without an object are
+    Each of eight labels has five rules: a word alone, or a word with one or two constituents before
+    and after it. Each rule has sixty words of its own, as verbs with and without an object are
     different words, and so it is the words that decide what attaches where. Some words happen to
     belong to two rules. The k-th word of a rule has a frequency of about 1/k (Zipf's law).
     """
@@ -52,7 +52,7 @@ class Language:
             ]
 
     def trees(self, seed: int) -> Iterator[Parse]:
-        """Trees without end, of 6 to 40 words. A constituent of one word has no bracket."""
+        """Trees without end, of 5 to 30 words. A constituent of one word has no bracket."""
         draw = Random(seed)
         while True:
             words, constituents = list[str](), list[Constituent]()
