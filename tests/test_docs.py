@@ -1,6 +1,7 @@
 """What the documents name exists: files, config fields, links."""
 
 import dataclasses
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -53,6 +54,34 @@ def test_named_files_and_fields_exist(path: Path) -> None:
     sections = {field.split(".")[0] for field in fields if "." in field}
     for flag in re.findall(rf"--((?:{'|'.join(sections)})\.[\w.-]+)", text):
         assert flag.replace("-", "_").replace(".no_", ".") in fields, f"{path.name} names --{flag}"
+
+
+def _imports(name: str) -> bool:
+    """Whether a dotted name is a module, or anything in one, below ``transformer_jax``."""
+    try:
+        pkgutil.resolve_name(f"transformer_jax.{name}")
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_names_in_the_page_of_the_paper_exist() -> None:
+    """Names of code, of tests, and of files in other folders."""
+    page = (ROOT / "docs" / "from_the_paper.md").read_text()
+    quoted = set(re.findall(r"`([^`]+)`", page))
+    tests = {name for name in quoted if name.startswith("test_")}
+    there = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name in tests if f"def {name}(" not in there]
+    files = {name for name in quoted if re.fullmatch(r"[\w/]+\.(py|ipynb|md)", name)}
+    assert not [name for name in files if not (ROOT / name).exists()]
+    elsewhere = {"nn.Transformer", "jax.nn.gelu"}
+    names = {name for name in quoted if re.fullmatch(r"[A-Za-z]\w*(\.\w+)*", name)}
+    names -= tests | files | elsewhere
+    assert len(names) > 40
+    code = "".join(path.read_text() for path in (ROOT / "transformer_jax").rglob("*.py"))
+    arguments = {name for name in names if re.fullmatch(r"[a-z]\w*", name)}
+    assert not [name for name in arguments if not re.search(rf"\b{name}\b", code)]
+    assert not [name for name in names - arguments if not _imports(name)]
 
 
 def test_the_readme_map_names_every_module_and_no_other() -> None:
@@ -108,8 +137,8 @@ def test_flags_of_table_3_give_its_models(flags: str, paper: str, ours: str) -> 
 
 
 def _training_commands() -> list[tuple[str, list[str]]]:
-    """The flags of every documented ``train.py`` but those that begin from a work directory's
-    config; variables, pipes and comments left out.
+    """The flags of every documented ``train.py`` with a config that is there; variables, pipes and
+    comments left out.
     """
     commands = []
     for path in DOCUMENTS:
@@ -120,7 +149,7 @@ def _training_commands() -> list[tuple[str, list[str]]]:
             if found and "..." not in found[1]:
                 flags = shlex.split(found[1])
                 names = [flags[i + 1] for i, flag in enumerate(flags) if flag == "--config"]
-                if not any(name == "C" or name.endswith("config.json") for name in names):
+                if all((ROOT / name).is_file() for name in names):
                     commands.append((path.name, flags))
     return commands
 

@@ -1,0 +1,73 @@
+"""Train an OPUS-MT model (Hugging Face's MarianMT) further, on your own text.
+
+    hf download Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de
+    python examples/finetune_opus_mt.py --model opus-mt-en-de --text FOLDER
+
+imports the model, trains it on the files train.source and train.target of the folder, and prints
+chrF of dev.source against dev.target before and after, with three lines of it. Without --text it
+learns English number names in German. Without --model a tiny model of random weights is made on the
+spot, as if it were one of theirs: that shows the way, but there is nothing yet to be tuned. Needs
+safetensors.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import tyro
+from flax import nnx
+
+import transformer_jax as tj
+from transformer_jax.data.sources import read_pairs
+from transformer_jax.interop.huggingface import export_huggingface
+from transformer_jax.interop.huggingface_import import import_huggingface
+from transformer_jax.training.saver import save_imported
+
+
+def pairs_of(text: Path | None, split: str, limit: int) -> tj.PairsConfig:
+    if text is None:
+        return tj.PairsConfig("numbers", split=split, limit=limit)
+    return tj.PairsConfig("text", (f"{text}/{split}.source",), (f"{text}/{split}.target",))
+
+
+def make_random_model(folder: Path, pairs: tj.PairsConfig) -> Path:
+    """A MarianMT folder with a vocabulary for this text and weights that know nothing."""
+    tokenizer = tj.Tokenizer.train(read_pairs(pairs), tj.TokenizerConfig(vocab_size=160))
+    sizes = {"d_model": 64, "d_ff": 256, "num_heads": 4, "num_layers": 1, "norm_epsilon": 1e-5}
+    config = tj.Config(model=tj.ModelConfig(vocab_size=tokenizer.target_vocab_size, **sizes))
+    folder.mkdir(parents=True)
+    export_huggingface(config, tj.Transformer(config.model, rngs=nnx.Rngs(0)), tokenizer, folder)
+    return folder
+
+
+def main(
+    model: Path | None = None,
+    text: Path | None = None,
+    workdir: Path = Path("runs/opus"),
+    steps: int = 300,
+) -> None:
+    train_pairs, dev_pairs = pairs_of(text, "train", 20_000), pairs_of(text, "dev", 100)
+    rate = 5e-5 if model else 3e-3  # of a random model
+    folder = model or make_random_model(workdir / "random", train_pairs)
+    imported = import_huggingface(folder)
+    save_imported(workdir / "imported", imported.config, imported.tokenizer, imported.parameters)
+
+    config = replace(
+        imported.config,
+        data=replace(imported.config.data, train=train_pairs),
+        batch=tj.BatchConfig(tokens=2048, buckets=1),
+        optimizer=tj.OptimizerConfig(peak_learning_rate=rate, warmup_steps=max(steps // 10, 1)),
+        training=tj.TrainingConfig(
+            steps=steps, start_from=str(workdir / "imported"), checkpoint_every=steps, average=1
+        ),
+    )
+    tj.train(config, workdir / "tuned")
+
+    sources, references = zip(*read_pairs(dev_pairs))
+    for run in ("imported", "tuned"):
+        lines = tj.Translator.from_workdir(workdir / run).translate(sources)
+        print(f"{run}: chrF {tj.chrf(lines, references).value:.1f}")
+        print(*(f"  {source} -> {line}" for source, line in zip(sources[:3], lines)), sep="\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,36 @@
+"""Pictures of the positional encoding (paper section 3.5) and of the learning rate (section 5.3).
+
+    python examples/pictures.py
+
+writes positions.svg, the sinusoids, and schedule.svg, the learning rate for two widths and two
+warm-ups, and prints their names. Both are matplotlib figures, to be changed before they are saved.
+`python -m transformer_jax.pictures --help` draws the same from the command line.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+import transformer_jax as tj
+
+
+def main(folder: Path = Path()) -> None:
+    positions = tj.positions_picture(tj.sinusoidal_positions(100, 128))
+    positions.axes[0].set_title("sine and cosine in turn", fontsize=9)
+
+    steps, curves = np.arange(1, 20_001), {}
+    for d_model, warmup_steps in [(512, 4000), (512, 8000), (256, 4000)]:
+        settings = tj.OptimizerConfig(warmup_steps=warmup_steps)
+        rate = tj.learning_rate_schedule(settings, d_model)  # counts from 0, as optax does
+        name = f"d_model {d_model}, {warmup_steps:,} steps of warm-up"
+        curves[name] = steps, np.asarray(rate(steps - 1))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in {"positions": positions, "schedule": tj.schedule_picture(curves)}.items():
+        tj.save_picture(figure, folder / f"{name}.svg")
+        print(folder / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

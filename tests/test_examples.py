@@ -1,0 +1,83 @@
+"""Each program in examples/ runs, at reduced size, and prints what its docstring says."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import transformer_jax
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., str]]:
+    """``run(name, **arguments of its main)``: what the example prints."""
+    # One device, as with most who run these; the time goes into compiling, not into running.
+    one_device = functools.partial(transformer_jax.train, devices=jax.devices()[:1])
+    monkeypatch.setattr(transformer_jax, "train", one_device)
+    jax.config.update("jax_disable_most_optimizations", True)
+
+    def run(name: str, **arguments: Any) -> str:
+        [path] = [path for path in EXAMPLES if path.stem == name]
+        runpy.run_path(str(path))["main"](**arguments)
+        return capsys.readouterr().out
+
+    yield run
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_short_and_say_how_they_are_run(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 80
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert f"\n    python examples/{path.name}" in docstring
+    assert f'run("{path.stem}"' in Path(__file__).read_text(), "an example that no test runs"
+
+
+def test_copy_task(run: Callable[..., str]) -> None:
+    printed = run("copy_task", steps=100)
+    [loss] = re.findall(r"^step 100: loss (.*)$", printed, re.MULTILINE)
+    assert float(loss) < 2  # at first above ln 20 = 3
+    source, copy = re.findall(r"^(?:source|copy  ) \[(.*)\]$", printed, re.MULTILINE)
+    assert len(source.split(",")) >= len(copy.split(",")) > 1
+    [exact] = re.findall(r"^(\d+) of 200 new sequences are copied exactly$", printed, re.MULTILINE)
+    assert int(exact) > 5
+
+
+def test_a_vision_transformer_reads_digits(run: Callable[..., str]) -> None:
+    """The whole training, as it is short enough."""
+    printed = run("digits_vit")
+    [accuracy] = re.findall(r"accuracy on 360 test images: ([\d.]+)%", printed)
+    assert float(accuracy) >= 95
+
+
+def test_a_language_model_draws_names_of_numbers(run: Callable[..., str]) -> None:
+    printed = run("language_model", steps=100)
+    assert len(printed.splitlines()) == 11
+    right, new = re.findall(r"\d+", printed.splitlines()[-1].replace("500", ""))
+    assert int(right) >= 50 and 0 < int(new) < int(right)
+
+
+def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> None:
+    printed = run("finetune_opus_mt", workdir=tmp_path / "opus", steps=80)
+    before, after = map(float, re.findall(r"^(?:imported|tuned): chrF ([\d.]+)$", printed, re.M))
+    assert after > before + 10
+
+
+def test_pictures(run: Callable[..., str], tmp_path: Path) -> None:
+    printed = run("pictures", folder=tmp_path / "new")
+    assert printed.splitlines() == [
+        f"{tmp_path}/new/{name}.svg" for name in ("positions", "schedule")
+    ]
+    assert "4,000 steps of warm-up" in (tmp_path / "new" / "schedule.svg").read_text()
