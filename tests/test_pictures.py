@@ -12,6 +12,7 @@ import pytest
 
 from transformer_jax.config import Config, OptimizerConfig, TrainingConfig
 from transformer_jax.config_io import to_json
+from transformer_jax.errors import UserError
 from transformer_jax.pictures import __main__ as program
 from transformer_jax.pictures.drawing import attention_lines, attention_maps, save_picture
 from transformer_jax.training.optimizer import learning_rate_schedule
@@ -41,6 +42,13 @@ def test_a_map_has_the_weights_of_its_layer_and_head():
         assert image.get_clim() == (0, weights_NHTS[1, [0, 2]].max())
         assert [label.get_text() for label in axes.get_yticklabels()] == [*"abcd"]
         assert [label.get_text() for label in axes.get_xticklabels()] == [*"vwxyz"]
+
+
+@pytest.mark.parametrize("draw", DRAWINGS)
+def test_weights_of_another_shape_are_refused(draw):
+    for shape in ((2, 3, 2), (1, 1, 2, 3), (0, 1, 3, 2)):
+        with pytest.raises(UserError, match=r"weights_NHTS is of shape .*\(layers, heads, 3, 2\)"):
+            draw("abc", "de", np.ones(shape))
 
 
 def test_a_line_is_as_opaque_as_its_weight_and_has_its_heads_colour():
@@ -150,11 +158,12 @@ def test_program_draws_the_schedule_of_configs(tmp_path, capsys):
         optimizer=OptimizerConfig(warmup_steps=10, peak_learning_rate=0.5, decay="cosine"),
         training=TrainingConfig(steps=30),
     )
-    (tmp_path / "c.json").write_text(to_json(config))
-    task = program.Schedule("s.svg", config=(str(tmp_path / "c.json"),), warmup_steps=(10, 20))
+    (file := tmp_path / "c.json").write_text(to_json(config))
+    task = program.Schedule("s.svg", config=(str(file), "demo"), warmup_steps=(10, 20))
     curves = program._curves(task)
-    assert list(curves) == ["c: d_model 512, warm-up 10", "c: d_model 512, warm-up 20"]
-    for (steps, rates), warmup in zip(curves.values(), (10, 20), strict=True):
+    *ours, _, _ = curves
+    assert ours == [f"{file}: d_model 512, warm-up {warmup}" for warmup in (10, 20)]
+    for (steps, rates), warmup in zip(curves.values(), (10, 20), strict=False):
         optimizer = dataclasses.replace(config.optimizer, warmup_steps=warmup)
         schedule = learning_rate_schedule(optimizer, 512, 30)
         np.testing.assert_array_equal(steps, range(1, 31))

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -92,7 +91,7 @@ def _curves(task: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     from transformer_jax.training.optimizer import learning_rate_schedule
 
     curves = {}
-    configs = {f"{Path(name).stem}: ": load_config_file(name) for name in task.config}
+    configs = {f"{name}: ": load_config_file(name) for name in task.config}
     for name, config in (configs or {"": Config()}).items():
         widths = task.d_model or [config.model.d_model]
         warmups = task.warmup_steps or [config.optimizer.warmup_steps]

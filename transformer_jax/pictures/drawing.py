@@ -57,11 +57,11 @@ def attention_maps(
       layers, heads: which are drawn, from 1 as in the paper; -1 is the last. Default: all.
 
     Raises:
-      UserError: no such layer or head.
+      UserError: no such layer or head; weights of another shape.
     """
+    weights_NHTS = _of_shape(weights_NHTS, len(queries), len(keys))
     layers, heads = _chosen("layer", layers, weights_NHTS), _chosen("head", heads, weights_NHTS)
-    queries, keys = _drawable(queries), _drawable(keys)
-    longest = max(len(queries), len(keys))
+    queries, keys, longest = _drawable(queries), _drawable(keys), max(weights_NHTS.shape[2:])
     font = _font_size(longest)
     cell = max(1.3 * font, _NARROWEST_MAP / longest)
     columns = len(heads) if len(layers) > 1 else min(len(heads), 4)
@@ -104,9 +104,9 @@ def attention_lines(
       only: the queries, from 0, whose lines are drawn; the others' tokens are faint. Default: all.
       queries, keys, weights_NHTS, layers, heads: as those of ``attention_maps``.
     """
+    weights_NHTS = _of_shape(weights_NHTS, len(queries), len(keys))
     layers, heads = _chosen("layer", layers, weights_NHTS), _chosen("head", heads, weights_NHTS)
-    queries, keys = _drawable(queries), _drawable(keys)
-    longest = max(len(queries), len(keys))
+    queries, keys, longest = _drawable(queries), _drawable(keys), max(weights_NHTS.shape[2:])
     font, only = _font_size(longest), only or range(len(queries))
     row = 1.4 * font
     colours = _colours(weights_NHTS.shape[1])
@@ -186,6 +186,16 @@ def save_picture(figure: Figure, output: str | Path) -> None:
     with _no_warnings_of_glyphs(), matplotlib.rc_context(settings):
         figure.savefig(buffer, format=form, dpi=dpi, metadata=dates.get(form))
     write_atomically(Path(output), buffer.getvalue())
+
+
+def _of_shape(weights: Any, T: int, S: int) -> np.ndarray:
+    weights = np.asarray(weights)
+    if weights.ndim != 4 or weights.shape[2:] != (T, S) or not weights.size:
+        raise UserError(
+            f"weights_NHTS is of shape {weights.shape}; expected (layers, heads, {T}, {S}), for "
+            f"{T} queries and {S} keys."
+        )
+    return weights
 
 
 def _chosen(what: str, numbers: Sequence[int], weights_NHTS: np.ndarray) -> list[int]:
