@@ -231,11 +231,20 @@ def test_a_config_file_is_plain_python(tmp_path: Path) -> None:
     assert load_config_file(path) == Config(seed=3)
 
 
+def test_a_recipe_is_found_by_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config_file("multi30k_cpu") == load_config_file(ROOT / "configs/multi30k_cpu.py")
+
+
 def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
     with pytest.raises(UserError, match="is a folder; expected a Python file"):
         load_config_file(tmp_path)
+    with pytest.raises(UserError, match=r"'multi30' is no recipe; expected one of demo, multi30k,"):
+        load_config_file("multi30")
     with pytest.raises(UserError, match="'/dev/null' is not a regular file"):
         load_config_file("/dev/null")
     (tmp_path / "config.yaml").write_text("model: {}")
@@ -272,11 +281,10 @@ def test_requirements_file_starts_with_the_packages_own() -> None:
 
 
 def test_all_packages_are_installed() -> None:
-    """``pip install`` takes folders with an ``__init__.py``, so each folder of code has one."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    find = setuptools["packages"]["find"]
-    assert find == {"include": ["transformer_jax", "transformer_jax.*"], "namespaces": False}
     folders = {path.parent for path in (ROOT / "transformer_jax").rglob("*.py")}
+    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert sorted(setuptools["packages"]) == sorted(packages | {"transformer_jax.configs"})
     assert all((folder / "__init__.py").is_file() for folder in folders)
 
 

@@ -52,13 +52,15 @@ def test_weights_of_another_shape_are_refused(draw):
 
 
 def test_a_line_is_as_opaque_as_its_weight_and_has_its_heads_colour():
-    weights_NHTS = np.maximum(weights(1, 2, 3, 4), 0.02)
+    weights_NHTS = np.maximum(weights(1, 2, 3, 4), 0.03)
     weights_NHTS[0, 1, 2, 3] = 0.001  # too faint to be drawn
     axes, _ = attention_lines("abc", "wxyz", weights_NHTS, heads=[2], only=[0, 2]).axes
     [lines] = axes.collections
     shades = lines.get_edgecolor()
     assert len(shades) == 2 * 4 - 1
-    np.testing.assert_allclose(shades[:4, 3], weights_NHTS[0, 1, 0])
+    largest = weights_NHTS[0, 1, [0, 2]].max()
+    np.testing.assert_allclose(shades[:4, 3], weights_NHTS[0, 1, 0] / largest, rtol=1e-6)
+    assert f"largest weight {largest:.2g}" in [text.get_text() for text in texts_of(axes.figure)]
     assert [tuple(segment.round(2)[:, 0]) for segment in lines.get_segments()] == [(0.02, 0.98)] * 7
     assert [[*segment[:, 1]] for segment in lines.get_segments()][-1] == [2, 2]
     orange = matplotlib.colors.to_rgb("tab:orange")

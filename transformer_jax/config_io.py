@@ -15,15 +15,22 @@ from transformer_jax.errors import UserError, shown
 
 _GONE = ("training.compilation_cache",)  # now a flag of the programs; files of before have it
 
+_PACKAGE = Path(__file__).parent
+_RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")
+"""In the package as installed from a wheel; beside it in a clone."""
+
 
 def load_config_file(path: str | Path) -> Config:
-    """The config that a Python file's ``get_config()`` returns, or that a config.json holds.
+    """The config that a Python file's ``get_config()`` returns, that a config.json holds, or that
+    the recipe of this name has: ``multi30k``.
 
     Raises:
-      UserError: the file cannot be read or run, or has wrong settings; names the file and, for
-        Python, the line.
+      UserError: there is no such recipe; the file cannot be read or run, or has wrong settings.
+        Names the file and, for Python, the line.
     """
     path = Path(path)
+    if path.name == str(path) and not path.suffix:
+        path = _recipe(path.name)
     problems = {
         "does not exist": not path.exists(),
         "is a folder": path.is_dir(),
@@ -32,8 +39,8 @@ def load_config_file(path: str | Path) -> Config:
     }
     if found := [problem for problem, holds in problems.items() if holds]:
         raise UserError(
-            f"Config file {str(path)!r} {found[0]}; expected a Python file with get_config(), as "
-            "in configs/, or a work directory's config.json."
+            f"Config file {str(path)!r} {found[0]}; expected a Python file with get_config(), a "
+            "work directory's config.json, or a recipe's name, such as demo."
         )
     try:
         return from_json(path.read_bytes()) if path.suffix == ".json" else _run(path)
@@ -42,6 +49,16 @@ def load_config_file(path: str | Path) -> Config:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else ""
         raise UserError(f"Config file {str(path)!r}{where}: {_reason(error)}") from error
+
+
+def _recipe(name: str) -> Path:
+    recipes = sorted(path.stem for path in _RECIPES.glob("*.py"))
+    if name not in recipes:
+        raise UserError(
+            f"Config {name!r} is no recipe; expected one of {', '.join(recipes)}, or the path of a "
+            "Python file with get_config() or of a work directory's config.json."
+        )
+    return _RECIPES / f"{name}.py"
 
 
 def _run(path: Path) -> Config:

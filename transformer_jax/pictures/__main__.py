@@ -1,7 +1,7 @@
 """Draw the positional encoding (section 3.5) or the learning rate (section 5.3).
 
 python -m transformer_jax.pictures positions --output positions.svg
-python -m transformer_jax.pictures schedule --config configs/demo.py --output schedule.svg
+python -m transformer_jax.pictures schedule --config demo --output schedule.svg
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Schedule(Section):
     output: str
     """File to write: .svg, .png or .pdf."""
     config: tuple[str, ...] = ()
-    """Config files. Default: the paper's base model."""
+    """Recipes or config files. Default: the paper's base model."""
     d_model: tuple[int, ...] = ()
     """Values of model.d_model. Default: the config's."""
     warmup_steps: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _INK, _BLUE, _ORANGE = "#7b7b7b", "#2a7ad2", "#d9661f"
 _FONT = "DejaVu Sans"  # matplotlib brings it
-_FAINTEST = 0.01  # lines of smaller weights are not drawn
+_FAINTEST = 0.02  # of the largest weight; fainter lines are not drawn
 _MARGIN, _HEADING, _FOOTER = 14.0, 14.0, 28.0
 _NARROWEST_MAP, _LINES = 90.0, 130.0
 
@@ -97,8 +97,8 @@ def attention_lines(
 ) -> Figure:
     """Lines as in the paper's figures 3 to 5: from each query (left) to the keys it attends to.
 
-    A line is as opaque and as wide as its weight is large; its colour is its head's. There is a
-    pair of columns for each layer.
+    Opacity and width of a line are proportional to its weight, and largest where the weight is; its
+    colour is its head's. There is a pair of columns for each layer.
 
     Args:
       only: the queries, from 0, whose lines are drawn; the others' tokens are faint. Default: all.
@@ -114,22 +114,24 @@ def attention_lines(
         margins = _width(queries, font), max(_width(keys, font), 16 * len(heads) - _LINES), 0
         size = _LINES, row * longest
         figure, panels = _panels(len(layers), min(len(layers), 3), size, margins, title)
-        for axes, layer in zip(panels, layers, strict=True):
+        drawn_NHTS = weights_NHTS[np.ix_(layers, heads, only)]
+        largest = float(drawn_NHTS.max()) or 1.0
+        for axes, layer, drawn_HTS in zip(panels, layers, drawn_NHTS / largest, strict=True):
             axes.set_title(f"layer {layer + 1}")
             axes.set(xlim=(0, 1), ylim=(longest - 0.5, -0.5))
             axes.axis("off")
-            weights_HTS = weights_NHTS[layer, heads][:, only]
-            _draw_lines(axes, weights_HTS, only, [colours[head] for head in heads], row)
+            _draw_lines(axes, drawn_HTS, only, [colours[head] for head in heads], row)
             for t, token in enumerate(queries):
                 axes.text(0, t, token, ha="right", va="center", alpha=1 if t in only else 0.5)
             for s, token in enumerate(keys):
                 axes.text(1, s, token, ha="left", va="center")
         legend = _axes(figure, _MARGIN, -_FOOTER, _LINES, _HEADING)
-        legend.set(xlim=(0, _LINES))  # points
+        legend.set(xlim=(0, _LINES), ylim=(0, _HEADING))  # points
         legend.axis("off")
-        legend.text(0, 0, "head", fontsize=9)
+        legend.text(0, 5, "head", fontsize=9)
         for place, head in enumerate(heads):
-            legend.text(30 + 16 * place, 0, str(head + 1), color=colours[head], fontsize=9)
+            legend.text(30 + 16 * place, 5, str(head + 1), color=colours[head], fontsize=9)
+        legend.text(0, -8, f"largest weight {largest:.2g}", fontsize=9)
     return figure
 
 
@@ -137,7 +139,7 @@ def _draw_lines(
     axes: Axes, weights_HTS: np.ndarray, queries: Sequence[int], colours: Sequence[Any], row: float
 ) -> None:
     h_P, t_P, s_P = np.nonzero(weights_HTS >= _FAINTEST)
-    weights_P = np.minimum(weights_HTS[h_P, t_P, s_P], 1)
+    weights_P = weights_HTS[h_P, t_P, s_P]
     # Heads lie side by side, so that none hides another.
     shift_P = 0.6 * ((h_P + 0.5) / len(colours) - 0.5)
     left_P, right_P = np.array(queries)[t_P] + shift_P, s_P + shift_P

@@ -52,9 +52,7 @@ class Arguments:
     workdir: str
     """Folder of the run."""
     config: str = ""
-    """Config file, as in configs/, or a work directory's config.json; without one: the paper's base
-    model.
-    """
+    """As for train.py: a recipe's name, a config file, or a work directory's config.json."""
     tokenizer_only: bool = False
     """Make the work directory and its tokenizer, which all shards need."""
     shard: str | None = None

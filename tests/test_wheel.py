@@ -1,0 +1,74 @@
+"""What `python -m build` makes, installed where there is no clone."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel alone, made of the source archive as `python -m build` does it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("transformer_jax", "configs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    # the environment has what building needs: nothing is downloaded
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"], folder)
+    [wheel] = (folder / "dist").glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", "there"]
+    run([*pip, str(wheel)], folder)
+    return folder / "there"
+
+
+def run(command: list[str], folder: Path, *, status: int = 0, **environment: str) -> str:
+    """The output of a program run in ``folder``, which must end with this status."""
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert result.returncode == status, result.stdout
+    return result.stdout
+
+
+def test_every_module_and_recipe_is_installed(installed: Path) -> None:
+    package = ROOT / "transformer_jax"
+    recipes = {path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.py")}
+    assert sources(installed / "transformer_jax") == sources(package) | recipes
+
+
+def sources(folder: Path) -> set[Path]:
+    found = (path for ending in ("py", "pyi", "typed") for path in folder.rglob(f"*.{ending}"))
+    return {path.relative_to(folder) for path in found}
+
+
+def test_programs_run_without_the_clone(installed: Path, tmp_path: Path) -> None:
+    def program(name: str, *flags: str, status: int = 0) -> str:
+        command = [sys.executable, str(installed / "bin" / name), *flags]
+        return run(command, tmp_path, status=status, PYTHONPATH=str(installed))
+
+    assert "--input" in program("transformer-decode", "--help")
+    text = program("transformer-train", "--config", "multi30k_cpu", "--help", "tokenizer")
+    assert "(default: 8000)" in text  # of the recipe, which reads another one
+    text = program("transformer-train", "--config", "multi30k", "--workdir", "w", status=2)
+    assert "data.root = 'data/multi30k'" in text  # the text, which is not there: all else is
+
+
+def test_the_package_is_imported_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    code = "import transformer_jax; print(transformer_jax.Config, transformer_jax.__file__)"
+    text = run([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(installed))
+    assert text.split()[1:] == [
+        "'transformer_jax.config.Config'>",
+        str(installed / "transformer_jax" / "__init__.py"),
+    ]
