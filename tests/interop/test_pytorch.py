@@ -230,7 +230,7 @@ def test_unit_has_their_outputs_and_gradients(unit: str, settings: dict[str, Any
     compare_gradients(name, gradients, nnx.merge(graph, parameters), Seq2Seq(given))
     for x, tensor in zip(of_arrays, tensors, strict=True):
         if tensor.grad is not None:
-            compare(name, "gradients by inputs", [apart(x, tensor.grad)], limit=1e-5)
+            compare(name, "gradients", [apart(x, tensor.grad)], limit=1e-5)
 
 
 def test_scaled_dot_product_attention() -> None:
@@ -357,7 +357,7 @@ def test_smoothed_cross_entropy() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "seed", "beam_size"),
-    [("post-norm, ReLU", 5, 1), ("post-norm, ReLU", 5, 4), ("pre-norm, GELU", 4, 4)],
+    [("post-norm, ReLU", 5, 4), ("pre-norm, GELU", 4, 1)],
 )
 def test_a_plain_search_over_their_model_finds_the_same(
     variant: str, seed: int, beam_size: int
