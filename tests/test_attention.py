@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +15,7 @@ from random_models import lines_of_words, make_model, train_tokenizer
 
 from transformer_jax import attention
 from transformer_jax.attention import sentence_attention
+from transformer_jax.cli import flags_given, parse
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -225,6 +227,16 @@ def test_what_cannot_be_drawn_is_one_line(draw, flags, message):
     status, file, err = draw(*flags)
     assert status == 2 and not file.exists()
     assert err.splitlines()[-1].startswith(f"error: {message}")
+
+
+def test_documented_commands_are_understood():
+    documents = [path.read_text() for path in (Path(__file__).parents[1] / "docs").glob("*.md")]
+    command = r"^    python -m transformer_jax\.attention (.*?)(?:  #.*)?$"
+    lines = [line for text in documents for line in text.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(found[1]) for line in lines if (found := re.match(command, line))]
+    assert len(commands) >= 3
+    for flags in commands:
+        attention.check_effects(parse(attention.Arguments, flags), flags_given(flags))
 
 
 def test_the_program_reads_a_work_directory(workdir, tmp_path, capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib
@@ -17,6 +19,7 @@ from transformer_jax.pictures import __main__ as program
 from transformer_jax.pictures.drawing import attention_lines, attention_maps, save_picture
 from transformer_jax.training.optimizer import learning_rate_schedule
 
+ROOT = Path(__file__).resolve().parents[1]
 DRAWINGS = (attention_maps, attention_lines)
 
 
@@ -153,6 +156,19 @@ def test_program_draws_positions(tmp_path, capsys):
     assert program.main([*flags, "p.jpeg"]) == 2
     expected = "expected a name that ends in one of .svg, .png, .pdf."
     assert capsys.readouterr().err == f"error: output is 'p.jpeg'; {expected}\n"
+
+
+def test_documented_commands_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    documents = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    command = r"^    python -m transformer_jax\.pictures (.*?)(?:  #.*)?$"
+    commands = {found for text in documents for found in re.findall(command, text, re.MULTILINE)}
+    assert len(commands) >= 3
+    for number, flags in enumerate(commands):
+        words = flags.split()
+        place = words.index("--output") + 1
+        words[place] = str(tmp_path / f"{number}{Path(words[place]).suffix}")
+        assert program.main(words) == 0 and Path(words[place]).is_file()
 
 
 def test_program_draws_the_schedule_of_configs(tmp_path, capsys):

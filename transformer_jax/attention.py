@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> None:
     a = parse(Arguments, argv)
     check_output(a.output, endings=(*PICTURES, ".npz"))
-    _check_effects(a, flags_given(argv))
+    check_effects(a, flags_given(argv))
     # here, so that flags are checked before JAX is loaded
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.decoding.translator import Translator
@@ -209,7 +209,7 @@ def _run(argv: Sequence[str]) -> None:
         _draw(attention, a)
 
 
-def _check_effects(a: Arguments, given: set[str]) -> None:
+def check_effects(a: Arguments, given: set[str]) -> None:
     """Refuse flags that would do nothing."""
     sides = {f"{side}-tokens" for side in ("source", "target")}
     idle = sides - {f"{side}-tokens" for side in _SIDES[a.kind]}
