@@ -178,19 +178,16 @@ def to_torch(model: Transformer) -> TorchModules:
         name: torch.tensor(x)
         for name, x in to_library(plain_weights(model, head_width=width), _LIBRARY, _OTHERS).items()
     }
-    transformer = _blank_transformer(config)
-    kept = {name: tensors[name] for name in transformer.state_dict()}
-    transformer.load_state_dict(kept, assign=True)
     target = nn.Embedding.from_pretrained(tensors["target_embedding.weight"], freeze=False)
     source = target
     if "source_embedding.weight" in tensors:
         source = nn.Embedding.from_pretrained(tensors["source_embedding.weight"], freeze=False)
+    tensors.setdefault("output.weight", target.weight)
+    transformer = _blank_transformer(config)
     output = nn.Linear(config.d_model, config.vocab_size, bias=config.softmax_bias, device="meta")
-    output.weight = target.weight
-    if "output.weight" in tensors:
-        output.weight = nn.Parameter(tensors["output.weight"])
-    if config.softmax_bias:
-        output.bias = nn.Parameter(tensors["output.bias"])
+    for module, prefix in ((transformer, ""), (output, "output.")):
+        kept = {name: tensors[prefix + name] for name in module.state_dict()}
+        module.load_state_dict(kept, assign=True)
     positions: str | tuple[Tensor, Tensor] = config.positions
     if config.positions == "learned":
         table_LD = tensors["positions[1]"]
