@@ -129,11 +129,10 @@ def measure(
     import jax
     import numpy as np
 
-    from benchmarks.train_job import Job
-    from benchmarks.train_speed import model_flops
     from transformer_jax.config import Config, MeshConfig, ModelConfig
     from transformer_jax.data.batching import Batch
     from transformer_jax.sharding import batch_sharding, make_mesh
+    from transformer_jax.training.flops import model_flops
     from transformer_jax.training.step import make_step_functions
     from transformer_jax.training.summary import peak_memory_bytes
 
@@ -157,21 +156,11 @@ def measure(
         state, _ = jax.block_until_ready(step_functions.train_step(state, batch))
         times.append(time.perf_counter() - began)
     lengths = np.full(rows, length)
-    job = Job(
-        device=jax.default_backend(),
-        **{
-            name: getattr(model, name)
-            for name in ("vocab_size", "d_model", "d_ff", "num_heads", "num_layers", "dtype")
-        },
-        steps=steps,
-        threads=0,
-        product_size=0,
-    )
     seconds = median(times[1:])
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.parameters)),
         "target_tokens_per_second": rows * length / seconds,
-        "flops_per_second": model_flops(lengths, lengths, job) / seconds,
+        "flops_per_second": model_flops(model, lengths, lengths) / seconds,
         "compile_seconds": times[0] - seconds,
         "peak_memory_bytes": max(peak_memory_bytes().values()),
         "device": jax.devices()[0].device_kind,

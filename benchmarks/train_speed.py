@@ -54,6 +54,8 @@ import numpy as np
 
 from benchmarks import in_turn
 from benchmarks.train_job import EOS_ID, NAMES, Job
+from transformer_jax.config import ModelConfig
+from transformer_jax.training.flops import model_flops
 
 _MODULE = "benchmarks.train_engines"
 _SHAPES = {
@@ -110,17 +112,6 @@ def main() -> None:
     for name, figures in result["engines"].items():
         difference = figures["first_loss"] - math.log(job.vocab_size)
         assert abs(difference) < 1.5, f"{name} began with a loss of ln V + {difference:.2f}"
-
-
-def model_flops(source_lengths: np.ndarray, target_lengths: np.ndarray, job: Job) -> float:
-    """FLOPs of the matrix products of one training step on sentence pairs of these lengths."""
-    D, F, V, N = job.d_model, job.d_ff, job.vocab_size, job.num_layers
-    S, T = source_lengths.astype(float), target_lengths.astype(float)
-    encoder_layer = S * (4 * D * D + 2 * D * F) + 2 * S * S * D
-    # Cross-attention projects keys and values of the source, queries and outputs of the target.
-    decoder_layer = T * (6 * D * D + 2 * D * F) + 2 * S * D * D + 2 * (T * T + S * T) * D
-    forward = 2 * (N * (encoder_layer + decoder_layer) + T * D * V)
-    return float(3 * forward.sum())
 
 
 def _job(arguments: argparse.Namespace, device: str) -> tuple[Job, int]:
@@ -187,9 +178,9 @@ def _result(
     """Figures from what the engines answered."""
     batches = np.arange(job.steps) % len(target)  # of one turn
     tokens = int((target[batches] != 0).sum())
-    flops = (
-        model_flops((source[batches] != 0).sum(-1), (target[batches] != 0).sum(-1), job) / job.steps
-    )
+    lengths = ((tokens[batches] != 0).sum(-1) for tokens in (source, target))
+    model = ModelConfig(**{name: getattr(job, name) for name in _SHAPES["base"]})
+    flops = model_flops(model, *lengths) / job.steps
     dense_peak = next(
         (
             peak

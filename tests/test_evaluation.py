@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import sacrebleu
 
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import bleu, check_bleu_tokenizer, check_pairs, chrf, evaluate
+from transformer_jax.evaluation import (
+    bleu,
+    check_bleu_tokenizer,
+    check_pairs,
+    chrf,
+    evaluate,
+    paper_bleu,
+)
 
 HYPOTHESES = ["The cat sat on the mat.", "Two dogs run, fast!", "It is raining today ."]
 REFERENCES = ["The cat sat on a mat.", "Two dogs run fast!", "It's raining today."]
@@ -63,3 +72,46 @@ def test_unknown_tokenisation():
     with pytest.raises(UserError, match=r"'13b' cannot be used"):
         check_bleu_tokenizer("13b")
     check_bleu_tokenizer("none")
+
+
+def test_the_papers_bleu_is_that_of_moses_tokens_with_compounds_split():
+    hypotheses = [
+        "Er nutzt das „rich-text“-Format, sagt Dr. Müller.",
+        "Es geht nicht weiter - nie.",
+    ]
+    references = [
+        "Sie nutzt das „Rich-text“-Format, sagt Dr. Müller.",
+        "Es geht weiter - oder nie.",
+    ]
+    ours = [
+        "Er nutzt das &quot; rich ##AT##-##AT## text &quot; -Format , sagt Dr. Müller .",
+        "Es geht nicht weiter - nie .",
+    ]
+    theirs = [
+        "Sie nutzt das &quot; Rich ##AT##-##AT## text &quot; -Format , sagt Dr. Müller .",
+        "Es geht weiter - oder nie .",
+    ]
+    right = sacrebleu.corpus_bleu(
+        ours, [theirs], tokenize="none", smooth_method="none", force=True
+    ).score
+    found = paper_bleu(hypotheses, references, language="de")
+    assert found.value == right > bleu(hypotheses, references).value
+    assert (
+        f"|tok:moses-de-sacremoses-{version('sacremoses')}+compounds-split|smooth:none|"
+        in found.signature
+    )
+    given = paper_bleu(ours[:1], theirs[:1], language="de", tokenized=True)
+    assert "tok:none+compounds-split" in given.signature
+    # "rich - text" would be one token less of each n-gram
+    assert paper_bleu(["a rich-text b"], ["a rich text b"], language="de").value == 0
+    with pytest.raises(UserError, match="bleu_language is 'german'; expected .* de, .* fr"):
+        paper_bleu(hypotheses, references, language="german")
+
+
+def test_both_protocols_come_from_one_call():
+    both = evaluate(HYPOTHESES, REFERENCES, language="en")
+    assert both.bleu == bleu(HYPOTHESES, REFERENCES)
+    assert both.paper_bleu == paper_bleu(HYPOTHESES, REFERENCES, language="en")
+    assert str(both).split("\n")[:2] == [str(both.bleu), str(both.paper_bleu)]
+    tokenized = evaluate(HYPOTHESES, REFERENCES, tokenize="none", language="en")
+    assert tokenized.paper_bleu and "tok:none+" in tokenized.paper_bleu.signature

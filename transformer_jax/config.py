@@ -402,6 +402,9 @@ class TrainingConfig(Section, prefix="training."):
     """Translate only this many sentences, from the start of the dev set."""
     bleu_tokenize: Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"] = "13a"
     """sacreBLEU's tokenisation; none: the text is already tokenised and scored as it is."""
+    bleu_language: str = ""
+    """The target language (de, fr, ...), for BLEU as the paper has it beside sacreBLEU's where
+    translations of a test set are scored: Moses' tokens, compounds split; '': sacreBLEU's alone."""
     checkpoint_every: Positive = 1000
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 5

@@ -44,7 +44,7 @@ def whole(**training: Any) -> Config:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run, in one process on one device, with a compilation cache beside it."""
     workdir = tmp_path_factory.mktemp("finished") / "run"
-    process = command(workdir, workdir.parent / "cache", whole())
+    process = command(workdir, workdir.parent / "cache", whole(bleu_language="de"))
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     return workdir
@@ -57,6 +57,8 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
     assert set(summary["test"]) >= {
         "bleu",
         "bleu_signature",
+        "paper_bleu",
+        "paper_bleu_signature",
         "chrf",
         "exact_match",
         "averaged_checkpoints",
@@ -66,6 +68,8 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
         and summary["tokens_per_second"] > 0
         and summary["peak_memory_bytes"]["host"] > 1e7
     )
+    assert 1e6 < summary["training_flops"]["counted"] < 1e12
+    assert summary["training_flops"]["paper_rule"] is None  # of a CPU
     assert summary["best_dev_loss"] == min(entry["dev_loss"] for entry in entries(finished, "dev"))
     assert (finished / "tokenizer.model").exists() and list((finished / "tensorboard").iterdir())
     train_entries = entries(finished)
@@ -243,6 +247,7 @@ def test_unequal_test_files_are_named_before_training(tmp_path: Path) -> None:
     ("section", "fields", "message"),
     [
         ("training", {"bleu_tokenize": "ko-mecab"}, "BLEU tokenisation 'ko-mecab'"),
+        ("training", {"bleu_language": "german"}, "bleu_language is 'german'; expected .* de, "),
         ("data", {"shards": 2}, "data.shards is 2; expected at most 1"),
         ("data", {"dev": PairsConfig("text", ("short",), ("long",))}, "has 1 line"),
         ("data", {"test": PairsConfig("text", ("empty",), ("empty",))}, "data.test has no pairs"),

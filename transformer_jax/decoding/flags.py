@@ -51,6 +51,7 @@ _NEEDS = {
     "join": "--output",
     "alignment_layer": "--alignments",
     "bleu_tokenize": "--reference",
+    "bleu_language": "--reference",
     "text_field": "--format jsonl",
     "token_scores": "--format jsonl",
 }
@@ -113,6 +114,9 @@ class Evaluation:
     also BLEU without it, how many lines differ, and the time of both."""
     bleu_tokenize: str | None = None
     """sacreBLEU's tokenisation for --reference. Default: the run's training.bleu_tokenize."""
+    bleu_language: str | None = None
+    """The target language (de, fr, ...): BLEU with --reference also as the paper has it, of Moses'
+    tokens with compounds split. Default: the run's training.bleu_language."""
     score: str | None = None
     """File of targets, a line for each input line: print their log-probabilities instead of
     translating."""
@@ -268,6 +272,7 @@ def _check_values(arguments: Arguments, config: Config) -> None:
     if files.shard is not None:
         parse_shard(files.shard)
     if evaluation.reference is not None:
-        from transformer_jax.evaluation import check_bleu_tokenizer
+        from transformer_jax.evaluation import check_bleu_language, check_bleu_tokenizer
 
         check_bleu_tokenizer(evaluation.bleu_tokenize or config.training.bleu_tokenize)
+        check_bleu_language(evaluation.bleu_language or "")

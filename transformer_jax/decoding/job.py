@@ -58,8 +58,11 @@ def run_job(arguments: Arguments, config: Config) -> None:
     best = job.write_answers(records, keep_best=references is not None)
     job.report(time.perf_counter() - start)
     if references is not None:
-        tokenize = arguments.evaluation.bleu_tokenize or config.training.bleu_tokenize
-        print(evaluate(best, references, tokenize=tokenize), file=sys.stderr)
+        asked, training = arguments.evaluation, config.training
+        tokenize = asked.bleu_tokenize or training.bleu_tokenize
+        language = asked.bleu_language or training.bleu_language
+        scores = evaluate(best, references, tokenize=tokenize, language=language)
+        print(scores, file=sys.stderr)
         if job.translator is not None and arguments.search.shortlist:
             job.compare_shortlist(list(records), references, tokenize)
 

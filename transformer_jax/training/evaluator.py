@@ -99,8 +99,8 @@ class Evaluator:
         self._wait_for(*self._searches["test"])
         translations = self._translate(place(parameters, shardings), run.test_pairs)
         references = [target for _, target in run.test_pairs]
-        tokenize = run.config.training.bleu_tokenize
-        scores = evaluate(translations, references, tokenize=tokenize)
+        tokenize, language = run.config.training.bleu_tokenize, run.config.training.bleu_language
+        scores = evaluate(translations, references, tokenize=tokenize, language=language)
         figures = {
             "sentences": len(references),
             "checkpoint": int(names[0]),
@@ -111,6 +111,9 @@ class Evaluator:
             "chrf_signature": scores.chrf.signature,
             "exact_match": scores.exact_match,
         }
+        if scores.paper_bleu:
+            figures["paper_bleu"] = scores.paper_bleu.value
+            figures["paper_bleu_signature"] = scores.paper_bleu.signature
         return figures, scores
 
     def jobs(self, start: int) -> Iterator[Job]:

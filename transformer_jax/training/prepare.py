@@ -41,7 +41,7 @@ from transformer_jax.distributed import (
     is_first,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import check_bleu_tokenizer
+from transformer_jax.evaluation import check_bleu_language, check_bleu_tokenizer
 from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
@@ -208,6 +208,7 @@ def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
     if data.shards > 1:
         split_files(data.train, data.root, data.shards)
     check_bleu_tokenizer(training.bleu_tokenize)
+    check_bleu_language(training.bleu_language)
     dev, test = (_read_all(config, name) for name in ("dev", "test"))
     return dev[: training.bleu_sentences] if training.bleu_every else [], test
 

@@ -29,6 +29,7 @@ _FREE_ON_RESUME = (
     "training.bleu_every",
     "training.bleu_sentences",
     "training.bleu_tokenize",
+    "training.bleu_language",
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.average",

@@ -1,0 +1,52 @@
+"""What training costs: FLOPs counted by hand, and the paper's own figures."""
+
+import numpy as np
+import pytest
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.data.corpus import Corpus
+from transformer_jax.training.flops import counted, model_flops, paper_rule
+
+
+def test_flops_of_single_tokens_agree_with_a_count_by_hand() -> None:
+    model = ModelConfig(vocab_size=50, d_model=16, d_ff=32, num_heads=2, num_layers=1)
+    ones = np.full(3, 1)
+    # One token: per layer 4 + 4 products D x D and 2 products D x F a side, attention over one
+    # position; the softmax.
+    by_hand = 2 * ((4 + 4 + 4) * 16 * 16 + 4 * 16 * 32 + 3 * 2 * 16 + 16 * 50)
+    assert model_flops(model, ones, ones) == 3 * 3 * by_hand
+
+
+def test_flops_follow_what_a_layer_is() -> None:
+    def flops(S: int, T: int, **settings: int) -> float:
+        model = ModelConfig(
+            **{"vocab_size": 50, "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1}
+            | settings
+        )
+        return model_flops(model, np.full(1, S), np.full(1, T)) / (3 * 2)
+
+    base = flops(5, 7)
+    assert flops(5, 7, d_ff=64) - base == 2 * 16 * 32 * 12  # both feed-forward products
+    assert flops(5, 7, vocab_size=51) - base == 7 * 16
+    # d_k 8 to 4: projections of queries and keys, and the scores, in three attentions
+    narrower = 16 * 8 * (2 * 5 + 2 * 7 + 7 + 5) + 8 * (25 + 49 + 35)
+    assert base - flops(5, 7, d_k=4) == narrower == base - flops(5, 7, d_v=4)
+    decoder = flops(5, 7, num_decoder_layers=2) - base
+    assert decoder == 6 * 256 * 7 + 2 * 256 * 5 + 2 * 512 * 7 + 2 * 16 * (49 + 35)
+
+
+def test_tokens_trained_count_at_the_mean_of_the_corpus() -> None:
+    model = ModelConfig(vocab_size=50, d_model=16, d_ff=32, num_heads=2, num_layers=1)
+    corpus = Corpus.from_lists([[4, 5], [6] * 7], [[4], [5] * 5])  # EOS is added: 3, 8 and 2, 6
+    whole = model_flops(model, np.array([3, 8]), np.array([2, 6]))
+    assert counted(model, corpus, tokens=19) == pytest.approx(whole)
+    assert counted(model, corpus, tokens=190) == pytest.approx(10 * whole)
+
+
+def test_the_rule_gives_the_figures_of_table_2() -> None:
+    p100, hour = ["Tesla P100-SXM2-16GB"] * 8, 3600
+    assert paper_rule(12 * hour, p100, "float32") == pytest.approx(3.3e18, rel=0.01)
+    assert paper_rule(3.5 * 24 * hour, p100, "float32") == pytest.approx(2.3e19, rel=0.01)
+    assert paper_rule(1, ["NVIDIA H200"], "bfloat16") == 717e12
+    assert paper_rule(1, ["NVIDIA H200"], "float32") is None  # not measured
+    assert paper_rule(1, ["NVIDIA H200", "cpu"], "bfloat16") is None

@@ -1,0 +1,1 @@
+"""Table 3 of the paper: its rows as runs, and their figures beside the paper's."""
