@@ -1,4 +1,4 @@
-"""The rows of Table 3: their sizes, and that each one trains, resumes and translates."""
+"""The rows of Table 3 for any base, and that each one trains, resumes and translates."""
 
 import dataclasses
 from pathlib import Path
@@ -6,10 +6,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from runs import ONE, tiny
 
-from transformer_jax import Transformer, Translator
+from transformer_jax import Translator
 from transformer_jax.config import Config, DecodingConfig, MeshConfig, TokenizerConfig
 from transformer_jax.config_io import flatten, load_config_file, to_json
 from transformer_jax.data.batching import Batch
@@ -29,31 +28,6 @@ def changed(row: str, base: Config) -> dict[str, object]:
     """The settings that a row changes."""
     old, new = flatten(base), flatten(TABLE.change(row, base))
     return {name: value for name, value in new.items() if value != old[name]}
-
-
-def millions(config: Config) -> float:
-    """Parameters of a config's model."""
-    model = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
-    shapes = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
-    leaves = jax.tree.leaves(nnx.state(shapes, nnx.Param))
-    return float(sum(np.prod(leaf.shape) for leaf in leaves)) / 1e6
-
-
-@pytest.mark.parametrize("row", TABLE.rows)
-def test_a_row_has_the_size_of_the_papers(row: str) -> None:
-    """Within 3% with a vocabulary of 41,000, which 19 rows agree on; and with the 37,000 that the
-    paper names (section 5.1) for the big model.
-    """
-    base = load_config_file(ROOT / "configs" / "wmt14_base.py")
-    wider = dataclasses.replace(base.tokenizer, vocab_size=41_000)
-    paper = TABLE.rows[row].million_parameters
-    ours, with_41000 = (
-        millions(TABLE.change(row, config))
-        for config in (base, dataclasses.replace(base, tokenizer=wider))
-    )
-    assert abs(with_41000 / paper - 1) < 0.03
-    assert abs(with_41000 - paper) < (0.8 if row != "big" else 6)
-    assert abs(ours - paper) < (4.5 if row == "C-dmodel1024" else 3)
 
 
 def test_the_paper_is_the_paper_and_other_bases_are_in_proportion() -> None:

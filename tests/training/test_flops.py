@@ -1,5 +1,7 @@
 """What training costs: FLOPs counted by hand, and the paper's own figures."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -18,11 +20,9 @@ def test_flops_of_single_tokens_agree_with_a_count_by_hand() -> None:
 
 
 def test_flops_follow_what_a_layer_is() -> None:
-    def flops(S: int, T: int, **settings: int) -> float:
-        model = ModelConfig(
-            **{"vocab_size": 50, "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1}
-            | settings
-        )
+    def flops(S: int, T: int, **settings: Any) -> float:
+        small = {"vocab_size": 50, "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1}
+        model = ModelConfig(**small | settings)
         return model_flops(model, np.full(1, S), np.full(1, T)) / (3 * 2)
 
     base = flops(5, 7)
@@ -31,6 +31,8 @@ def test_flops_follow_what_a_layer_is() -> None:
     # d_k 8 to 4: projections of queries and keys, and the scores, in three attentions
     narrower = 16 * 8 * (2 * 5 + 2 * 7 + 7 + 5) + 8 * (25 + 49 + 35)
     assert base - flops(5, 7, d_k=4) == narrower == base - flops(5, 7, d_v=4)
+    assert flops(5, 7, activation="swiglu") - base == 16 * 32 * 12
+    assert base - flops(5, 7, encoder_window=3) == 2 * 16 * (25 - 15)
     decoder = flops(5, 7, num_decoder_layers=2) - base
     assert decoder == 6 * 256 * 7 + 2 * 256 * 5 + 2 * 512 * 7 + 2 * 16 * (49 + 35)
 

@@ -1,4 +1,4 @@
-"""Figures by matplotlib: attention, the positional encoding, the learning rate.
+"""Figures by matplotlib: attention, the positional encoding, the learning rate, rows of a table.
 
 The background is transparent, weights are shades of opacity, and text has a medium grey: one file
 can be read on light and on dark pages. Sizes are in points, 72 an inch.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import colorsys
 import io
 import logging
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,6 +173,34 @@ def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Fig
         axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.legend(frameon=False)
+    return figure
+
+
+def rows_picture(
+    rows: Sequence[str],
+    panels: Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]],
+) -> Figure:
+    """Rows of a table beside those of the paper, whose base is at 0.
+
+    In each panel, by its label: the paper's value of each row, and what was measured, a small dot
+    each and their mean a large one; none where nothing was.
+    """
+    height = 16.0 * len(rows)
+    with _style(rows, 9):
+        left, width = 16 + _width(rows, 9), 250.0
+        figure = _figure(left + len(panels) * (width + _MARGIN), height + 60)
+        for place, (label, (paper, measured)) in enumerate(panels.items()):
+            axes = _axes(figure, left + place * (width + _MARGIN), 24, width, height)
+            axes.plot(paper, range(len(rows)), "D", color=_ORANGE, fillstyle="none", label="paper")
+            means = [float(np.mean(values)) if values else math.nan for values in measured]
+            axes.plot(means, range(len(rows)), "o", color=_BLUE, label="here")
+            for row, values in enumerate(measured):
+                axes.plot(values, [row] * len(values), ".", color=_BLUE, alpha=0.6, markersize=4)
+            axes.axvline(0, color=_INK, linewidth=0.6)
+            axes.grid(axis="y", alpha=0.3)
+            axes.set(xlabel=label, ylim=(len(rows) - 0.5, -0.5))
+            axes.set_yticks(range(len(rows)), [] if place else rows)
+        figure.legend(*axes.get_legend_handles_labels(), loc="upper center", ncols=2, frameon=False)
     return figure
 
 

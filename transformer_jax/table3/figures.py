@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transformer_jax.config_io import flatten, load_config_file
 from transformer_jax.errors import UserError
+from transformer_jax.pictures.drawing import rows_picture, save_picture
 from transformer_jax.storage import write_atomically
 from transformer_jax.table3.runs import Run, Table, read_json
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _HEADER = (
     "row | here | million parameters: paper | ours | perplexity: paper | ours | BLEU: paper | ours"
@@ -113,57 +111,19 @@ def agreement(found: Found, table: Table) -> Iterator[str]:
 
 
 def draw(found: Found, table: Table, output: Path) -> None:
-    """How far each row is from base, here and in the paper; a small dot is a seed. Without figures
-    of base nothing is drawn.
-    """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    if not values(found.get("base", ()), "perplexity"):
-        return
-    grey = "#7b7b7b"
-    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    settings: dict[Any, Any] = dict.fromkeys(inks, grey) | {"font.size": 9}
-    with rc_context(settings):
-        figure = Figure(figsize=(9, 0.28 * len(found) + 1.2), layout="constrained")
-        figure.patch.set_alpha(0)  # for light pages and dark ones
-        left, right = figure.subplots(1, 2, sharey=True)
-        _draw_panel(left, found, table, "perplexity", lambda x, base: 100 * (x / base - 1))
-        _draw_panel(right, found, table, "bleu", lambda x, base: x - base)
-        left.set(xlabel="perplexity, % above base", yticks=range(len(found)))
-        left.set_yticklabels(found)
-        left.invert_yaxis()
-        right.set_xlabel("BLEU, points above base")
-        for axes in (left, right):
-            axes.patch.set_alpha(0)
-            axes.axvline(0, color=grey, linewidth=0.6)
-            axes.grid(axis="y", alpha=0.3)
-        figure.legend(
-            *left.get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False
-        )
-        figure.savefig(output, dpi=120)
-
-
-def _draw_panel(
-    axes: Axes, found: Found, table: Table, name: str, above: Callable[[float, float], float]
-) -> None:
-    """One figure of all rows, ``above(figure, figure of base)``."""
-    theirs = [
-        above(getattr(table.rows[row], name), getattr(table.rows["base"], name)) for row in found
-    ]
-    axes.plot(theirs, range(len(found)), "D", color="#d9661f", fillstyle="none", label="the paper")
-    if not values(found["base"], name):
-        return
-    base = mean(values(found["base"], name))
-    ours = {
-        place: [above(value, base) for value in here]
-        for place, figures in enumerate(found.values())
-        if (here := values(figures, name))
-    }
-    blue: dict[str, Any] = {"color": "#2a7ad2", "linestyle": ""}
-    axes.plot([mean(here) for here in ours.values()], list(ours), marker="o", **blue, label="here")
-    dots = [(x, place) for place, here in ours.items() for x in here]
-    axes.plot(*zip(*dots), marker=".", markersize=4, alpha=0.6, **blue)
+    """How far each row is from base, here and in the paper; not while base has no figures."""
+    panels = {}
+    for name, label, above in (
+        ("perplexity", "perplexity, % above base", lambda x, base: 100 * (x / base - 1)),
+        ("bleu", "BLEU, points above base", lambda x, base: x - base),
+    ):
+        paper = [getattr(table.rows[row], name) for row in found]
+        if base := values(found.get("base", ()), name):
+            theirs = [above(value, getattr(table.rows["base"], name)) for value in paper]
+            ours = [[above(x, mean(base)) for x in values(each, name)] for each in found.values()]
+            panels[label] = theirs, ours
+    if panels:
+        save_picture(rows_picture(list(found), panels), output)
 
 
 def write_table(workdir: Path, table: Table) -> str:

@@ -64,8 +64,10 @@ def model_flops(
     S, T = source_lengths.astype(float), target_lengths.astype(float)
     D, heads = model.d_model, model.num_heads * (model.head_width_k + model.head_width_v)
     # Queries and outputs, or keys and values, of a token; the feed-forward layer of a token.
-    projections, feed_forward = D * heads, 2 * D * model.d_ff
-    encoder_layer = S * (2 * projections + feed_forward) + S * S * heads
+    projections = D * heads
+    feed_forward = (3 if model.activation == "swiglu" else 2) * D * model.d_ff
+    seen = np.minimum(S, model.encoder_window or np.inf)
+    encoder_layer = S * (2 * projections + feed_forward) + S * seen * heads
     # Cross-attention has keys and values of the source, queries and outputs of the target.
     decoder_layer = T * (3 * projections + feed_forward) + S * projections
     decoder_layer += (T * T + S * T) * heads
