@@ -15,7 +15,7 @@ from flax import nnx
 from transformer_jax import Transformer
 from transformer_jax.cli import config_in_flags, parse
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.config_io import flatten, load_config_file
+from transformer_jax.config_io import flatten, load_config_file, recipe_path
 from transformer_jax.table3.runs import load_table
 from transformer_jax.training.__main__ import Arguments
 
@@ -26,7 +26,7 @@ TABLE_3 = re.findall(
     (ROOT / "docs" / "results.md").read_text(),
     re.MULTILINE,
 )
-ROWS = load_table(str(ROOT / "configs" / "table3.py"))
+ROWS = load_table(recipe_path("table3"))
 
 
 def _anchors(path: Path) -> set[str]:

@@ -30,7 +30,7 @@ def load_config_file(path: str | Path) -> Config:
     """
     path = Path(path)
     if path.name == str(path) and not path.suffix:
-        path = _recipe(path.name)
+        path = recipe_path(path.name)
     problems = {
         "does not exist": not path.exists(),
         "is a folder": path.is_dir(),
@@ -51,7 +51,10 @@ def load_config_file(path: str | Path) -> Config:
         raise UserError(f"Config file {str(path)!r}{where}: {_reason(error)}") from error
 
 
-def _recipe(name: str) -> Path:
+def recipe_path(name: str) -> Path:
+    """The file of a recipe in ``configs``, in a clone or as installed; ``UserError`` if there is
+    none of this name.
+    """
     recipes = sorted(path.stem for path in _RECIPES.glob("*.py"))
     if name not in recipes:
         raise UserError(

@@ -10,7 +10,7 @@ from runs import ONE, tiny
 
 from transformer_jax import Translator
 from transformer_jax.config import Config, DecodingConfig, MeshConfig, TokenizerConfig
-from transformer_jax.config_io import flatten, load_config_file, to_json
+from transformer_jax.config_io import flatten, load_config_file, recipe_path, to_json
 from transformer_jax.data.batching import Batch
 from transformer_jax.sharding import make_mesh
 from transformer_jax.table3.runs import load_table
@@ -20,7 +20,7 @@ from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import init_state, make_step_functions
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = load_table(str(ROOT / "configs" / "table3.py"))
+TABLE = load_table(recipe_path("table3"))
 PAIRS = [("one two three", "eins zwei drei"), ("four five", "vier fünf"), ("six", "sechs")]
 
 
@@ -80,7 +80,8 @@ def test_a_row_trains_resumes_and_translates(
     tokenizer.save(tmp_path)
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
 
-    before = init_state(config, jax.numpy.uint32(0))  # not compiled, which takes longer
+    # Not compiled, which takes longer; as copies, because the step gives up what it is given.
+    before = jax.tree.map(np.array, init_state(config, jax.numpy.uint32(0)))
     state, metrics = functions.train_step(before, batch)
     checkpoints.save(state, Progress())
     checkpoints.wait()

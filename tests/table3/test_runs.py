@@ -16,14 +16,14 @@ import pytest
 from runs import tiny
 
 from transformer_jax.config import Config, PairsConfig
-from transformer_jax.config_io import flatten, load_config_file, to_json
+from transformer_jax.config_io import flatten, load_config_file, recipe_path, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.table3.__main__ import main
 from transformer_jax.table3.figures import as_markdown, collect, write_table
 from transformer_jax.table3.runs import Run, chosen_rows, load_table, prepare, train_all
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = load_table(str(ROOT / "configs" / "table3.py"))
+TABLE = load_table(recipe_path("table3"))
 ROWS = list(TABLE.rows)
 
 # What stands for train.py: leaves what a run leaves, for the wrong dropout fails.

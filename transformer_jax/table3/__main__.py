@@ -23,6 +23,7 @@ import tyro
 
 from transformer_jax.cli import config_in_flags, flags_given, parse, run_program
 from transformer_jax.config import Config
+from transformer_jax.config_io import recipe_path
 from transformer_jax.errors import UserError
 from transformer_jax.storage import is_url
 from transformer_jax.table3.figures import write_table
@@ -49,8 +50,8 @@ class Arguments:
     """Train each row with seeds 1, 2, ... up to this: all rows with seed 1 first."""
     collect_only: bool = False
     """Train nothing; print the table of what is there."""
-    table: str = "configs/table3.py"
-    """Python file with the rows."""
+    table: str = ""
+    """Python file with the rows. '': configs/table3.py."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -61,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     arguments = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
-    table, workdir = load_table(arguments.table), Path(arguments.workdir)
+    workdir = Path(arguments.workdir)
+    table = load_table(Path(arguments.table or recipe_path("table3")))
     if arguments.collect_only:
         print(write_table(workdir, table))
         return 0

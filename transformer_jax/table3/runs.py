@@ -86,11 +86,11 @@ def read_json(path: Path, *, lines: bool = False) -> list[dict[str, Any]]:
     return found
 
 
-def load_table(name: str) -> Table:
+def load_table(path: Path) -> Table:
     """The rows in a file like ``configs/table3.py``."""
-    if not Path(name).is_file():
-        raise UserError(f"table is {name!r}, which is no file; expected configs/table3.py.")
-    found = runpy.run_path(name)
+    if not path.is_file():
+        raise UserError(f"table is {str(path)!r}, which is no file; expected configs/table3.py.")
+    found = runpy.run_path(str(path))
     return Table(found["ROWS"], found["change"])
 
 
