@@ -267,7 +267,7 @@ def tokens_of(query: str, tokens: Sequence[str], offset: int) -> list[int]:
     spelled = [
         range(start, end)
         for start in range(len(tokens))
-        for end in range(start + 1, len(tokens) + 1)
+        for end in range(start + 1, min(start + len(query) + 2, len(tokens) + 1))
         if "".join(tokens[start:end]).removeprefix("▁") == query
     ]
     words = [found for found in spelled if tokens[found[0]].startswith("▁")] or spelled

@@ -74,9 +74,9 @@ def attention_maps(
         for axes, (layer, head) in zip(panels, product(layers, heads), strict=True):
             image = _image(axes, weights_NHTS[layer, head], (0, largest), _BLUE)
             axes.set_title(f"layer {layer + 1}, head {head + 1}", loc="left")
-            axes.set_xticks(range(len(keys)), keys, rotation=90, ha="right", va="center")
-            for label in axes.get_xticklabels():
-                label.set_rotation_mode("anchor")
+            axes.set_xticks(
+                range(len(keys)), keys, rotation=90, rotation_mode="anchor", ha="right", va="center"
+            )
             axes.set_yticks(range(len(queries)), queries)
             axes.grid(alpha=0.15, linewidth=0.4)
         scale = _axes(figure, margins[0] + _MARGIN, -_FOOTER, _NARROWEST_MAP, 6)
@@ -98,8 +98,8 @@ def attention_lines(
 ) -> Figure:
     """Lines as in the paper's figures 3 to 5: from each query (left) to the keys it attends to.
 
-    Opacity and width of a line are proportional to its weight, and largest where the weight is; its
-    colour is its head's. There is a pair of columns for each layer.
+    Opacity and width of a line grow with its weight, its colour is its head's. There is a pair of
+    columns for each layer.
 
     Args:
       only: the queries, from 0, whose lines are drawn; the others' tokens are faint. Default: all.
