@@ -102,6 +102,11 @@ ORDER = [
     "table3.runs",
     "table3.figures",
     "table3.__main__",
+    "report.runs",
+    "report.facts",
+    "report.samples",
+    "report.page",
+    "report.__main__",
     "parsing.trees",
     "parsing.generated",
     "parsing.bracketing",
@@ -210,7 +215,12 @@ def test_no_function_has_more_than_10_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["train.py", "decode.py", "transformer_jax/attention.py", "transformer_jax/pictures"]
+    "program",
+    [
+        "train.py",
+        "decode.py",
+        *(f"transformer_jax/{name}" for name in ("attention.py", "pictures", "report")),
+    ],
 )
 def test_help_needs_no_jax(program: str) -> None:
     code = f"import runpy, sys; sys.argv = [{program!r}, '--help']\n"

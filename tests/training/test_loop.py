@@ -82,6 +82,8 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
         "source_fill",
         "data_wait_share",
     } <= set(train_entries[0])
+    assert train_entries[-1]["peak_memory_bytes"]["host"] > 1e7
+    assert entries(finished, "start")[0]["environment"]["cpu"] == summary["cpu"]
     assert [entry["step"] for entry in entries(finished, "dev")] == [15, 30]
     assert {
         entry["step"] for entry in entries(finished, "save") if entry["held_seconds"] > 0

@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.image import AxesImage
 from matplotlib.textpath import text_to_path
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from transformer_jax.errors import UserError
 from transformer_jax.storage import write_atomically
@@ -110,7 +111,7 @@ def attention_lines(
     queries, keys, longest = _drawable(queries), _drawable(keys), max(weights_NHTS.shape[2:])
     font, only = _font_size(longest), only or range(len(queries))
     row = 1.4 * font
-    colours = _colours(weights_NHTS.shape[1])
+    colours = distinct_colours(weights_NHTS.shape[1])
     with _style([*queries, *keys, title], font):
         margins = _width(queries, font), max(_width(keys, font), 16 * len(heads) - _LINES), 0
         size = _LINES, row * longest
@@ -168,7 +169,7 @@ def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Fig
     with _style(curves, 9):
         figure = _figure(480, 290)
         axes = _axes(figure, 60, 10, 400, 240)
-        for colour, (name, (steps, rates)) in zip(_colours(len(curves)), curves.items()):
+        for colour, (name, (steps, rates)) in zip(distinct_colours(len(curves)), curves.items()):
             axes.plot(steps, rates, label=name, color=colour)
         axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -204,19 +205,49 @@ def rows_picture(
     return figure
 
 
-def save_picture(figure: Figure, output: str | Path) -> None:
-    """Write a picture; the ending of ``output`` (.svg, .png, .pdf) chooses the format.
-
-    In .svg text stays text, and the fonts are the viewer's.
+def curves_picture(
+    curves: Iterable[tuple[Sequence[float], Sequence[float], dict[str, Any]]],
+) -> Figure:
+    """Figures by step, in a small picture without legend: steps, values and how to draw them (as
+    ``matplotlib.axes.Axes.plot`` has it). The scale is logarithmic where values go far.
     """
-    form, buffer = Path(output).suffix[1:], io.BytesIO()
+    with _style([], 9):
+        figure = _figure(300, 186)
+        axes = _axes(figure, 52, 8, 240, 148)
+        values: list[float] = []
+        for steps, figures, settings in curves:
+            axes.plot(steps, figures, **settings)
+            values += figures
+        axes.set(xlabel="step")
+        axes.grid(alpha=0.3, linewidth=0.4)
+        if values and 0 < 20 * min(values) < max(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_minor_formatter("")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.6g}")
+    return figure
+
+
+def save_picture(figure: Figure, output: str | Path) -> None:
+    """Write a picture; the ending of ``output`` (.svg, .png, .pdf) chooses the format."""
+    write_atomically(Path(output), picture_bytes(figure, Path(output).suffix[1:]))
+
+
+def picture_bytes(figure: Figure, form: str) -> bytes:
+    """A picture as a file of the format svg, png or pdf.
+
+    In SVG text stays text, and the fonts are the viewer's.
+    """
+    buffer = io.BytesIO()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "transformer_jax", "pdf.fonttype": 42}
     settings["font.sans-serif"] = [_FONT]  # .svg names each
     dates: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     dpi = min(150, 65_000 / max(figure.get_size_inches()))  # Agg's limit is 2^16 pixels
     with _no_warnings_of_glyphs(), matplotlib.rc_context(settings):
         figure.savefig(buffer, format=form, dpi=dpi, metadata=dates.get(form))
-    write_atomically(Path(output), buffer.getvalue())
+    return buffer.getvalue()
 
 
 def _of_shape(weights: Any, T: int, S: int) -> np.ndarray:
@@ -249,8 +280,8 @@ def _font_size(tokens: int) -> float:
     return float(np.interp(tokens, [20, 60], [9, 6.5]))
 
 
-def _colours(number: int) -> list[Any]:
-    """Of medium lightness, none of them grey as the text is."""
+def distinct_colours(number: int) -> list[Any]:
+    """Red, green and blue, from 0 to 1: of medium lightness, none of them grey as the text is."""
     if number > 9:
         return [colorsys.hls_to_rgb(i / number, 0.45, 0.8) for i in range(number)]
     tab10: Any = colormaps["tab10"]

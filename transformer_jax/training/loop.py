@@ -302,6 +302,7 @@ class _Loop:
                 "gradient_norm": float(metrics.gradient_norm),
                 "bad_steps": int(metrics.bad_steps),
                 "epoch": self._run.plan.epoch(step),
+                "peak_memory_bytes": peak_memory_bytes(),
             }
             self._reporter.training(step, self._meter.entry(self._loader.waited) | figures)
 
@@ -320,7 +321,7 @@ class _Loop:
         if self._step:
             say(f"resuming at step {self._step} of {config.training.steps}")
         figures = {"source_fill": source_fill, "target_fill": target_fill, "parameters": count}
-        self._reporter.write("start", self._step, figures)
+        self._reporter.write("start", self._step, figures | {"environment": environment()})
 
 
 def _saved_step(checkpoints: Checkpoints) -> int:

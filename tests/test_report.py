@@ -1,0 +1,351 @@
+"""The report of runs: what it says, also of damaged and running ones, and what a browser shows."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from random_models import lines_of_words, make_model, train_tokenizer
+
+from transformer_jax.cli import config_in_flags, parse
+from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig, TrainingConfig
+from transformer_jax.config_io import to_json
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.report import __main__ as program
+from transformer_jax.report.page import word_diff
+from transformer_jax.training.__main__ import Arguments
+from transformer_jax.training.saver import save_imported
+from transformer_jax.training.workdir import held
+
+LINES = lines_of_words(12)
+HOSTILE = "<script>alert(1)</script><img src='http://example.org/a.png'>"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """A finished run with a model whose dev set is a file."""
+    folder = tmp_path_factory.mktemp("runs") / "it's one"
+    sources, targets = folder.with_name("dev.en"), folder.with_name("dev.de")
+    sources.write_text("\n".join([*LINES[:3], "two <b>three</b> &amp;"]) + "\n")
+    targets.write_text("\n".join(line.upper() for line in LINES[:4]) + "\n")
+    tokenizer = train_tokenizer(LINES)
+    model = make_model(tokenizer, num_layers=1, num_decoder_layers=1)
+    config = Config(
+        model=model.config,
+        data=DataConfig(dev=PairsConfig("text", (str(sources),), (str(targets),))),
+        training=TrainingConfig(steps=4),
+        decoding=DecodingConfig(beam_size=2, max_extra_length=4, max_source_length=16),
+    )
+    save_imported(folder, config, tokenizer, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    memory = {"peak_memory_bytes": {"host": 2_500_000_000}}
+    lines = [
+        {"kind": "start", "step": 0, "parameters": 1234, "source_fill": 0.75, "target_fill": 0.5},
+        {"kind": "compile", "step": 0, "name": "step <a>", "seconds": 1.5, "memory_bytes": 3e9},
+        *(
+            {"kind": "train", "step": step, "loss": 8 / step, "perplexity": 100.0 / step}
+            | {"learning_rate": step / 1000, "tokens_per_second": 100.0 * step}
+            | memory
+            for step in range(1, 5)
+        ),
+        {"kind": "dev", "step": 4, "dev_loss": 2.5, "dev_perplexity": None, "dev_bleu": 33.333},
+        {"kind": "save", "step": 4, "time": 1.8e9, "held_seconds": 90.0},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"steps": 4, "stopped_by": None, "train_seconds": 3700.0, "python": "3.12.1"}
+    summary |= {"versions": {"jax": "0.11.2"}, "test": {"bleu": 28.4, "bleu_signature": "s"}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to be damaged."""
+    return Path(shutil.copytree(original, tmp_path / "one"))
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Callable[..., str]:
+    """Run the program: the page it writes."""
+
+    def write(*runs: Path, flags: tuple[str, ...] = ("--samples", "0")) -> str:
+        file = tmp_path / "report.html"
+        where = ["--workdir", *map(str, runs), "--output", str(file)]
+        assert program.main([*where, *flags]) == 0
+        return file.read_text()
+
+    return write
+
+
+def tables(page: str) -> dict[str, list[str]]:
+    """The cells of each row of each table, by the row's header."""
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page)
+    return {head: re.findall("<td>(.*?)</td>", cells) for head, cells in rows}
+
+
+def problems(page: str) -> list[str]:
+    [found] = re.findall(r'<section class="missing">(.*?)</section>', page, re.DOTALL) or [""]
+    return re.findall("<li>(.*?)</li>", found)
+
+
+def test_figures_are_those_of_the_files(report, run):
+    page = report(run)
+    rows = tables(page)
+    expected = {
+        "status": "finished, step 4 of 4",
+        "parameters": "1,234",
+        "lowest dev loss": "2.5000",
+        "best dev BLEU": "33.33",
+        "test BLEU": "28.40",
+        "training time": "1:01:40",
+        "tokens a second, median": "250",
+        "real tokens, source side": "75.0%",
+        "training held up by saving": "0:01:30",
+        "compile time, longest": "1.5 s",
+        "peak memory of the process": "2.500 GB",
+        "last entry": "2027-01-15 08:00:00 UTC",
+        "python": "3.12.1",
+        "jax": "0.11.2",
+        "step &lt;a&gt;": "1.5 s",
+    }
+    assert {name: rows[name][0] for name in expected} == expected
+    assert rows["4"] == ["2.5000", "", "", "33.33"]  # an evaluation
+    assert not problems(page) and "Translations" not in page
+
+
+def test_curves_show_what_their_words_say(report, run):
+    pictures = dict(
+        re.findall(r'<img src="data:image/svg\+xml;base64,(.*?)" alt="(.*?)\.">', report(run))
+    )
+    by_words = {
+        words: ElementTree.fromstring(base64.b64decode(data)) for data, words in pictures.items()
+    }
+    first = "Loss by step. one (train): 8 at step 1, 2 at step 4; one (dev): 2.5 at step 4"
+    assert first in by_words
+    assert [words.split(" by ")[0] for words in by_words] == [
+        "Loss",
+        "Perplexity",
+        "BLEU",
+        "Learning rate",
+        "Tokens a second",
+    ]
+    texts = [e.text for e in by_words[first].iter("{http://www.w3.org/2000/svg}text")]
+    assert {"step", "2", "8"} <= {*texts}
+
+
+def test_settings_that_differ_come_first(report, run, tmp_path):
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    config = other / "config.json"
+    config.write_text(config.read_text().replace('"steps": 4', '"steps": 8'))
+    page = report(run, other)
+    assert page.index("Different between the runs") < page.index("Not the default")
+    different = page[page.index("Different between") : page.index("Not the default")]
+    assert tables(different)["training.steps"] == ["4", "8", "100000"]
+    assert "seed" not in tables(different) and tables(page)["seed"] == ["0", "0", "0"]
+    assert tables(page)["parameters"] == ["1,234", "1,234"]
+
+
+def test_commands_are_understood_and_repeat_the_config(report, original):
+    code = re.findall("<code>(.*?)</code>", report(original), re.DOTALL)[0]
+    lines = [line for line in html.unescape(code).split("\n") if line[0] != "#"]
+    resume, decode, install, repeat = map(shlex.split, lines)
+    for command, workdir in ((resume, str(original)), (repeat, f"{original}-again")):
+        assert command[:2] == ["python", "train.py"]
+        flags = command[2:]
+        arguments = parse(Arguments, flags, defaults=config_in_flags(flags))
+        assert arguments.workdir == workdir
+        assert to_json(arguments.settings) == (original / "config.json").read_text()
+    assert decode[:4] == ["python", "decode.py", "--workdir", str(original)]
+    assert install == ["pip", "install", "jax==0.11.2"]
+
+
+def test_a_running_run_is_marked(report, run):
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"kind": "train", "st')  # is being written
+    with held(run):
+        page = report(run)
+    assert "<mark>running, step 4 of 4</mark>" in page
+    assert not problems(page) and "test BLEU" not in tables(page)  # of an earlier end
+
+
+DAMAGE = {
+    "metrics.jsonl is damaged: 1 of 8 lines are left out, the first is line 8": lambda run: (
+        run / "metrics.jsonl"
+    ).write_text((run / "metrics.jsonl").read_text()[:-20]),
+    "metrics.jsonl is missing: no curves": lambda run: (run / "metrics.jsonl").unlink(),
+    "summary.json is missing: no figures": lambda run: (run / "summary.json").unlink(),
+    "summary.json is damaged": lambda run: (run / "summary.json").write_text("[1]"),
+    "summary.json is left out: the run was resumed": lambda run: (run / "summary.json").write_text(
+        '{"steps": 2}'
+    ),
+    "summary.json cannot be read (Is a directory)": lambda run: (
+        (run / "summary.json").unlink(),
+        (run / "summary.json").mkdir(),
+    ),
+    "config.json is missing: no settings": lambda run: (run / "config.json").unlink(),
+    "config.json: The config is not JSON": lambda run: (run / "config.json").write_bytes(
+        b"\xff\x00"
+    ),
+    "There is no complete checkpoint": lambda run: shutil.rmtree(run / "checkpoints"),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGE)
+def test_a_damaged_run_says_what_is_missing(report, run, said):
+    DAMAGE[said](run)
+    page = report(run)
+    [problem] = problems(page)
+    assert problem.startswith(f"one: {said}")
+
+
+def test_an_empty_folder_is_reported(report, tmp_path):
+    (tmp_path / "empty").mkdir()
+    page = report(tmp_path / "empty")
+    assert len(problems(page)) == 4 and "nothing trained, step 0" in page
+
+
+def test_values_of_wrong_types_are_left_out(report, run):
+    wrong = [
+        "[]",
+        "1",
+        "null",
+        '{"kind": 1, "step": 1}',
+        '{"kind": "train", "step": "x"}',
+        "[" * 99999,
+    ]
+    wrong += [
+        '{"kind": "train", "step": 5, "loss": "a", "peak_memory_bytes": 3, "learning_rate": 1e400}',
+        '{"kind": "start", "step": 5, "time": -1e14, "parameters": true, "environment": []}',
+        '{"kind": "compile", "step": 5, "seconds": {}}',
+        '{"kind": "dev", "step": 5.5, "dev_loss": ' + "9" * 400 + "}",
+    ]
+    metrics, summary = run / "metrics.jsonl", run / "summary.json"
+    metrics.write_text(metrics.read_text() + "\n".join(wrong))
+    summary.write_text('{"steps": 6, "test": [], "versions": "x", "stopped_by": {"a": 1}}')
+    page = report(run)
+    assert "6 of 18 lines are left out" in problems(page)[0]
+    assert tables(page)["parameters"] == ["1,234"]
+
+
+def test_a_checkpoint_that_cannot_be_loaded_costs_only_translations(report, run):
+    for file in (run / "checkpoints").glob("*/tokenizer.model"):
+        file.write_bytes(b"")
+    page = report(run, flags=())
+    assert "one: Translations and attention are not complete" in problems(page)[0]
+    assert tables(page)["test BLEU"] == ["28.40"]
+
+
+def test_a_dev_set_that_is_gone_is_reported(report, run, monkeypatch):
+    monkeypatch.setattr(Translator, "from_workdir", lambda *_, **__: None)
+    config = (run / "config.json").read_text()
+    (run / "config.json").write_text(config.replace("dev.en", "gone.en"))
+    assert "one: The dev set cannot be read" in problems(report(run, flags=()))[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--workdir", "nowhere", "--output", "a.html"], "expected the folder of a training run"),
+        (["--workdir", ".", "--output", "a.pdf"], "expected a name that ends in one of .html"),
+        (["--workdir", ".", "--output", "a.html", "--samples", "-1"], "expected 0 or more"),
+    ],
+)
+def test_wrong_flags(flags, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert program.main(flags) == 2
+    assert said in capsys.readouterr().err
+
+
+WORDS = st.lists(st.sampled_from(["a", "b", "cd", "<e>"]), max_size=8).map(" ".join)
+
+
+@given(WORDS, WORDS)
+def test_a_diff_holds_both_sides(reference, translation):
+    found = word_diff(reference, translation)
+    for mark, side in (("ins", reference), ("del", translation)):
+        text = "".join(words for tag, words in found if tag != mark)
+        assert "".join(text.split()) == "".join(side.split())
+    if reference == translation:
+        assert {tag for tag, _ in found} <= {""}
+
+
+def test_a_diff_is_by_words():
+    assert word_diff("a man sleeps", "a dog sleeps") == [
+        ("", "a "),
+        ("del", "man "),
+        ("ins", "dog "),
+        ("", "sleeps "),
+    ]
+    assert word_diff("她睡觉", "他睡觉") == [("del", "她"), ("ins", "他"), ("", "睡觉")]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """The browser that is installed, without a window."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs Playwright, to open pages")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
+        pytest.skip(f"needs a browser ({' or '.join(names)}): apt-get install chromium")
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def complete(original, tmp_path_factory) -> Path:
+    """A page with translations and attention."""
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    flags = ["--output", str(file), "--samples", "3", "--text", HOSTILE]
+    assert program.main(["--workdir", str(original), *flags]) == 0
+    return file
+
+
+def test_translations_are_those_of_the_model(complete, original):
+    translations = Translator.from_workdir(original, batch_size=8).translate([LINES[0], LINES[2]])
+    page = complete.read_text()
+    cards = re.findall("<article><dl>(.*?)</dl>", page, re.DOTALL)
+    assert len(cards) == 2  # every second of four lines
+    for card, line, translation in zip(cards, (LINES[0], LINES[2]), translations, strict=True):
+        source, reference, found = re.findall("<dd.*?>(.*?)</dd>", card)
+        assert (source, reference) == (line, line.upper())
+        kept = re.sub("<del>.*?</del>|</?ins>", "", found)
+        assert kept.split() == translation.split()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
+def test_a_browser_shows_all_of_it_and_fetches_nothing(browser, complete, width, scheme):
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    fetched, said = [], []
+    page.on("request", lambda request: fetched.append(request.url))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(complete.as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert [url for url in fetched if not url.startswith("data:")] == [complete.as_uri()]
+    assert said == []
+    assert page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
+    images = page.evaluate(
+        "[...document.images].map(i => [i.complete && i.naturalWidth > 99, i.alt])"
+    )
+    assert len(images) == 5 + 3 and all(shown and alt for shown, alt in images)
+    headings = page.evaluate("[...document.querySelectorAll('h2')].map(h => h.textContent)")
+    assert headings == [
+        *("Curves", "Figures", "Translations", "Attention", "Settings", "Environment", "Commands")
+    ]
+    assert page.evaluate("document.querySelectorAll('script, b, table a').length") == 0
+    assert HOSTILE in page.inner_text("main")  # as text
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+    assert dark == (scheme == "dark")
+    page.close()

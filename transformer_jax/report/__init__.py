@@ -1,0 +1,1 @@
+"""A page about training runs: curves, figures, translations, attention, settings."""
