@@ -20,7 +20,14 @@ from transformer_jax.config_io import flatten, load_config_file, recipe_path, to
 from transformer_jax.errors import UserError
 from transformer_jax.table3.__main__ import main
 from transformer_jax.table3.figures import as_markdown, collect, write_table
-from transformer_jax.table3.runs import Run, chosen_rows, load_table, prepare, train_all
+from transformer_jax.table3.runs import (
+    Run,
+    chosen_rows,
+    environments,
+    load_table,
+    prepare,
+    train_all,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = load_table(recipe_path("table3"))
@@ -242,3 +249,58 @@ def test_wrong_input_is_one_line_and_status_2(
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
     assert not (tmp_path / "table").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "visible", "devices"),
+    [
+        ("cpu 8", "", [{}]),
+        ("tpu 4", "", [{}]),  # one process has them all
+        ("gpu 2", "", [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]),
+        ("gpu 2", "3,5", [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "5"}]),
+    ],
+)
+def test_each_gpu_serves_one_process(
+    monkeypatch: pytest.MonkeyPatch, found: str, visible: str, devices: list[dict[str, str]]
+) -> None:
+    def answer(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        compile(command[2], "asked", "exec")
+        return subprocess.CompletedProcess(command, 0, f"{found}\n", "")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert environments() == devices
+
+
+def test_a_device_that_is_not_there_is_an_error_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    with pytest.raises(UserError, match="^JAX_PLATFORMS is 'tpu', but JAX finds no such device"):
+        environments()
+
+
+def test_the_program_trains_a_row_and_prints_the_table(tmp_path: Path) -> None:
+    """Once for real: one step, and again with nothing left to do."""
+    config = tiny(steps=1, eval_every=1, checkpoint_every=1, average=1, bleu_every=0)
+    data = dataclasses.replace(config.data, test=PairsConfig())
+    (tmp_path / "base.json").write_text(to_json(dataclasses.replace(config, data=data)))
+    command = [sys.executable, "-m", "transformer_jax.table3", "--rows", "base"]
+    command += ["--config", str(tmp_path / "base.json"), "--workdir", str(tmp_path / "table")]
+    xla_flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+    for _ in range(2):
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"XLA_FLAGS": xla_flags},
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.search(
+            r"^\| base \|  \| 65 \| 0.01 \| 4.92 \| [\d.]+ \| 25.8 \| – \| 1 of 1 \|$",
+            done.stdout,
+            re.MULTILINE,
+        )
+    assert done.stderr == ""
+    assert (tmp_path / "table" / "base" / "seed-1.log").read_text().endswith("exit status 0\n")
