@@ -83,7 +83,7 @@ def paper_bleu(
     hypotheses: Sequence[str], references: Sequence[str], *, language: str, tokenized: bool = False
 ) -> Score:
     """BLEU as the paper reports it (section 6.1): cased, over tokens by Moses' rules, with
-    compounds split at hyphens; it is higher than, and cannot be compared with, ``bleu``.
+    compounds split at hyphens: another figure than ``bleu``, and usually a higher one.
 
     The steps are those of tensor2tensor's get_ende_bleu.sh, for both sides: Unicode punctuation
     replaced, Moses' tokeniser, "rich-text" as three tokens, BLEU without smoothing.
