@@ -50,8 +50,8 @@ class Prepare:
     take: int | None = None
     """Use so many trees at most. Default: all."""
     numbered: bool = False
-    """Number the words, `#0 It #1 barks`, and write the numbers in the sequence in place of XX: a
-    model finds its place in the sentence after far fewer trees."""
+    """Number the words, `#0 It #1 barks`, and write the numbers in the sequence in place of XX, so
+    that a model need not learn to count."""
 
 
 @dataclass(frozen=True)
