@@ -17,7 +17,7 @@ QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_
 	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/decoding/test_records.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-gpu lint types unit format clean
+.PHONY: help demo quick test test-gpu lint types unit docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,8 +42,12 @@ lint: $(VENV)/.installed  ## ruff: style and formatting
 types: $(VENV)/.installed  ## mypy
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.installed-compare  ## every test; also installs PyTorch and CTranslate2 to compare with
+unit: $(VENV)/.installed-compare $(VENV)/.installed-docs  ## every test; also installs PyTorch and CTranslate2 to compare with
 	$(RUN) -m pytest -n 2 --dist loadfile
+
+docs: $(VENV)/.installed-docs  ## the documentation site, in build/site
+	$(RUN) -m sphinx -q -W --keep-going -c docs . build/site
+	@echo 'Open build/site/index.html'
 
 format: $(VENV)/.installed  ## rewrite the code in the project's style
 	$(VENV)/bin/ruff check --fix .
@@ -57,8 +61,8 @@ $(VENV)/.installed: requirements.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/.installed-compare: requirements-compare.txt $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-compare.txt
+$(VENV)/.installed-compare $(VENV)/.installed-docs: $(VENV)/.installed-%: requirements-%.txt $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-$*.txt
 	@touch $@
 
 $(VENV)/.installed-cuda $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(VENV)/.installed

@@ -1,0 +1,59 @@
+"""The documentation site, which `make docs` makes with Sphinx of README.md, the other pages and
+docstrings.
+"""
+
+import typing
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+from transformer_jax import config_checks
+
+ROOT = Path(__file__).resolve().parents[1]
+
+project = "transformer_jax"
+extensions = [
+    "myst_nb",  # pages in Markdown, and notebooks
+    "sphinx_external_toc",  # their order, in _toc.yml: README.md is the home page, and no directive
+    "sphinx.ext.autodoc",  # docs/api.md, docs/settings.md
+    "sphinx.ext.napoleon",  # docstrings in Google's style
+    "sphinx.ext.viewcode",
+]
+include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb"]
+exclude_patterns = [  # folders that need not be searched: .venv, runs, ...
+    path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "notebooks")
+]
+external_toc_path = "docs/_toc.yml"
+myst_heading_anchors = 4  # as GitHub names them
+nb_execution_mode = "off"  # they are kept with their output
+highlight_language = "none"  # as on GitHub
+
+autodoc_default_options = {"members": True, "member-order": "bysource", "exclude-members": "rules"}
+autodoc_type_aliases = {  # ranges keep their names
+    name: name
+    for name, kind in vars(config_checks).items()
+    if typing.get_origin(kind) is typing.Annotated
+}
+
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = project
+html_theme_options = {"top_of_page_buttons": []}
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+html_extra_path = ["_redirect"]
+
+
+def setup(app: Sphinx) -> None:
+    """Keep Napoleon from taking what is before a colon in a field's first line for its type: the
+    first line becomes an empty comment.
+    """
+
+    def add_line(_: Sphinx, kind: str, *rest: list[str]) -> None:
+        if kind in ("attribute", "property", "data"):
+            rest[-1][:0] = ["..", ""]
+
+    app.connect("autodoc-process-docstring", add_line, priority=100)
