@@ -280,14 +280,6 @@ def test_requirements_file_starts_with_the_packages_own() -> None:
     ]
 
 
-def test_all_packages_are_installed() -> None:
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent for path in (ROOT / "transformer_jax").rglob("*.py")}
-    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert sorted(setuptools["packages"]) == sorted(packages | {"transformer_jax.configs"})
-    assert all((folder / "__init__.py").is_file() for folder in folders)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -5,6 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -239,6 +240,14 @@ def test_the_package_offers_what_its_stub_lists() -> None:
     for name in listed:
         offered = getattr(transformer_jax, name)
         assert isinstance(offered, int) or offered.__module__.startswith("transformer_jax.")
+
+
+def test_all_packages_are_installed() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for path in (ROOT / "transformer_jax").rglob("*.py")}
+    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert sorted(setuptools["packages"]) == sorted(packages | {"transformer_jax.configs"})
+    assert all((folder / "__init__.py").is_file() for folder in folders)
 
 
 def test_make_quick_names_tests_that_exist() -> None:

@@ -42,15 +42,15 @@ def run(command: list[str], folder: Path, *, status: int = 0, **environment: str
     return result.stdout
 
 
-def test_every_module_and_recipe_is_installed(installed: Path) -> None:
+def test_every_file_and_recipe_is_installed(installed: Path) -> None:
     package = ROOT / "transformer_jax"
     recipes = {path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.py")}
     assert sources(installed / "transformer_jax") == sources(package) | recipes
 
 
 def sources(folder: Path) -> set[Path]:
-    found = (path for ending in ("py", "pyi", "typed") for path in folder.rglob(f"*.{ending}"))
-    return {path.relative_to(folder) for path in found}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path.relative_to(folder) for path in files}
 
 
 def test_programs_run_without_the_clone(installed: Path, tmp_path: Path) -> None:
