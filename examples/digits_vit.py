@@ -57,7 +57,7 @@ def train_step(model, optimizer, images_BYX, labels_B, dropout_key):
     return loss
 
 
-def main(steps: int = 200, seed: int = 0) -> None:
+def main(steps: int = 250, seed: int = 0) -> None:
     images, labels = load_digits(return_X_y=True)
     images = images.reshape(-1, 8, 8) / 16
     split = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
@@ -67,7 +67,7 @@ def main(steps: int = 200, seed: int = 0) -> None:
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
     for step in range(1, steps + 1):
         rows_key, key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
-        rows_B = jax.random.choice(rows_key, len(images), (128,))
+        rows_B = jax.random.choice(rows_key, len(images), (64,))
         loss = train_step(model, optimizer, images[rows_B], labels[rows_B], key)
         if step % 50 == 0:
             print(f"step {step}: loss {loss:.3f}")

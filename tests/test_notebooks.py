@@ -1,0 +1,47 @@
+"""The notebooks run from the first cell to the last, and are small as they are stored."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def _errors(notebook: nbformat.NotebookNode) -> list[str]:
+    """Warnings and error messages among the outputs."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [
+        output.get("text", output.get("evalue", ""))
+        for output in outputs
+        if output.output_type == "error" or output.get("name") == "stderr"
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    alone = {
+        "PYTHONPATH": str(ROOT),  # this clone, whatever is installed
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1"),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+    }
+    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": tmp_path}})
+    client.execute(env=os.environ | alone)  # CellExecutionError where a cell fails
+    assert not _errors(notebook)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_are_small_and_of_one_whole_run(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert not _errors(notebook)
+    assert path.stat().st_size < 250_000
