@@ -610,7 +610,7 @@ def test_odd_embeddings_and_positions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"norm_type": "rms"}, "model.norm_type is 'rms'; expected 'layer', all that torch.nn.Tr"),
+        ({"norm_type": "rms"}, "model.norm_type is 'rms'; expected 'layer': torch.nn.Tr"),
         (
             {"positions": "rotary"},
             "model.positions is 'rotary'; expected 'interleaved' or 'split' ",

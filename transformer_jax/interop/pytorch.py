@@ -17,7 +17,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.interop.export import square_head_width
+from transformer_jax.interop.export import check_fields, square_head_width
 from transformer_jax.interop.weights import (
     Form,
     Library,
@@ -167,12 +167,7 @@ def to_torch(model: Transformer) -> TorchModules:
     from torch import nn
 
     config = model.config
-    for field, held in _HELD.items():
-        if (value := getattr(config, field)) not in held:
-            raise UserError(
-                f"model.{field} is {value!r}; expected {' or '.join(map(repr, held))}, all that "
-                "torch.nn.Transformer can be."
-            )
+    check_fields(config, "torch.nn.Transformer", **_HELD)
     width = square_head_width(config, "torch.nn.Transformer")
     tensors = {
         name: torch.tensor(x)
