@@ -16,7 +16,8 @@ from transformer_jax import Transformer
 from transformer_jax.cli import config_in_flags, parse
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_io import flatten, load_config_file, recipe_path
-from transformer_jax.table3.runs import load_table
+from transformer_jax.table3 import __main__ as table3
+from transformer_jax.table3.runs import chosen_rows, load_table
 from transformer_jax.training.__main__ import Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,3 +182,17 @@ def test_documented_training_commands_are_understood(
 
 def test_all_training_commands_are_looked_at() -> None:
     assert len(_training_commands()) >= 10
+
+
+def test_documented_commands_of_table_3_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    texts = [path.read_text().replace("\\\n", " ") for path in DOCUMENTS]
+    commands = [
+        shlex.split(flags)
+        for text in texts
+        for flags in re.findall(r"^    python -m transformer_jax\.table3 (.*)", text, re.MULTILINE)
+    ]
+    assert len(commands) >= 3
+    for flags in commands:
+        arguments = parse(table3.Arguments, flags, defaults=config_in_flags(flags))
+        assert chosen_rows(arguments.rows, ROWS.rows) and arguments.settings.data.dev.is_given

@@ -147,7 +147,7 @@ def test_a_run_that_fails_stops_no_other_and_the_table_says_so(
     )
     assert header.startswith("| row | here | million parameters: paper | ours | perplexity: paper")
     assert first == ("| base |  | 65 | 1.23 | 4.92 | 7.50 ± 0.71 | 25.8 | 29.5 ± 0.7 | 2 of 2 |")
-    assert rows[0].startswith("| A-h4 | num_heads 4 | 65 | 1.23 | 5.0 |")
+    assert rows[0].startswith("| A-h4 | num_heads 4 | 65 | 1.23 | 5.00 |")
     error = "failed, exit status 1: error: dropout / is needed"
     assert rows[2] == (
         "| D-drop0.0 | dropout 0.0 | 65 | – | 5.77 | – | 24.6 | – "

@@ -74,7 +74,7 @@ def as_markdown(found: Found, table: Table, base: Mapping[str, Any]) -> str:
         cells = [
             *(row, ", ".join(changed)),
             *(paper.million_parameters, _mean(counts[:1], 2)),
-            *(paper.perplexity, _mean(values(figures, "perplexity"), 2)),
+            *(f"{paper.perplexity:.2f}", _mean(values(figures, "perplexity"), 2)),
             *(paper.bleu, _mean(values(figures, "bleu"), 1)),
             f"{len(done)} of {len(figures)}{''.join(notes)}".replace("|", "/"),
         ]
