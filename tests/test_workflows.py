@@ -1,0 +1,35 @@
+"""GitHub's workflows fit their schema, pin actions by hash, ask for few permissions, and run what
+is there.
+"""
+
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize(
+    "tool",
+    ["check-jsonschema --builtin-schema vendor.github-workflows", "zizmor --offline --pedantic"],
+    ids=lambda tool: tool.split()[0],
+)
+def test_linters_have_nothing_to_say(tool: str) -> None:
+    assert [path.name for path in WORKFLOWS] == ["pages.yml", "release.yml"]
+    name, *flags = tool.split()
+    program = Path(sysconfig.get_path("scripts"), name)
+    run = subprocess.run([program, *flags, *WORKFLOWS], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_jobs_wait_for_jobs_that_exist_and_make_what_exists(path: Path) -> None:
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    assert {job["needs"] for job in jobs.values() if "needs" in job} <= set(jobs)
+    targets = re.findall(r"run: make (\w+)", path.read_text())
+    assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
