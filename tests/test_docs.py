@@ -1,6 +1,7 @@
 """What the documents name exists: files, config fields, links."""
 
 import dataclasses
+import importlib
 import pkgutil
 import re
 import shlex
@@ -53,6 +54,8 @@ def test_named_files_and_fields_exist(path: Path) -> None:
     text = path.read_text()
     for name in re.findall(r"\b(?:configs|benchmarks|docs)/\w+\.(?:py|md)", text):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
+    for name in re.findall(r"^    (?:\$ )?make ([a-z-]+)", text, re.MULTILINE):
+        assert f"\n{name}: " in (ROOT / "Makefile").read_text(), f"{path.name} says make {name}"
     fields = set(flatten(Config()))
     sections = {field.split(".")[0] for field in fields if "." in field}
     for flag in re.findall(rf"--((?:{'|'.join(sections)})\.[\w.-]+)", text):
@@ -196,3 +199,34 @@ def test_documented_commands_of_table_3_are_understood(monkeypatch: pytest.Monke
     for flags in commands:
         arguments = parse(table3.Arguments, flags, defaults=config_in_flags(flags))
         assert chosen_rows(arguments.rows, ROWS.rows) and arguments.settings.data.dev.is_given
+
+
+def _other_commands() -> dict[str, set[str]]:
+    """The flags of the documented commands of each program but ``train.py``, or task of one."""
+    programs: dict[str, set[str]] = {}
+    for path in DOCUMENTS:
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            command, *_ = re.split(r"  #|[<>]", line)
+            for name, rest in re.findall(
+                r"^    .*?python (?:-m (transformer_jax\S+(?: [a-z]+)?)|decode\.py)(.*)", command
+            ):
+                flags = re.findall(r" --([a-z][\w.-]*)", rest)
+                programs.setdefault(name or "transformer_jax.decoding", set()).update(flags)
+    return programs
+
+
+@pytest.mark.parametrize("program", _other_commands())
+def test_flags_of_other_documented_commands_exist(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = _other_commands()[program]
+    name, *task = program.split()
+    folder = (ROOT / name.replace(".", "/")).is_dir()
+    with pytest.raises(SystemExit):
+        importlib.import_module(name + ".__main__" * folder).main([*task, "--help", "all"])
+    there = set(re.findall(r"--([a-z][\w.-]*)", capsys.readouterr().out))
+    assert flags and not flags - there, f"the documents give {program} --{flags - there}"
+
+
+def test_all_programs_are_looked_at() -> None:
+    assert len(_other_commands()) >= 13
