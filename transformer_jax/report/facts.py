@@ -19,9 +19,11 @@ _FIGURES: tuple[tuple[str, str, str, str, Callable[[list[float]], float]], ...] 
     ("lowest dev loss", ".4f", "dev", "dev_loss", min),
     ("best dev BLEU", ".2f", "dev", "dev_bleu", max),
     ("test BLEU", ".2f", "end", "test.bleu", max),
+    ("test BLEU as in the paper", ".2f", "end", "test.paper_bleu", max),
     ("test chrF", ".2f", "end", "test.chrf", max),
     ("test, exact matches", ".2%", "end", "test.exact_match", max),
     ("training time", "time", "end", "train_seconds", max),
+    ("floating-point operations, counted", ".2e", "end", "training_flops.counted", max),
     ("tokens a second, median", ",.0f", "train", "tokens_per_second", median),
     ("of these target tokens", ",.0f", "train", "target_tokens_per_second", median),
     ("real tokens, source side", ".1%", "start", "source_fill", max),
@@ -43,15 +45,19 @@ def by_label(runs: Sequence[Run], facts: Callable[[Run], dict[str, str]]) -> dic
     """What is known of each run, by what it is."""
     columns = [facts(run) for run in runs]
     labels = dict.fromkeys(label for column in columns for label in column)
-    return {label: [column.get(label, "") for column in columns] for label in labels}
+    rows = {label: [column.get(label, "") for column in columns] for label in labels}
+    return {label: row for label, row in rows.items() if any(row)}
 
 
 def figures(run: Run) -> dict[str, str]:
     """Quality, speed, compile times and memory, as far as they are known."""
     facts = {"status": run.status, "checkpoints": ", ".join(f"{n:,}" for n in run.checkpoints)}
     for label, form, kinds, name, of in _FIGURES:
-        if values := run.curve(kinds, name)[1]:
-            facts[label] = text(of(values), form)
+        values = run.curve(kinds, name)[1]
+        facts[label] = text(of(values), form) if values else ""
+    for end in run.of("end"):
+        if facts["test BLEU"]:
+            facts["sacreBLEU's signature"] = str(end["test"].get("bleu_signature"))
     return facts
 
 
@@ -85,12 +91,12 @@ def settings(runs: Sequence[Run]) -> dict[str, list[list[str]]]:
 
 def text(value: float, form: str) -> str:
     """A figure, in a format of Python's or as ``time`` (seconds), ``date`` or ``bytes``."""
+    seconds = min(abs(value), 2e11)  # what Python's dates can hold
     match form:
         case "time":
-            return f"{value:.1f} s" if value < 60 else str(timedelta(seconds=round(value)))
+            return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
         case "date":
-            moment = datetime.fromtimestamp(min(abs(value), 2e11), UTC)
-            return moment.strftime("%Y-%m-%d %H:%M:%S UTC")
+            return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S UTC}"
         case "bytes":
             return f"{value / 1e9:,.3f} GB"
     return format(value, form)

@@ -111,5 +111,6 @@ def word_diff(reference: str, translation: str) -> list[tuple[str, str]]:
     found = []
     for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         parts = [("del", old[i:j]), ("ins", new[k:m])] if kind != "equal" else [("", old[i:j])]
-        found += [(tag, blank.join(words) + blank) for tag, words in parts if words]
+        for tag, words in parts:
+            found += [(tag, blank.join(words)), ("", blank)] if words else []
     return found

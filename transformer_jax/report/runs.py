@@ -15,7 +15,7 @@ from transformer_jax.config_io import from_json
 from transformer_jax.errors import UserError
 from transformer_jax.storage import is_url, locked
 
-_LARGEST = 1e15  # a figure above that is damage
+_LARGEST = 1e24  # a figure above that is damage
 
 
 @dataclass

@@ -30,13 +30,15 @@ def take_samples(runs: Sequence[Run], number: int, *, texts: Sequence[str]) -> S
     keep_compiled("auto")
     samples = Samples()
     for run in runs:
-        if not run.checkpoints:
-            continue
-        pairs = _dev_lines(run, number) if number else []
+        pairs = _dev_lines(run, number) if number and run.checkpoints and run.config else []
         sources = [source for source, _ in pairs]
+        if not run.checkpoints or not (sources or texts):
+            continue
         try:
             translator = Translator.from_workdir(run.workdir, batch_size=8)
             use_matmul_precision(translator.models[0].config)
+            if count := translator.num_damaged:
+                run.problems.append(f"{count} checkpoints are damaged; older ones translate.")
             for pair, translation in zip(pairs, translator.translate(sources), strict=True):
                 samples.translations.setdefault(pair, {})[run.name] = translation
             for text in texts or sources[:1]:
@@ -49,10 +51,11 @@ def take_samples(runs: Sequence[Run], number: int, *, texts: Sequence[str]) -> S
 
 def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
     """Lines from all over what training measures BLEU on."""
-    if run.config is None or not run.config.data.dev.is_given:
-        run.problems.append("The run has no dev set: no sentences to translate.")
-        return []
+    assert run.config is not None
     data, first = run.config.data, run.config.training.bleu_sentences
+    if not data.dev.is_given:
+        run.problems.append("The run has no dev set: there are no lines to translate.")
+        return []
     try:
         lines = read_pairs(data.dev, data.root, invalid_utf8=data.invalid_utf8)
         pairs = [pair for pair in islice(lines, first) if all(map(str.strip, pair))]
