@@ -64,6 +64,7 @@ def original(tmp_path_factory) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = {"steps": 4, "stopped_by": None, "train_seconds": 3700.0, "python": "3.12.1"}
     summary |= {
+        "training_flops": {"counted": 3.3e18},
         "versions": {"jax": "0.11.2"},
         "test": {"bleu": 28.4, "bleu_signature": "nrefs:1|v"},
     }
@@ -189,10 +190,10 @@ DAMAGE = {
     ).write_text((run / "metrics.jsonl").read_text()[:-20]),
     "metrics.jsonl is missing: no curves": lambda run: (run / "metrics.jsonl").unlink(),
     "summary.json is missing: no figures": lambda run: (run / "summary.json").unlink(),
-    "summary.json is damaged": lambda run: (run / "summary.json").write_text("[1]"),
-    "summary.json is left out: the run was resumed": lambda run: (run / "summary.json").write_text(
-        '{"steps": 2}'
-    ),
+    "summary.json is left out: it is damaged": lambda run: (run / "summary.json").write_text("[1]"),
+    "summary.json is left out: it is of before the run was resumed": lambda run: (
+        run / "summary.json"
+    ).write_text('{"steps": 2}'),
     "summary.json cannot be read (Is a directory)": lambda run: (
         (run / "summary.json").unlink(),
         (run / "summary.json").mkdir(),

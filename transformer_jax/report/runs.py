@@ -130,12 +130,11 @@ def _read_summary(run: Run) -> None:
     if text := _read(run, "summary.json", "figures on the test set, no totals"):
         summary = _object(text)
         step = number(summary, "steps")
-        if step is None:
-            run.problems.append("summary.json is damaged: it is no JSON object with steps.")
-        elif step < run.step:
-            run.problems.append("summary.json is left out: the run was resumed after it.")
+        if step is not None and step >= run.step:
+            run.entries.append(summary | {"kind": "end", "step": step})
         else:
-            run.entries.append({**summary, "kind": "end", "step": step})
+            wrong = "damaged: it has no steps" if step is None else "of before the run was resumed"
+            run.problems.append(f"summary.json is left out: it is {wrong}.")
 
 
 def _object(text: str) -> dict[str, Any]:
