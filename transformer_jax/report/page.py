@@ -79,7 +79,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
                 if not steps:
                     continue
                 pale = kind == "train" and names[1]
-                style: dict[str, Any] = {"color": colour, "alpha": 0.6 if pale else 1}
+                style: dict[str, Any] = {"color": colour, "alpha": 0.7 if pale else 1}
                 style["marker"] = "." if kind == "dev" or len(steps) == 1 else ""
                 curves.append((steps, values, style | {"linewidth": 1.2 if pale else 1.6}))
                 ends = dict.fromkeys([(steps[0], values[0]), (steps[-1], values[-1])])
