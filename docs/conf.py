@@ -42,8 +42,9 @@ html_theme = "furo"
 html_title = project
 html_theme_options = {"top_of_page_buttons": []}
 html_copy_source = False
+html_show_copyright = False  # the licence is LICENSE
 html_static_path = ["_static"]
-html_css_files = ["wide.css"]
+html_css_files = ["site.css"]
 html_extra_path = ["_redirect"]
 
 

@@ -42,7 +42,7 @@ def test_every_document_is_a_page_and_local_links_lead_somewhere(site: Path) -> 
     assert pages < set(site.rglob("*.html"))
     for page in pages | {site / "index.html"}:
         text = page.read_text()
-        for link in set(re.findall(r'(?:href|src|url)="?=?([^"]*)"', text)):
+        for link in set(re.findall(r'(?:href|src|url)="?([^"]*)"', text)):
             name, _, anchor = html.unescape(link).partition("#")
             if ":" in name or name.startswith("data"):
                 continue
