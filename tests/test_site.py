@@ -20,13 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     makefile = (ROOT / "Makefile").read_text()
     [arguments] = re.findall(r"^\t\$\(RUN\) -m sphinx (.*) build/site$", makefile, re.MULTILINE)
     made = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "sphinx",
-            *arguments.split(),
-            str(folder),
-        ],
+        [sys.executable, "-m", "sphinx", *arguments.split(), str(folder)],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ is there.
 import re
 import subprocess
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,9 @@ def test_jobs_wait_for_jobs_that_exist_and_make_what_exists(path: Path) -> None:
     assert {job["needs"] for job in jobs.values() if "needs" in job} <= set(jobs)
     targets = re.findall(r"run: make (\w+)", path.read_text())
     assert all(f"\n{target}: " in (ROOT / "Makefile").read_text() for target in targets)
+
+
+def test_a_release_has_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == project["version"]
+    assert f"] {project['version']}" in (ROOT / "CHANGELOG.md").read_text()
