@@ -2,6 +2,7 @@
 named.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,7 +65,9 @@ def test_the_sequence_of_a_tree_gives_the_tree(parse: Parse) -> None:
     restored, faultless = from_sequence(parse.words, parse.sequence())
     assert faultless
     assert (restored.words, restored.constituents) == (parse.words, parse.constituents)
-    assert from_sequence(parse.words, parse.sequence(numbered=True)) == (restored, True)
+    numbered = parse.sequence(numbered=True)
+    assert from_sequence(parse.words, numbered) == (restored, True)
+    assert re.findall(r"(?<!\S)(?!#\d)[^()\s]+", numbered) == list(parse.tags)
     assert without_numbers(with_numbers(parse.words)) == list(parse.words)
     assert without_numbers(parse.words) == parse.words
 

@@ -20,6 +20,7 @@ WORD = "XX"
 
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 _BRACKET = re.compile(r"[()][^()]+$")  # of a sequence
+_NUMBER = re.compile(r"#\d+")  # of a word
 _FUNCTION = re.compile(r"(?<=.)[-=|].*")  # of NP-SBJ-1, NP=2, PRT|ADVP
 _ROOTS = ("", "TOP", "ROOT")
 _EMPTY = "-NONE-"
@@ -49,10 +50,12 @@ class Parse(NamedTuple):
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
 
     def sequence(self, *, numbered: bool = False) -> str:
-        """The tree as a model learns to write it, without words and tags; ``numbered``: with #0, #1
-        and so on for words in place of XX.
+        """The tree as a model learns to write it, without words and tags; ``numbered``: with number
+        and tag (#0 NNP) for each word in place of XX.
         """
-        words = [f"#{n}" if numbered else WORD for n in range(len(self.words))]
+        words = [WORD] * len(self.words)
+        if numbered:
+            words = [f"#{n} {tag}".removesuffix(f" {WORD}") for n, tag in enumerate(self.tags)]
         return " ".join(self._tokens(words, named_ends=True))
 
     def _tokens(self, leaves: Sequence[str], *, named_ends: bool) -> Iterator[str]:
@@ -156,14 +159,17 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
     """The tree of ``words`` that a sequence describes, and whether the sequence is well-formed and
     has that many words.
 
-    Any sequence gives a tree. A closing bracket closes the constituent opened last, whatever its
-    label; surplus brackets and words are ignored; missing words go to the last constituent before
-    it ends, and constituents without words are left out.
+    Any sequence gives a tree. If there are numbers, tags are ignored. A closing bracket closes the
+    constituent opened last, whatever its label; surplus brackets and words are ignored; missing
+    words go to the last constituent before it ends, and constituents without words are left out.
     """
     count, place, faultless = len(words), 0, True
     open_, constituents = list[tuple[str, int, int]](), list[Constituent | None]()
     outer = -1  # the last constituent that is in no other
-    for token in sequence.split():
+    tokens = sequence.split()
+    if any(map(_NUMBER.fullmatch, tokens)):
+        tokens = [token for token in tokens if token[0] in "()" or _NUMBER.fullmatch(token)]
+    for token in tokens:
         if token[0] in "()" and _BRACKET.match(token) is None:
             faultless = False
         elif token.startswith("("):

@@ -1,0 +1,54 @@
+r"""Constituency parsing of the free sample of the Penn Treebank: 3,914 trees, a twelfth of it.
+
+NLTK has the sample (nltk.download("treebank"); wsj_0001.mrg to wsj_0199.mrg). The first 3,400 trees
+train, recombined too, the next 250 are the dev set and the last 264 the test set:
+
+    python -m transformer_jax.parsing prepare --numbered --trees 'treebank/combined/*.mrg' \
+        --take 3400 --output data/wsj_sample/train
+    python -m transformer_jax.parsing prepare --numbered --trees 'treebank/combined/*.mrg' \
+        --skip 3400 --take 250 --output data/wsj_sample/dev
+    python -m transformer_jax.parsing generate --numbered --like data/wsj_sample/train.mrg \
+        --trees 60000 --seed 1 --output data/wsj_sample/more
+"""
+
+import dataclasses
+from pathlib import Path
+
+from transformer_jax.config import (
+    BatchConfig,
+    Config,
+    DecodingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PairsConfig,
+    TrainingConfig,
+)
+from transformer_jax.config_io import load_config_file
+
+
+def get_config() -> Config:
+    """A small model: 2+2 layers of width 128, 2,000 tokens."""
+    base = load_config_file(Path(__file__).with_name("wsj_parsing.py"))
+    replace = dataclasses.replace
+    names = ("train",) * 4 + ("more",)
+    train = PairsConfig(
+        "text",
+        tuple(f"{name}.words" for name in names),
+        tuple(f"{name}.sequences" for name in names),
+    )
+    return replace(
+        base,
+        model=ModelConfig(d_model=128, d_ff=512, num_heads=4, num_layers=2, dropout=0.0),
+        tokenizer=replace(base.tokenizer, vocab_size=2000),
+        data=replace(
+            base.data,
+            root="data/wsj_sample",
+            train=train,
+            max_source_length=160,
+            max_target_length=160,
+        ),
+        batch=BatchConfig(tokens=2560, layout="packed", row_length=160),
+        optimizer=OptimizerConfig(peak_learning_rate=0.003, warmup_steps=150, decay="linear"),
+        training=TrainingConfig(steps=1200, eval_every=200, checkpoint_every=50, bleu_every=0),
+        decoding=DecodingConfig(beam_size=4, max_extra_length=300, max_source_length=1024),
+    )
