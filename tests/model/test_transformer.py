@@ -28,17 +28,27 @@ from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 TINY = ModelConfig(vocab_size=40, d_model=16, d_ff=24, num_heads=2, num_layers=2, dtype="float32")
 VARIANTS = {
     "paper": {},
-    "pre-norm": {"norm": "pre"},
-    "untied": {"tie_embeddings": "none", "source_vocab_size": 30},
-    "target-tied": {"tie_embeddings": "target"},
-    "biases": {"attention_bias": True},
-    "learned": {"positions": "learned", "max_positions": 12},
-    "split": {"positions": "split"},
-    "narrow keys": {"d_k": 3, "d_v": 5},
-    "deep encoder": {"num_decoder_layers": 1, "activation": "silu"},
-    "remat": {"remat": True, "positions": "relative"},
+    "pre-norm, untied, biases": {
+        "norm": "pre",
+        "tie_embeddings": "none",
+        "source_vocab_size": 30,
+        "attention_bias": True,
+    },
+    "target-tied, narrow keys": {"tie_embeddings": "target", "d_k": 3, "d_v": 5},
+    "learned, deep encoder": {
+        "positions": "learned",
+        "max_positions": 12,
+        "num_decoder_layers": 1,
+        "activation": "silu",
+    },
+    "split, remat": {"positions": "split", "remat": True},
     "as nn.Transformer": {"final_norm": True, "attention_bias": True, "activation": "gelu"},
-    "no biases": {"feed_forward_bias": False, "norm_bias": False, "tie_embeddings": "embeddings"},
+    "no biases, window": {
+        "feed_forward_bias": False,
+        "norm_bias": False,
+        "tie_embeddings": "embeddings",
+        "encoder_window": 3,
+    },
     "modern": {
         "norm": "pre",
         "norm_type": "rms",
@@ -46,9 +56,8 @@ VARIANTS = {
         "positions": "rotary",
         "d_v": 5,
     },
-    "relative": {"positions": "relative", "activation": "gelu_tanh"},
+    "relative, remat": {"positions": "relative", "activation": "gelu_tanh", "remat": True},
     "shared layers": {"num_layers": 2, "num_decoder_layers": 3, "distinct_layers": 2},
-    "window": {"encoder_window": 3},
 }
 
 
