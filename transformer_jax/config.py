@@ -121,7 +121,7 @@ class ModelConfig(Section, prefix="model."):
         )
         yield (
             "tie_embeddings",
-            self.source_vocab_size is None or self.tie_embeddings in ("target", "none"),
+            self.source_vocab_size is None or not self.shares_embeddings,
             "'target' or 'none' when source and target have separate vocabularies",
         )
         yield (
@@ -155,6 +155,16 @@ class ModelConfig(Section, prefix="model."):
     def decoder_layers(self) -> int:
         """Layers in the decoder, resolved."""
         return self.num_decoder_layers or self.num_layers
+
+    @property
+    def shares_embeddings(self) -> bool:
+        """Whether source and target tokens have one embedding."""
+        return self.tie_embeddings in ("all", "embeddings")
+
+    @property
+    def ties_softmax(self) -> bool:
+        """Whether the softmax has the target embedding's matrix."""
+        return self.tie_embeddings in ("all", "target")
 
     @property
     def has_final_norm(self) -> bool:
@@ -568,7 +578,7 @@ class Config(Section):
         )
         yield (
             "model.tie_embeddings",
-            self.tokenizer.joint or model.tie_embeddings in ("target", "none"),
+            self.tokenizer.joint or not model.shares_embeddings,
             "'target' or 'none' when tokenizer.joint is False",
         )
         yield (

@@ -41,9 +41,7 @@ class Evaluation:
     """BLEU as the paper has it, if a language was given."""
 
     def __str__(self) -> str:
-        scores = (
-            [self.bleu, self.paper_bleu, self.chrf] if self.paper_bleu else [self.bleu, self.chrf]
-        )
+        scores = filter(None, (self.bleu, self.paper_bleu, self.chrf))
         return "\n".join([*map(str, scores), f"exact match {self.exact_match:.2%}"])
 
 

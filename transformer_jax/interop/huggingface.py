@@ -113,7 +113,7 @@ def export_huggingface(
 
 def other_names(shape: ModelConfig) -> dict[str, tuple[str, Form]]:
     """Names of what is outside the layers."""
-    shared = shape.tie_embeddings in ("all", "embeddings")
+    shared = shape.shares_embeddings
     target = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"
     return {
         "source_embedding.matrix": ("model.encoder.embed_tokens.weight", "same"),
@@ -134,8 +134,8 @@ def _config(config: Config, positions: int) -> dict[str, Any]:
         "dtype": "float32",
         "vocab_size": shape.source_vocab_size or shape.vocab_size,
         "decoder_vocab_size": shape.vocab_size,
-        "share_encoder_decoder_embeddings": shape.tie_embeddings in ("all", "embeddings"),
-        "tie_word_embeddings": shape.tie_embeddings in ("all", "target"),
+        "share_encoder_decoder_embeddings": shape.shares_embeddings,
+        "tie_word_embeddings": shape.ties_softmax,
         **fields,
         "activation_function": ACTIVATIONS[shape.activation],
         "max_position_embeddings": positions,

@@ -314,7 +314,7 @@ def _positions(tables: list[np.ndarray], shape: ModelConfig, folder: Path) -> st
             f"The position tables in {str(folder)!r} are not two of width {d_model}; expected one "
             "for each side."
         )
-    if shape.tie_embeddings in ("all", "embeddings") and not np.array_equal(tables[0], tables[1]):
+    if shape.shares_embeddings and not np.array_equal(tables[0], tables[1]):
         raise UserError(
             f"Encoder and decoder have different learned positions in {str(folder)!r}, but one "
             "embedding; here positions are part of an embedding, so it cannot be imported."

@@ -107,7 +107,7 @@ def _tensors(config: Config, model: Transformer) -> Weights:
     # Marian computes this table itself; converters that would take other wavelengths find it here.
     weights = with_position_tables(weights, shape, max(_POSITIONS, *length_limits(config)))
     del weights["source_embedding.position_matrix"]
-    shared = shape.tie_embeddings in ("all", "embeddings")
+    shared = shape.shares_embeddings
     target_VD = weights["target_embedding.matrix"]
     start_D = target_VD[BOS_ID]
     shift_D = start_D * np.float32(shape.d_model**0.5)

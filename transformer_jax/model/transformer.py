@@ -71,9 +71,9 @@ class _Stack(nnx.Module):
         if self.relative_bias is not None:
             positions_1L = jnp.arange(x_BLD.shape[1])[None]
             self_bias_BHLL = self.relative_bias(positions_1L, positions_1L)
+        options = {"self_bias_BHLL": self_bias_BHLL, "weights": weights}
         keys = split_key(dropout_key, self.number)
         for layer, key in zip(self.sequence, keys, strict=True):
-            options = {"self_bias_BHLL": self_bias_BHLL, "weights": weights}
             run = partial(layer, dropout_key=key, **options)
             x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
         return self.normed(x_BLD)
@@ -130,14 +130,15 @@ class Transformer(nnx.Module):
         self.target_embedding = Embedding(config.vocab_size, config, rngs=rngs)
         self.source_embedding = (
             None
-            if config.tie_embeddings in ("all", "embeddings")
+            if config.shares_embeddings
             else Embedding(config.source_vocab_size or config.vocab_size, config, rngs=rngs)
         )
         self.encoder = Encoder(config, rngs=rngs)
         self.decoder = Decoder(config, rngs=rngs)
-        untied = config.tie_embeddings in ("embeddings", "none")
         self.softmax_matrix = (
-            embedding_matrix(config.vocab_size, config.d_model, rngs) if untied else None
+            None
+            if config.ties_softmax
+            else embedding_matrix(config.vocab_size, config.d_model, rngs)
         )
         self.softmax_bias = (
             nnx.Param(jnp.zeros((config.vocab_size,), jnp.float32)) if config.softmax_bias else None
