@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 
@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> None:
     task = tyro.cli(
-        Annotated[Export, tyro.conf.subcommand("export")]  # type: ignore[arg-type]
-        | Annotated[Import, tyro.conf.subcommand("import")],
+        Export | Import,  # type: ignore[arg-type]
         prog="python -m transformer_jax.interop",
         args=argv,
         description="Take a trained model to another library, or bring one here.",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> None:
     task = tyro.cli(
-        Annotated[Positions, tyro.conf.subcommand("positions")]  # type: ignore[arg-type]
-        | Annotated[Schedule, tyro.conf.subcommand("schedule")],
+        Positions | Schedule,  # type: ignore[arg-type]
         prog="python -m transformer_jax.pictures",
         args=argv,
         description="Draw the positional encoding or the learning rate.",
