@@ -5,7 +5,6 @@ Damage raises nothing; it is noted for the reader of the page.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from transformer_jax.config import Config
 from transformer_jax.config_io import from_json
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_url, locked
+from transformer_jax.storage import is_url, locked, object_or_empty
 
 _LARGEST = 1e24  # a figure above that is damage
 
@@ -114,7 +113,7 @@ def _read_entries(run: Run) -> None:
     lines = _read(run, "metrics.jsonl", "curves, throughput and compile times").split("\n")
     wrong = []
     for place, line in enumerate(lines, 1):
-        entry = _object(line)
+        entry = object_or_empty(line)
         if number(entry, "step") is not None and isinstance(entry.get("kind"), str):
             run.entries.append(entry)
         elif line and not (run.running and place == len(lines)):  # not one being written
@@ -128,22 +127,13 @@ def _read_entries(run: Run) -> None:
 
 def _read_summary(run: Run) -> None:
     if text := _read(run, "summary.json", "figures on the test set, no totals"):
-        summary = _object(text)
+        summary = object_or_empty(text)
         step = number(summary, "steps")
         if step is not None and step >= run.step:
             run.entries.append(summary | {"kind": "end", "step": step})
         else:
             wrong = "damaged: it has no steps" if step is None else "of before the run was resumed"
             run.problems.append(f"summary.json is left out: it is {wrong}.")
-
-
-def _object(text: str) -> dict[str, Any]:
-    """A JSON object; empty if the text is none."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _is_locked(path: Path) -> bool:

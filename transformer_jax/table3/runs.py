@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -13,7 +12,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from transformer_jax.config import Config
 from transformer_jax.config_io import flatten, load_config_file, to_json
 from transformer_jax.errors import UserError, shown
-from transformer_jax.storage import write_atomically
+from transformer_jax.storage import object_or_empty, write_atomically
 from transformer_jax.training.resuming import Difference, fields_that_differ
 
 log = logging.getLogger(__name__)
@@ -79,11 +77,9 @@ class Run(NamedTuple):
 
 def read_json(path: Path, *, lines: bool = False) -> list[dict[str, Any]]:
     """The JSON object in a file, or those in its lines; without what is not there, or cut short."""
-    found, text = [], path.read_text(encoding="utf-8") if path.exists() else ""
-    for each in text.split("\n") if lines else [text]:
-        with suppress(ValueError):
-            found.append(json.loads(each))
-    return found
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = map(object_or_empty, text.split("\n") if lines else [text])
+    return [each for each in found if each]
 
 
 def load_table(path: Path) -> Table:
