@@ -227,11 +227,12 @@ def _from_logits(
     top_L, log_total_L, probs_LV = _softmax(logits_LV, settings.backend)
     label_L = jnp.take_along_axis(logits_LV, target_L[:, None], axis=-1)[:, 0]
     nll_L = log_total_L - label_L
-    loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - mean_L)
     tokens_1V = jnp.arange(vocab_size, dtype=target_L.dtype)[None]
     is_label_LV = tokens_1V == target_L[:, None]
-    wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
-    if settings.smoothing_over == "others":
+    if settings.smoothing_over == "all":
+        loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - mean_L)
+        wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
+    else:
         share, pad_L = epsilon / (vocab_size - 2), log_total_L - logits_LV[:, PAD_ID]
         of_all_L = vocab_size * (log_total_L - mean_L)
         loss_L = (1 - epsilon) * nll_L + share * (of_all_L - nll_L - pad_L)
