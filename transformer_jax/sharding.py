@@ -92,9 +92,14 @@ def gathered(parameters: Any, mesh: Mesh) -> Any:
     return jax.lax.with_sharding_constraint(parameters, shardings)
 
 
-def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """``encoder.layers.0.feed_forward.inner.kernel``: of a leaf of nested dicts or nnx.State."""
     # a leaf of an nnx.State ends in .value
-    name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    name = parameter_name(path)
     for end, spec in _RULES.items():
         if re.search(rf"(^|[._]){end}$", name) and len(spec) == len(shape):
             for axis, size in zip(spec, shape, strict=True):

@@ -10,6 +10,7 @@ import optax
 
 from transformer_jax.config import OptimizerConfig
 from transformer_jax.errors import UserError
+from transformer_jax.sharding import parameter_name
 
 
 def learning_rate_schedule(
@@ -71,6 +72,8 @@ def make_optimizer(
 
 def _matrices(parameters: Any) -> Any:
     """True for matrices; attention's biases are none, though they have an axis for the heads."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, p: p.ndim > 1 and "['bias']" not in jax.tree_util.keystr(path), parameters
-    )
+
+    def is_matrix(path: tuple[Any, ...], parameter: Any) -> bool:
+        return parameter.ndim > 1 and parameter_name(path).rpartition(".")[2] != "bias"
+
+    return jax.tree_util.tree_map_with_path(is_matrix, parameters)
