@@ -8,6 +8,7 @@ layer.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -269,6 +270,7 @@ def _join_axis(form: Form) -> int:
     return 0 if form == "transposed" else -1
 
 
+@functools.lru_cache(maxsize=4)
 def _abstract(config: ModelConfig) -> dict[tuple[Any, ...], jax.ShapeDtypeStruct]:
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     return dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
