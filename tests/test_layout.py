@@ -108,6 +108,7 @@ ORDER = [
     "report.samples",
     "report.page",
     "report.__main__",
+    "serving.text",
     "parsing.trees",
     "parsing.generated",
     "parsing.bracketing",

@@ -1,0 +1,1 @@
+"""A translation service: HTTP for programs, a page for people."""
