@@ -109,6 +109,7 @@ ORDER = [
     "report.page",
     "report.__main__",
     "serving.text",
+    "serving.limits",
     "parsing.trees",
     "parsing.generated",
     "parsing.bracketing",
