@@ -101,7 +101,11 @@ class BeamSearch(Method):
         ranks_BW, survivors_BW = jax.lax.top_k(jnp.where(ends_BC, IMPOSSIBLE, ranks_BC), W)
         live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
         bound_B = ranks_BW[:, 0] / self.divisor(state.limit_B)
-        done_B = (bound_B <= finished.scores_BN[:, -1]) | (ranks_BW[:, 0] <= IMPOSSIBLE / 2)
+        worst_B = finished.scores_BN[:, -1]
+        if state.wanted_B is not None:
+            last_B1 = jnp.clip(state.wanted_B - 1, 0, finished.scores_BN.shape[1] - 1)[:, None]
+            worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
+        done_B = (bound_B <= worst_B) | (ranks_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
             done_B |= ends_BC[:, 0]
         live = live._replace(ranks_BW=ranks_BW)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -97,7 +97,7 @@ class Layout:
         lengths = [length for bucket in self.buckets for length in bucket.lengths]
         of_length: dict[int, list[int]] = defaultdict(list)
         for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens)):
-            of_length[lengths[_length_index(sentences[index], lengths)]].append(index)
+            of_length[lengths[length_index(sentences[index], lengths)]].append(index)
         for bucket in self.buckets:
             size = bucket.block_size * self.shares
             blocks = [
@@ -129,32 +129,52 @@ class Layout:
         source.
         """
         counts = np.zeros((self.shares, bucket.num_blocks), np.int32)
-        size = counts.size * bucket.block_size
-        # At least 1: an array without elements crashes jaxlib 0.11.2 where several devices search.
-        longest_prefix = max([1, *(len(sentence.prefix) for sentence in sentences.values())])
-        padded_prefix = -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP
-        source = Source(
-            tokens_BS=np.full((size, bucket.lengths[-1]), PAD_ID, np.int32),
-            length_index_B=np.zeros(size, np.int32),
-            own_BK=None,
-        )
-        waiting = Waiting(
-            source,
-            limit_Q=np.zeros(size, np.int32),
-            prefix_QP=np.full((size, padded_prefix), NOT_FORCED, np.int32),
-            seed_Q=np.zeros(size, np.uint32),
-        )
-        for place, sentence in sentences.items():
-            length = len(sentence.tokens) + 1
-            source.tokens_BS[place, :length] = [*sentence.tokens, EOS_ID]
-            source.length_index_B[place] = _length_index(sentence, bucket.lengths)
-            waiting.limit_Q[place] = longest_target(length)
-            waiting.prefix_QP[place, : len(sentence.prefix)] = sentence.prefix
-            waiting.seed_Q[place] = sentence.seed
+        for place in sentences:
             counts.ravel()[place // bucket.block_size] += 1
+        waiting = waiting_arrays(
+            sentences,
+            size=counts.size * bucket.block_size,
+            lengths=bucket.lengths,
+            longest_target=longest_target,
+        )
         return waiting, counts
 
 
-def _length_index(sentence: Sentence, lengths: Sequence[int]) -> int:
+def waiting_arrays(
+    sentences: Mapping[int, Sentence],
+    *,
+    size: int,
+    lengths: Sequence[int],
+    longest_target: Callable[[int], int],
+    longest_prefix: int = 1,
+) -> Waiting:
+    """The sentences at these of ``size`` places. Prefixes have room for the longest one, and for
+    ``longest_prefix`` tokens at least: an array without elements crashes jaxlib 0.11.2 where
+    several devices search.
+    """
+    longest_prefix = max([longest_prefix, *(len(each.prefix) for each in sentences.values())])
+    padded_prefix = -(-longest_prefix // _PREFIX_STEP) * _PREFIX_STEP
+    source = Source(
+        tokens_BS=np.full((size, lengths[-1]), PAD_ID, np.int32),
+        length_index_B=np.zeros(size, np.int32),
+        own_BK=None,
+    )
+    waiting = Waiting(
+        source,
+        limit_Q=np.zeros(size, np.int32),
+        prefix_QP=np.full((size, padded_prefix), NOT_FORCED, np.int32),
+        seed_Q=np.zeros(size, np.uint32),
+    )
+    for place, sentence in sentences.items():
+        length = len(sentence.tokens) + 1
+        source.tokens_BS[place, :length] = [*sentence.tokens, EOS_ID]
+        source.length_index_B[place] = length_index(sentence, lengths)
+        waiting.limit_Q[place] = longest_target(length)
+        waiting.prefix_QP[place, : len(sentence.prefix)] = sentence.prefix
+        waiting.seed_Q[place] = sentence.seed
+    return waiting
+
+
+def length_index(sentence: Sentence, lengths: Sequence[int]) -> int:
     """Which of ``lengths`` a sentence is encoded in: its own one decides, end symbol included."""
     return bisect_left(lengths, len(sentence.tokens) + 1)

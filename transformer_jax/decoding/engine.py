@@ -31,7 +31,8 @@ from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 logger = logging.getLogger(__name__)
 
-_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+# Of every function that holds a search's loop, by backend.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # Without this, XLA copies caches that could be updated in place.
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
     # The whole search as one CUDA graph: all that XLA puts into graphs by itself, and loops. The
@@ -114,7 +115,7 @@ class Engine:
             self._search_bucket,
             static_argnames=("bucket", "num_hypotheses"),
             donate_argnames="memory",
-            compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
+            compiler_options=COMPILER_OPTIONS.get(jax.default_backend()),
         )
         # Kept between searches on a CPU, where new memory costs; elsewhere training may need it.
         self._memory: dict[Bucket, Any] = {}
@@ -134,6 +135,11 @@ class Engine:
             nnx.to_pure_dict(each) if isinstance(each, nnx.State) else each for each in parameters
         )
         self._parameters = jax.device_put(pure, self._everywhere)  # now, not in every search
+
+    @property
+    def num_devices(self) -> int:
+        """How many share the rows."""
+        return self._shares
 
     @property
     def models(self) -> list[Transformer]:
@@ -176,7 +182,7 @@ class Engine:
             self.slots_computed += int(slots_computed.sum())
             self.slots_used += int(slots_used.sum())
             for index, place in places.items():
-                found[index] = _hypotheses(results, place)
+                found[index] = hypotheses(results, place)
                 if np.isnan(results.scores_BN[place, 0]):
                     with_nan.append(index)
         if with_nan:
@@ -239,7 +245,7 @@ class Engine:
         def start(parameters: Any, source: Source) -> Any:
             models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters)]
             model = DecodingModel(models, (longest,), self.config)
-            return model.start_cache(source, max_length=self._longest_target(longest)).decoders
+            return model.start_cache(source, max_length=self.longest_target(longest)).decoders
 
         return jax.eval_shape(start, self.parameters if parameters is None else parameters, source)
 
@@ -247,7 +253,7 @@ class Engine:
         rows, longest = bucket.rows * self._shares, bucket.lengths[-1]
         return f"search for {rows} sentences of up to {longest} tokens"
 
-    def _longest_target(self, source_length: int) -> int:
+    def longest_target(self, source_length: int) -> int:
         """Positions that any translation of a source of this length can need."""
         return min(source_length + self.config.max_extra_length, self._position_limit)
 
@@ -271,7 +277,7 @@ class Engine:
         """The sentences at their places as arrays, how many each device has in each block, and
         their shortlists, if any.
         """
-        waiting, counts = self._layout.waiting(bucket, sentences, self._longest_target)
+        waiting, counts = self._layout.waiting(bucket, sentences, self.longest_target)
         if self._shortlist is None or self._shared_C is None:
             return waiting, counts, None
         source, prefix_QP = waiting.source, waiting.prefix_QP
@@ -305,7 +311,7 @@ class Engine:
         own = "" if own_QK is None else f" and {own_QK.shape[1]} target tokens of their own"
         devices = "" if self._shares == 1 else f" on {self._shares} devices"
         logger.info("Compiling the %s%s%s.", self._name(bucket), own, devices)
-        search = partial(self._search_share, bucket, self._method(num_hypotheses))
+        search = partial(self._search_share, bucket, self.method(num_hypotheses))
         if self._shares == 1:
             return search(parameters, waiting, counts, memory)
         everywhere, rows = self._everywhere.spec, self._rows.spec
@@ -339,12 +345,13 @@ class Engine:
             waiting,
             counts_1M[0],
             model.empty_cache(memory, waiting.source),
-            max_length=self._longest_target(bucket.lengths[-1]),
+            max_length=self.longest_target(bucket.lengths[-1]),
         )
         slots = found.slots_computed[None], found.slots_used[None]
         return Found(found.results, *slots), cache.decoders
 
-    def _method(self, num_hypotheses: int) -> Method:
+    def method(self, num_hypotheses: int) -> Method:
+        """The search that ``config`` asks for."""
         config = self.config
         rules = config.no_repeat_ngram, config.repetition_penalty
         common: dict[str, Any] = {
@@ -370,7 +377,7 @@ class Engine:
         )
 
 
-def _hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
+def hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
     """The filled slots of one sentence."""
     slots = zip(*(x[place].tolist() for x in results), strict=True)
     return [

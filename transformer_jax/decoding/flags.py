@@ -162,7 +162,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     Raises:
         UserError: flags that contradict each other, do nothing, or name files that are not there.
     """
-    workdirs = tuple(_local_workdir(workdir) for workdir in flag_values(argv, "workdir"))
+    workdirs = tuple(checked_workdir(workdir) for workdir in flag_values(argv, "workdir"))
     config = load_config_file(f"{workdirs[0]}/config.json") if workdirs else Config()
     arguments = parse(Arguments, argv, defaults={"search": config.decoding}, common=COMMON)
     typed = {name.replace("-", "_") for name in flags_given(argv)}
@@ -182,7 +182,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     return arguments, config
 
 
-def _local_workdir(workdir: str) -> str:
+def checked_workdir(workdir: str) -> str:
+    """The folder with a run's config; a URL is copied to this machine."""
     if is_url(workdir):
         from transformer_jax.remote_workdir import local_workdir  # loads JAX
 

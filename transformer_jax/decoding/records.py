@@ -144,13 +144,11 @@ class OutputFormat:
         alignments: Sequence[Alignment | None] | None = None,
     ) -> list[str]:
         """The lines of one sentence."""
-        hypotheses = list(zip(translations, alignments or [None] * len(translations), strict=True))
         if self.format == "jsonl":
-            fields = [self._fields(*hypothesis) for hypothesis in hypotheses]
-            added = fields[0] | ({"hypotheses": fields} if self.nbest > 1 else {})
-            return [_with_fields(record.json or "{}", added)]
+            return [_with_fields(record.json or "{}", self.fields(translations, alignments))]
         lines = []
-        for t, alignment in hypotheses:
+        alignments = alignments or [None] * len(translations)
+        for t, alignment in zip(translations, alignments, strict=True):
             columns = [f"{t.log_prob:.4f}" if self.scores else t.text]
             if self.nbest > 1:
                 columns = [str(record.number - 1), *columns, f"{t.score:.4f}"]
@@ -158,6 +156,16 @@ class OutputFormat:
                 columns.append(alignment.hard() if alignment else "")
             lines.append(" ||| ".join(columns))
         return lines
+
+    def fields(
+        self,
+        translations: Sequence[Translation],
+        alignments: Sequence[Alignment | None] | None = None,
+    ) -> dict[str, Any]:
+        """What JSONL says of a sentence."""
+        alignments = alignments or [None] * len(translations)
+        fields = list(map(self._fields, translations, alignments))
+        return fields[0] | ({"hypotheses": fields} if self.nbest > 1 else {})
 
     def _fields(self, t: Translation, alignment: Alignment | None) -> dict[str, Any]:
         fields: dict[str, Any] = {

@@ -79,6 +79,8 @@ class SearchState(NamedTuple):
     """Tokens that the target must begin with, then at least one NOT_FORCED."""
     seed_B: Array
     """Makes the random numbers of sentences differ (sampling)."""
+    wanted_B: Array | None
+    """Hypotheses that end a beam search, if fewer than are returned."""
     live: Beams
     finished: SearchResult
     done_B: Array
@@ -172,9 +174,11 @@ class Method(ABC):
         prefix_BP: Array,
         seed_B: Array,
         attention_BWS: Array | None,
+        wanted_B: Array | None = None,
     ) -> SearchState:
         """Sentences of which nothing is written yet; ``limit_B`` 0: nothing to search.
-        ``attention_BWS`` says how many source positions there are.
+        ``attention_BWS`` says how many source positions there are. Where ``wanted_B`` hypotheses
+        are enough, a beam search stops as soon as it has those; the others may not be the best.
         """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
         S = 0 if attention_BWS is None else attention_BWS.shape[2]
@@ -189,6 +193,7 @@ class Method(ABC):
                 prefix_BP.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=NOT_FORCED
             ),
             seed_B=seed_B.astype(jnp.uint32),
+            wanted_B=wanted_B,
             live=Beams(
                 jnp.full((B, W, L), self.pad_id, jnp.int32),
                 jnp.zeros((B, W, L), jnp.float32),

@@ -154,22 +154,17 @@ class Translator(TrainedModels):
     def _translate(
         self, requests: list[Request], num_hypotheses: int
     ) -> Iterator[list[Translation]]:
-        lines = list(self._sentences(requests))
+        lines = list(self.sentences(requests))
         sentences = list(chain.from_iterable(lines))
         found = iter(self.engine.search(sentences, num_hypotheses=num_hypotheses))
         for request, line in zip(requests, lines, strict=True):
-            segments = [list(map(self._translation, next(found))) for _ in line]
-            if not all(segments):
-                self.num_failed += 1
-                warn_first(
-                    self.num_failed,
-                    "Line %d: the search found no translation; its output is empty.",
-                    request.number,
-                )
-            yield _join(segments)
+            yield self.translations(request, [next(found) for _ in line])
 
-    def _sentences(self, requests: list[Request]) -> Iterator[list[Sentence]]:
-        """What to search for each request: itself, its segments, or (an empty line) nothing."""
+    def sentences(self, requests: Sequence[Request]) -> Iterator[list[Sentence]]:
+        """What to search for each request: itself, its segments, or (an empty line) nothing.
+
+        ``UserError`` as ``prefix_tokens``.
+        """
         limit = self.engine.longest_source - 1  # EOS takes one position
         encoded = self.tokenizer.encode_source([request.text for request in requests])
         for request, tokens in zip(requests, encoded, strict=True):
@@ -187,6 +182,20 @@ class Translator(TrainedModels):
                 Sentence(segment, [] if i else prefix, (request.number + 1_000_003 * i) % 2**32)
                 for i, segment in enumerate(filter(None, segments))
             ]
+
+    def translations(
+        self, request: Request, found: Sequence[Sequence[Hypothesis]]
+    ) -> list[Translation]:
+        """A request's translations, best first, from the hypotheses of its ``sentences``."""
+        segments = [list(map(self._translation, hypotheses)) for hypotheses in found]
+        if not all(segments):
+            self.num_failed += 1
+            warn_first(
+                self.num_failed,
+                "Line %d: the search found no translation; its output is empty.",
+                request.number,
+            )
+        return _join(segments)
 
     def _translation(self, hypothesis: Hypothesis) -> Translation:
         return Translation(

@@ -1,0 +1,29 @@
+"""The server that the tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from random_models import make_model, train_tokenizer
+from servers import CONFIG, LINES, Server, make_model_to_serve, serving
+
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.service import Service
+
+
+@pytest.fixture(scope="session")
+def translator() -> Translator:
+    """What a server's answers are compared with."""
+    tokenizer = train_tokenizer(LINES)
+    return Translator(make_model(tokenizer), tokenizer, CONFIG)
+
+
+@pytest.fixture(scope="session")
+def server(translator: Translator) -> Iterator[Server]:
+    """Translates en-de, offers sampling."""
+    models = {Pair("en", "de"): make_model_to_serve(translator)}
+    service = Service(models, max_queue=100, max_characters=2000)
+    with serving(service, translator) as found:
+        yield found

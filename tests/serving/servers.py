@@ -1,0 +1,111 @@
+"""Servers of small random models, each on a port of its own, and requests to them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import uvicorn
+from random_models import lines_of_words
+
+from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.serving.app import App
+from transformer_jax.serving.service import Model, Service
+
+LINES = lines_of_words(60)
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=32, batch_size=8)
+SAMPLING = DecodingConfig(**{**vars(CONFIG), "method": "sample"})
+
+
+class Reply(NamedTuple):
+    """What the server said."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+class Server(NamedTuple):
+    """A running server, and what it serves."""
+
+    port: int
+    service: Service
+    translator: Translator
+
+    @property
+    def url(self) -> str:
+        """Without a slash at its end."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        """One request by itself."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, named)
+            reply = connection.getresponse()
+            return Reply(reply.status, reply.headers, reply.read())
+        finally:
+            connection.close()
+
+    def ask(self, path: str = "/translate", **fields: Any) -> Reply:
+        """A query in JSON, from en to de."""
+        query = {"source": "en", "target": "de"} | fields
+        return self.request("POST", path, json.dumps(query), content_type="application/json")
+
+    def ask_form(self, **fields: Any) -> Reply:
+        """A query as a form, from en to de."""
+        body = urlencode({"source": "en", "target": "de"} | fields, doseq=True)
+        kind = "application/x-www-form-urlencoded"
+        return self.request("POST", "/translate", body, content_type=kind)
+
+    def is_idle(self) -> bool:
+        """Whether soon no sentence has a row, and none waits."""
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            figures = [lambda w: w.num_busy, lambda w: w.num_waiting]
+            if not any(map(self.service.count, figures)) and not self.service.num_accepted:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@contextmanager
+def serving(service: Service, translator: Translator, **settings: Any) -> Iterator[Server]:
+    """A server of this service until the end of the block."""
+    app = App(service, **{"timeout": 60, **settings}).asgi()
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        found = Server(port, service, translator)
+        while service.status == "compiling":
+            time.sleep(0.01)
+        yield found
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def make_model_to_serve(translator: Translator) -> Model:
+    """A ``Model`` with the parameters of ``translator``."""
+    models, tokenizer = translator.models, translator.tokenizer
+    searching = Translator(models, tokenizer, CONFIG)
+    return Model([searching], [Translator(models, tokenizer, SAMPLING)])

@@ -1,0 +1,284 @@
+"""The service as its clients see it: what they get, what they are refused, what they leave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from servers import LINES, SAMPLING, Server, make_model_to_serve, serving
+
+from transformer_jax.decoding.translator import Request, Translator
+from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.limits import ApiKeys
+from transformer_jax.serving.service import Service
+
+KEY = "0123456789abcdef"
+
+
+def events(body: bytes) -> list[tuple[str, dict]]:
+    blocks = body.decode().strip().split("\n\n")
+    lines = [block.split("\n") for block in blocks]
+    return [
+        (kind.removeprefix("event: "), json.loads(data.removeprefix("data: ")))
+        for kind, data in lines
+    ]
+
+
+def test_many_clients_get_what_the_translator_gives_each_line(server: Server) -> None:
+    expected = server.translator.translate(LINES)
+    with ThreadPoolExecutor(16) as clients:
+        replies = list(clients.map(lambda line: server.ask(q=line, split=False), LINES * 3))
+    assert [reply.status for reply in replies] == [200] * len(replies)
+    assert [reply.json["translatedText"] for reply in replies] == expected * 3
+    assert server.ask(q=LINES).json == {"translatedText": expected}
+    assert server.is_idle()
+
+
+def test_forms_and_parameters_do_as_well(server: Server) -> None:
+    [expected] = server.translator.translate([LINES[7]])
+    answer = {"translatedText": expected}
+    assert server.ask_form(q=LINES[7], format="text", api_key="").json == answer
+    several = server.ask_form(q=[LINES[7], LINES[7]])
+    assert several.json == {"translatedText": [expected, expected]}
+    words = LINES[7].replace(" ", "+")
+    assert server.request("POST", f"/translate?q={words}&source=en&target=de").json == answer
+    parts = "".join(
+        f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in {"q": LINES[7], "source": "en", "target": "de"}.items()
+    )
+    kind = "multipart/form-data; boundary=x"
+    assert (
+        server.request("POST", "/translate", parts + "--x--\r\n", content_type=kind).json == answer
+    )
+
+
+def test_texts_keep_their_white_space_and_tags(server: Server) -> None:
+    lines = ["one two three", "four five", "six"]
+    one, two, three = server.translator.translate(lines)
+    text = "  {}\n\n\t{}\r\n{} \n"
+    assert server.ask(q=text.format(*lines)).json["translatedText"] == text.format(one, two, three)
+    page = '<p class="one two">{}</p> <!-- one --> <b>{}</b>{}<script>one</script>'
+    answer = server.ask(q=page.format(*lines), format="html").json["translatedText"]
+    assert answer == page.format(one, two, three)
+    assert server.ask(q=["", " \n "]).json["translatedText"] == ["", " \n "]
+
+
+def test_alternatives_and_details_are_those_of_the_translator(server: Server) -> None:
+    line = LINES[8]
+    [translations] = server.translator.stream([line], num_hypotheses=3)
+    answer = server.ask(q=line, source="auto", alternatives=2, details=True).json
+    assert answer["translatedText"] == translations[0].text
+    assert answer["alternatives"] == [each.text for each in translations[1:]]
+    assert answer["detectedLanguage"] == {"language": "en", "confidence": 100}
+    [[sentence]] = answer["sentences"]
+    assert sentence["source"] == line
+    for got, its in zip(sentence["hypotheses"], translations, strict=True):
+        assert got["score"] == pytest.approx(its.score, abs=1e-4)
+        assert got["tokens"] == [*its.tokens, "</s>"]
+        assert got["token_scores"] == pytest.approx(its.token_log_probs, abs=1e-4)
+    assert server.ask(q=[line, "one"], alternatives=1).json["alternatives"] == [
+        [translations[1].text],
+        [each.text for each in next(server.translator.stream(["one"], num_hypotheses=2))[1:]],
+    ]
+
+
+def test_attention_has_a_row_for_each_token(server: Server) -> None:
+    [[sentence]] = server.ask(q=LINES[8], attention=True).json["sentences"]
+    assert len(sentence["alignment"]) == len(sentence["tokens"])
+    for row in sentence["alignment"]:
+        assert len(row) == len(sentence["source_tokens"]) and sum(row) == pytest.approx(1, abs=1e-2)
+
+
+def test_a_prefix_begins_the_translation(server: Server) -> None:
+    [expected] = server.translator.translate([Request("one two", "SIX")])
+    assert server.ask(q="one two", prefix="SIX").json["translatedText"] == expected
+    assert expected.startswith("SIX")
+    reply = server.ask(q="one two", prefix="日本")
+    assert reply.status == 400 and "vocabulary lacks" in reply.json["error"]
+
+
+def test_samples_depend_on_the_seed(server: Server) -> None:
+    sampler = Translator(server.translator.models, server.translator.tokenizer, SAMPLING)
+    for seed in (1, 2, 77):
+        [expected] = sampler.stream([Request("one two three", number=seed)], num_hypotheses=3)
+        answer = server.ask(q="one two three", sample=True, seed=seed, alternatives=2).json
+        drawn = dict.fromkeys(each.text for each in expected)
+        assert [answer["translatedText"], *answer["alternatives"]] == list(drawn)
+
+
+def test_sentences_are_streamed_in_order(server: Server) -> None:
+    text = "\n".join(LINES[:20])
+    reply = server.ask("/translate/stream", q=text)
+    assert reply.headers["Content-Type"].startswith("text/event-stream")
+    *sentences, (last, answer) = events(reply.body)
+    whole = "".join(each["before"] + each["translation"] for _, each in sentences)
+    assert [each["index"] for _, each in sentences] == list(range(20))
+    assert {kind for kind, _ in sentences} == {"sentence"} and last == "done"
+    assert whole == answer["translatedText"] == "\n".join(server.translator.translate(LINES[:20]))
+    assert server.ask("/translate/stream", q=["a", "b"]).status == 400
+
+
+def test_languages_health_metrics_and_docs(server: Server) -> None:
+    languages = [{"code": "en", "name": "English", "targets": ["de"]}]
+    assert server.request("GET", "/languages").json == languages
+    assert server.request("GET", "/health").json == {"status": "ok"}
+    server.ask(q="one")
+    figures = server.request("GET", "/metrics").body.decode()
+    assert 'transformer_requests_total{path="/translate",status="200"}' in figures
+    assert "transformer_rows 8" not in figures and "transformer_rows 16.0" in figures
+    docs = server.request("GET", "/docs").body.decode()
+    assert "swagger" in docs and "://" not in docs.replace(server.url, "")
+    paths = server.request("GET", "/openapi.json").json["paths"]
+    assert {"/translate", "/translate/stream", "/languages", "/health", "/metrics"} <= paths.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"q": 5}, 400, "q.str: Input should be a valid string; it is 5."),
+        ({}, 400, "q: Field required"),
+        ({"q": "one", "colour": "red"}, 400, "colour: Extra inputs are not permitted; it is 'red'"),
+        ({"q": "one", "target": "fr"}, 400, "source is 'en', target 'fr'; expected one of en-de"),
+        ({"q": "one", "format": "pdf"}, 400, "format: Input should be 'text' or 'html'"),
+        ({"q": "one", "alternatives": 3}, 400, "alternatives is 3; expected at most 2"),
+        ({"q": "one " * 600}, 413, "2400 characters; expected at most 2000"),
+    ],
+)
+def test_what_a_query_may_not_hold(server: Server, fields, status, message) -> None:
+    reply = server.ask(**fields)
+    assert reply.status == status and message in reply.json["error"], reply
+    if status == 413:
+        assert reply.json["limit"] == 2000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[" * 30_000,
+        '{"q": "é", "target": "de"}'.encode("latin-1"),
+        '{"q": "one", "target": "de"}'.encode("utf-16"),
+        b'{"q": "\\ud800", "target": "de"}',
+        b'{"q": "one", "target": "de", "seed": 1' + b"0" * 5000 + b"}",
+    ],
+    ids=["nothing", "cut short", "deep", "latin-1", "utf-16", "half a pair", "large number"],
+)
+def test_what_is_no_json_is_refused(server: Server, body) -> None:
+    reply = server.request("POST", "/translate", body, content_type="application/json")
+    assert reply.status == 400 and reply.json["error"], reply
+
+
+def test_control_characters_do_no_harm(server: Server) -> None:
+    text = "".join(map(chr, range(32))) + "one\x7f\x80\ufeff\u2028two\u202e"
+    assert server.ask(q=text).status == 200
+    assert server.ask(q="\x00").status == 200
+
+
+def test_bodies_of_ten_megabytes_are_not_read(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n{")
+        assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_paths_and_methods_that_are_not_there(server: Server) -> None:
+    assert server.request("GET", "/nothing").status == 404
+    reply = server.request("GET", "/translate")
+    assert reply.status == 405 and "/docs" in reply.json["error"]
+
+
+def test_rows_of_clients_that_go_away_are_free(server: Server) -> None:
+    body = json.dumps({"q": "\n".join(LINES), "target": "de"}).encode()
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    for path in [b"/translate", b"/translate/stream"] * 20:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.sendall(head % path + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(0.005)
+    assert server.is_idle()
+    assert server.ask(q="one").status == 200
+
+
+@pytest.fixture
+def strict(translator):
+    """A server with narrow limits, and with two languages to translate from."""
+    models = {
+        Pair("en", "de"): make_model_to_serve(translator),
+        Pair("fr", "de"): make_model_to_serve(translator),
+    }
+    service = Service(models, max_queue=4, max_characters=2000)
+    keys = ApiKeys([KEY, KEY * 2])
+    with serving(service, translator, timeout=0.3, requests_per_minute=5, api_keys=keys) as found:
+        yield found
+
+
+def test_limits_say_what_is_allowed(strict: Server) -> None:
+    reply = strict.ask(q="one")
+    assert reply.status == 401 and "api_key is missing" in reply.json["error"]
+    assert strict.ask(q="one", api_key=KEY[1:]).status == 401
+    assert strict.ask(q="one", api_key=KEY).status == 200
+    assert strict.ask_form(q="one", api_key=KEY).status == 200
+    query = json.dumps({"q": "one", "source": "en", "target": "de"})
+    bearer = {"content_type": "application/json", "authorization": f"Bearer {KEY}"}
+    assert strict.request("POST", "/translate", query, **bearer).status == 200
+
+    reply = strict.ask(q="one", source="auto", api_key=KEY)
+    assert reply.status == 400 and "expected the language of the texts" in reply.json["error"]
+
+    strict.ask(q="one", api_key=KEY)
+    reply = strict.ask(q="one", api_key=KEY)
+    assert reply.status == 429 and reply.json["limit"] == 5 and int(reply.headers["Retry-After"])
+
+
+def test_too_much_to_do_and_too_long_answers_are_refused(strict: Server) -> None:
+    [search] = strict.service.models[Pair("en", "de")].searches._searches[0][:1]
+    take_steps = search.take_steps
+    search.take_steps = lambda most: time.sleep(0.2) or take_steps(1)
+    with ThreadPoolExecutor(3) as clients:
+        each = {"q": LINES[6:9], "api_key": KEY}
+        replies = list(clients.map(lambda _: strict.ask(**each), range(3)))
+    assert [reply.status for reply in replies] == [503] * 3
+    assert all(int(reply.headers["Retry-After"]) for reply in replies)
+    said = [reply.json["error"] for reply in replies]
+    full = [each for each in said if "expected at most 4 together" in each]
+    assert len(full) == 2 and "took more than 0.3 s" in (set(said) - set(full)).pop()
+    assert strict.is_idle()
+
+
+def test_before_compiling_and_after_a_failure_nothing_is_translated(translator) -> None:
+    model = make_model_to_serve(translator)
+    service = Service({Pair("en", "de"): model}, max_queue=4, max_characters=2000)
+    go_on = threading.Event()
+    start = model.start
+
+    def start_later() -> None:
+        go_on.wait()
+        start()
+
+    model.start = start_later  # type: ignore[method-assign]
+    status = Service.status
+    seen = []
+    try:
+        Service.status = property(lambda self: seen.append(1) or "ok")  # serving() waits for it
+        with serving(service, translator) as server:
+            Service.status = status
+            assert server.request("GET", "/health").json == {"status": "compiling"}
+            reply = server.ask(q="one")
+            assert reply.status == 503 and "compiling" in reply.json["error"]
+            go_on.set()
+            while service.status == "compiling":
+                time.sleep(0.01)
+            assert server.ask(q="one").status == 200
+
+            def fail(*_):
+                raise RuntimeError("out of memory")
+
+            model.searches._searches[0][0].take_steps = fail
+            reply = server.ask(q="one")
+            assert reply.status == 503 and "started again" in reply.json["error"]
+            assert server.request("GET", "/health").status == 503
+    finally:
+        Service.status = status

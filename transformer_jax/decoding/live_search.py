@@ -1,0 +1,165 @@
+"""Continuous batching for sentences that arrive while others are being searched.
+
+Where ``continuous_batching.py`` has all sentences from the start and stays on the device until the
+last one is done, here the host looks in between: it hands the rows of finished sentences to those
+that have come, and takes back the rows of those that nobody waits for any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from transformer_jax.decoding.buckets import Bucket, Sentence, length_index, waiting_arrays
+from transformer_jax.decoding.continuous_batching import Rows, RowSearch, Waiting
+from transformer_jax.decoding.engine import COMPILER_OPTIONS, Engine, Hypothesis, hypotheses
+from transformer_jax.decoding.models import DecodingModel
+from transformer_jax.decoding.search import SearchResult, results
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import with_cast_weights
+from transformer_jax.special_ids import PAD_ID
+
+T = TypeVar("T")
+
+# This share 1 / n of the rows must be done before the host looks, unless it asked to look earlier:
+# a look takes as long as a step of a small model.
+_SHARE_DONE = 8
+
+
+class Entry(NamedTuple, Generic[T]):
+    """A sentence that wants a row."""
+
+    owner: T
+    """Whatever its result is to be given back with."""
+    sentence: Sentence
+    wanted: int = 1
+    """How many hypotheses, at most the beam size."""
+
+
+class LiveSearch(Generic[T]):
+    """The rows of one bucket of an engine, on the engine's one device. Results are those of
+    ``Engine.search``. Not for several threads.
+
+    Attributes:
+      busy: the entries that have a row, by row.
+      steps_taken: how many so far.
+      slots_used: rows times steps so far in which a sentence was in progress.
+    """
+
+    def __init__(self, engine: Engine, bucket: Bucket):
+        """``UserError`` for an engine with shortlists, or with several devices."""
+        if engine.config.shortlist:
+            raise UserError(
+                f"decoding.shortlist is {engine.config.shortlist!r}; expected '': sentences that "
+                "enter one by one share no shortlist."
+            )
+        assert engine.num_devices == 1
+        self._engine, self.bucket = engine, bucket
+        self.busy: dict[int, Entry[T]] = {}
+        self.steps_taken = self.slots_used = 0
+        self._method = engine.method(engine.config.beam_size)
+        models = map(with_cast_weights, engine.models)  # once, not at every look
+        self._graphs, self._parameters = zip(*(nnx.split(each, nnx.Param) for each in models))
+        options = COMPILER_OPTIONS.get(jax.default_backend())
+        self._enter = jax.jit(self._enter_rows, donate_argnames="rows", compiler_options=options)
+        self._step = jax.jit(self._take_steps, donate_argnames="rows", compiler_options=options)
+        self._rows: Rows = jax.jit(self._empty_rows)(self._parameters, self._waiting([]))
+
+    @property
+    def idle(self) -> list[int]:
+        """The rows without a sentence."""
+        return [row for row in range(self.bucket.rows) if row not in self.busy]
+
+    def compile(self) -> None:
+        """Compile all that ``enter`` and ``take_steps`` need; no sentence may have a row."""
+        assert not self.busy
+        self.enter([])
+        self.take_steps(1)
+
+    def enter(self, entries: Sequence[Entry[T]]) -> None:
+        """Give rows to at most ``bucket.block_size`` sentences that are encoded in one length; as
+        many must be idle.
+        """
+        assert len(entries) <= self.bucket.block_size
+        rows_R = np.full(self.bucket.block_size, self.bucket.rows, np.int32)  # no row
+        rows_R[: len(entries)] = self.idle[: len(entries)]
+        self.busy |= zip(rows_R.tolist(), entries, strict=False)
+        self._rows = self._enter(self._parameters, self._rows, self._waiting(entries), rows_R)
+
+    def leave(self, row: int) -> None:
+        """Take the row from a sentence that nobody waits for any more."""
+        del self.busy[row]
+
+    def take_steps(self, most: int) -> list[tuple[T, list[Hypothesis]]]:
+        """Write up to ``most`` tokens of every sentence; fewer once an eighth of the rows is done.
+        Returns the owners of finished sentences with the hypotheses, best first; none where the
+        model's logits were NaN. Their rows are idle then.
+        """
+        busy_B = np.zeros(self.bucket.rows, bool)
+        busy_B[list(self.busy)] = True
+        self._rows, done_B, slots, found = self._step(
+            self._parameters, self._rows, busy_B, np.int32(most)
+        )
+        finished = sorted(self.busy.keys() & set(np.flatnonzero(np.asarray(done_B)).tolist()))
+        computed, used = map(int, slots)
+        self.steps_taken += computed // self.bucket.rows
+        self.slots_used += used
+        if not finished:
+            return []
+        found = jax.tree.map(np.asarray, found)
+        entries = [(row, self.busy.pop(row)) for row in finished]
+        return [(entry.owner, hypotheses(found, row)[: entry.wanted]) for row, entry in entries]
+
+    def _waiting(self, entries: Sequence[Entry[T]]) -> Waiting:
+        engine, bucket = self._engine, self.bucket
+        waiting = waiting_arrays(
+            {place: entry.sentence for place, entry in enumerate(entries)},
+            size=bucket.block_size,
+            lengths=bucket.lengths,
+            longest_target=engine.longest_target,
+            longest_prefix=engine.config.max_extra_length,
+        )
+        first = length_index(entries[0].sentence, bucket.lengths) if entries else 0
+        waiting.source.length_index_B[:] = first
+        wanted_Q = np.ones(bucket.block_size, np.int32)
+        wanted_Q[: len(entries)] = [entry.wanted for entry in entries]
+        return waiting._replace(wanted_Q=wanted_Q)
+
+    def _search(self, parameters: Any) -> RowSearch:
+        models = list(map(nnx.merge, self._graphs, parameters))
+        model = DecodingModel(models, self.bucket.lengths, self._engine.config)
+        longest = self._engine.longest_target(self.bucket.lengths[-1])
+        return RowSearch(self._method, model, longest)
+
+    def _empty_rows(self, parameters: Any, waiting: Waiting) -> Rows:
+        memory = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), self._engine.cache_shapes(self.bucket)
+        )
+        search = self._search(parameters)
+        return search.empty(search.model.empty_cache(memory, waiting.source), waiting)
+
+    def _enter_rows(self, parameters: Any, rows: Rows, waiting: Waiting, rows_R: Array) -> Rows:
+        search = self._search(parameters)
+        return search.replace(rows, rows_R, waiting, search.model.start_cache(waiting.source))
+
+    def _take_steps(
+        self, parameters: Any, rows: Rows, busy_B: Array, most: Array
+    ) -> tuple[Rows, Array, tuple[Array, Array], SearchResult]:
+        done_B = rows.state.done_B | ~busy_B
+        B, num_busy = self.bucket.rows, (~done_B).sum()
+        enough = jnp.minimum(max(1, B // _SHARE_DONE), num_busy)
+
+        def goes_on(rows: Rows) -> Array:
+            num_done = num_busy - (~rows.state.done_B).sum()
+            return (rows.slots_computed < most * B) & (num_done < enough)
+
+        started = Rows(rows.state._replace(done_B=done_B), rows.cache, jnp.int32(0), jnp.int32(0))
+        rows = self._search(parameters).step_while(goes_on, started)
+        found = results(rows.state.finished, PAD_ID)
+        return rows, rows.state.done_B, (rows.slots_computed, rows.slots_used), found

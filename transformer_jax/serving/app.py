@@ -1,0 +1,281 @@
+"""The service over HTTP: LibreTranslate's API, some fields more, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from babel import Locale, UnknownLocaleError
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi_offline import FastAPIOffline
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from transformer_jax.errors import UserError, shown
+from transformer_jax.serving.limits import ApiKeys, BodyLimit, RateLimit
+from transformer_jax.serving.metrics import Measured, Metrics
+from transformer_jax.serving.schema import Answer, Error, Language, Query, Status, request_body
+from transformer_jax.serving.service import Answering, Refused, Service
+
+T = TypeVar("T")
+
+_PAGE = Path(__file__).parent / "page"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+_STATUSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error} for status in (400, 401, 413, 429, 503)
+}
+_BYTES_A_CHARACTER = 12  # \ud83d\ude00 is the longest that JSON may write, %F0%9F%98%80 a form's
+_BYTES_BESIDES = 10_000
+
+
+class App:
+    """The requests that a service answers."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        timeout: float,
+        requests_per_minute: int = 0,
+        api_keys: ApiKeys | None = None,
+    ):
+        """``timeout``: the most seconds that an answer may take; ``requests_per_minute``: of one
+        client, which is a key or else an address; 0: any number.
+        """
+        self.service, self.timeout = service, timeout
+        self._keys, self._rate = api_keys, RateLimit(requests_per_minute)
+        self._metrics = Metrics(service)
+
+    def asgi(self) -> FastAPI:
+        """The application that a server such as uvicorn runs."""
+
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            starting = asyncio.get_running_loop().run_in_executor(None, self.service.start)
+            yield
+            await starting
+            await asyncio.to_thread(self.service.close)
+
+        app = FastAPIOffline(
+            title="transformer_jax", redoc_url=None, lifespan=lifespan, description=__doc__ or ""
+        )
+        app.add_api_route(
+            "/translate",
+            self.translate,
+            methods=["POST"],
+            response_model=Answer,
+            response_model_exclude_none=True,
+            responses=_STATUSES,
+            openapi_extra=request_body(),
+        )
+        app.add_api_route(
+            "/translate/stream",
+            self.stream,
+            methods=["POST"],
+            response_class=StreamingResponse,
+            responses=_STATUSES,
+            openapi_extra=request_body(),
+        )
+        app.add_api_route("/languages", self.languages, response_model=list[Language])
+        app.add_api_route(
+            "/health", self.health, response_model=Status, responses={503: {"model": Status}}
+        )
+        app.add_api_route("/metrics", self.metrics, response_class=Response)
+        for name in ("", "page.js", "words.js", "page.css"):
+            app.add_api_route(f"/{name}", _page(name or "index.html"), include_in_schema=False)
+        app.add_exception_handler(HTTPException, _not_found)
+        app.add_exception_handler(Exception, _broken)
+        most_bytes = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES
+        app.add_middleware(BodyLimit, limit=most_bytes)
+        app.add_middleware(Measured, metrics=self._metrics)
+        return app
+
+    async def translate(self, request: Request) -> Response:
+        """Translate a text, or several, as LibreTranslate does, with some more fields."""
+        answering = await self._begin(request)
+        if isinstance(answering, Response):
+            return answering
+        try:
+            async with asyncio.timeout(self.timeout):
+                answer = await _unless_gone(request, answering.whole())
+        except _FAILURES as error:
+            return self._refusal(error)
+        if answer is None:  # nobody is there to read this
+            return Response(status_code=499)
+        return JSONResponse(answer.model_dump(exclude_none=True))
+
+    async def stream(self, request: Request) -> Response:
+        """Translate a text, answering with an event `sentence` for each of its sentences as soon as
+        it is done, then `done` with what /translate answers, or `error`.
+        """
+        answering = await self._begin(request, one_text=True)
+        if isinstance(answering, Response):
+            return answering
+        return StreamingResponse(
+            self._events(answering),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    async def languages(self) -> list[Language]:
+        """The languages to translate from, each with those to translate into."""
+        targets: dict[str, list[str]] = {}
+        for pair in self.service.models:
+            targets.setdefault(pair.source, []).append(pair.target)
+        return [
+            Language(code=code, name=_language_name(code), targets=into)
+            for code, into in targets.items()
+        ]
+
+    async def health(self) -> Response:
+        """Whether the server translates: 200 only after compiling."""
+        status = self.service.status
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def metrics(self) -> Response:
+        """The server's figures, for Prometheus."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _begin(self, request: Request, *, one_text: bool = False) -> Answering | Response:
+        """The query, checked; or the answer that says why not."""
+        try:
+            query = await _query(request)
+            self._admit(request, query.api_key)
+            if one_text:
+                if not isinstance(query.q, str):
+                    raise UserError("q is a list; expected one text where sentences are streamed.")
+                query.details = True
+            return self.service.begin(query)
+        except _FAILURES as error:
+            return self._refusal(error)
+
+    def _admit(self, request: Request, key: str) -> None:
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        key = token if kind.lower() == "bearer" else key
+        if self._keys is not None and not self._keys.allows(key):
+            said = "api_key is missing" if not key else "api_key is not one of this server's"
+            raise Refused(401, f"{said}; expected a key, in that field or as a bearer token.")
+        client = request.client.host if request.client else ""
+        wait = self._rate.retry_after(key if self._keys is not None else client)
+        if wait is not None:
+            most = self._rate.per_minute
+            raise Refused(
+                429,
+                f"More than {most} requests came in a minute; expected at most {most} of a client. "
+                f"Try again in {wait} s.",
+                limit=most,
+                retry_after=wait,
+            )
+
+    async def _events(self, answering: Answering) -> AsyncIterator[str]:
+        try:
+            async with asyncio.timeout(self.timeout):
+                index = 0
+                async for each in answering.by_sentence():
+                    if isinstance(each, Answer):
+                        yield _event("done", each.model_dump(exclude_none=True))
+                        continue
+                    before, sentence = each
+                    fields = sentence.model_dump(exclude_none=True)
+                    yield _event("sentence", {"index": index, "before": before} | fields)
+                    index += 1
+        except _FAILURES as error:
+            yield _event("error", json.loads(bytes(self._refusal(error).body)))
+
+    def _refusal(self, error: Exception) -> JSONResponse:
+        """What a client is told of what it did wrong, or of what is not possible now."""
+        if isinstance(error, TimeoutError):
+            said = f"The translation took more than {self.timeout:g} s; send less, or later."
+            error = Refused(503, said, retry_after=1)
+        if not isinstance(error, Refused):
+            return JSONResponse({"error": str(error)}, 400)
+        wait = error.retry_after
+        limit = {} if error.limit is None else {"limit": error.limit}
+        headers = {} if wait is None else {"Retry-After": str(wait)}
+        return JSONResponse({"error": str(error)} | limit, error.status, headers)
+
+
+_FAILURES = (UserError, Refused, TimeoutError)
+
+
+async def _query(request: Request) -> Query:
+    """What a request asks: JSON, a form, or the URL's parameters."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        if kind in ("application/x-www-form-urlencoded", "multipart/form-data"):
+            async with request.form() as form:
+                return Query.model_validate(_fields(form.multi_items()))
+        body = await request.body()
+        if body or not request.query_params:
+            return Query.model_validate_json(body)
+        return Query.model_validate(_fields(request.query_params.multi_items()))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "The request"
+        raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
+    except HTTPException as error:  # a broken form
+        raise UserError(f"The form cannot be read: {error.detail}") from None
+
+
+def _fields(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A form's fields; one that comes several times is a list."""
+    values: dict[str, list[Any]] = {}
+    for name, value in items:
+        values.setdefault(name, []).append(value)
+    return {name: each if len(each) > 1 else each[0] for name, each in values.items()}
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of ``work``; None if the client goes away before, which cancels it."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for each in (working, watching):
+            each.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def _event(kind: str, data: dict[str, Any]) -> str:
+    return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _page(name: str) -> Callable[[], Awaitable[FileResponse]]:
+    async def page() -> FileResponse:
+        return FileResponse(_PAGE / name, headers=_HEADERS)
+
+    return page
+
+
+def _language_name(code: str) -> str:
+    try:
+        return Locale.parse(code, sep="-" if "-" in code else "_").english_name or code
+    except (UnknownLocaleError, ValueError):
+        return code
+
+
+async def _not_found(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = f"{error.detail}; /docs lists what there is."
+    return JSONResponse({"error": said}, error.status_code, error.headers)
+
+
+async def _broken(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": "Something failed in the server; its log says what."}, 500)

@@ -1,0 +1,178 @@
+"""The flags of transformer-serve, and what they say of the models: none of this loads JAX."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, NamedTuple
+
+import tyro
+
+from transformer_jax.cli import flag_values, flags_given, parse
+from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.config_io import load_config_file
+from transformer_jax.decoding.flags import checked_workdir
+from transformer_jax.errors import UserError, shown
+
+COMMON = (
+    "workdir",
+    "languages",
+    "host",
+    "port",
+    "max_queue",
+    "max_characters",
+    "timeout",
+    "requests_per_minute",
+    "api_keys",
+    "sampling",
+    "search.beam_size",
+    "search.batch_size",
+)
+_LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Za-z0-9]{2,8})*")
+
+
+class Pair(NamedTuple):
+    """What a model translates from and into."""
+
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.target}"
+
+
+class Served(NamedTuple):
+    """A model to serve."""
+
+    workdir: str
+    pair: Pair
+    config: Config
+    search: DecodingConfig
+    """The run's, with what the flags say in place of it."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Translate for other programs, as LibreTranslate does, and on a page for people.
+
+    `--help` shows common flags, `--help search` how translations are searched for, `--help all`
+    every flag.
+    """
+
+    workdir: tuple[str, ...] = ()
+    """Work directories of training runs, or their URLs: a model for each pair of languages."""
+    languages: tuple[str, ...] = ()
+    """For each model what it translates, such as en-de. Default: the endings of its training
+    files."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0: all of this machine's."""
+    port: int = 8000
+    """TCP port."""
+    max_queue: int = 1024
+    """Sentences in progress, of all requests together. More are refused (503)."""
+    max_characters: int = 20_000
+    """Characters in a request. More are refused (413)."""
+    timeout: float = 60.0
+    """Seconds that an answer may take; then the request gets 503."""
+    requests_per_minute: int = 0
+    """Requests of one client (a key, or else an address) in any minute. More are refused (429). 0:
+    any number."""
+    api_keys: str | None = None
+    """File with a key a line; requests without one of them are refused (401). Default: none
+    needed."""
+    sampling: bool = False
+    """Also offer sampling, with --temperature, --top-k and --top-p; takes as much memory again."""
+    checkpoint: Literal["last", "best"] | int | None = None
+    """The newest checkpoint, the best on the dev set, or that of a step. Default: the newest; the
+    best if early stopping ended the run."""
+    average: int | None = None
+    """Take the mean of this many checkpoints, up to the chosen one. Default: the run's
+    training.average; with --checkpoint best or a step, 1."""
+    compilation_cache: str = "auto"
+    """Folder where compiled functions are kept between runs; off, or auto: as in decode.py."""
+    search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
+        default_factory=DecodingConfig
+    )
+
+
+def parse_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
+    """The flags, checked, and the models that they ask for.
+
+    Raises:
+        UserError: values that cannot work, runs that are not there, two models of one pair.
+    """
+    workdirs = list(map(checked_workdir, flag_values(argv, "workdir")))
+    configs = [load_config_file(f"{workdir}/config.json") for workdir in workdirs]
+    defaults = {"search": configs[0].decoding} if configs else {}
+    arguments = parse(Arguments, argv, defaults=defaults, common=COMMON)
+    _check_values(arguments)
+    typed = {name.replace("-", "_") for name in flags_given(argv)}
+    given = {name: value for name, value in vars(arguments.search).items() if name in typed}
+    pairs = _pairs(arguments, configs)
+    return arguments, [
+        Served(workdir, pair, config, replace(config.decoding, **{"method": "beam", **given}))
+        for workdir, pair, config in zip(workdirs, pairs, configs, strict=True)
+    ]
+
+
+def _check_values(a: Arguments) -> None:
+    if not a.workdir:
+        raise UserError("--workdir is missing; expected a work directory written by train.py.")
+    if a.search.method != "beam" and not a.sampling:
+        raise UserError("method is sample; expected --sampling: each request says what it wants.")
+    if not 0 < a.port < 65536:
+        raise UserError(f"port is {a.port}; expected 1 to 65535.")
+    for name in ("max_queue", "max_characters"):
+        if getattr(a, name) < 1:
+            raise UserError(f"{name} is {getattr(a, name)}; expected 1 or more.")
+    if not 0 < a.timeout < math.inf:
+        raise UserError(f"timeout is {a.timeout}; expected seconds, more than 0.")
+    if a.requests_per_minute < 0:
+        raise UserError(f"requests_per_minute is {a.requests_per_minute}; expected 0 or more.")
+
+
+def _pairs(a: Arguments, configs: Sequence[Config]) -> list[Pair]:
+    """The pair of each model, all different."""
+    if a.languages and len(a.languages) != len(configs):
+        raise UserError(
+            f"languages has {len(a.languages)} pairs for {len(configs)} work directories; "
+            "expected one for each, in their order."
+        )
+    pairs = list(map(_parse_pair, a.languages) if a.languages else map(_guessed_pair, configs))
+    for index, pair in enumerate(pairs):
+        if pair in pairs[:index]:
+            first = a.workdir[pairs.index(pair)]
+            raise UserError(
+                f"{first!r} and {a.workdir[index]!r} both translate {pair}; expected a model for "
+                "each pair. --languages says what they translate, such as en-de fr-de."
+            )
+    return pairs
+
+
+def _parse_pair(text: str) -> Pair:
+    source, _, target = text.partition("-")
+    if not (_LANGUAGE.fullmatch(source) and _LANGUAGE.fullmatch(target)):
+        raise UserError(
+            f"languages has {shown(text)}; expected two codes such as en-de, or en-pt_BR."
+        )
+    return Pair(source, target)
+
+
+def _guessed_pair(config: Config) -> Pair:
+    """By the names of its training data's fields, or by how its files' names end."""
+    train = config.data.train
+    if train.kind == "numbers":
+        return Pair("en", "de")
+    if train.kind in ("jsonl", "tfds"):
+        names = train.source_field, train.target_field
+    else:
+        names = "".join(train.source[:1]), "".join(train.target[:1])
+    return Pair(*(_code_in(name) or side for name, side in zip(names, ("source", "target"))))
+
+
+def _code_in(name: str) -> str:
+    """The last language code in a name such as train-*.en.gz."""
+    parts = re.split(r"[^A-Za-z_]", name)
+    return next((x for x in reversed(parts) if x != "gz" and _LANGUAGE.fullmatch(x)), "")

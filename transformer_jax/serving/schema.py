@@ -1,0 +1,96 @@
+"""What requests and answers hold; ``/docs`` shows it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+LanguageCode = Annotated[str, StringConstraints(max_length=35)]
+
+
+class Query(BaseModel):
+    """A request to /translate; the fields up to ``api_key`` are LibreTranslate's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    q: str | list[str] = Field(description="A text, or several.", examples=["A man sleeps."])
+    source: LanguageCode = Field("auto", description="Its language; auto: the only one there is.")
+    target: LanguageCode = Field(description="The language to translate into.", examples=["de"])
+    format: Literal["text", "html"] = Field("text", description="html: tags stay as they are.")
+    alternatives: int = Field(0, ge=0, description="Further translations, below the beam size.")
+    api_key: str = Field("", description="Where the server asks for one.")
+    prefix: str = Field("", description="What each text's translation must begin with.")
+    details: bool = Field(False, description="Say more of each sentence.")
+    attention: bool = Field(False, description="Details with what each token looked at.")
+    sample: bool = Field(False, description="Draw from the model's distribution; no beam search.")
+    seed: int = Field(1, ge=0, lt=2**32, description="Another one, another sample.")
+    split: bool = Field(True, description="Cut texts into sentences; false: each is one line.")
+
+    @property
+    def texts(self) -> list[str]:
+        """The text, or the texts."""
+        return [self.q] if isinstance(self.q, str) else self.q
+
+
+class Hypothesis(BaseModel):
+    """One translation of a sentence, as ``decode.py --format jsonl`` writes it."""
+
+    translation: str
+    score: float | None
+    log_prob: float | None
+    tokens: list[str]
+    token_scores: list[float | None]
+    source_tokens: list[str] | None = None
+    alignment: list[list[float | None]] | None = None
+
+
+class Sentence(Hypothesis):
+    """A sentence of a text, and its best translation."""
+
+    source: str
+    hypotheses: list[Hypothesis] | None = None
+
+
+class Detected(BaseModel):
+    """The language of the texts."""
+
+    language: str
+    confidence: float
+
+
+class Answer(BaseModel):
+    """The answer of /translate; what is a list for several texts is none for one."""
+
+    translatedText: str | list[str]
+    alternatives: list[str] | list[list[str]] | None = None
+    detectedLanguage: Detected | None = None
+    sentences: list[list[Sentence]] | None = None
+
+
+class Language(BaseModel):
+    """A language to translate from, and into which."""
+
+    code: str
+    name: str
+    targets: list[str]
+
+
+class Status(BaseModel):
+    """Whether the server translates."""
+
+    status: Literal["ok", "compiling", "failed"]
+
+
+class Error(BaseModel):
+    """What was wrong, and what is allowed."""
+
+    error: str
+    limit: int | None = None
+
+
+def request_body() -> dict[str, Any]:
+    """The OpenAPI description of what /translate reads."""
+    schema = {"schema": Query.model_json_schema()}
+    kinds = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
+    return {"requestBody": {"required": True, "content": dict.fromkeys(kinds, schema)}}

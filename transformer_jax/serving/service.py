@@ -1,0 +1,337 @@
+"""The models that are served: texts in, answers out. Nothing here knows HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.alignment import align
+from transformer_jax.decoding.devices import devices_for_rows
+from transformer_jax.decoding.records import Alignment, OutputFormat, Record
+from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.translator import Request, Translation, Translator
+from transformer_jax.errors import UserError, shown
+from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.schema import Answer, Detected, Query, Sentence
+from transformer_jax.serving.text import Cut, cut
+from transformer_jax.serving.workers import SearchFailed, Workers
+
+_ALIGNED_TOGETHER = 4
+_SECONDS = 5  # to wait for a server that does not translate
+_SAID = {
+    "compiling": "The server is still compiling; try again soon.",
+    "failed": "The search has failed; the server must be started again.",
+}
+
+
+class Refused(Exception):
+    """A request that cannot be answered now, or is too large.
+
+    Attributes:
+      status: HTTP's.
+      limit: what is allowed, if that is a number.
+      retry_after: seconds.
+    """
+
+    def __init__(
+        self, status: int, said: str, *, limit: int | None = None, retry_after: int | None = None
+    ):
+        super().__init__(said)
+        self.status, self.limit, self.retry_after = status, limit, retry_after
+
+
+class Model:
+    """One model on all of its devices."""
+
+    def __init__(self, translators: Sequence[Translator], samplers: Sequence[Translator] = ()):
+        """A translator for each device, all alike; ``samplers`` the same for sampling, if it is
+        offered.
+        """
+        self.translator, self.config = translators[0], translators[0].config
+        self.searches = Workers([each.engine for each in translators])
+        self.samples = Workers([each.engine for each in samplers]) if samplers else None
+        together = replace(self.config, batch_size=_ALIGNED_TOGETHER, shortlist="")
+        self.num_sentences = self.num_tokens = 0  # so far, tokens of the best translations
+        self._scorer = Scorer(self.translator.models, self.translator.tokenizer, together)
+        self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")
+
+    @classmethod
+    def load(
+        cls,
+        workdir: str,
+        search: DecodingConfig,
+        *,
+        sampling: bool = False,
+        checkpoint: Literal["last", "best"] | int | None = None,
+        average: int | None = None,
+    ) -> Self:
+        """The model of a training run, on all devices; ``search.batch_size`` is for all together.
+
+        Raises:
+          UserError: as ``Translator.from_workdir``.
+        """
+        devices = devices_for_rows(search.batch_size)
+        search = replace(search, batch_size=search.batch_size // len(devices))
+        first = Translator.from_workdir(
+            workdir, checkpoint=checkpoint, average=average, devices=devices[:1], **vars(search)
+        )
+        models, tokenizer = first.models, first.tokenizer
+
+        def on_devices(method: Literal["beam", "sample"]) -> list[Translator]:
+            config = replace(search, method=method)
+            return [Translator(models, tokenizer, config, devices=[each]) for each in devices]
+
+        return cls(on_devices("beam"), on_devices("sample") if sampling else [])
+
+    @property
+    def workers(self) -> list[Workers]:
+        """Of the beam search, and of sampling if it is offered."""
+        return [self.searches] if self.samples is None else [self.searches, self.samples]
+
+    def start(self) -> None:
+        """Compile everything, and begin to work."""
+        for workers in self.workers:
+            workers.start()
+        lengths = [length for bucket in self.translator.engine.buckets for length in bucket.lengths]
+        self._scorer.align_tokens([([0] * (length - 1), [0]) for length in lengths])
+
+    def close(self) -> None:
+        """Stop working."""
+        self._aligning.shutdown(cancel_futures=True)
+        for workers in self.workers:
+            workers.close()
+
+    async def translate(
+        self, request: Request, *, num_hypotheses: int, sample: bool
+    ) -> list[Translation]:
+        """As ``Translator.stream`` translates one line."""
+        workers = self.samples if sample else self.searches
+        assert workers is not None
+        [sentences] = self.translator.sentences([request])
+        futures = workers.submit(sentences, wanted=num_hypotheses)
+        try:
+            found = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except SearchFailed:
+            raise Refused(503, _SAID["failed"], retry_after=_SECONDS) from None
+        finally:
+            for future in futures:  # frees rows if this was cancelled
+                future.cancel()
+        translations = self.translator.translations(request, found)
+        self.num_sentences += 1
+        self.num_tokens += translations[0].length
+        return translations
+
+    async def align(
+        self, request: Request, translations: Sequence[Translation]
+    ) -> list[Alignment | None]:
+        """As ``decode.py --alignments`` has it."""
+        record = Record(request.text, number=request.number)
+        work = self._aligning.submit(lambda: next(align([(record, translations)], self._scorer)))
+        return await asyncio.wrap_future(work)
+
+
+class Service:
+    """All models, and what a request may ask of them.
+
+    Attributes:
+      num_accepted: sentences of the queries that are being answered.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[Pair, Model],
+        *,
+        max_queue: int,
+        max_characters: int,
+    ):
+        self.models = dict(models)
+        self.max_queue, self.max_characters = max_queue, max_characters
+        self.num_accepted = 0
+        self._started = False
+
+    def start(self) -> None:
+        """Compile everything, and begin to work."""
+        for model in self.models.values():
+            model.start()
+        self._started = True
+
+    def close(self) -> None:
+        """Stop working."""
+        for model in self.models.values():
+            model.close()
+
+    @property
+    def status(self) -> Literal["ok", "compiling", "failed"]:
+        """Whether requests are answered."""
+        if any(each.failure for model in self.models.values() for each in model.workers):
+            return "failed"
+        return "ok" if self._started else "compiling"
+
+    def count(self, of: Callable[[Workers], int]) -> int:
+        """The sum of a figure over all workers."""
+        return sum(of(each) for model in self.models.values() for each in model.workers)
+
+    def find(self, query: Query) -> Pair:
+        """The pair that a query asks for; ``UserError`` if there is none."""
+        pairs = [pair for pair in self.models if pair.target == query.target]
+        if query.source != "auto":
+            pairs = [pair for pair in pairs if pair.source == query.source]
+        if len(pairs) == 1:
+            return pairs[0]
+        given = f"source is {shown(query.source)}, target {shown(query.target)}"
+        known = ", ".join(map(str, self.models))
+        if pairs:
+            raise UserError(f"{given}; expected the language of the texts, as one of {known}.")
+        raise UserError(f"{given}; expected one of {known}.")
+
+    def begin(self, query: Query) -> Answering:
+        """Check a query and cut its texts.
+
+        Raises:
+          UserError: fields that make no sense, or not here.
+          Refused: too many characters, or too much to do already.
+        """
+        if self.status != "ok":
+            raise Refused(503, _SAID[self.status], retry_after=_SECONDS)
+        pair = self.find(query)
+        model = self.models[pair]
+        most = model.config.beam_size - 1
+        if query.alternatives > most:
+            raise UserError(
+                f"alternatives is {query.alternatives}; expected at most {most}, "
+                "one less than this server's beam size."
+            )
+        if query.sample and model.samples is None:
+            raise UserError("sample is true; expected false: this server was started without it.")
+        characters = sum(map(len, query.texts)) + len(query.prefix)
+        if characters > self.max_characters:
+            raise Refused(
+                413,
+                f"The texts have {characters} characters; expected at most {self.max_characters} "
+                "in a request. Send them in several.",
+                limit=self.max_characters,
+            )
+        html = query.format == "html"
+        cuts = [
+            cut(text, language=pair.source, html=html, split=query.split) for text in query.texts
+        ]
+        coming = sum(len(each.sentences) for each in cuts)
+        if self.num_accepted and self.num_accepted + coming > self.max_queue:
+            raise Refused(
+                503,
+                f"{self.num_accepted} sentences are being translated, and this request has "
+                f"{coming}; expected at most {self.max_queue} together. Try again soon.",
+                limit=self.max_queue,
+                retry_after=1,
+            )
+        return Answering(self, query, pair, cuts)
+
+
+class Answering:
+    """One query and its answer."""
+
+    def __init__(self, service: Service, query: Query, pair: Pair, cuts: Sequence[Cut]):
+        self.query, self.pair, self.cuts = query, pair, cuts
+        self._service, self._model = service, service.models[pair]
+        self._num_sentences = sum(len(each.sentences) for each in cuts)
+        # One request leaves rows to others.
+        self._turns = asyncio.Semaphore(max(1, self._model.config.batch_size // 2))
+        self._form = OutputFormat(
+            "jsonl",
+            nbest=1 + query.alternatives,
+            token_scores=query.details or query.attention,
+            alignments="soft" if query.attention else None,
+        )
+        self._numbers = itertools.count(query.seed)
+
+    async def whole(self) -> Answer:
+        """The answer of /translate."""
+        async with self._translating() as tasks:
+            return self.answer([[await task for task in of_text] for of_text in tasks])
+
+    async def by_sentence(self) -> AsyncIterator[tuple[str, Sentence] | Answer]:
+        """Each sentence of the one text, and what stands before its translation, in order; last
+        the answer.
+        """
+        [its_cut] = self.cuts
+        async with self._translating() as [tasks]:
+            done: list[dict[str, Any]] = []
+            for index, task in enumerate(tasks):
+                fields = await task
+                previous = done[-1]["translation"] if done else ""
+                done.append(fields)
+                yield its_cut.gap(index, previous), self._sentence(its_cut, index, fields)
+        yield self.answer([done])
+
+    def answer(self, fields: Sequence[Sequence[dict[str, Any]]]) -> Answer:
+        """The answer, given the fields of each text's sentences."""
+        query, count = self.query, self.query.alternatives
+        ranked = [
+            [its_cut.joined([_ranked(each, rank) for each in of_text]) for rank in range(1 + count)]
+            for its_cut, of_text in zip(self.cuts, fields, strict=True)
+        ]
+        others = [[text for text in dict.fromkeys(texts) if text != texts[0]] for texts in ranked]
+        alternatives = others if count else None
+        one = isinstance(query.q, str)
+        details = None
+        if query.details or query.attention:
+            details = [
+                [self._sentence(its_cut, i, each) for i, each in enumerate(of_text)]
+                for its_cut, of_text in zip(self.cuts, fields, strict=True)
+            ]
+        return Answer(
+            translatedText=ranked[0][0] if one else [texts[0] for texts in ranked],
+            alternatives=alternatives[0] if one and alternatives else alternatives,
+            detectedLanguage=Detected(language=self.pair.source, confidence=100)
+            if query.source == "auto"
+            else None,
+            sentences=details,
+        )
+
+    @asynccontextmanager
+    async def _translating(self) -> AsyncIterator[list[list[asyncio.Task[dict[str, Any]]]]]:
+        """The translations of all sentences under way; cancelled at the end."""
+        tasks = [
+            [
+                asyncio.create_task(self._translate(sentence, "" if i else self.query.prefix))
+                for i, sentence in enumerate(its_cut.sentences)
+            ]
+            for its_cut in self.cuts
+        ]
+        self._service.num_accepted += self._num_sentences
+        try:
+            yield tasks
+        finally:
+            self._service.num_accepted -= self._num_sentences
+            every = [task for of_text in tasks for task in of_text]
+            for task in every:
+                task.cancel()
+            await asyncio.gather(*every, return_exceptions=True)
+
+    async def _translate(self, sentence: str, prefix: str) -> dict[str, Any]:
+        """What decode.py's JSONL would say of a sentence."""
+        query = self.query
+        request = Request(sentence, prefix, next(self._numbers) % 2**32)
+        async with self._turns:
+            translations = await self._model.translate(
+                request, num_hypotheses=1 + query.alternatives, sample=query.sample
+            )
+            alignments = None
+            if query.attention:
+                alignments = await self._model.align(request, translations)
+        return self._form.fields(translations, alignments)
+
+    def _sentence(self, its_cut: Cut, index: int, fields: dict[str, Any]) -> Sentence:
+        return Sentence(source=its_cut.sentences[index], **fields)
+
+
+def _ranked(fields: dict[str, Any], rank: int) -> str:
+    """The translation of this rank, or the last there is."""
+    hypotheses = fields.get("hypotheses", [fields])
+    return str(hypotheses[min(rank, len(hypotheses) - 1)]["translation"])

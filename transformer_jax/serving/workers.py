@@ -1,0 +1,191 @@
+"""Threads that search the sentences of many clients together, one for each device."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, TypeAlias
+
+from transformer_jax.decoding.buckets import Sentence, length_index
+from transformer_jax.decoding.engine import Engine, Hypothesis
+from transformer_jax.decoding.live_search import Entry, LiveSearch
+
+logger = logging.getLogger(__name__)
+
+Found: TypeAlias = "Future[list[Hypothesis]]"
+Search: TypeAlias = LiveSearch[Found]
+
+# Sentences that come wait for the steps that are being taken; those take so many seconds at first,
+# and twice as many each time that nothing has come meanwhile.
+_SHORTEST, _LONGEST = 0.01, 0.08
+
+
+class SearchFailed(Exception):
+    """The search has stopped for good."""
+
+
+class Waiting(NamedTuple):
+    """A sentence without a row; the lowest number came first."""
+
+    number: int
+    entry: Entry[Found]
+
+
+class Workers:
+    """The search of one model for all who submit sentences, at any time and from any thread.
+
+    A sentence gets the next free row of any device. Whoever does not wait for it any more cancels
+    its future; its row is free then.
+
+    Attributes:
+      failure: why they stopped working, if they did; all futures fail with it from then on.
+    """
+
+    def __init__(self, engines: Sequence[Engine]):
+        """One engine for each device, all alike; ``UserError`` as ``LiveSearch``."""
+        self.failure: SearchFailed | None = None
+        self._buckets = engines[0].buckets
+        self._searches: list[list[Search]] = [
+            [LiveSearch(engine, bucket) for bucket in engine.buckets] for engine in engines
+        ]
+        # By bucket and encoded length: a block is of one length.
+        self._waiting: list[list[deque[Waiting]]] = [
+            [deque() for _ in bucket.lengths] for bucket in self._buckets
+        ]
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, args=[searches], name="search", daemon=True)
+            for searches in self._searches
+        ]
+
+    def start(self) -> None:
+        """Compile everything, then begin to work."""
+        for searches in self._searches:
+            for search in searches:
+                search.compile()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop working; futures that are not done are cancelled."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        self._give_up(None)
+
+    def submit(self, sentences: Sequence[Sentence], *, wanted: int = 1) -> list[Found]:
+        """The hypotheses of each sentence, best first, as ``Engine.search`` gives them."""
+        futures: list[Found] = [Future() for _ in sentences]
+        with self._changed:
+            for future, sentence in zip(futures, sentences, strict=True):
+                if self.failure is not None:
+                    future.set_exception(self.failure)
+                    continue
+                for bucket, queues in zip(self._buckets, self._waiting, strict=True):
+                    if len(sentence.tokens) < bucket.lengths[-1]:
+                        entry = Entry(future, sentence, wanted)
+                        waiting = Waiting(next(self._numbers), entry)
+                        queues[length_index(sentence, bucket.lengths)].append(waiting)
+                        break
+            self._changed.notify_all()
+        return futures
+
+    @property
+    def num_waiting(self) -> int:
+        """Sentences without a row."""
+        return sum(len(queue) for queues in self._waiting for queue in queues)
+
+    @property
+    def num_busy(self) -> int:
+        """Rows with a sentence."""
+        return sum(len(search.busy) for searches in self._searches for search in searches)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, of all devices and buckets."""
+        return sum(search.bucket.rows for searches in self._searches for search in searches)
+
+    def _work(self, searches: list[Search]) -> None:
+        def has_work() -> bool:
+            return self._closed or self.num_waiting > 0 or any(each.busy for each in searches)
+
+        seconds = dict.fromkeys(searches, _SHORTEST)
+        step_seconds = dict.fromkeys(searches, _SHORTEST)
+        try:
+            while not self._closed:
+                with self._changed:
+                    self._changed.wait_for(has_work)
+                for search, queues in zip(searches, self._waiting, strict=True):
+                    came = self._hand_over(search, queues)
+                    seconds[search] = _SHORTEST if came else min(2 * seconds[search], _LONGEST)
+                    if search.busy:
+                        most = max(1, round(seconds[search] / step_seconds[search]))
+                        step_seconds[search] = self._take_steps(search, most)
+        except Exception as error:
+            logger.exception("The search failed; it must be started again.")
+            self._give_up(SearchFailed(str(error)))
+
+    def _hand_over(self, search: Search, queues: list[deque[Waiting]]) -> bool:
+        """Free the rows of cancelled sentences, and give idle ones to those that have waited for
+        longest; returns whether there were any.
+        """
+        for row, entry in list(search.busy.items()):
+            if entry.owner.cancelled():
+                search.leave(row)
+        came = False
+        while block := self._next_block(len(search.idle), search.bucket.block_size, queues):
+            search.enter(block)
+            came = True
+        return came
+
+    def _next_block(
+        self, num_idle: int, block_size: int, queues: list[deque[Waiting]]
+    ) -> list[Entry[Found]]:
+        block: list[Entry[Found]] = []
+        with self._changed:
+            for queue in queues:
+                while queue and queue[0].entry.owner.cancelled():
+                    queue.popleft()
+            if oldest := min((queue for queue in queues if queue), default=None, key=_age):
+                while oldest and len(block) < min(num_idle, block_size):
+                    entry = oldest.popleft().entry
+                    if not entry.owner.cancelled():
+                        block.append(entry)
+        return block
+
+    def _take_steps(self, search: Search, most: int) -> float:
+        """Returns how many seconds one step took."""
+        start, steps = time.perf_counter(), search.steps_taken
+        for future, hypotheses in search.take_steps(most):
+            if future.set_running_or_notify_cancel():
+                future.set_result(hypotheses)
+        return (time.perf_counter() - start) / max(1, search.steps_taken - steps)
+
+    def _give_up(self, error: SearchFailed | None) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            queues = [queue for queues in self._waiting for queue in queues]
+            entries = [waiting.entry for queue in queues for waiting in queue]
+            for searches in self._searches:
+                entries += [entry for search in searches for entry in search.busy.values()]
+            for queue in queues:
+                queue.clear()
+            for entry in entries:
+                if error is None:
+                    entry.owner.cancel()
+                elif entry.owner.set_running_or_notify_cancel():
+                    entry.owner.set_exception(error)
+
+
+def _age(queue: deque[Waiting]) -> int:
+    return queue[0].number
