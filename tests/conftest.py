@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 # The tests run on CPUs, whatever this machine has, unless TEST_PLATFORM names an accelerator (cuda,
 # tpu), as in `make test-gpu`. pytest's workers inherit it.
@@ -98,3 +100,17 @@ def h200() -> jax.Device:
     except NotImplementedError as error:
         pytest.skip(f"needs JAX's package for CUDA, pip install '.[cuda]': {error}")
     return device
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The browser that is installed, without a window."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs Playwright, to open pages")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
+        pytest.skip(f"needs a browser ({' or '.join(names)}): apt-get install chromium")
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()

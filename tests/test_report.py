@@ -294,20 +294,6 @@ def test_a_diff_is_by_words():
 
 
 @pytest.fixture(scope="module")
-def browser():
-    """The browser that is installed, without a window."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs Playwright, to open pages")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
-    if program is None:
-        pytest.skip(f"needs a browser ({' or '.join(names)}): apt-get install chromium")
-    with api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
 def complete(original, tmp_path_factory) -> Path:
     """A page with translations and attention."""
     file = tmp_path_factory.mktemp("page") / "report.html"

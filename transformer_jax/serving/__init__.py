@@ -1,1 +1,1 @@
-"""A translation service: HTTP for programs, a page for people."""
+"""A translation service for programs (LibreTranslate's API) and, with a page, for people."""
