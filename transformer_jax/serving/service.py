@@ -217,6 +217,10 @@ class Service:
                 "in a request. Send them in several.",
                 limit=self.max_characters,
             )
+        try:
+            model.translator.prefix_tokens(Request("", query.prefix, number=1))
+        except UserError as error:
+            raise UserError(str(error).removeprefix("Line 1: ")) from None
         html = query.format == "html"
         cuts = [
             cut(text, language=pair.source, html=html, split=query.split) for text in query.texts

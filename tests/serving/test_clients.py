@@ -1,0 +1,88 @@
+"""Programs that others wrote, and programs that mean no good."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from servers import LINES, Server
+
+# FUZZ=10000 sends as many requests as docs/performance.md tells of.
+FUZZ = settings(
+    max_examples=int(os.environ.get("FUZZ", "150")),
+    deadline=20_000,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+TEXTS = st.text(max_size=40) | st.sampled_from(LINES) | st.sampled_from(["<b>", "&#99999999;", ""])
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+RIGHT: dict[str, st.SearchStrategy[Any]] = {
+    "q": TEXTS | st.lists(TEXTS, max_size=4),
+    "source": st.sampled_from(["en", "auto", "fr"]),
+    "target": st.sampled_from(["de", "de", "en"]),
+    "format": st.sampled_from(["text", "html"]),
+    "alternatives": st.integers(0, 3),
+    "prefix": st.sampled_from(["", "ONE", "é"]),
+    "details": st.booleans(),
+    "attention": st.booleans(),
+    "sample": st.booleans(),
+    "seed": st.integers(0, 2**32),
+    "split": st.booleans(),
+}
+OPTIONAL = {name: each for name, each in RIGHT.items() if name not in ("q", "target")}
+QUERIES = st.fixed_dictionaries({"q": RIGHT["q"], "target": RIGHT["target"]}, optional=OPTIONAL)
+WRONG = st.fixed_dictionaries({}, optional=dict.fromkeys([*RIGHT, "api_key", "x"], ANYTHING))
+KINDS = st.sampled_from(
+    [
+        "application/json",
+        "application/json; charset=utf-16",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "multipart/form-data",
+        "text/plain",
+        "",
+    ]
+)
+
+
+def check(server: Server, path: str, body: bytes, kind: str) -> None:
+    headers = {"content_type": kind} if kind else {}
+    reply = server.request("POST", path, body, **headers)
+    assert reply.status in (200, 400, 413), (body, kind, reply)
+    if reply.status != 200:
+        assert reply.json["error"]
+    elif path == "/translate":
+        assert reply.json["translatedText"] is not None
+    else:
+        assert b"event: done" in reply.body and b"event: error" not in reply.body
+
+
+@FUZZ
+@given(st.sampled_from(["/translate", "/translate/stream"]), QUERIES | WRONG)
+def test_queries_of_all_kinds_are_answered_or_refused(server: Server, path, query) -> None:
+    check(server, path, json.dumps(query).encode(), "application/json")
+
+
+@FUZZ
+@given(st.binary(max_size=200) | TEXTS.map(str.encode), KINDS)
+def test_bodies_of_all_kinds_are_answered_or_refused(server: Server, body, kind) -> None:
+    check(server, "/translate", body, kind)
+    fields = b'--x\r\nContent-Disposition: form-data; name="q"; filename="a"\r\n\r\n' + body
+    check(server, "/translate", fields + b"\r\n--x--\r\n", kind)
+
+
+def test_a_client_of_libretranslate_works_unchanged(server: Server) -> None:
+    libretranslatepy = pytest.importorskip("libretranslatepy", reason="needs libretranslatepy")
+    client = libretranslatepy.LibreTranslateAPI(server.url)
+    assert [client.translate(line, "en", "de") for line in LINES[:5]] == (
+        server.translator.translate(LINES[:5])
+    )
+    assert client.languages() == [{"code": "en", "name": "English", "targets": ["de"]}]
