@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from canned_service import CannedService
+from servers import LINES
 
 api = pytest.importorskip("playwright.sync_api", reason="needs Playwright, to open pages")
 expect = api.expect
@@ -527,6 +528,43 @@ def test_words_of_tokens(visit, tokens, translation, words):
     assert {each.get_attribute("title") for each in found.all()} == {"25% sure"}
     found.first.hover()
     expect(page.locator(".looked")).to_have_count(0)  # it says nothing of attention
+
+
+@pytest.mark.parametrize(
+    ("source", "source_tokens", "words"),
+    [
+        ("Ein Hund.", "▁ein ▁hund . </s>", "Ein Hund."),  # folded to lower case
+        ("one. two", "▁one <unk> ▁two </s>", "one. two"),
+        ("ﬁ two", "▁fi ▁tw o </s>", "ﬁ two"),
+    ],
+)
+def test_the_source_is_shown_as_it_was_typed(visit, source, source_tokens, words):
+    page = visit()
+    tokens = source_tokens.split()
+    weights = [[1.0] + [0.0] * (len(tokens) - 1)] * 2
+    sentence = {"index": 0, "before": "", "source": source, "score": -1.0, "log_prob": -1.0}
+    sentence |= {"translation": "X", "tokens": ["▁X", "</s>"], "token_scores": [-0.5] * 2}
+    answer_with(page, sentence | {"source_tokens": tokens, "alignment": weights})
+    translate(page, source)
+    found = page.locator(".source .word")
+    assert found.all_inner_texts() == words.split()
+    page.locator(".target .word").hover()
+    expect(page.locator(".looked")).to_have_text(words.split()[0])
+
+
+def test_the_page_of_the_service_itself(browser, server):
+    page = browser.new_page()
+    try:
+        page.goto(server.url)
+        page.get_by_role("textbox", name="Text").fill("\n".join(LINES[6:9]))
+        expect(page.locator("#copy")).to_be_enabled(timeout=30_000)
+        assert shown(page) == server.translator.translate(LINES[6:9])
+        page.locator(".target .word").first.hover()
+        expect(page.locator(".tracing .looked").first).to_be_visible()
+        page.get_by_role("button", name="2 alternatives").first.click()  # a beam of three
+        expect(page.locator(".sentence li").nth(1)).to_be_visible()
+    finally:
+        page.close()
 
 
 def test_arrow_keys_follow_the_direction_of_the_text(visit):

@@ -43,6 +43,18 @@ function wordsOf(tokens, text) {
   return words;
 }
 
+/** A text of which it is not known what spells which word. */
+const whole = (tokens, text) => [{ before: "", text, tokens: [...(tokens ?? []).keys()], fact: "" }];
+
+/** The words of a text that its tokens spell in another way, or not at all (<unk>). */
+function normalised(tokens, text) {
+  const spelled = tokens.filter((token) => token !== "</s>").map((token) => token.replace("<unk>", "⁇"));
+  const words = wordsOf(tokens, spelled.join("").replaceAll("▁", " ")) ?? [];
+  const shown = text.trim().split(/\s+/);
+  if (words.length !== shown.length) return whole(tokens, text);
+  return words.map((word, i) => ({ ...word, text: shown[i] }));
+}
+
 /** A word that keeps its direction, right to left or not, among others. */
 export const isolated = (word) => `\u2068${word}\u2069`;
 
@@ -62,16 +74,14 @@ function mostOf(words, weights, verb) {
  * the source, how much each word of the translation looked at it.
  */
 export function analyse({ source: line, source_tokens, translation, tokens, token_scores, alignment }) {
-  const whole = (text) => [{ before: "", text, tokens: [...(tokens ?? []).keys()], fact: "" }];
-  const target = wordsOf(tokens ?? [], translation) ?? whole(translation);
+  const target = wordsOf(tokens ?? [], translation) ?? whole(tokens, translation);
   for (const word of target) {
     const scores = word.tokens.map((i) => token_scores?.[i]).filter(Number.isFinite);
     if (scores.length) word.confidence = Math.exp(mean(scores));
     word.fact = scores.length ? `${percent(word.confidence)} sure` : "";
   }
-  if (!alignment) return { target, source: whole(line) };
-  const normalised = source_tokens.join("").replaceAll("</s>", "").replaceAll("▁", " ");
-  const source = wordsOf(source_tokens, line) ?? wordsOf(source_tokens, normalised) ?? [];
+  if (!alignment) return { target, source: whole([], line) };
+  const source = wordsOf(source_tokens, line) ?? normalised(source_tokens, line);
   for (const word of target) {
     const look = (other, i) => other.tokens.reduce((sum, j) => sum + alignment[i][j], 0);
     word.weights = source.map((other) => mean(word.tokens.map((i) => look(other, i))));
