@@ -6,14 +6,20 @@ python -m transformer_jax.serving --workdir runs/demo
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformer_jax.cli import run_program
 from transformer_jax.errors import UserError
-from transformer_jax.serving.flags import Arguments, parse_flags
+from transformer_jax.serving.flags import Arguments, Served, parse_flags
+
+if TYPE_CHECKING:
+    from transformer_jax.serving.service import Service
 
 log = logging.getLogger("transformer_jax.serving")
 
@@ -36,12 +42,32 @@ def _serve(argv: list[str]) -> None:
             f"{error.name} is not installed; expected what the service needs besides: "
             "pip install 'transformer-jax[serve]'."
         ) from None
+    keys = ApiKeys.load(Path(arguments.api_keys)) if arguments.api_keys else None
+    with _listen(arguments) as listening:
+        app = App(
+            _load(arguments, served),
+            timeout=arguments.timeout,
+            requests_per_minute=arguments.requests_per_minute,
+            api_keys=keys,
+        )
+        config = uvicorn.Config(
+            app.asgi(),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=round(arguments.timeout) + 5,
+        )
+        log.info("Listening at http://%s:%d; compiling ...", arguments.host, arguments.port)
+        # uvicorn stops at these signals when requests are answered, then raises them once more.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.model.layers import use_matmul_precision
     from transformer_jax.serving.service import Model, Service
 
-    keys = ApiKeys.load(Path(arguments.api_keys)) if arguments.api_keys else None
-    listening = _listen(arguments)
     keep_compiled(arguments.compilation_cache)
     models = {}
     for workdir, pair, config, search in served:
@@ -54,26 +80,7 @@ def _serve(argv: list[str]) -> None:
             average=arguments.average,
         )
         log.info("%s: %s from %s", pair, models[pair].translator, workdir)
-    service = Service(
-        models, max_queue=arguments.max_queue, max_characters=arguments.max_characters
-    )
-    app = App(
-        service,
-        timeout=arguments.timeout,
-        requests_per_minute=arguments.requests_per_minute,
-        api_keys=keys,
-    )
-    server = uvicorn.Config(
-        app.asgi(),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=round(arguments.timeout) + 5,
-    )
-    log.info("http://%s:%d is the page; compiling ...", arguments.host, arguments.port)
-    # uvicorn stops at these signals when every request is answered, then raises them once more.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    uvicorn.Server(server).run(sockets=[listening])
+    return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 
 
 def _listen(arguments: Arguments) -> socket.socket:
@@ -84,8 +91,10 @@ def _listen(arguments: Arguments) -> socket.socket:
         )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
+        number = error.errno or 0
+        said = os.strerror(number) if number > 0 else error.strerror
         raise UserError(
-            f"{arguments.host} port {arguments.port} cannot be listened at: {error.strerror}; "
+            f"{arguments.host} port {arguments.port} cannot be listened at: {said}; "
             "expected a free port (--port) and an address of this machine (--host)."
         ) from None
 

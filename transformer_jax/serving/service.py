@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -21,6 +23,8 @@ from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Answer, Detected, Query, Sentence
 from transformer_jax.serving.text import Cut, cut
 from transformer_jax.serving.workers import SearchFailed, Workers
+
+logger = logging.getLogger(__name__)
 
 _ALIGNED_TOGETHER = 4
 _SECONDS = 5  # to wait for a server that does not translate
@@ -153,13 +157,20 @@ class Service:
         self.models = dict(models)
         self.max_queue, self.max_characters = max_queue, max_characters
         self.num_accepted = 0
-        self._started = False
+        self._status: Literal["ok", "compiling", "failed"] = "compiling"
 
     def start(self) -> None:
-        """Compile everything, and begin to work."""
-        for model in self.models.values():
-            model.start()
-        self._started = True
+        """Compile everything, and begin to work. Failures are logged, and in ``status``."""
+        start = time.perf_counter()
+        try:
+            for model in self.models.values():
+                model.start()
+        except Exception:
+            logger.exception("The search cannot be compiled.")
+            self._status = "failed"
+            return
+        self._status = "ok"
+        logger.info("Ready, after %.0f s of compiling.", time.perf_counter() - start)
 
     def close(self) -> None:
         """Stop working."""
@@ -171,7 +182,7 @@ class Service:
         """Whether requests are answered."""
         if any(each.failure for model in self.models.values() for each in model.workers):
             return "failed"
-        return "ok" if self._started else "compiling"
+        return self._status
 
     def count(self, of: Callable[[Workers], int]) -> int:
         """The sum of a figure over all workers."""

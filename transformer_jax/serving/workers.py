@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 from transformer_jax.decoding.buckets import Sentence, length_index
@@ -67,9 +67,8 @@ class Workers:
 
     def start(self) -> None:
         """Compile everything, then begin to work."""
-        for searches in self._searches:
-            for search in searches:
-                search.compile()
+        with ThreadPoolExecutor() as together:
+            list(together.map(LiveSearch.compile, itertools.chain(*self._searches)))
         for thread in self._threads:
             thread.start()
 

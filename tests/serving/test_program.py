@@ -1,0 +1,203 @@
+"""transformer-serve as a program: its flags, what it refuses to start with, and how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from servers import CONFIG, LINES
+
+from transformer_jax.config import Config, DataConfig, PairsConfig
+from transformer_jax.config_io import to_json
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.serving import __main__ as program
+from transformer_jax.serving.flags import Pair, parse_flags
+from transformer_jax.training.progress import Progress
+from transformer_jax.training.saver import Checkpoints
+from transformer_jax.training.step import TrainState
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory, translator: Translator) -> Path:
+    """A run with one checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    [model] = translator.models
+    train = PairsConfig(source=("train.en",), target=("train.de",))
+    config = Config(model=model.config, data=DataConfig(train=train), decoding=CONFIG)
+    (folder / "config.json").write_text(to_json(config))
+    translator.tokenizer.save(folder)
+    zero = jnp.int32(0)
+    state = TrainState(
+        step=jnp.int32(1),
+        parameters=nnx.to_pure_dict(nnx.split(model, nnx.Param)[1]),
+        optimizer={"count": zero},
+        ema=None,
+        bad_steps=zero,
+        bad_in_a_row=zero,
+        seed=jnp.uint32(0),
+    )
+    checkpoints = Checkpoints(folder, config, translator.tokenizer)
+    checkpoints.save(state, Progress(best_step=1))
+    checkpoints.wait()
+    return folder
+
+
+def run_with(workdir: Path, folder: Path, **data: Any) -> Path:
+    """A folder with only the config of the run, its training data changed."""
+    text = json.loads((workdir / "config.json").read_text())
+    text["data"]["train"] |= data
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(text))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("data", "pair"),
+    [
+        ({}, "en-de"),
+        ({"source": ["s3://b/t-*.lc.norm.tok.en.gz"], "target": ["x/t.pt_BR.gz"]}, "en-pt_BR"),
+        ({"source": ["corpus"], "target": ["CORPUS.DE"]}, "source-target"),
+        ({"kind": "numbers", "source": [], "target": []}, "en-de"),
+        (
+            {
+                "kind": "tfds",
+                "source": ["wmt14_translate/de-en"],
+                "target": [],
+                "source_field": "de",
+                "target_field": "en",
+            },
+            "de-en",
+        ),
+    ],
+)
+def test_what_is_translated_is_seen_from_the_training_data(workdir, tmp_path, data, pair) -> None:
+    folder = run_with(workdir, tmp_path / "run", **data)
+    _, [served] = parse_flags(["--workdir", str(folder)])
+    assert str(served.pair) == pair
+
+
+def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
+    other = run_with(workdir, tmp_path / "other")
+    text = json.loads((other / "config.json").read_text())
+    text["decoding"] |= {"beam_size": 7, "length_penalty": 1.5, "method": "sample"}
+    (other / "config.json").write_text(json.dumps(text))
+    flags = ["--workdir", str(workdir), str(other), "--languages", "en-de", "fr-de"]
+    _, [first, second] = parse_flags([*flags, "--length-penalty", "0.8"])
+    assert first.pair == Pair("en", "de") and second.pair == Pair("fr", "de")
+    assert first.search == replace(CONFIG, length_penalty=0.8)
+    assert second.search == replace(CONFIG, length_penalty=0.8, beam_size=7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--workdir is missing"),
+        (["--workdir", "W", "W"], "both translate en-de; expected a model for each pair"),
+        (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pairs for 1 work directories"),
+        (["--workdir", "W", "--languages", "english-german"], "has 'english-german'; expected two"),
+        (["--workdir", "W", "--port", "70000"], "port is 70000; expected 1 to 65535"),
+        (["--workdir", "W", "--max-queue", "0"], "max_queue is 0; expected 1 or more"),
+        (["--workdir", "W", "--timeout", "nan"], "timeout is nan; expected seconds, more than 0"),
+        (["--workdir", "W", "--requests-per-minute", "-1"], "requests_per_minute is -1"),
+        (["--workdir", "W", "--method", "sample"], "expected --sampling"),
+        (["--workdir", "nowhere"], "which has no config.json"),
+    ],
+)
+def test_flags_that_cannot_work(workdir, flags, message) -> None:
+    with pytest.raises(UserError) as raised:
+        parse_flags([str(workdir) if flag == "W" else flag for flag in flags])
+    assert message in str(raised.value)
+
+
+def test_what_it_does_not_start_with(workdir, tmp_path, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert program.main(["--workdir", str(workdir), "--port", str(port)]) == 2
+    assert "Address already in use; expected a free port (--port)" in capsys.readouterr().err
+    empty = run_with(workdir, tmp_path / "empty")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert program.main(["--workdir", str(empty), "--port", str(port)]) == 2
+    assert "checkpoint" in capsys.readouterr().err
+
+
+@pytest.fixture
+def process(workdir) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The program, ready, and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformer_jax.serving", "--workdir", str(workdir)]
+    with subprocess.Popen([*command, "--port", str(port)], cwd=ROOT) as started:
+        try:
+            for _ in range(600):
+                assert started.poll() is None
+                try:
+                    if urlopen(f"http://127.0.0.1:{port}/health").status == 200:
+                        break
+                except OSError:
+                    time.sleep(0.1)
+            yield started, port
+        finally:
+            started.kill()
+
+
+def test_sigterm_under_load_answers_what_was_accepted(process, translator) -> None:
+    started, port = process
+    expected = translator.translate(LINES)
+    wrong, answered, stopping = [], [0] * 8, threading.Event()
+
+    def client(number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        for i in range(number, 100_000):
+            query = {"q": LINES[i % 60], "source": "en", "target": "de", "split": False}
+            headers = {"Content-Type": "application/json"}
+            try:
+                if connection.sock is None:
+                    connection.connect()
+            except OSError:
+                break  # no new connections
+            try:
+                connection.request("POST", "/translate", json.dumps(query), headers)
+                reply = connection.getresponse()
+                body = json.loads(reply.read())
+            except (OSError, http.client.HTTPException) as error:
+                if not stopping.is_set():
+                    wrong.append(repr(error))
+                break  # a connection without a request in progress was closed
+            if body != {"translatedText": expected[i % 60]}:
+                wrong.append((reply.status, body))
+            answered[number] += 1
+
+    threads = [threading.Thread(target=client, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    while sum(answered) < 200:
+        time.sleep(0.01)
+    stopping.set()
+    started.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert started.wait(30) == 0 and not wrong
+
+
+def test_ctrl_c_ends_it(process) -> None:
+    started, _ = process
+    started.send_signal(signal.SIGINT)
+    assert started.wait(30) == 130
