@@ -42,17 +42,16 @@ def test_a_second_ctrl_c_ends_the_program_at_once() -> None:
         "from transformer_jax.training.signals import Signals\n"
         "with Signals():\n    print('ready', flush=True)\n    time.sleep(60)\n"
     )
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    assert process.stderr.readline().startswith("stopping; saving ...")
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == -signal.SIGINT
-    process.communicate()
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().startswith("stopping; saving ...")
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == -signal.SIGINT
 
 
 def test_a_translation_is_stopped_between_windows() -> None:
