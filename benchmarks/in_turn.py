@@ -62,12 +62,12 @@ class Engine:
     def ask(self, command: str) -> dict[str, Any]:
         """Have it do something; adds what others did meanwhile."""
         assert self.process.stdin is not None
-        begin, busy = time.perf_counter(), _busy_seconds()
+        begin, busy = time.perf_counter(), busy_seconds()
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
         answer = self.read()
         if "cpu_seconds" in answer:
-            others = _busy_seconds() - busy - answer["cpu_seconds"]
+            others = busy_seconds() - busy - answer["cpu_seconds"]
             answer["others"] = max(0.0, others / (time.perf_counter() - begin))
         return answer
 
@@ -155,9 +155,9 @@ def wait_for_others(patience: float) -> None:
     """A pause; and while other programs use the machine, up to ``patience`` seconds more."""
     latest = time.perf_counter() + patience
     while True:
-        busy = _busy_seconds()
+        busy = busy_seconds()
         time.sleep(_PAUSE)
-        if (_busy_seconds() - busy) / _PAUSE <= _QUIET or time.perf_counter() >= latest:
+        if (busy_seconds() - busy) / _PAUSE <= _QUIET or time.perf_counter() >= latest:
             return
 
 
@@ -249,7 +249,7 @@ def _quiet_rounds(rounds: list[dict[str, Any]]) -> int:
     return sum(all(answer["others"] <= _QUIET for answer in each.values()) for each in rounds)
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """What all cores have worked so far."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
