@@ -168,6 +168,7 @@ def measure(server: Server, job: Job, *, clients: int, seconds: float) -> Turn:
         "memory_mb_start": memory,
         "memory_mb_end": server.memory_mb(),
         "cpu_seconds": cpu,
+        "cpu_ms_per_sentence": 1e3 * cpu / len(good) if good else math.nan,
         "load_cpu_seconds": own,
         "others": others,
     }

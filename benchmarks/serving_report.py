@@ -21,6 +21,7 @@ _COLUMNS = {  # of the table: what stands above, and decimals
     "memory_mb_start": ("MB", 0),
     "memory_mb_end": ("at end", 0),
     "cpu_seconds": ("CPU s", 1),
+    "cpu_ms_per_sentence": ("ms/sent", 1),
     "load_cpu_seconds": ("clients'", 1),
     "others": ("others", 2),
 }
