@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import jax
 import numpy as np
 import pytest
 from random_models import make_model
@@ -76,9 +77,11 @@ def search_live(live, sentences, wanted, *, seed):
 )
 def test_every_sentence_gets_what_the_engine_gives_it(settings):
     config = dataclasses.replace(CONFIG, **settings)
-    engine = Engine([make_model(Vocabulary), make_model(Vocabulary, seed=9)], config)
+    models = [make_model(Vocabulary), make_model(Vocabulary, seed=9)]
+    engine = Engine(models, config, devices=jax.devices()[:1])
     live = LiveSearch(engine, engine.buckets[0])
     live.compile()
+    compiled = live._enter._cache_size(), live._step._cache_size()
     alone = {
         count: engine.search(SENTENCES, num_hypotheses=count)
         for count in range(1, config.beam_size + 1)
@@ -89,8 +92,13 @@ def test_every_sentence_gets_what_the_engine_gives_it(settings):
         wanted = [1 + (i + seed) % config.beam_size for i in range(len(SENTENCES))]
         found = search_live(live, SENTENCES, wanted, seed=seed)
         for i, count in enumerate(wanted):
-            assert found[i] == alone[count][i][:count]
-    assert 0 < live.slots_used <= live.steps_taken * live.bucket.rows
+            its = alone[count][i][:count]
+            assert [each.tokens for each in found[i]] == [each.tokens for each in its]
+            for got, expected in zip(found[i], its, strict=True):
+                assert got.score == pytest.approx(expected.score, abs=1e-5)
+                assert got.token_log_probs == pytest.approx(expected.token_log_probs, abs=1e-5)
+    assert compiled == (live._enter._cache_size(), live._step._cache_size())
+    assert 0 < live.slots_used <= live.slots_computed
 
 
 def test_a_row_that_is_left_takes_no_more_steps():

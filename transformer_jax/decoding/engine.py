@@ -137,6 +137,11 @@ class Engine:
         self._parameters = jax.device_put(pure, self._everywhere)  # now, not in every search
 
     @property
+    def placement(self) -> Any:
+        """The sharding of the parameters, if it was given devices."""
+        return self._everywhere
+
+    @property
     def num_devices(self) -> int:
         """How many share the rows."""
         return self._shares

@@ -28,8 +28,11 @@ from transformer_jax.special_ids import PAD_ID
 T = TypeVar("T")
 
 # This share 1 / n of the rows must be done before the host looks, unless it asked to look earlier:
-# a look takes as long as a step of a small model.
+# a look takes as long as a step of a few rows.
 _SHARE_DONE = 8
+# Steps are compiled for all rows and for the first 1 / n of them: on a CPU a step of half the rows
+# takes half as long. Each takes time to compile.
+_SHARES_STEPPED = (16, 4)
 
 
 class Entry(NamedTuple, Generic[T]):
@@ -43,13 +46,16 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class LiveSearch(Generic[T]):
-    """The rows of one bucket of an engine, on the engine's one device. Results are those of
-    ``Engine.search``. Not for several threads.
+    """The rows of one bucket of an engine, on the engine's one device. Not for several threads.
+
+    Hypotheses are those of ``Engine.search``, their scores up to rounding: XLA adds up in another
+    order where there are fewer rows.
 
     Attributes:
       busy: the entries that have a row, by row.
       steps_taken: how many so far.
-      slots_used: rows times steps so far in which a sentence was in progress.
+      slots_computed, slots_used: rows times steps so far, and those of them in which a sentence
+        was in progress.
     """
 
     def __init__(self, engine: Engine, bucket: Bucket):
@@ -62,14 +68,17 @@ class LiveSearch(Generic[T]):
         assert engine.num_devices == 1
         self._engine, self.bucket = engine, bucket
         self.busy: dict[int, Entry[T]] = {}
-        self.steps_taken = self.slots_used = 0
+        self.steps_taken = self.slots_computed = self.slots_used = 0
         self._method = engine.method(engine.config.beam_size)
         models = map(with_cast_weights, engine.models)  # once, not at every look
         self._graphs, self._parameters = zip(*(nnx.split(each, nnx.Param) for each in models))
         options = COMPILER_OPTIONS.get(jax.default_backend())
         self._enter = jax.jit(self._enter_rows, donate_argnames="rows", compiler_options=options)
         self._step = jax.jit(self._take_steps, donate_argnames="rows", compiler_options=options)
-        self._rows: Rows = jax.jit(self._empty_rows)(self._parameters, self._waiting([]))
+        self._counts = sorted({max(1, bucket.rows // n) for n in (*_SHARES_STEPPED, 1)})
+        self._block_sizes = sorted({1, bucket.block_size})
+        empty = jax.jit(self._empty_rows, out_shardings=engine.placement)
+        self._rows: Rows = empty(self._parameters, self._waiting([], 1))
 
     @property
     def idle(self) -> list[int]:
@@ -79,18 +88,22 @@ class LiveSearch(Generic[T]):
     def compile(self) -> None:
         """Compile all that ``enter`` and ``take_steps`` need; no sentence may have a row."""
         assert not self.busy
-        self.enter([])
-        self.take_steps(1)
+        for size in self._block_sizes:
+            self._enter_block([], size)
+        for count in self._counts:
+            self._steps_of(count, most=0)
 
     def enter(self, entries: Sequence[Entry[T]]) -> None:
         """Give rows to at most ``bucket.block_size`` sentences that are encoded in one length; as
         many must be idle.
         """
-        assert len(entries) <= self.bucket.block_size
-        rows_R = np.full(self.bucket.block_size, self.bucket.rows, np.int32)  # no row
-        rows_R[: len(entries)] = self.idle[: len(entries)]
-        self.busy |= zip(rows_R.tolist(), entries, strict=False)
-        self._rows = self._enter(self._parameters, self._rows, self._waiting(entries), rows_R)
+        size = self.bucket.block_size
+        assert len(entries) <= size
+        if len(entries) > size // 2:
+            self._enter_block(entries, size)
+        else:  # a block is encoded whole
+            for entry in entries:
+                self._enter_block([entry], 1)
 
     def leave(self, row: int) -> None:
         """Take the row from a sentence that nobody waits for any more."""
@@ -101,14 +114,13 @@ class LiveSearch(Generic[T]):
         Returns the owners of finished sentences with the hypotheses, best first; none where the
         model's logits were NaN. Their rows are idle then.
         """
-        busy_B = np.zeros(self.bucket.rows, bool)
-        busy_B[list(self.busy)] = True
-        self._rows, done_B, slots, found = self._step(
-            self._parameters, self._rows, busy_B, np.int32(most)
-        )
+        needed = 1 + max(self.busy, default=0)
+        count = next(count for count in self._counts if count >= needed)
+        done_B, slots, found = self._steps_of(count, most=most)
         finished = sorted(self.busy.keys() & set(np.flatnonzero(np.asarray(done_B)).tolist()))
         computed, used = map(int, slots)
-        self.steps_taken += computed // self.bucket.rows
+        self.steps_taken += computed // count
+        self.slots_computed += computed
         self.slots_used += used
         if not finished:
             return []
@@ -116,18 +128,34 @@ class LiveSearch(Generic[T]):
         entries = [(row, self.busy.pop(row)) for row in finished]
         return [(entry.owner, hypotheses(found, row)[: entry.wanted]) for row, entry in entries]
 
-    def _waiting(self, entries: Sequence[Entry[T]]) -> Waiting:
+    def _enter_block(self, entries: Sequence[Entry[T]], size: int) -> None:
+        rows_R = np.full(size, self.bucket.rows, np.int32)  # no row
+        rows_R[: len(entries)] = self.idle[: len(entries)]
+        self.busy |= zip(rows_R.tolist(), entries, strict=False)
+        waiting = self._waiting(entries, size)
+        self._rows = self._enter(self._parameters, self._rows, waiting, rows_R)
+
+    def _steps_of(
+        self, count: int, *, most: int
+    ) -> tuple[Array, tuple[Array, Array], SearchResult]:
+        """Of the first ``count`` rows: which are done, slots computed and used, what they found."""
+        busy_B = np.zeros(count, bool)
+        busy_B[list(self.busy)] = True
+        self._rows, *seen = self._step(self._parameters, self._rows, busy_B, np.int32(most))
+        return tuple(seen)
+
+    def _waiting(self, entries: Sequence[Entry[T]], size: int) -> Waiting:
         engine, bucket = self._engine, self.bucket
         waiting = waiting_arrays(
             {place: entry.sentence for place, entry in enumerate(entries)},
-            size=bucket.block_size,
+            size=size,
             lengths=bucket.lengths,
             longest_target=engine.longest_target,
             longest_prefix=engine.config.max_extra_length,
         )
         first = length_index(entries[0].sentence, bucket.lengths) if entries else 0
         waiting.source.length_index_B[:] = first
-        wanted_Q = np.ones(bucket.block_size, np.int32)
+        wanted_Q = np.ones(size, np.int32)
         wanted_Q[: len(entries)] = [entry.wanted for entry in entries]
         return waiting._replace(wanted_Q=wanted_Q)
 
@@ -151,15 +179,24 @@ class LiveSearch(Generic[T]):
     def _take_steps(
         self, parameters: Any, rows: Rows, busy_B: Array, most: Array
     ) -> tuple[Rows, Array, tuple[Array, Array], SearchResult]:
-        done_B = rows.state.done_B | ~busy_B
-        B, num_busy = self.bucket.rows, (~done_B).sum()
+        """Of as many of the first rows as ``busy_B`` is long."""
+        B = busy_B.shape[0]
+        state, cache = jax.tree.map(lambda x: x[:B], (rows.state, rows.cache))
+        done_B = state.done_B | ~busy_B
+        num_busy = (~done_B).sum()
         enough = jnp.minimum(max(1, B // _SHARE_DONE), num_busy)
 
-        def goes_on(rows: Rows) -> Array:
-            num_done = num_busy - (~rows.state.done_B).sum()
-            return (rows.slots_computed < most * B) & (num_done < enough)
+        def goes_on(stepped: Rows) -> Array:
+            num_done = num_busy - (~stepped.state.done_B).sum()
+            return (stepped.slots_computed < most * B) & (num_done < enough)
 
-        started = Rows(rows.state._replace(done_B=done_B), rows.cache, jnp.int32(0), jnp.int32(0))
-        rows = self._search(parameters).step_while(goes_on, started)
-        found = results(rows.state.finished, PAD_ID)
-        return rows, rows.state.done_B, (rows.slots_computed, rows.slots_used), found
+        started = Rows(state._replace(done_B=done_B), cache, jnp.int32(0), jnp.int32(0))
+        stepped = self._search(parameters).step_while(goes_on, started)
+        state, cache = jax.tree.map(
+            lambda old, new: old.at[:B].set(new),
+            (rows.state, rows.cache),
+            (stepped.state, stepped.cache),
+        )
+        found = results(stepped.state.finished, PAD_ID)
+        slots = stepped.slots_computed, stepped.slots_used
+        return rows._replace(state=state, cache=cache), stepped.state.done_B, slots, found
