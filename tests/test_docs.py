@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import jax
@@ -29,6 +30,12 @@ TABLE_3 = re.findall(
     re.MULTILINE,
 )
 ROWS = load_table(recipe_path("table3"))
+INSTALLED = {
+    name: module.split(".__main__")[0]
+    for name, module in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "scripts"
+    ].items()
+}
 
 
 def _anchors(path: Path) -> set[str]:
@@ -99,9 +106,15 @@ def test_the_readme_map_names_every_module_and_no_other() -> None:
     assert not named - modules, f"README.md names {named - modules}, which is no module"
 
 
-def test_flags_of_decode_exist() -> None:
-    names = "decoding/flags.py", "decoding/learn_shortlist.py", "attention.py"
-    programs = (ROOT / "transformer_jax" / name for name in names)
+@pytest.mark.parametrize(
+    ("page", "files", "called"),
+    [
+        ("decoding", ("decoding/flags", "decoding/learn_shortlist", "attention"), "decode.py"),
+        ("serving", ("serving/flags", "decoding/flags"), "transformer-serve"),
+    ],
+)
+def test_flags_of_a_page_exist(page: str, files: tuple[str, ...], called: str) -> None:
+    programs = (ROOT / "transformer_jax" / f"{name}.py" for name in files)
     fields = [
         name
         for file in programs
@@ -109,15 +122,12 @@ def test_flags_of_decode_exist() -> None:
     ]
     fields += [field.name for field in dataclasses.fields(DecodingConfig)]
     flags = {field.replace("_", "-") for field in fields} | {"help"}
-    text = re.sub(r"srun .*? sh", "", (ROOT / "docs" / "decoding.md").read_text())
-    commands = "\n".join(
-        line
-        for line in text.replace("\\\n", "").split("\n")
-        if "decode.py" in line or "`--" in line
-    )
+    text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", "")
+    text = re.sub(r"srun .*? sh|docker build.*|docker run .* transformer-serve", "", text)
+    commands = "\n".join(line for line in text.split("\n") if called in line or "`--" in line)
     # with a dot it is a setting of training
     named = set(re.findall(r"--([a-z-]+)(?![a-z.-])", commands))
-    assert len(named) > 20 and not named - flags, f"docs/decoding.md names {named - flags}"
+    assert len(named) > 10 and not named - flags, f"docs/{page}.md names {named - flags}"
 
 
 def test_table_3_is_that_of_its_config() -> None:
@@ -204,14 +214,17 @@ def test_documented_commands_of_table_3_are_understood(monkeypatch: pytest.Monke
 def _other_commands() -> dict[str, set[str]]:
     """The flags of the documented commands of each program but ``train.py``, or task of one."""
     programs: dict[str, set[str]] = {}
+    names = "|".join(INSTALLED)
     for path in DOCUMENTS:
-        for line in path.read_text().replace("\\\n", " ").splitlines():
+        text = path.read_text().replace("\\\n", " ")
+        for line in re.sub(r"python decode\.py", "transformer-decode", text).splitlines():
             command, *_ = re.split(r"  #|[<>]", line)
-            for name, rest in re.findall(
-                r"^    .*?python (?:-m (transformer_jax\S+(?: [a-z]+)?)|decode\.py)(.*)", command
+            for module, installed, rest in re.findall(
+                rf"^    .*?(?:python -m (transformer_jax\S+(?: [a-z]+)?)|({names}))(?: (.*)|$)",
+                command,
             ):
-                flags = re.findall(r" --([a-z][\w.-]*)", rest)
-                programs.setdefault(name or "transformer_jax.decoding", set()).update(flags)
+                flags = re.findall(r"--([a-z][\w.-]*)", rest)
+                programs.setdefault(module or INSTALLED[installed], set()).update(flags)
     return programs
 
 
@@ -229,4 +242,4 @@ def test_flags_of_other_documented_commands_exist(
 
 
 def test_all_programs_are_looked_at() -> None:
-    assert len(_other_commands()) >= 13
+    assert len(_other_commands()) >= 14 and "transformer_jax.serving" in _other_commands()

@@ -1,27 +1,39 @@
-"""The recipes for clusters parse, name only flags that exist, and do what they say as far as can be
-seen without a cluster.
+"""The recipes for clusters and containers parse, name only flags that exist, and do what they say
+as far as can be seen without either.
 """
 
 import ast
 import dataclasses
+import json
 import os
 import re
 import signal
 import stat
 import subprocess
+import sys
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import yaml
 
+from transformer_jax.cli import parse
 from transformer_jax.config import Config, Processes
 from transformer_jax.config_io import flatten
+from transformer_jax.serving import flags as serving
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "launch"
 SAVED = 128 + signal.SIGTERM  # the status of train.py after SIGTERM
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+INSTRUCTIONS = {
+    *("FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENV", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK"),
+    *("STOPSIGNAL", "ENTRYPOINT", "CMD"),
+}
 
 
 def flags_of_train() -> set[str]:
@@ -158,23 +170,104 @@ def test_slurm_script_asks_for_a_signal_and_a_process_for_each_gpu() -> None:
     assert re.fullmatch(r"TERM@\d+", options["signal"])  # without "B:" it goes to the processes
 
 
-def test_image_is_built_from_files_that_exist() -> None:
-    lines = (LAUNCH / "Dockerfile").read_text().splitlines()
-    instructions = [line.split() for line in lines if line and not line.startswith("#")]
-    assert instructions[0] == ["FROM", "python:3.11-slim"]
-    assert {name for name, *_ in instructions} == {
-        "FROM",
-        "ARG",
-        "WORKDIR",
-        "COPY",
-        "RUN",
-        "ENTRYPOINT",
-        "CMD",
+def instructions(recipe: str) -> dict[str, list[str]]:
+    """What an image's recipe says, by instruction."""
+    text = re.sub(r"^#.*\n", "", (LAUNCH / recipe).read_text(), flags=re.MULTILINE)
+    found: dict[str, list[str]] = {}
+    for line in filter(None, text.replace("\\\n", "").split("\n")):
+        name, rest = line.split(" ", 1)
+        found.setdefault(name, []).append(rest)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["Dockerfile", "Dockerfile.serve"])
+def test_images_are_built_from_files_that_exist(recipe: str) -> None:
+    found = instructions(recipe)
+    assert found.keys() <= INSTRUCTIONS and found["FROM"] == ["python:3.11-slim"]
+    sources = [source for each in found["COPY"] for source in each.split()[:-1]]
+    assert "transformer_jax" in sources and all((ROOT / source).exists() for source in sources)
+    [(name, default)] = [each.split("=") for each in found["ARG"]]
+    assert {default, "cuda", "tpu"} <= set(EXTRAS) and f".[${{{name}}}]" in found["RUN"][0]
+
+
+def served(flags: list[str]) -> tuple[serving.Arguments, str]:
+    """The flags of a recipe as transformer-serve reads them, and its path to the model."""
+    arguments = parse(serving.Arguments, flags)
+    [model] = arguments.workdir
+    return arguments, model
+
+
+def test_the_image_of_the_service() -> None:
+    found = instructions("Dockerfile.serve")
+    program, *flags = json.loads(found["ENTRYPOINT"][0]) + json.loads(found["CMD"][0])
+    assert program in PROJECT["scripts"]
+    arguments, model = served(flags)
+    assert arguments.host == "0.0.0.0" and found["EXPOSE"] == [str(arguments.port)]
+    assert found["STOPSIGNAL"] == ["SIGTERM"] and int(found["USER"][0].split(":")[0]) > 0
+    # The volume is where compiled functions go, and belongs to the user.
+    [volume] = found["VOLUME"]
+    assert found["ENV"] == [f"XDG_CACHE_HOME={volume}"] and found["RUN"][-1].endswith(volume)
+    page = (ROOT / "docs" / "serving.md").read_text()
+    assert f":{model}:ro" in page and f":{volume} " in page
+    [waiting] = re.findall(r"--stop-timeout (\d+)", page)
+    assert int(waiting) >= arguments.timeout + 5  # as long as requests may take
+
+
+def test_the_image_is_healthy_once_the_service_has_compiled() -> None:
+    [check] = instructions("Dockerfile.serve")["HEALTHCHECK"]
+    flags, command = check.split(" CMD ")
+    assert "--start-period=" in flags
+    python, *rest, code = json.loads(command)
+    assert (python, rest) == ("python", ["-c"]) and "/health" in code
+    statuses = [503, 200]
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(statuses.pop(0) if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        here = code.replace(" 8000,", f" {server.server_port},")
+        ends = [subprocess.run([sys.executable, "-c", here]).returncode for _ in range(2)]
+        server.shutdown()
+    assert here != code and ends == [1, 0]
+
+
+def test_the_deployment_of_the_service() -> None:
+    resources = {
+        each["kind"]: each for each in yaml.safe_load_all((LAUNCH / "serve.yaml").read_text())
     }
-    for name, *words in instructions:
-        if name == "COPY":
-            assert all((ROOT / source).exists() for source in words[:-1])
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    assert ["ARG", "EXTRA=cuda"] in instructions and {"cuda", "tpu"} <= set(extras)
+    template = resources["Deployment"]["spec"]["template"]
+    pod = template["spec"]
+    [container] = pod["containers"]
+    image = instructions("Dockerfile.serve")
+    arguments, model = served(json.loads(image["ENTRYPOINT"][0])[1:] + container["args"])
+
+    # Who finds the pods: the deployment, the service, Prometheus, the probes.
+    labels = template["metadata"]["labels"].items()
+    assert resources["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels
+    assert resources["Service"]["spec"]["selector"].items() <= labels
+    [port] = container["ports"]
+    assert port["containerPort"] == arguments.port
+    assert [each["targetPort"] for each in resources["Service"]["spec"]["ports"]] == [port["name"]]
+    notes = template["metadata"]["annotations"]
+    assert notes["prometheus.io/scrape"] == "true"
+    assert notes["prometheus.io/port"] == str(arguments.port)
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert probes == [{"path": "/health", "port": port["name"]}] * 3
+    app = (ROOT / "transformer_jax" / "serving" / "app.py").read_text()
+    assert all(f'"{path}"' in app for path in ("/health", notes["prometheus.io/path"]))
+
+    # What it is given time for, and what it may read and write.
+    [_, pause] = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod["terminationGracePeriodSeconds"] >= int(pause) + arguments.timeout + 5
+    mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+    assert {each["name"] for each in mounts.values()} == {each["name"] for each in pod["volumes"]}
+    assert mounts.keys() == {model, *image["VOLUME"], "/tmp"} and mounts[model]["readOnly"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert str(pod["securityContext"]["runAsUser"]) == image["USER"][0].split(":")[0]

@@ -55,8 +55,8 @@ def blocks(name: str) -> list[Block]:
 BLOCKS = [
     block
     for name in (
-        *("README.md", "docs/library.md", "docs/decoding.md", "docs/parsing.md"),
-        "docs/interop.md",
+        *("README.md", "docs/library.md", "docs/decoding.md", "docs/serving.md"),
+        *("docs/parsing.md", "docs/interop.md"),
     )
     for block in blocks(name)
     if "m30k-ct2" not in block.code  # a model in a folder that only its reader has

@@ -1,12 +1,22 @@
 """What `python -m build` makes, installed where there is no clone."""
 
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from urllib.parse import urlencode
+from urllib.request import urlopen
 
 import pytest
+from random_models import make_model, train_tokenizer
+from servers import CONFIG, LINES, running, write_run
+
+from transformer_jax.decoding.translator import Translator
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,3 +82,44 @@ def test_the_package_is_imported_from_the_wheel(installed: Path, tmp_path: Path)
         "'transformer_jax.config.Config'>",
         str(installed / "transformer_jax" / "__init__.py"),
     ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a small model of random weights."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = train_tokenizer(LINES)
+    write_run(folder, Translator(make_model(tokenizer), tokenizer, CONFIG))
+    return folder
+
+
+def test_the_service_says_which_packages_it_needs(
+    installed: Path, trained: Path, tmp_path: Path
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.split("[>=]", each)[0] for each in project["optional-dependencies"]["serve"]]
+    modules = {name.replace("-", "_") for name in names}
+    # As Python sees packages that are not installed.
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({modules}))"
+    (tmp_path / "sitecustomize.py").write_text(blocked)
+    command = [sys.executable, str(installed / "bin" / "transformer-serve")]
+    flags = ["--workdir", str(trained)]
+    path = f"{tmp_path}{os.pathsep}{installed}"
+    said = run([*command, *flags], tmp_path, status=2, PYTHONPATH=path)
+    assert "not installed; expected" in said and "pip install 'transformer-jax[serve]'" in said
+    assert "--max-queue" in run([*command, "--help"], tmp_path, PYTHONPATH=path)
+
+
+def test_the_service_runs_without_the_clone(installed: Path, trained: Path, tmp_path: Path) -> None:
+    command = [sys.executable, installed / "bin" / "transformer-serve", "--workdir", trained]
+    with running(command, tmp_path, PYTHONPATH=str(installed)) as (process, port):
+        url = f"http://127.0.0.1:{port}"
+        page = ROOT / "transformer_jax" / "serving" / "page"
+        for path in page.iterdir():
+            name = "" if path.name == "index.html" else path.name
+            assert urlopen(f"{url}/{name}").read() == path.read_bytes()
+        query = urlencode({"q": "one two three", "target": "de"}).encode()
+        answer = json.load(urlopen(f"{url}/translate", query))
+        assert answer["translatedText"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
+from urllib.request import urlopen
 
+import jax.numpy as jnp
 import uvicorn
+from flax import nnx
 from random_models import lines_of_words
 
-from transformer_jax.config import DecodingConfig
+from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig
+from transformer_jax.config_io import to_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.app import App
 from transformer_jax.serving.service import Model, Service
+from transformer_jax.training.progress import Progress
+from transformer_jax.training.saver import Checkpoints
+from transformer_jax.training.step import TrainState
 
 LINES = lines_of_words(60)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=32, batch_size=8)
@@ -109,3 +120,50 @@ def make_model_to_serve(translator: Translator) -> Model:
     models, tokenizer = translator.models, translator.tokenizer
     searching = Translator(models, tokenizer, CONFIG)
     return Model([searching], [Translator(models, tokenizer, SAMPLING)])
+
+
+def write_run(folder: Path, translator: Translator) -> None:
+    """A run with one checkpoint, of the model of ``translator``."""
+    [model] = translator.models
+    train = PairsConfig(source=("train.en",), target=("train.de",))
+    config = Config(model=model.config, data=DataConfig(train=train), decoding=CONFIG)
+    (folder / "config.json").write_text(to_json(config))
+    translator.tokenizer.save(folder)
+    zero = jnp.int32(0)
+    state = TrainState(
+        step=jnp.int32(1),
+        parameters=nnx.to_pure_dict(nnx.split(model, nnx.Param)[1]),
+        optimizer={"count": zero},
+        ema=None,
+        bad_steps=zero,
+        bad_in_a_row=zero,
+        seed=jnp.uint32(0),
+    )
+    checkpoints = Checkpoints(folder, config, translator.tokenizer)
+    checkpoints.save(state, Progress(best_step=1))
+    checkpoints.wait()
+
+
+@contextmanager
+def running(
+    command: Sequence[str | Path], folder: Path, **environment: str
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """transformer-serve, ready, and its port; ``command`` begins with how to start it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--port", str(port)]
+    with subprocess.Popen([*command, *flags], cwd=folder, env=os.environ | environment) as started:
+        try:
+            while not _is_ready(port):
+                assert started.poll() is None
+                time.sleep(0.1)
+            yield started, port
+        finally:
+            started.kill()
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        return urlopen(f"http://127.0.0.1:{port}/health").status == 200
+    except OSError:
+        return False

@@ -14,22 +14,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
-import jax.numpy as jnp
 import pytest
-from flax import nnx
-from servers import CONFIG, LINES
+from servers import CONFIG, LINES, running, write_run
 
-from transformer_jax.config import Config, DataConfig, PairsConfig
-from transformer_jax.config_io import to_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.serving import __main__ as program
 from transformer_jax.serving.flags import Pair, parse_flags
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.saver import Checkpoints
-from transformer_jax.training.step import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,24 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def workdir(tmp_path_factory: pytest.TempPathFactory, translator: Translator) -> Path:
     """A run with one checkpoint."""
     folder = tmp_path_factory.mktemp("run")
-    [model] = translator.models
-    train = PairsConfig(source=("train.en",), target=("train.de",))
-    config = Config(model=model.config, data=DataConfig(train=train), decoding=CONFIG)
-    (folder / "config.json").write_text(to_json(config))
-    translator.tokenizer.save(folder)
-    zero = jnp.int32(0)
-    state = TrainState(
-        step=jnp.int32(1),
-        parameters=nnx.to_pure_dict(nnx.split(model, nnx.Param)[1]),
-        optimizer={"count": zero},
-        ema=None,
-        bad_steps=zero,
-        bad_in_a_row=zero,
-        seed=jnp.uint32(0),
-    )
-    checkpoints = Checkpoints(folder, config, translator.tokenizer)
-    checkpoints.save(state, Progress(best_step=1))
-    checkpoints.wait()
+    write_run(folder, translator)
     return folder
 
 
@@ -141,21 +116,9 @@ def test_what_it_does_not_start_with(workdir, tmp_path, capsys) -> None:
 @pytest.fixture
 def process(workdir) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The program, ready, and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "transformer_jax.serving", "--workdir", str(workdir)]
-    with subprocess.Popen([*command, "--port", str(port)], cwd=ROOT) as started:
-        try:
-            for _ in range(600):
-                assert started.poll() is None
-                try:
-                    if urlopen(f"http://127.0.0.1:{port}/health").status == 200:
-                        break
-                except OSError:
-                    time.sleep(0.1)
-            yield started, port
-        finally:
-            started.kill()
+    with running(command, ROOT) as found:
+        yield found
 
 
 def test_sigterm_under_load_answers_what_was_accepted(process, translator) -> None:

@@ -1,0 +1,90 @@
+"""The requests that docs/serving.md shows are answered, and its tables are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from servers import Server
+
+from transformer_jax.serving.flags import Arguments
+from transformer_jax.serving.schema import Query
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
+FORM = "application/x-www-form-urlencoded"
+
+
+class Curl(NamedTuple):
+    """What a command asks."""
+
+    path: str
+    body: str
+    kind: str
+
+
+def parse(command: str) -> Curl:
+    """A command with the flags of curl that the page uses."""
+    # bash's $'...' has newlines, a file any content
+    words = shlex.split(re.sub(r"\$('.*?')", lambda m: m[1].replace("\\n", "%0A"), command))
+    assert words.pop(0) == "curl"
+    fields, kind, path = [], FORM, ""
+    while words:
+        match words.pop(0):
+            case "-d":
+                fields.append(words.pop(0))
+            case "--data-urlencode":
+                fields.append(re.sub("@.*", "=one", words.pop(0)))
+            case "-H":
+                name, kind = words.pop(0).split(": ")
+                assert name == "Content-Type"
+            case "-N":
+                pass
+            case url:
+                assert not path
+                path = urlsplit(f"http://{url}").path
+    return Curl(path, "&".join(fields), kind)
+
+
+COMMANDS = [
+    re.sub(r"  #.*", "", line) for line in re.findall(r"^    (curl .*)$", PAGE, re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_requests_are_answered(server: Server, command: str) -> None:
+    asked = parse(command)
+    # the model of the tests knows other words
+    body = asked.body.replace("prefix=sieb", "prefix=SIX").encode()
+    reply = server.request("POST", asked.path, body, content_type=asked.kind)
+    assert reply.status == 200, reply
+    answer = b"event: done" in reply.body if "stream" in asked.path else reply.json
+    assert answer
+
+
+def test_commands_ask_for_every_field_that_a_table_explains() -> None:
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert Query.model_fields.keys() <= named
+    assert len(COMMANDS) >= 10
+
+
+def test_the_limits_are_those_of_the_flags() -> None:
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (\w+)", PAGE, re.MULTILINE)
+    defaults = {field.name: field.default for field in dataclasses.fields(Arguments)}
+    assert len(rows) == 5
+    for flag, documented in rows:
+        default = defaults[flag.replace("-", "_")]
+        assert documented == ("none" if default is None else f"{default:g}"), flag
+
+
+def test_every_figure_is_explained(server: Server) -> None:
+    figures = server.request("GET", "/metrics").body.decode()
+    names = {family.name for family in text_string_to_metric_families(figures)}
+    documented = set(re.findall(r"`(transformer_\w+?)(?:_total)?`", PAGE))
+    assert documented == {name for name in names if not name.endswith("_created")}
