@@ -71,7 +71,8 @@ class LiveSearch(Generic[T]):
         self.steps_taken = self.slots_computed = self.slots_used = 0
         self._method = engine.method(engine.config.beam_size)
         models = map(with_cast_weights, engine.models)  # once, not at every look
-        self._graphs, self._parameters = zip(*(nnx.split(each, nnx.Param) for each in models))
+        self._graphs, states = zip(*(nnx.split(each, nnx.Param) for each in models))
+        self._parameters = tuple(map(nnx.to_pure_dict, states))
         options = COMPILER_OPTIONS.get(jax.default_backend())
         self._enter = jax.jit(self._enter_rows, donate_argnames="rows", compiler_options=options)
         self._step = jax.jit(self._take_steps, donate_argnames="rows", compiler_options=options)
@@ -99,7 +100,7 @@ class LiveSearch(Generic[T]):
         """
         size = self.bucket.block_size
         assert len(entries) <= size
-        if len(entries) > size // 2:
+        if len(entries) >= size / 2:
             self._enter_block(entries, size)
         else:  # a block is encoded whole
             for entry in entries:

@@ -57,6 +57,8 @@ def _serve(argv: list[str]) -> None:
             server_header=False,
             timeout_graceful_shutdown=round(arguments.timeout) + 5,
         )
+        # Searching threads would wait 5 ms for the one that answers requests.
+        sys.setswitchinterval(0.0005)
         log.info("Listening at http://%s:%d; compiling ...", arguments.host, arguments.port)
         # uvicorn stops at these signals when requests are answered, then raises them once more.
         signal.signal(signal.SIGTERM, lambda *_: None)
