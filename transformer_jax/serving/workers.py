@@ -128,7 +128,9 @@ class Workers:
                     came = self._hand_over(search, queues)
                     seconds[search] = _SHORTEST if came else min(2 * seconds[search], _LONGEST)
                     if search.busy:
-                        most = max(1, round(seconds[search] / step_seconds[search]))
+                        # Without an idle row nothing is to be gained from looking early.
+                        until_look = seconds[search] if search.idle else _LONGEST
+                        most = max(1, round(until_look / step_seconds[search]))
                         step_seconds[search] = self._take_steps(search, most)
         except Exception as error:
             logger.exception("The search failed; it must be started again.")
