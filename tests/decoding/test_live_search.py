@@ -15,6 +15,7 @@ from transformer_jax.decoding.buckets import length_index
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.decoding.live_search import Entry, LiveSearch
 from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import with_cast_weights
 
 VOCAB = 40
 
@@ -34,6 +35,11 @@ SENTENCES = [
     )
     for i in range(40)
 ]
+
+
+def live_search(engine):
+    models = list(map(with_cast_weights, engine.models))
+    return LiveSearch(engine, engine.buckets[0], models)
 
 
 def search_live(live, sentences, wanted, *, seed):
@@ -79,7 +85,7 @@ def test_every_sentence_gets_what_the_engine_gives_it(settings):
     config = dataclasses.replace(CONFIG, **settings)
     models = [make_model(Vocabulary), make_model(Vocabulary, seed=9)]
     engine = Engine(models, config, devices=jax.devices()[:1])
-    live = LiveSearch(engine, engine.buckets[0])
+    live = live_search(engine)
     live.compile()
     compiled = live._enter._cache_size(), live._step._cache_size()
     alone = {
@@ -103,7 +109,7 @@ def test_every_sentence_gets_what_the_engine_gives_it(settings):
 
 def test_a_row_that_is_left_takes_no_more_steps():
     engine = Engine([make_model(Vocabulary)], CONFIG)
-    live = LiveSearch(engine, engine.buckets[0])
+    live = live_search(engine)
     live.enter([Entry("gone", SENTENCES[3])])
     live.take_steps(1)
     live.leave(0)
@@ -116,7 +122,7 @@ def test_broken_parameters_give_a_sentence_no_hypotheses():
     model = make_model(Vocabulary)
     model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
     engine = Engine([model], CONFIG)
-    live = LiveSearch(engine, engine.buckets[0])
+    live = live_search(engine)
     live.enter([Entry("broken", SENTENCES[3])])
     assert live.take_steps(3) == [("broken", [])]
 
@@ -125,4 +131,4 @@ def test_shortlists_are_refused():
     engine = Engine([make_model(Vocabulary)], CONFIG)
     engine.config = dataclasses.replace(CONFIG, shortlist="some.file")
     with pytest.raises(UserError, match="shortlist is 'some.file'; expected ''"):
-        LiveSearch(engine, engine.buckets[0])
+        live_search(engine)

@@ -218,7 +218,7 @@ def strict(translator):
 def test_limits_say_what_is_allowed(strict: Server) -> None:
     reply = strict.ask(q="one")
     assert reply.status == 401 and "api_key is missing" in reply.json["error"]
-    assert strict.ask(q="one", api_key=KEY[1:]).status == 401
+    assert strict.ask(q="one", api_key=KEY[1:]).status == 403
     assert strict.ask(q="one", api_key=KEY).status == 200
     assert strict.ask_form(q="one", api_key=KEY).status == 200
     query = json.dumps({"q": "one", "source": "en", "target": "de"})

@@ -22,7 +22,7 @@ from transformer_jax.decoding.engine import COMPILER_OPTIONS, Engine, Hypothesis
 from transformer_jax.decoding.models import DecodingModel
 from transformer_jax.decoding.search import SearchResult, results
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import with_cast_weights
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import PAD_ID
 
 T = TypeVar("T")
@@ -58,8 +58,12 @@ class LiveSearch(Generic[T]):
         was in progress.
     """
 
-    def __init__(self, engine: Engine, bucket: Bucket):
-        """``UserError`` for an engine with shortlists, or with several devices."""
+    def __init__(self, engine: Engine, bucket: Bucket, models: Sequence[Transformer]):
+        """``models`` are the engine's, ``with_cast_weights`` as they are for all buckets.
+
+        Raises:
+          UserError: an engine with shortlists.
+        """
         if engine.config.shortlist:
             raise UserError(
                 f"decoding.shortlist is {engine.config.shortlist!r}; expected '': sentences that "
@@ -70,7 +74,6 @@ class LiveSearch(Generic[T]):
         self.busy: dict[int, Entry[T]] = {}
         self.steps_taken = self.slots_computed = self.slots_used = 0
         self._method = engine.method(engine.config.beam_size)
-        models = map(with_cast_weights, engine.models)  # once, not at every look
         self._graphs, states = zip(*(nnx.split(each, nnx.Param) for each in models))
         self._parameters = tuple(map(nnx.to_pure_dict, states))
         options = COMPILER_OPTIONS.get(jax.default_backend())

@@ -59,18 +59,22 @@ def _serve(argv: list[str]) -> None:
         )
         # Searching threads would wait 5 ms for the one that answers requests.
         sys.setswitchinterval(0.0005)
-        log.info("Listening at http://%s:%d; compiling ...", arguments.host, arguments.port)
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+        log.info("Listening at http://%s:%d; compiling ...", host, arguments.port)
         # uvicorn stops at these signals when requests are answered, then raises them once more.
         signal.signal(signal.SIGTERM, lambda *_: None)
         uvicorn.Server(config).run(sockets=[listening])
 
 
 def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
+    import jax
+
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.model.layers import use_matmul_precision
     from transformer_jax.serving.service import Model, Service
 
     keep_compiled(arguments.compilation_cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # many take less than 1 s
     models = {}
     for workdir, pair, config, search in served:
         use_matmul_precision(config.model)

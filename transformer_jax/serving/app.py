@@ -33,7 +33,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 _STATUSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 413, 429, 503)
+    status: {"model": Error} for status in (400, 401, 403, 413, 429, 503)
 }
 _BYTES_A_CHARACTER = 12  # \ud83d\ude00 is the longest that JSON may write, %F0%9F%98%80 a form's
 _BYTES_BESIDES = 10_000
@@ -164,8 +164,9 @@ class App:
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         key = token if kind.lower() == "bearer" else key
         if self._keys is not None and not self._keys.allows(key):
-            said = "api_key is missing" if not key else "api_key is not one of this server's"
-            raise Refused(401, f"{said}; expected a key, in that field or as a bearer token.")
+            said = "api_key is not one of this server's" if key else "api_key is missing"
+            expected = "expected a key, in that field or as a bearer token."
+            raise Refused(403 if key else 401, f"{said}; {expected}")
         client = request.client.host if request.client else ""
         wait = self._rate.retry_after(key if self._keys is not None else client)
         if wait is not None:

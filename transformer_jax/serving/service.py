@@ -58,6 +58,7 @@ class Model:
         offered.
         """
         self.translator, self.config = translators[0], translators[0].config
+        self.batch_size = self.config.batch_size * len(translators)  # of all devices
         self.searches = Workers([each.engine for each in translators])
         self.samples = Workers([each.engine for each in samplers]) if samplers else None
         together = replace(self.config, batch_size=_ALIGNED_TOGETHER, shortlist="")
@@ -256,7 +257,7 @@ class Answering:
         self._service, self._model = service, service.models[pair]
         self._num_sentences = sum(len(each.sentences) for each in cuts)
         # One request leaves rows to others.
-        self._turns = asyncio.Semaphore(max(1, self._model.config.batch_size // 2))
+        self._turns = asyncio.Semaphore(max(1, self._model.batch_size // 2))
         self._form = OutputFormat(
             "jsonl",
             nbest=1 + query.alternatives,

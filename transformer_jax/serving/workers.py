@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
+import jax
+
 from transformer_jax.decoding.buckets import Sentence, length_index
 from transformer_jax.decoding.engine import Engine, Hypothesis
 from transformer_jax.decoding.live_search import Entry, LiveSearch
+from transformer_jax.model.transformer import with_cast_weights
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +53,10 @@ class Workers:
         """One engine for each device, all alike; ``UserError`` as ``LiveSearch``."""
         self.failure: SearchFailed | None = None
         self._buckets = engines[0].buckets
-        self._searches: list[list[Search]] = [
-            [LiveSearch(engine, bucket) for bucket in engine.buckets] for engine in engines
-        ]
+        self._searches: list[list[Search]] = []
+        for engine in engines:
+            models = list(map(with_cast_weights, engine.models))  # once, not at every look
+            self._searches.append([LiveSearch(engine, each, models) for each in engine.buckets])
         # By bucket and encoded length: a block is of one length.
         self._waiting: list[list[deque[Waiting]]] = [
             [deque() for _ in bucket.lengths] for bucket in self._buckets
@@ -67,8 +71,12 @@ class Workers:
 
     def start(self) -> None:
         """Compile everything, then begin to work."""
+        first, *others = self._searches
         with ThreadPoolExecutor() as together:
-            list(together.map(LiveSearch.compile, itertools.chain(*self._searches)))
+            if jax.default_backend() != "cpu":  # then the others find it in the compilation cache
+                list(together.map(LiveSearch.compile, first))
+                first = []
+            list(together.map(LiveSearch.compile, itertools.chain(first, *others)))
         for thread in self._threads:
             thread.start()
 
