@@ -225,6 +225,10 @@ def test_limits_say_what_is_allowed(strict: Server) -> None:
     bearer = {"content_type": "application/json", "authorization": f"Bearer {KEY}"}
     assert strict.request("POST", "/translate", query, **bearer).status == 200
 
+    reply = strict.ask(q=["one"] * 5, api_key=KEY * 2)
+    assert reply.status == 413 and "5 sentences; expected at most 4" in reply.json["error"]
+    assert reply.json["limit"] == 4
+
     reply = strict.ask(q="one", source="auto", api_key=KEY)
     assert reply.status == 400 and "expected the language of the texts" in reply.json["error"]
 

@@ -221,14 +221,9 @@ class Service:
             )
         if query.sample and model.samples is None:
             raise UserError("sample is true; expected false: this server was started without it.")
-        characters = sum(map(len, query.texts)) + len(query.prefix)
-        if characters > self.max_characters:
-            raise Refused(
-                413,
-                f"The texts have {characters} characters; expected at most {self.max_characters} "
-                "in a request. Send them in several.",
-                limit=self.max_characters,
-            )
+        _refuse_above(
+            self.max_characters, sum(map(len, [*query.texts, query.prefix])), "characters"
+        )
         try:
             model.translator.prefix_tokens(Request("", query.prefix, number=1))
         except UserError as error:
@@ -238,7 +233,8 @@ class Service:
             cut(text, language=pair.source, html=html, split=query.split) for text in query.texts
         ]
         coming = sum(len(each.sentences) for each in cuts)
-        if self.num_accepted and self.num_accepted + coming > self.max_queue:
+        _refuse_above(self.max_queue, coming, "sentences")
+        if self.num_accepted + coming > self.max_queue:
             raise Refused(
                 503,
                 f"{self.num_accepted} sentences are being translated, and this request has "
@@ -247,6 +243,15 @@ class Service:
                 retry_after=1,
             )
         return Answering(self, query, pair, cuts)
+
+
+def _refuse_above(most: int, count: int, what: str) -> None:
+    if count > most:
+        raise Refused(
+            413,
+            f"The request has {count} {what}; expected at most {most}. Send the texts in several.",
+            limit=most,
+        )
 
 
 class Answering:
