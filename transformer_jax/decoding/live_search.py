@@ -53,7 +53,6 @@ class LiveSearch(Generic[T]):
 
     Attributes:
       busy: the entries that have a row, by row.
-      steps_taken: how many so far.
       slots_computed, slots_used: rows times steps so far, and those of them in which a sentence
         was in progress.
     """
@@ -72,7 +71,7 @@ class LiveSearch(Generic[T]):
         assert engine.num_devices == 1
         self._engine, self.bucket = engine, bucket
         self.busy: dict[int, Entry[T]] = {}
-        self.steps_taken = self.slots_computed = self.slots_used = 0
+        self.slots_computed = self.slots_used = 0
         self._method = engine.method(engine.config.beam_size)
         self._graphs, states = zip(*(nnx.split(each, nnx.Param) for each in models))
         self._parameters = tuple(map(nnx.to_pure_dict, states))
@@ -88,6 +87,12 @@ class LiveSearch(Generic[T]):
     def idle(self) -> list[int]:
         """The rows without a sentence."""
         return [row for row in range(self.bucket.rows) if row not in self.busy]
+
+    @property
+    def num_stepped(self) -> int:
+        """How many rows, from the first on, the next steps are taken of: with all that are busy."""
+        needed = 1 + max(self.busy, default=0)
+        return next(count for count in self._counts if count >= needed)
 
     def compile(self) -> None:
         """Compile all that ``enter`` and ``take_steps`` need; no sentence may have a row."""
@@ -118,12 +123,10 @@ class LiveSearch(Generic[T]):
         Returns the owners of finished sentences with the hypotheses, best first; none where the
         model's logits were NaN. Their rows are idle then.
         """
-        needed = 1 + max(self.busy, default=0)
-        count = next(count for count in self._counts if count >= needed)
+        count = self.num_stepped
         done_B, slots, found = self._steps_of(count, most=most)
         finished = sorted(self.busy.keys() & set(np.flatnonzero(np.asarray(done_B)).tolist()))
         computed, used = map(int, slots)
-        self.steps_taken += computed // count
         self.slots_computed += computed
         self.slots_used += used
         if not finished:

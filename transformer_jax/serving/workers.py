@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -88,24 +88,24 @@ class Workers:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
-        self._give_up(None)
 
     def submit(self, sentences: Sequence[Sentence], *, wanted: int = 1) -> list[Found]:
         """The hypotheses of each sentence, best first, as ``Engine.search`` gives them."""
-        futures: list[Found] = [Future() for _ in sentences]
+        entries: list[Entry[Found]] = [Entry(Future(), each, wanted) for each in sentences]
         with self._changed:
-            for future, sentence in zip(futures, sentences, strict=True):
-                if self.failure is not None:
-                    future.set_exception(self.failure)
-                    continue
-                for bucket, queues in zip(self._buckets, self._waiting, strict=True):
-                    if len(sentence.tokens) < bucket.lengths[-1]:
-                        entry = Entry(future, sentence, wanted)
-                        waiting = Waiting(next(self._numbers), entry)
-                        queues[length_index(sentence, bucket.lengths)].append(waiting)
-                        break
+            if self._closed or self.failure is not None:
+                _end(entries, self.failure)
+            else:
+                for entry in entries:
+                    self._queue(entry.sentence).append(Waiting(next(self._numbers), entry))
             self._changed.notify_all()
-        return futures
+        return [entry.owner for entry in entries]
+
+    def _queue(self, sentence: Sentence) -> deque[Waiting]:
+        """Where it waits."""
+        longest = [bucket.lengths[-1] for bucket in self._buckets]
+        bucket = length_index(sentence, longest)
+        return self._waiting[bucket][length_index(sentence, self._buckets[bucket].lengths)]
 
     @property
     def num_waiting(self) -> int:
@@ -124,12 +124,12 @@ class Workers:
 
     def _work(self, searches: list[Search]) -> None:
         def has_work() -> bool:
-            return self._closed or self.num_waiting > 0 or any(each.busy for each in searches)
+            return self._has_ended or self.num_waiting > 0 or any(each.busy for each in searches)
 
         seconds = dict.fromkeys(searches, _SHORTEST)
-        step_seconds = dict.fromkeys(searches, _SHORTEST)
+        slot_seconds = dict.fromkeys(searches, _SHORTEST)
         try:
-            while not self._closed:
+            while not self._has_ended:
                 with self._changed:
                     self._changed.wait_for(has_work)
                 for search, queues in zip(searches, self._waiting, strict=True):
@@ -138,11 +138,23 @@ class Workers:
                     if search.busy:
                         # Without an idle row nothing is to be gained from looking early.
                         until_look = seconds[search] if search.idle else _LONGEST
-                        most = max(1, round(until_look / step_seconds[search]))
-                        step_seconds[search] = self._take_steps(search, most)
+                        step_seconds = slot_seconds[search] * search.num_stepped
+                        most = max(1, round(until_look / step_seconds))
+                        slot_seconds[search] = self._take_steps(search, most)
         except Exception as error:
             logger.exception("The search failed; it must be started again.")
-            self._give_up(SearchFailed(str(error)))
+            self.failure = SearchFailed(str(error))
+        with self._changed:
+            self._changed.notify_all()  # the other devices' threads end, too
+            queues = [queue for queues in self._waiting for queue in queues]
+            _end([waiting.entry for queue in queues for waiting in queue], self.failure)
+            for queue in queues:
+                queue.clear()
+        _end([entry for search in searches for entry in search.busy.values()], self.failure)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._closed or self.failure is not None
 
     def _hand_over(self, search: Search, queues: list[deque[Waiting]]) -> bool:
         """Free the rows of cancelled sentences, and give idle ones to those that have waited for
@@ -173,27 +185,21 @@ class Workers:
         return block
 
     def _take_steps(self, search: Search, most: int) -> float:
-        """Returns how many seconds one step took."""
-        start, steps = time.perf_counter(), search.steps_taken
+        """Returns how many seconds a step took for each row that was stepped."""
+        start, slots = time.perf_counter(), search.slots_computed
         for future, hypotheses in search.take_steps(most):
             if future.set_running_or_notify_cancel():
                 future.set_result(hypotheses)
-        return (time.perf_counter() - start) / max(1, search.steps_taken - steps)
+        return (time.perf_counter() - start) / max(1, search.slots_computed - slots)
 
-    def _give_up(self, error: SearchFailed | None) -> None:
-        with self._changed:
-            self.failure = self.failure or error
-            queues = [queue for queues in self._waiting for queue in queues]
-            entries = [waiting.entry for queue in queues for waiting in queue]
-            for searches in self._searches:
-                entries += [entry for search in searches for entry in search.busy.values()]
-            for queue in queues:
-                queue.clear()
-            for entry in entries:
-                if error is None:
-                    entry.owner.cancel()
-                elif entry.owner.set_running_or_notify_cancel():
-                    entry.owner.set_exception(error)
+
+def _end(entries: Iterable[Entry[Found]], failure: SearchFailed | None) -> None:
+    """Let nobody wait for these any more."""
+    for entry in entries:
+        if failure is None:
+            entry.owner.cancel()
+        elif entry.owner.set_running_or_notify_cancel():
+            entry.owner.set_exception(failure)
 
 
 def _age(queue: deque[Waiting]) -> int:
