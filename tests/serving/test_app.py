@@ -7,14 +7,18 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from servers import LINES, SAMPLING, Server, make_model_to_serve, serving
 
+from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.translator import Request, Translator
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.limits import ApiKeys
-from transformer_jax.serving.service import Service
+from transformer_jax.serving.service import Model, Service
+from transformer_jax.tokenizer import Tokenizer
 
 KEY = "0123456789abcdef"
 
@@ -171,6 +175,33 @@ def test_what_a_query_may_not_hold(server: Server, fields, status, message) -> N
 def test_what_is_no_json_is_refused(server: Server, body) -> None:
     reply = server.request("POST", "/translate", body, content_type="application/json")
     assert reply.status == 400 and reply.json["error"], reply
+
+
+def test_forms_in_odd_encodings_are_refused(server: Server) -> None:
+    for charset, status in ("utf-7", 400), ("undefined", 400), ("utf-8", 200):
+        parts = "".join(
+            f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+            for name, value in {"q": "+2AA-", "target": "de"}.items()
+        )
+        kind = f"multipart/form-data; boundary=x; charset={charset}"
+        reply = server.request("POST", "/translate", parts + "--x--\r\n", content_type=kind)
+        assert reply.status == status, reply
+
+
+def test_what_the_sentence_splitter_cannot_read_is_translated(server: Server) -> None:
+    for text in ('B\xa0. ."', " B\xa0.BB", "a\u3000. b\u3000."):
+        assert server.ask(q=text).status == 200
+        assert server.ask(q=text.replace("\xa0", "&nbsp;"), format="html").status == 200
+
+
+def test_each_sentence_gets_the_tag_of_its_text() -> None:
+    pairs = [(line, line.upper()) for line in LINES]
+    settings = TokenizerConfig(vocab_size=50, algorithm="unigram", user_defined_symbols=("<2de>",))
+    tokenizer = Tokenizer.train(pairs, settings)
+    model: Any = SimpleNamespace(translator=SimpleNamespace(tokenizer=tokenizer))
+    assert Model.tagged(model, "<2de> one. two") == ("<2de> ", "one. two")
+    assert Model.tagged(model, "<2de>one") == ("<2de>", "one")
+    assert Model.tagged(model, " one <2de>") == ("", " one <2de>")
 
 
 def test_control_characters_do_no_harm(server: Server) -> None:

@@ -132,8 +132,9 @@ class LiveSearch(Generic[T]):
         if not finished:
             return []
         found = jax.tree.map(np.asarray, found)
-        entries = [(row, self.busy.pop(row)) for row in finished]
-        return [(entry.owner, hypotheses(found, row)[: entry.wanted]) for row, entry in entries]
+        results_of = {row: hypotheses(found, row) for row in finished}
+        entries = {row: self.busy.pop(row) for row in finished}
+        return [(each.owner, results_of[row][: each.wanted]) for row, each in entries.items()]
 
     def _enter_block(self, entries: Sequence[Entry[T]], size: int) -> None:
         rows_R = np.full(size, self.bucket.rows, np.int32)  # no row

@@ -76,8 +76,8 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     keep_compiled(arguments.compilation_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # many take less than 1 s
     models = {}
-    for workdir, pair, config, search in served:
-        use_matmul_precision(config.model)
+    use_matmul_precision(served[0].config.model)
+    for workdir, pair, _, search in served:
         models[pair] = Model.load(
             workdir,
             search,

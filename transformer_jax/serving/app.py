@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,9 @@ from transformer_jax.serving.service import Answering, Refused, Service
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+_BROKEN = "Something failed in the server; its log says what."
 _PAGE = Path(__file__).parent / "page"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -180,19 +185,23 @@ class App:
             )
 
     async def _events(self, answering: Answering) -> AsyncIterator[str]:
+        end = asyncio.get_running_loop().time() + self.timeout
         try:
-            async with asyncio.timeout(self.timeout):
-                index = 0
-                async for each in answering.by_sentence():
+            async with aclosing(answering.by_sentence()) as coming:
+                for index in itertools.count():
+                    async with asyncio.timeout_at(end):
+                        each = await anext(coming)
                     if isinstance(each, Answer):
                         yield _event("done", each.model_dump(exclude_none=True))
-                        continue
+                        return
                     before, sentence = each
                     fields = sentence.model_dump(exclude_none=True)
                     yield _event("sentence", {"index": index, "before": before} | fields)
-                    index += 1
         except _FAILURES as error:
             yield _event("error", json.loads(bytes(self._refusal(error).body)))
+        except Exception:
+            logger.exception("A stream ends early.")
+            yield _event("error", {"error": _BROKEN})
 
     def _refusal(self, error: Exception) -> JSONResponse:
         """What a client is told of what it did wrong, or of what is not possible now."""
@@ -225,6 +234,8 @@ async def _query(request: Request) -> Query:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "The request"
         raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
+    except UnicodeError:
+        raise UserError("The form's character encoding is unknown; expected UTF-8.") from None
     except HTTPException as error:  # a broken form
         raise UserError(f"The form cannot be read: {error.detail}") from None
 
@@ -279,4 +290,4 @@ async def _not_found(_: Request, error: Exception) -> Response:
 
 
 async def _broken(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": "Something failed in the server; its log says what."}, 500)
+    return JSONResponse({"error": _BROKEN}, 500)

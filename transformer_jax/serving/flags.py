@@ -111,6 +111,12 @@ def parse_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     typed = {name.replace("-", "_") for name in flags_given(argv)}
     given = {name: value for name, value in vars(arguments.search).items() if name in typed}
     pairs = _pairs(arguments, configs)
+    precisions = {config.model.matmul_precision for config in configs}
+    if len(precisions) > 1:
+        raise UserError(
+            f"model.matmul_precision is {' and '.join(sorted(precisions))} in these runs; expected "
+            "one for all models of a process. Serve them from several."
+        )
     return arguments, [
         Served(workdir, pair, config, replace(config.decoding, **{"method": "beam", **given}))
         for workdir, pair, config in zip(workdirs, pairs, configs, strict=True)

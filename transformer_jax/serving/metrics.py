@@ -81,6 +81,9 @@ class Measured:
 
         try:
             await self.app(scope, receive, watched)
+        except Exception:
+            status = status or 500  # which is answered outside of this
+            raise
         finally:
             # Only paths that there are, so that nobody can make this grow; status 0: the client
             # did not wait for the answer.

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from transformer_jax.decoding.alignment import align
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.records import Alignment, OutputFormat, Record
 from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.trained_models import check_text
 from transformer_jax.decoding.translator import Request, Translation, Translator
 from transformer_jax.errors import UserError, shown
 from transformer_jax.serving.flags import Pair
@@ -112,6 +114,16 @@ class Model:
         for workers in self.workers:
             workers.close()
 
+    def tagged(self, text: str) -> tuple[str, str]:
+        """The tag that a text begins with, such as <2de>, which all of its sentences need, with the
+        space after it; and the rest of the text.
+        """
+        _, rest = self.translator.tokenizer.source_tag(text)
+        if rest == text:
+            return "", text
+        rest = rest.lstrip()
+        return text.removesuffix(rest), rest
+
     async def translate(
         self, request: Request, *, num_hypotheses: int, sample: bool
     ) -> list[Translation]:
@@ -189,6 +201,10 @@ class Service:
         """The sum of a figure over all workers."""
         return sum(of(each) for model in self.models.values() for each in model.workers)
 
+    def release(self, count: int) -> None:
+        """So many accepted sentences are done with."""
+        self.num_accepted -= count
+
     def find(self, query: Query) -> Pair:
         """The pair that a query asks for; ``UserError`` if there is none."""
         pairs = [pair for pair in self.models if pair.target == query.target]
@@ -213,6 +229,8 @@ class Service:
             raise Refused(503, _SAID[self.status], retry_after=_SECONDS)
         pair = self.find(query)
         model = self.models[pair]
+        for text in [*query.texts, query.prefix]:
+            check_text(text, "A text")
         most = model.config.beam_size - 1
         if query.alternatives > most:
             raise UserError(
@@ -228,10 +246,9 @@ class Service:
             model.translator.prefix_tokens(Request("", query.prefix, number=1))
         except UserError as error:
             raise UserError(str(error).removeprefix("Line 1: ")) from None
+        tagged = [model.tagged(text) for text in query.texts]
         html = query.format == "html"
-        cuts = [
-            cut(text, language=pair.source, html=html, split=query.split) for text in query.texts
-        ]
+        cuts = [cut(rest, language=pair.source, html=html, split=query.split) for _, rest in tagged]
         coming = sum(len(each.sentences) for each in cuts)
         _refuse_above(self.max_queue, coming, "sentences")
         if self.num_accepted + coming > self.max_queue:
@@ -242,7 +259,7 @@ class Service:
                 limit=self.max_queue,
                 retry_after=1,
             )
-        return Answering(self, query, pair, cuts)
+        return Answering(self, query, pair, cuts, [tag for tag, _ in tagged])
 
 
 def _refuse_above(most: int, count: int, what: str) -> None:
@@ -257,10 +274,22 @@ def _refuse_above(most: int, count: int, what: str) -> None:
 class Answering:
     """One query and its answer."""
 
-    def __init__(self, service: Service, query: Query, pair: Pair, cuts: Sequence[Cut]):
-        self.query, self.pair, self.cuts = query, pair, cuts
-        self._service, self._model = service, service.models[pair]
-        self._num_sentences = sum(len(each.sentences) for each in cuts)
+    def __init__(
+        self,
+        service: Service,
+        query: Query,
+        pair: Pair,
+        cuts: Sequence[Cut],
+        tags: Sequence[str],
+    ):
+        """``tags`` stand before each sentence of their texts. The sentences count as accepted until
+        this is answered, or gone.
+        """
+        self.query, self.pair, self.cuts, self._tags = query, pair, cuts, tags
+        self._model = service.models[pair]
+        coming = sum(len(each.sentences) for each in cuts)
+        service.num_accepted += coming
+        self._release = weakref.finalize(self, service.release, coming)
         # One request leaves rows to others.
         self._turns = asyncio.Semaphore(max(1, self._model.batch_size // 2))
         self._form = OutputFormat(
@@ -276,7 +305,7 @@ class Answering:
         async with self._translating() as tasks:
             return self.answer([[await task for task in of_text] for of_text in tasks])
 
-    async def by_sentence(self) -> AsyncIterator[tuple[str, Sentence] | Answer]:
+    async def by_sentence(self) -> AsyncGenerator[tuple[str, Sentence] | Answer]:
         """Each sentence of the one text, and what stands before its translation, in order; last
         the answer.
         """
@@ -320,16 +349,15 @@ class Answering:
         """The translations of all sentences under way; cancelled at the end."""
         tasks = [
             [
-                asyncio.create_task(self._translate(sentence, "" if i else self.query.prefix))
+                asyncio.create_task(self._translate(tag + sentence, "" if i else self.query.prefix))
                 for i, sentence in enumerate(its_cut.sentences)
             ]
-            for its_cut in self.cuts
+            for tag, its_cut in zip(self._tags, self.cuts, strict=True)
         ]
-        self._service.num_accepted += self._num_sentences
         try:
             yield tasks
         finally:
-            self._service.num_accepted -= self._num_sentences
+            self._release()
             every = [task for of_text in tasks for task in of_text]
             for task in every:
                 task.cancel()

@@ -14,8 +14,9 @@ from transformer_jax.decoding.segments import joint
 _BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
 _LINE_BREAKS = re.compile(f"({_BREAK}+)")
 _SPACES = re.compile(r"\s+")
-# sentencex raises at half a surrogate pair and ends a paragraph, in HTML too, at two line breaks.
-_UNSAFE = re.compile(rf"{_BREAK}|[\ud800-\udfff]")
+# sentencex panics at half a surrogate pair and at some white space that takes several bytes, and
+# ends a paragraph, in HTML too, at two line breaks.
+_UNSAFE = re.compile(rf"{_BREAK}|[\ud800-\udfff]|[^\S\x00-\x7f]")
 # The time that sentencex takes grows with the square of some texts' length.
 _WINDOW = 2000
 
@@ -112,7 +113,7 @@ def _units(line: str, language: str) -> Iterator[str]:
     safe = _UNSAFE.sub(" ", line)
     start = 0
     while start < len(safe):
-        units = sentencex.segment(language, safe[start : start + _WINDOW])
+        units = _segment(language, safe[start : start + _WINDOW])
         if start + _WINDOW < len(safe):
             *units, last = units
             if len(last) > _WINDOW // 2:  # otherwise it waits for what follows
@@ -120,6 +121,15 @@ def _units(line: str, language: str) -> Iterator[str]:
         for unit in units:
             yield line[start : start + len(unit)]
             start += len(unit)
+
+
+def _segment(language: str, text: str) -> list[str]:
+    try:
+        return list(sentencex.segment(language, text))
+    except BaseException as error:  # what Rust raises is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        return [text]
 
 
 def _without_break(spaces: re.Match[str]) -> str:

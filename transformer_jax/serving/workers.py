@@ -165,7 +165,11 @@ class Workers:
                 search.leave(row)
         came = False
         while block := self._next_block(len(search.idle), search.bucket.block_size, queues):
-            search.enter(block)
+            try:
+                search.enter(block)
+            except Exception as error:
+                _end(block, SearchFailed(str(error)))
+                raise
             came = True
         return came
 
@@ -198,7 +202,7 @@ def _end(entries: Iterable[Entry[Found]], failure: SearchFailed | None) -> None:
     for entry in entries:
         if failure is None:
             entry.owner.cancel()
-        elif entry.owner.set_running_or_notify_cancel():
+        elif not entry.owner.done() and entry.owner.set_running_or_notify_cancel():
             entry.owner.set_exception(failure)
 
 
