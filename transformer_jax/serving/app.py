@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,23 +76,14 @@ class App:
         app = FastAPIOffline(
             title="transformer_jax", redoc_url=None, lifespan=lifespan, description=__doc__ or ""
         )
-        app.add_api_route(
-            "/translate",
-            self.translate,
+        translate = partial(
+            app.add_api_route,
             methods=["POST"],
-            response_model=Answer,
-            response_model_exclude_none=True,
             responses=_STATUSES,
             openapi_extra=request_body(),
         )
-        app.add_api_route(
-            "/translate/stream",
-            self.stream,
-            methods=["POST"],
-            response_class=StreamingResponse,
-            responses=_STATUSES,
-            openapi_extra=request_body(),
-        )
+        translate("/translate", self.translate, response_model=Answer)
+        translate("/translate/stream", self.stream, response_class=StreamingResponse)
         app.add_api_route("/languages", self.languages, response_model=list[Language])
         app.add_api_route(
             "/health", self.health, response_model=Status, responses={503: {"model": Status}}
@@ -99,6 +91,8 @@ class App:
         app.add_api_route("/metrics", self.metrics, response_class=Response)
         for name in ("", "page.js", "words.js", "page.css"):
             app.add_api_route(f"/{name}", _page(name or "index.html"), include_in_schema=False)
+        for failure in _FAILURES:
+            app.add_exception_handler(failure, self._refuse)
         app.add_exception_handler(HTTPException, _not_found)
         app.add_exception_handler(Exception, _broken)
         most_bytes = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES
@@ -108,14 +102,11 @@ class App:
 
     async def translate(self, request: Request) -> Response:
         """Translate a text, or several, as LibreTranslate does, with some more fields."""
-        answering = await self._begin(request)
-        if isinstance(answering, Response):
-            return answering
-        try:
-            async with asyncio.timeout(self.timeout):
-                answer = await _unless_gone(request, answering.whole())
-        except _FAILURES as error:
-            return self._refusal(error)
+        query = await _query(request)
+        self._admit(request, query.api_key)
+        answering = self.service.begin(query)
+        async with asyncio.timeout(self.timeout):
+            answer = await _unless_gone(request, answering.whole())
         if answer is None:  # nobody is there to read this
             return Response(status_code=499)
         return JSONResponse(answer.model_dump(exclude_none=True))
@@ -124,11 +115,13 @@ class App:
         """Translate a text, answering with an event `sentence` for each of its sentences as soon as
         it is done, then `done` with what /translate answers, or `error`.
         """
-        answering = await self._begin(request, one_text=True)
-        if isinstance(answering, Response):
-            return answering
+        query = await _query(request)
+        self._admit(request, query.api_key)
+        if not isinstance(query.q, str):
+            raise UserError("q is a list; expected one text where sentences are streamed.")
+        query.details = True
         return StreamingResponse(
-            self._events(answering),
+            self._events(self.service.begin(query)),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
@@ -152,20 +145,8 @@ class App:
         """The server's figures, for Prometheus."""
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def _begin(self, request: Request, *, one_text: bool = False) -> Answering | Response:
-        """The query, checked; or the answer that says why not."""
-        try:
-            query = await _query(request)
-            self._admit(request, query.api_key)
-            if one_text:
-                if not isinstance(query.q, str):
-                    raise UserError("q is a list; expected one text where sentences are streamed.")
-                query.details = True
-            return self.service.begin(query)
-        except _FAILURES as error:
-            return self._refusal(error)
-
     def _admit(self, request: Request, key: str) -> None:
+        """Raise ``Refused`` for a client without a key, or one that comes too often."""
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         key = token if kind.lower() == "bearer" else key
         if self._keys is not None and not self._keys.allows(key):
@@ -214,6 +195,9 @@ class App:
         limit = {} if error.limit is None else {"limit": error.limit}
         headers = {} if wait is None else {"Retry-After": str(wait)}
         return JSONResponse({"error": str(error)} | limit, error.status, headers)
+
+    async def _refuse(self, _: Request, error: Exception) -> Response:
+        return self._refusal(error)
 
 
 _FAILURES = (UserError, Refused, TimeoutError)
