@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from transformer_jax.decoding.buckets import Bucket, Sentence, length_index, waiting_arrays
+from transformer_jax.decoding.buckets import Bucket, Sentence, waiting_arrays
 from transformer_jax.decoding.continuous_batching import Rows, RowSearch, Waiting
 from transformer_jax.decoding.engine import COMPILER_OPTIONS, Engine, Hypothesis, hypotheses
 from transformer_jax.decoding.models import DecodingModel
@@ -161,8 +161,6 @@ class LiveSearch(Generic[T]):
             longest_target=engine.longest_target,
             longest_prefix=engine.config.max_extra_length,
         )
-        first = length_index(entries[0].sentence, bucket.lengths) if entries else 0
-        waiting.source.length_index_B[:] = first
         wanted_Q = np.ones(size, np.int32)
         wanted_Q[: len(entries)] = [entry.wanted for entry in entries]
         return waiting._replace(wanted_Q=wanted_Q)

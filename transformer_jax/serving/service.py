@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal, Self
 
+from transformer_jax.checkpoint import load_model
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.alignment import align
 from transformer_jax.decoding.devices import devices_for_rows
@@ -21,6 +22,7 @@ from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.trained_models import check_text
 from transformer_jax.decoding.translator import Request, Translation, Translator
 from transformer_jax.errors import UserError, shown
+from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Answer, Detected, Query, Sentence
 from transformer_jax.serving.text import Cut, cut
@@ -81,18 +83,17 @@ class Model:
         """The model of a training run, on all devices; ``search.batch_size`` is for all together.
 
         Raises:
-          UserError: as ``Translator.from_workdir``.
+          UserError: as ``load_model`` and ``Translator``.
         """
         devices = devices_for_rows(search.batch_size)
         search = replace(search, batch_size=search.batch_size // len(devices))
-        first = Translator.from_workdir(
-            workdir, checkpoint=checkpoint, average=average, devices=devices[:1], **vars(search)
+        _, model, tokenizer = load_model(
+            local_workdir(workdir), checkpoint=checkpoint, average=average
         )
-        models, tokenizer = first.models, first.tokenizer
 
         def on_devices(method: Literal["beam", "sample"]) -> list[Translator]:
             config = replace(search, method=method)
-            return [Translator(models, tokenizer, config, devices=[each]) for each in devices]
+            return [Translator(model, tokenizer, config, devices=[each]) for each in devices]
 
         return cls(on_devices("beam"), on_devices("sample") if sampling else [])
 
