@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 
 import fsspec
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_models import write_run
 
 from transformer_jax import cli
 from transformer_jax.config import (
@@ -41,9 +41,6 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.saver import Checkpoints
-from transformer_jax.training.step import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = ["one two three", "", "four five", "three one five two", "   ", "two two", "five"]
@@ -74,26 +71,11 @@ def workdir(tmp_path_factory):
             beam_size=2, max_extra_length=4, max_source_length=16, batch_size=4
         ),
     )
-    (folder / "config.json").write_text(to_json(config))
-    tokenizer.save(folder)
-    checkpoints = Checkpoints(folder, config, tokenizer)
-    for step in (10, 20, 30):
-        model = Transformer(config.model, rngs=nnx.Rngs(step))
+    models = {step: Transformer(config.model, rngs=nnx.Rngs(step)) for step in (10, 20, 30)}
+    for model in models.values():
         # no end before something is said
         model.softmax_matrix[...] = 4 * model.softmax_matrix[...].at[EOS_ID].set(0)
-        parameters = nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])
-        zero = jnp.int32(0)
-        state = TrainState(
-            step=jnp.int32(step),
-            parameters=parameters,
-            optimizer={"count": zero},
-            ema=None,
-            bad_steps=zero,
-            bad_in_a_row=zero,
-            seed=jnp.uint32(0),
-        )
-        checkpoints.save(state, Progress(best_step=20))
-    checkpoints.wait()
+    write_run(folder, config, tokenizer, models, best_step=20)
     return folder
 
 

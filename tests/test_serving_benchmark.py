@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from flax import nnx
+from random_models import write_run
 
 from benchmarks.http_load import IGNORED, UNREAD, Address, Answer, Connection
 from benchmarks.serving_engines import Job, latencies
@@ -24,12 +24,8 @@ from transformer_jax.config import (
     ModelConfig,
     TokenizerConfig,
 )
-from transformer_jax.config_io import to_json
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.saver import Checkpoints
-from transformer_jax.training.step import TrainState
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOUTING = ROOT / "tests" / "shouting_service.py"
@@ -197,21 +193,8 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             beam_size=2, max_extra_length=4, max_source_length=16, batch_size=4
         ),
     )
-    (folder / "config.json").write_text(to_json(config))
-    tokenizer.save(folder)
-    model, zero = Transformer(config.model, rngs=nnx.Rngs(0)), jnp.int32(0)
-    state = TrainState(
-        step=jnp.int32(1),
-        parameters=nnx.to_pure_dict(nnx.split(model, nnx.Param)[1]),
-        optimizer={"count": zero},
-        ema=None,
-        bad_steps=zero,
-        bad_in_a_row=zero,
-        seed=jnp.uint32(0),
-    )
-    checkpoints = Checkpoints(folder, config, tokenizer)
-    checkpoints.save(state, Progress())
-    checkpoints.wait()
+    model = Transformer(config.model, rngs=nnx.Rngs(0))
+    write_run(folder, config, tokenizer, {1: model}, best_step=1)
     return folder
 
 

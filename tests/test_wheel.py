@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 from random_models import make_model, train_tokenizer
-from servers import CONFIG, LINES, running, write_run
+from servers import CONFIG, LINES, running, write_served_run
 
 from transformer_jax.decoding.translator import Translator
 
@@ -89,7 +89,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a small model of random weights."""
     folder = tmp_path_factory.mktemp("run")
     tokenizer = train_tokenizer(LINES)
-    write_run(folder, Translator(make_model(tokenizer), tokenizer, CONFIG))
+    write_served_run(folder, Translator(make_model(tokenizer), tokenizer, CONFIG))
     return folder
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
-from transformer_jax.config import ModelConfig, TokenizerConfig
+from transformer_jax.config import Config, ModelConfig, TokenizerConfig
+from transformer_jax.config_io import to_json
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import Tokenizer
+from transformer_jax.training.progress import Progress
+from transformer_jax.training.saver import Checkpoints
+from transformer_jax.training.step import TrainState
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 SHARPNESS = 4  # of the softmax, so that the hypotheses differ clearly
@@ -33,3 +40,32 @@ def make_model(tokenizer: Tokenizer, seed: int = 8, **settings: Any) -> Transfor
     model = Transformer(config, rngs=nnx.Rngs(seed))
     model.softmax_matrix[...] = model.softmax_matrix[...] * SHARPNESS
     return model
+
+
+def write_run(
+    folder: Path,
+    config: Config,
+    tokenizer: Tokenizer,
+    models: Mapping[int, Transformer],
+    *,
+    best_step: int,
+) -> None:
+    """A work directory as training leaves it, with these models as the checkpoints of their
+    steps.
+    """
+    (folder / "config.json").write_text(to_json(config))
+    tokenizer.save(folder)
+    checkpoints = Checkpoints(folder, config, tokenizer)
+    zero = jnp.int32(0)
+    for step, model in models.items():
+        state = TrainState(
+            step=jnp.int32(step),
+            parameters=nnx.to_pure_dict(nnx.split(model, nnx.Param)[1]),
+            optimizer={"count": zero},
+            ema=None,
+            bad_steps=zero,
+            bad_in_a_row=zero,
+            seed=jnp.uint32(0),
+        )
+        checkpoints.save(state, Progress(best_step=best_step))
+    checkpoints.wait()

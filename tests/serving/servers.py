@@ -16,19 +16,13 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-import jax.numpy as jnp
 import uvicorn
-from flax import nnx
-from random_models import lines_of_words
+from random_models import lines_of_words, write_run
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig
-from transformer_jax.config_io import to_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.app import App
 from transformer_jax.serving.service import Model, Service
-from transformer_jax.training.progress import Progress
-from transformer_jax.training.saver import Checkpoints
-from transformer_jax.training.step import TrainState
 
 LINES = lines_of_words(60)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=32, batch_size=8)
@@ -122,26 +116,12 @@ def make_model_to_serve(translator: Translator) -> Model:
     return Model([searching], [Translator(models, tokenizer, SAMPLING)])
 
 
-def write_run(folder: Path, translator: Translator) -> None:
-    """A run with one checkpoint, of the model of ``translator``."""
+def write_served_run(folder: Path, translator: Translator) -> None:
+    """A run with one checkpoint, of the model of ``translator``, from en to de."""
     [model] = translator.models
     train = PairsConfig(source=("train.en",), target=("train.de",))
     config = Config(model=model.config, data=DataConfig(train=train), decoding=CONFIG)
-    (folder / "config.json").write_text(to_json(config))
-    translator.tokenizer.save(folder)
-    zero = jnp.int32(0)
-    state = TrainState(
-        step=jnp.int32(1),
-        parameters=nnx.to_pure_dict(nnx.split(model, nnx.Param)[1]),
-        optimizer={"count": zero},
-        ema=None,
-        bad_steps=zero,
-        bad_in_a_row=zero,
-        seed=jnp.uint32(0),
-    )
-    checkpoints = Checkpoints(folder, config, translator.tokenizer)
-    checkpoints.save(state, Progress(best_step=1))
-    checkpoints.wait()
+    write_run(folder, config, translator.tokenizer, {1: model}, best_step=1)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import CONFIG, LINES, running, write_run
+from servers import CONFIG, LINES, running, write_served_run
 
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def workdir(tmp_path_factory: pytest.TempPathFactory, translator: Translator) -> Path:
     """A run with one checkpoint."""
     folder = tmp_path_factory.mktemp("run")
-    write_run(folder, translator)
+    write_served_run(folder, translator)
     return folder
 
 
