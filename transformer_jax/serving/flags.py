@@ -71,7 +71,8 @@ class Arguments:
     port: int = 8000
     """TCP port."""
     max_queue: int = 1024
-    """Sentences in progress, of all requests together. More are refused (503)."""
+    """Sentences in progress, of all requests together. More are refused (503; 413 in one
+    request)."""
     max_characters: int = 20_000
     """Characters in a request. More are refused (413)."""
     timeout: float = 60.0
@@ -80,7 +81,7 @@ class Arguments:
     """Requests of one client (a key, or else an address) in any minute. More are refused (429). 0:
     any number."""
     api_keys: str | None = None
-    """File with a key a line; requests without one of them are refused (401). Default: none
+    """File with a key a line; requests without one of them are refused (401, 403). Default: none
     needed."""
     sampling: bool = False
     """Also offer sampling, with --temperature, --top-k and --top-p; takes as much memory again."""
