@@ -270,7 +270,7 @@ class Engine:
         """
         waiting, counts, tokens_QX = self._waiting(bucket, sentences)
         # Gone if the search is interrupted.
-        memory = self._memory.pop(bucket, None) or self._new_memory(bucket)
+        memory = self._memory.pop(bucket, None) or self.new_memory(bucket)
         found, self._memory[bucket] = self._search(
             self.parameters, waiting, counts, memory, bucket=bucket, num_hypotheses=num_hypotheses
         )
@@ -296,7 +296,8 @@ class Engine:
         )
         return waiting, counts, tokens_QX
 
-    def _new_memory(self, bucket: Bucket) -> Any:
+    def new_memory(self, bucket: Bucket) -> Any:
+        """Caches of ``cache_shapes``, without sentences, on the devices."""
         zeros = partial(jax.tree.map, jnp.zeros_like, self.cache_shapes(bucket))
         return jax.jit(zeros, out_shardings=self._rows)()
 

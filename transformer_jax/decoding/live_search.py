@@ -80,8 +80,9 @@ class LiveSearch(Generic[T]):
         self._step = jax.jit(self._take_steps, donate_argnames="rows", compiler_options=options)
         self._counts = sorted({max(1, bucket.rows // n) for n in (*_SHARES_STEPPED, 1)})
         self._block_sizes = sorted({1, bucket.block_size})
-        empty = jax.jit(self._empty_rows, out_shardings=engine.placement)
-        self._rows: Rows = empty(self._parameters, self._waiting([], 1))
+        empty = jax.jit(self._empty_rows, donate_argnames="memory", out_shardings=engine.placement)
+        memory = engine.new_memory(bucket)
+        self._rows: Rows = empty(self._parameters, memory, self._waiting([], 1))
 
     @property
     def idle(self) -> list[int]:
@@ -171,10 +172,7 @@ class LiveSearch(Generic[T]):
         longest = self._engine.longest_target(self.bucket.lengths[-1])
         return RowSearch(self._method, model, longest)
 
-    def _empty_rows(self, parameters: Any, waiting: Waiting) -> Rows:
-        memory = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), self._engine.cache_shapes(self.bucket)
-        )
+    def _empty_rows(self, parameters: Any, memory: Any, waiting: Waiting) -> Rows:
         search = self._search(parameters)
         return search.empty(search.model.empty_cache(memory, waiting.source), waiting)
 
