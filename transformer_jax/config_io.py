@@ -55,13 +55,15 @@ def recipe_path(name: str) -> Path:
     """The file of a recipe in ``configs``, in a clone or as installed; ``UserError`` if there is
     none of this name.
     """
-    recipes = sorted(path.stem for path in _RECIPES.glob("*.py"))
-    if name not in recipes:
+    path = _RECIPES / f"{name}.py"
+    if not path.is_file():
+        files = sorted(_RECIPES.glob("*.py"))
+        recipes = [file.stem for file in files if "def get_config(" in file.read_text()]
         raise UserError(
             f"Config {name!r} is no recipe; expected one of {', '.join(recipes)}, or the path of a "
             "Python file with get_config() or of a work directory's config.json."
         )
-    return _RECIPES / f"{name}.py"
+    return path
 
 
 def _run(path: Path) -> Config:
