@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,12 +18,13 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 from transformer_jax.checkpoint import load_model
+from transformer_jax.cli import parse, run_program
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -47,8 +49,12 @@ class Arguments:
     """Further values of CTranslate2's patience to try."""
 
 
-def main(arguments: Arguments) -> None:
+def main() -> int:
     """Print a line for each search."""
+    return run_program(lambda: _compare(parse(Arguments)))
+
+
+def _compare(arguments: Arguments) -> None:
     config, model, tokenizer = load_model(arguments.workdir)
     decoding = dataclasses.replace(
         config.decoding,
@@ -57,7 +63,8 @@ def main(arguments: Arguments) -> None:
         length_offset=0.0,  # as the other libraries have it
     )
     config = dataclasses.replace(config, decoding=decoding)
-    assert config.data.test is not None
+    if not config.data.test.is_given:
+        raise UserError(f"{arguments.workdir} has no test set; expected a run with data.test.")
     pairs = islice(read_pairs(config.data.test, config.data.root), arguments.lines)
     sources = tokenizer.encode_source([source for source, _ in pairs])
 
@@ -138,4 +145,4 @@ def _huggingface(folder: Path) -> Search:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    sys.exit(main())
