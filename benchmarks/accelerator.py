@@ -9,9 +9,8 @@ printed (PART.log), and the table of all that is there so far (results.md), whic
 the end. A part that fails is reported in it and the next one begins. A part that would not end
 within ``--minutes`` is left out; ``--parts`` runs it another time, into the same folder.
 
-Parts, with the seconds that they take on one H200 and a host of 16 cores, from a cold start:
-``--help`` lists them. Compiled functions are kept in OUTPUT/cache, which begins empty if OUTPUT
-does. ``--toy`` shows on any machine that all this works, in sizes that measure nothing.
+Compiled functions are kept in OUTPUT/cache, which begins empty if OUTPUT does. ``--toy`` shows on
+any machine that all this works, in sizes that measure nothing.
 """
 
 from __future__ import annotations
@@ -354,7 +353,9 @@ def _arguments() -> argparse.Namespace:
         for name, part in PARTS.items()
     )
     parser = argparse.ArgumentParser(
-        description=f"{__doc__}\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=f"{__doc__}\nParts, and the seconds that they take on an H200 and 16 CPU cores "
+        f"from a cold start:\n\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, default=Path("data/multi30k"), help="Multi30k's text")
     parser.add_argument("--output", type=Path, required=True, help="folder for results")
@@ -364,9 +365,9 @@ def _arguments() -> argparse.Namespace:
         choices=list(PARTS),
         default=[name for name, part in PARTS.items() if part.default],
         metavar="PART",
-        help="default: all but those of which the list says otherwise",
+        help="default: all but those that run only if asked for",
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts; default: 9")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, on a CPU, say")
     arguments = parser.parse_args()
     arguments.data = arguments.data.absolute()
