@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks import parts
 from benchmarks.accelerator_recipe import entries
 from benchmarks.kernels import kernels
-from benchmarks.train_job import EOS_ID, PRODUCTS, Job, best_rate
-from benchmarks.train_ours import Ours
+from benchmarks.train_job import EOS_ID, PRODUCTS, Job
+from benchmarks.train_ours import Ours, product_flops
 from transformer_jax.config import (
     BatchConfig,
     Config,
@@ -59,18 +59,13 @@ def main() -> int:
 def peaks(arguments: argparse.Namespace) -> dict[str, Any]:
     """The best rates of matrix products and of copying; and what machine this is."""
     size, megabytes = (128, 1) if arguments.toy else (8192, 2048)
-    matrix = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(jnp.bfloat16)
     array = jnp.ones((megabytes, 2**18), jnp.float32)
-
-    @jax.jit
-    def product(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: y @ matrix, x)
 
     @jax.jit
     def copies(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: y + 1, x)
 
-    flops = best_rate(lambda: jax.block_until_ready(product(matrix)), size)
+    flops = product_flops(size, "bfloat16")
     seconds = []
     for _ in range(4):  # the first compiles
         begin = time.perf_counter()

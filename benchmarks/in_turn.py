@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import re
 import subprocess
 import sys
 import time
@@ -45,8 +45,7 @@ class Engine:
             cwd=root,
             env=os.environ | memory | threads_everywhere,
         )
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(self.process.pid, sorted(os.sched_getaffinity(0))[:threads])
+        os.sched_setaffinity(self.process.pid, sorted(os.sched_getaffinity(0))[:threads])
 
     def read(self) -> dict[str, Any]:
         """Its next answer."""
@@ -233,15 +232,8 @@ def _answers() -> TextIO:
 
 def peak_memory_gb() -> float:
     """Of this process alone: getrusage would count what its parent held when it was started."""
-    for line in (
-        Path("/proc/self/status").read_text().splitlines()
-        if Path("/proc/self/status").exists()
-        else ()
-    ):
-        if line.startswith("VmHWM"):
-            return round(int(line.split()[1]) * 1024 / 1e9, 3)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
+    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return round(int(peak) * 1024 / 1e9, 3)
 
 
 def _quiet_rounds(rounds: list[dict[str, Any]]) -> int:
@@ -252,4 +244,4 @@ def _quiet_rounds(rounds: list[dict[str, Any]]) -> int:
 def busy_seconds() -> float:
     """What all cores have worked so far."""
     times = psutil.cpu_times()
-    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+    return sum(times) - times.idle - times.iowait - times.guest

@@ -66,19 +66,18 @@ class Ours(Turns):
         found: dict[str, Any] = {"first_step_seconds": self.first_step_seconds}
         if "peak_bytes_in_use" in statistics:
             found["peak_device_gb"] = round(statistics["peak_bytes_in_use"] / 1e9, 3)
-        return found | {"product_flops": self._product_flops()}
+        return found | {"product_flops": product_flops(self._job.product_size, self._job.dtype)}
 
-    def _product_flops(self) -> float:
-        size = self._job.product_size
-        matrix = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(
-            self._job.dtype
-        )
 
-        @jax.jit
-        def product(x: jax.Array) -> jax.Array:
-            return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: y @ matrix, x)
+def product_flops(size: int, dtype: str) -> float:
+    """The best rate of products of square matrices, FLOP/s."""
+    matrix = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(dtype)
 
-        return best_rate(lambda: jax.block_until_ready(product(matrix)), size)
+    @jax.jit
+    def product(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: y @ matrix, x)
+
+    return best_rate(lambda: jax.block_until_ready(product(matrix)), size)
 
 
 def _read(sums: list[Any]) -> list[float]:

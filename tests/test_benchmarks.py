@@ -216,16 +216,6 @@ def test_every_benchmark_is_importable(path: Path) -> None:
     importlib.import_module(f"benchmarks.{path.stem}")
 
 
-def test_benchmarks_import_each_other_in_no_circle() -> None:
-    imported = {
-        path.stem: set(re.findall(r"from benchmarks(?:\.| import )(\w+)", path.read_text()))
-        for path in (ROOT / "benchmarks").glob("*.py")
-    }
-    while leaves := {name for name, needed in imported.items() if not needed & set(imported)}:
-        imported = {name: needed for name, needed in imported.items() if name not in leaves}
-    assert not imported
-
-
 def test_training_with_both_types_of_logits(tmp_path: Path) -> None:
     for side in ("en", "de"):
         (tmp_path / f"text.{side}").write_text("".join(f"word {i % 7} {side}\n" for i in range(64)))
