@@ -71,8 +71,8 @@ _NAMES = (*_LIBRARY, *_SERVERS, "decode")
 def main() -> int:
     """Measure, or check faults, and report; returns the exit status."""
     arguments = _arguments()
-    if hasattr(os, "sched_setaffinity"):  # what is started from here on inherits it
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    # what is started from here on inherits it
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         job = _make_job(arguments, folder)
