@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import LINES, Server
 
-# FUZZ=10000 sends as many requests as docs/performance.md tells of.
+# docs/performance.md tells of FUZZ=600.
 FUZZ = settings(
     max_examples=int(os.environ.get("FUZZ", "150")),
     deadline=20_000,
