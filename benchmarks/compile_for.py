@@ -102,6 +102,12 @@ def main() -> int:
 
 def _main() -> int:
     arguments = parse(Arguments, defaults=config_in_flags(sys.argv[1:]))
+    on_gpu = arguments.device.partition(":")[0] in _GPUS
+    if arguments.table and not (on_gpu and arguments.only != "search"):
+        raise UserError(
+            f"--table shows the parts of a training step on a GPU; expected --device "
+            f"{' or '.join(_GPUS)}, not {arguments.device}, and no --only search."
+        )
     # the tokenizer says how many, as in training
     config, size = arguments.settings, arguments.settings.tokenizer.vocab_size
     sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}

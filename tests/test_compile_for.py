@@ -90,6 +90,13 @@ condition:
 """
 
 
+@pytest.mark.parametrize("flags", ["--device v5e:2x2", "--device h200 --only search"])
+def test_a_table_of_what_has_no_parts_is_refused(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compile_for", "--table", *flags.split()])
+    assert compile_for.main() == 2
+    assert "--table shows the parts of a training step on a GPU" in capsys.readouterr().err
+
+
 def test_loops_that_the_host_controls():
     assert hlo.host_loops(THUNKS) == 2
     one_graph = "000: kCommandBuffer [source | sink]\n" + "".join(
