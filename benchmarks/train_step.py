@@ -49,6 +49,8 @@ def main() -> None:
     )
     parser.add_argument("--longest", type=int, default=256, help="longest sentence in tokens")
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error("--steps: expected 2 or more; a step's time is that between two of them")
     config = load_config_file(arguments.config)
     batch = dataclasses.replace(
         config.batch,
