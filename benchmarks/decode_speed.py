@@ -196,7 +196,7 @@ def _inputs(arguments: argparse.Namespace) -> tuple[list[list[int]], list[int] |
         ]
     pairs_N2 = pairs_N2[np.argsort(-pairs_N2[:, 0], kind="stable")]
     vocab_size = {"base": 32_000, "tiny": 64}[arguments.model]
-    # No translation may be longer than the search has room for.
+    # No translation may be longer than the search's capacity.
     targets = np.minimum(pairs_N2[:, 1], pairs_N2[:, 0] + arguments.max_extra_length)
     return [rng.integers(4, vocab_size, n - 1).tolist() for n in pairs_N2[:, 0]], targets.tolist()
 
