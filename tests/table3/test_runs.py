@@ -122,6 +122,21 @@ def test_runs_of_one_seed_come_together_and_finished_ones_are_left_out(
     assert len(prepare(longer, TABLE, names, workdir=tmp_path, seeds=2)) == 4
 
 
+def test_a_run_with_early_stopping_is_finished_once_it_has_ended(
+    base: Config, tmp_path: Path
+) -> None:
+    patient = dataclasses.replace(base.training, patience=3)
+    [run] = prepare(
+        dataclasses.replace(base, training=patient), TABLE, ["base"], workdir=tmp_path, seeds=1
+    )
+    run.folder.mkdir(parents=True)
+    for stopped_by, finished in (("SIGTERM", False), (None, True)):
+        (run.folder / "summary.json").write_text(
+            json.dumps({"steps": 20, "stopped_by": stopped_by})
+        )
+        assert run.is_finished is finished
+
+
 def test_another_base_is_refused(base: Config, tmp_path: Path) -> None:
     prepare(base, TABLE, ["base"], workdir=tmp_path, seeds=1)
     other = dataclasses.replace(base, model=dataclasses.replace(base.model, d_ff=64))

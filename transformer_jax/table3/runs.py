@@ -58,10 +58,12 @@ class Run(NamedTuple):
     @property
     def is_finished(self) -> bool:
         """Whether all steps of the config are done, and the test set is scored if there is one."""
-        [summary] = read_json(self.folder / "summary.json") or [{"steps": -1}]
         training = self.config.training
-        enough = summary["steps"] >= training.steps or training.patience > 0
-        return enough and summary["stopped_by"] is None
+        return any(
+            summary["stopped_by"] is None
+            and (training.patience > 0 or summary["steps"] >= training.steps)
+            for summary in read_json(self.folder / "summary.json")
+        )
 
     @property
     def failure(self) -> str:
