@@ -172,14 +172,14 @@ def _guessed_pair(config: Config) -> Pair:
     train = config.data.train
     if train.kind == "numbers":
         return Pair("en", "de")
-    if train.kind in ("jsonl", "tfds"):
-        names = train.source_field, train.target_field
-    else:
+    if train.kind == "text":
         names = "".join(train.source[:1]), "".join(train.target[:1])
+    else:
+        names = train.source_field, train.target_field
     return Pair(*(_code_in(name) or side for name, side in zip(names, ("source", "target"))))
 
 
 def _code_in(name: str) -> str:
-    """The last language code in a name such as train-*.en.gz."""
-    parts = re.split(r"[^A-Za-z_]", name)
-    return next((x for x in reversed(parts) if x != "gz" and _LANGUAGE.fullmatch(x)), "")
+    """The last language code in a name such as train-*.en.txt.gz."""
+    parts = [x for x in re.split(r"[^A-Za-z_]", name) if x not in ("gz", "txt")]
+    return next(filter(_LANGUAGE.fullmatch, reversed(parts)), "")
