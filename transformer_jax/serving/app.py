@@ -204,19 +204,20 @@ _FAILURES = (UserError, Refused, TimeoutError)
 
 
 async def _query(request: Request) -> Query:
-    """What a request asks: JSON, a form, or the URL's parameters."""
+    """What a request asks: JSON, or a form and the URL's parameters."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
+        fields = _fields(request.query_params.multi_items())
         if kind in ("application/x-www-form-urlencoded", "multipart/form-data"):
             async with request.form() as form:
-                return Query.model_validate(_fields(form.multi_items()))
+                return Query.model_validate(fields | _fields(form.multi_items()))
         body = await request.body()
-        if body or not request.query_params:
+        if body or not fields:
             return Query.model_validate_json(body)
-        return Query.model_validate(_fields(request.query_params.multi_items()))
+        return Query.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or "The request"
+        field = [*first["loc"], "The request"][0]
         raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
     except UnicodeError:
         raise UserError("The form's character encoding is unknown; expected UTF-8.") from None
