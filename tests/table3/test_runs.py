@@ -243,6 +243,7 @@ def test_a_table_without_base_or_bleu_is_still_a_table(base: Config, tmp_path: P
         (["--workdir", "s3://x/y"], "workdir is 's3://x/y'; expected a folder of this machine"),
         (["--collect-only"], "holds no base.json; expected the --workdir of a table"),
         (["--table", "none.py"], "table is 'none.py', which is no file"),
+        (["--table", "configs/demo.py"], "'configs/demo.py' lacks ROWS; expected ROWS and"),
         (["--rows", "A-h32"], "row A-h32: model.d_model is 16; expected"),
     ],
 )
@@ -292,6 +293,13 @@ def test_a_device_that_is_not_there_is_an_error_of_the_user(
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     with pytest.raises(UserError, match="^JAX_PLATFORMS is 'tpu', but JAX finds no such device"):
+        environments()
+
+
+def test_what_jax_says_of_its_devices_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback ...\nRuntimeError: no driver\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(UserError, match="^RuntimeError: no driver$"):
         environments()
 
 

@@ -89,7 +89,13 @@ def load_table(path: Path) -> Table:
     if not path.is_file():
         raise UserError(f"table is {str(path)!r}, which is no file; expected configs/table3.py.")
     found = runpy.run_path(str(path))
-    return Table(found["ROWS"], found["change"])
+    try:
+        return Table(found["ROWS"], found["change"])
+    except KeyError as error:
+        raise UserError(
+            f"{str(path)!r} lacks {error.args[0]}; expected ROWS and change(), as in "
+            "configs/table3.py."
+        ) from None
 
 
 def chosen_rows(asked: str, known: Iterable[str]) -> list[str]:
@@ -161,7 +167,7 @@ def environments() -> list[Environment]:
     code += "len(find()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
-        raise UserError(done.stderr.strip().split("\n")[-1].partition("UserError: ")[2])
+        raise UserError(done.stderr.strip().split("\n")[-1].rpartition("UserError: ")[2])
     platform, count = done.stdout.split()
     if platform in ("cpu", "tpu"):
         return [{}]
