@@ -179,25 +179,22 @@ class App:
                     fields = sentence.model_dump(exclude_none=True)
                     yield _event("sentence", {"index": index, "before": before} | fields)
         except _FAILURES as error:
-            yield _event("error", json.loads(bytes(self._refusal(error).body)))
+            yield _event("error", _told(self._refusal(error)))
         except Exception:
             logger.exception("A stream ends early.")
             yield _event("error", {"error": _BROKEN})
 
-    def _refusal(self, error: Exception) -> JSONResponse:
-        """What a client is told of what it did wrong, or of what is not possible now."""
+    def _refusal(self, error: Exception) -> Refused:
         if isinstance(error, TimeoutError):
             said = f"The translation took more than {self.timeout:g} s; send less, or later."
-            error = Refused(503, said, retry_after=1)
-        if not isinstance(error, Refused):
-            return JSONResponse({"error": str(error)}, 400)
-        wait = error.retry_after
-        limit = {} if error.limit is None else {"limit": error.limit}
-        headers = {} if wait is None else {"Retry-After": str(wait)}
-        return JSONResponse({"error": str(error)} | limit, error.status, headers)
+            return Refused(503, said, retry_after=1)
+        return error if isinstance(error, Refused) else Refused(400, str(error))
 
     async def _refuse(self, _: Request, error: Exception) -> Response:
-        return self._refusal(error)
+        refused = self._refusal(error)
+        wait = refused.retry_after
+        headers = {} if wait is None else {"Retry-After": str(wait)}
+        return JSONResponse(_told(refused), refused.status, headers)
 
 
 _FAILURES = (UserError, Refused, TimeoutError)
@@ -248,6 +245,10 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
         for each in (working, watching):
             each.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def _told(refused: Refused) -> dict[str, Any]:
+    return Error(error=str(refused), limit=refused.limit).model_dump(exclude_none=True)
 
 
 def _event(kind: str, data: dict[str, Any]) -> str:

@@ -317,7 +317,8 @@ class Answering:
                 fields = await task
                 previous = done[-1]["translation"] if done else ""
                 done.append(fields)
-                yield its_cut.gap(index, previous), self._sentence(its_cut, index, fields)
+                sentence = Sentence(source=its_cut.sentences[index], **fields)
+                yield its_cut.gap(index, previous), sentence
         yield self.answer([done])
 
     def answer(self, fields: Sequence[Sequence[dict[str, Any]]]) -> Answer:
@@ -333,7 +334,10 @@ class Answering:
         details = None
         if query.details or query.attention:
             details = [
-                [self._sentence(its_cut, i, each) for i, each in enumerate(of_text)]
+                [
+                    Sentence(source=source, **each)
+                    for source, each in zip(its_cut.sentences, of_text)
+                ]
                 for its_cut, of_text in zip(self.cuts, fields, strict=True)
             ]
         return Answer(
@@ -376,9 +380,6 @@ class Answering:
             if query.attention:
                 alignments = await self._model.align(request, translations)
         return self._form.fields(translations, alignments)
-
-    def _sentence(self, its_cut: Cut, index: int, fields: dict[str, Any]) -> Sentence:
-        return Sentence(source=its_cut.sentences[index], **fields)
 
 
 def _ranked(fields: dict[str, Any], rank: int) -> str:
