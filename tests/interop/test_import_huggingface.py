@@ -541,7 +541,7 @@ def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
     assert decoding.suppress == (some,) and decoding.length_penalty == 0
     said = "\n".join(notes)
     assert (
-        "left out, since there is nothing like it here: early_stopping True, "
+        "left out, since they have no counterpart here: early_stopping True, "
         "encoder_no_repeat_ngram_size 3." in said
     )
     assert "length_penalty is -1 there" in said and "logits" not in said

@@ -37,7 +37,7 @@ def test_only_the_keys_of_the_file_are_allowed(tmp_path: Path) -> None:
     [
         (
             None,
-            r"keys.txt cannot be read \(No such file or directory\); expected an API key a line",
+            r"keys.txt cannot be read \(No such file or directory\); expected one API key per line",
         ),
         (b"\xff" * 16, r"keys.txt cannot be read \(not UTF-8\)"),
         (b"# none\n\n", "keys.txt has no keys; expected .*; make one"),

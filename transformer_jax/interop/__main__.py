@@ -42,7 +42,7 @@ class Export:
     best if early stopping ended the run.
     """
     average: int | None = None
-    """Take the mean of so many checkpoints, up to the chosen one. Default: the run's
+    """Take the mean of this many checkpoints, up to the chosen one. Default: the run's
     training.average; with --checkpoint best or a step, 1.
     """
 

@@ -55,7 +55,7 @@ def import_huggingface(folder: Path) -> Imported:
     """Read a MarianMT folder; ``UserError`` if something is missing, too much, or cannot be
     expressed here.
 
-    Token ids are arranged anew, since ours are fixed for PAD, BOS, EOS and UNK; what the model
+    Token ids are renumbered, since ours are fixed for PAD, BOS, EOS and UNK; what the model
     computes stays the same.
     """
     theirs = _read_config(folder)

@@ -25,7 +25,7 @@ _DEFAULTS: dict[str, Any] = {  # of transformers
     "top_k": 50,
     "top_p": 1.0,
 }
-# Settings of transformers' search that nothing here is like, and the values that switch them off.
+# Settings of transformers' search without a counterpart here, and values that switch them off.
 _NO_COUNTERPART: dict[str, Any] = {
     "early_stopping": False,
     "num_beam_groups": 1,
@@ -138,5 +138,5 @@ def _notes(settings: dict[str, Any], decoding: DecodingConfig) -> list[str]:
         if settings.get(name, off) != off
     ]
     if left_out:
-        notes.append(f"left out, since there is nothing like it here: {', '.join(left_out)}.")
+        notes.append(f"left out, since they have no counterpart here: {', '.join(left_out)}.")
     return notes

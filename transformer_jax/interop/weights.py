@@ -2,7 +2,7 @@
 
 "Plain" weights are a flat dict of float32 NumPy arrays under our own names
 (``encoder.layers.0.self_attention.query.kernel``), with heads side by side and every bias there.
-Tied matrices are there once. Letters beside the package's own: I inputs, O outputs of a linear
+A tied matrix appears once. Letters beside the package's own: I inputs, O outputs of a linear
 layer.
 """
 
@@ -201,12 +201,10 @@ def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
 
     It computes what it did if positions are taken in the same order.
     """
-
     changed = {}
     for name, x in weights.items():
-        if re.search(
-            r"\.(query|key|value|inner|gate)\.", name
-        ):  # these read d_model, the others write
+        # These read d_model, the others write it.
+        if re.search(r"\.(query|key|value|inner|gate)\.", name):
             changed[name] = x[order_D] if name.endswith("kernel") else x
         else:
             changed[name] = x if name == "softmax_bias" else x[..., order_D]

@@ -46,9 +46,9 @@ class Prepare:
     output: str
     """Where to write, without the endings; folders are made."""
     skip: int = 0
-    """Leave out so many trees at the beginning."""
+    """Leave out this many trees at the beginning."""
     take: int | None = None
-    """Use so many trees at most. Default: all."""
+    """Use at most this many trees. Default: all."""
     numbered: bool = False
     """Number the words, `#0 It #1 barks`, and write number and part of speech in the sequence in
     place of XX, `#0 PRP`: a model learns from fewer trees to look at each word."""
@@ -57,7 +57,7 @@ class Prepare:
 @dataclass(frozen=True)
 class Generate:
     """Write the files that prepare writes, for generated trees: of a made-up language, or those of
-    a treebank put together anew.
+    a treebank with constituents exchanged.
     """
 
     output: str
@@ -77,7 +77,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Restore:
-    """Write the tree of each sentence, one a line, from what decode.py wrote for it."""
+    """Write the tree of each sentence, one per line, from what decode.py wrote for it."""
 
     words: str
     """The input of decode.py."""

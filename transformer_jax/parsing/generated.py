@@ -1,5 +1,5 @@
 """Generated trees, to learn from where a treebank is missing or small: those of a made-up language,
-and those of a treebank put together anew.
+and those of a treebank with constituents exchanged.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _serve(argv: list[str]) -> None:
         from transformer_jax.serving.limits import ApiKeys
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{error.name} is not installed; expected what the service needs besides: "
+            f"{error.name} is not installed; the service needs packages of its own: "
             "pip install 'transformer-jax[serve]'."
         ) from None
     keys = ApiKeys.load(Path(arguments.api_keys)) if arguments.api_keys else None
@@ -100,7 +100,7 @@ def _listen(arguments: Arguments) -> socket.socket:
         number = error.errno or 0
         said = os.strerror(number) if number > 0 else error.strerror
         raise UserError(
-            f"{arguments.host} port {arguments.port} cannot be listened at: {said}; "
+            f"Cannot listen on {arguments.host} port {arguments.port}: {said}; "
             "expected a free port (--port) and an address of this machine (--host)."
         ) from None
 

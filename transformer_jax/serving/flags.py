@@ -67,7 +67,7 @@ class Arguments:
     """For each model what it translates, such as en-de. Default: the endings of its training
     files."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0: all of this machine's."""
+    """Address to listen on; 0.0.0.0: all of this machine's."""
     port: int = 8000
     """TCP port."""
     max_queue: int = 1024
@@ -81,8 +81,8 @@ class Arguments:
     """Requests of one client (a key, or else an address) in any minute. More are refused (429). 0:
     any number."""
     api_keys: str | None = None
-    """File with a key a line; requests without one of them are refused (401, 403). Default: none
-    needed."""
+    """File with one key per line; requests without one of them are refused (401, 403). Default:
+    none needed."""
     sampling: bool = False
     """Also offer sampling, with --temperature, --top-k and --top-p; takes as much memory again."""
     checkpoint: Literal["last", "best"] | int | None = None

@@ -17,7 +17,7 @@ from transformer_jax.errors import UserError
 
 _SHORTEST_KEY = 16
 _KEYS = (
-    f"an API key a line, of at least {_SHORTEST_KEY} characters without white space; "
+    f"one API key per line, of at least {_SHORTEST_KEY} characters without white space; "
     "make one with `openssl rand -hex 16`"
 )
 _WINDOW = 60.0  # seconds
@@ -31,7 +31,7 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: Path) -> ApiKeys:
-        """The keys in a file, one a line; empty lines and those that begin with # are skipped.
+        """The keys in a file, one per line; empty lines and those that begin with # are skipped.
 
         Raises ``UserError`` if the file cannot be read, holds no keys, or holds one that is short
         or has white space in it. Messages, which go to logs, never show a key.

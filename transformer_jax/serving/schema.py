@@ -18,14 +18,14 @@ class Query(BaseModel):
     source: LanguageCode = Field("auto", description="Its language; auto: the only one there is.")
     target: LanguageCode = Field(description="The language to translate into.", examples=["de"])
     format: Literal["text", "html"] = Field("text", description="html: tags stay as they are.")
-    alternatives: int = Field(0, ge=0, description="Further translations, below the beam size.")
+    alternatives: int = Field(0, ge=0, description="Other translations, fewer than the beam size.")
     api_key: str = Field("", description="Where the server asks for one.")
     prefix: str = Field("", description="What each text's translation must begin with.")
-    details: bool = Field(False, description="Say more of each sentence.")
-    attention: bool = Field(False, description="Details with what each token looked at.")
+    details: bool = Field(False, description="Also return scores and tokens.")
+    attention: bool = Field(False, description="Details with attention weights.")
     sample: bool = Field(False, description="Draw from the model's distribution; no beam search.")
-    seed: int = Field(1, ge=0, lt=2**32, description="Another one, another sample.")
-    split: bool = Field(True, description="Cut texts into sentences; false: each is one line.")
+    seed: int = Field(1, ge=0, lt=2**32, description="Of the samples.")
+    split: bool = Field(True, description="Cut texts into sentences; false: each is one.")
 
     @property
     def texts(self) -> list[str]:

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 Found: TypeAlias = "Future[list[Hypothesis]]"
 Search: TypeAlias = LiveSearch[Found]
 
-# Sentences that come wait for the steps that are being taken; those take so many seconds at first,
-# and twice as many each time that nothing has come meanwhile.
+# New sentences wait until the steps under way are done. These take the shortest time at first, and
+# twice as long whenever nothing has come meanwhile, up to the longest; in seconds.
 _SHORTEST, _LONGEST = 0.01, 0.08
 
 
@@ -42,8 +42,8 @@ class Waiting(NamedTuple):
 class Workers:
     """The search of one model for all who submit sentences, at any time and from any thread.
 
-    A sentence gets the next free row of any device. Whoever does not wait for it any more cancels
-    its future; its row is free then.
+    A sentence gets the next free row of any device. To give up on a sentence, cancel its future:
+    that frees its row.
 
     Attributes:
       failure: why they stopped working, if they did; all futures fail with it from then on.
@@ -198,7 +198,7 @@ class Workers:
 
 
 def _end(entries: Iterable[Entry[Found]], failure: SearchFailed | None) -> None:
-    """Let nobody wait for these any more."""
+    """Fail their futures, or cancel them if there was no failure."""
     for entry in entries:
         if failure is None:
             entry.owner.cancel()

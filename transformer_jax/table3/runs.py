@@ -159,8 +159,8 @@ def _check_same_base(path: Path, base: Config) -> None:
 
 
 def environments() -> list[Environment]:
-    """For each process that may train at the same time what its environment has besides: a GPU for
-    each process; other devices serve one process at a time.
+    """Extra environment variables of each process that may train at the same time: on GPUs one
+    process for each, otherwise one process with all devices.
     """
     # In a process of its own, as JAX would keep the GPUs' memory.
     code = "from transformer_jax.machine import find_devices as find; print(find()[0].platform, "
