@@ -140,4 +140,5 @@ def test_flags_can_be_looked_at_before_they_are_parsed() -> None:
     assert flag_values(argv, "workdir") == ["x", "y"]
     assert flag_values(argv, "config") == []
     assert flag_values(["--config=a.py"], "config") == ["a.py"]
+    assert flag_values(["--workdir", "x", "y", "--seed", "1", "--workdir=z"], "workdir") == [*"xyz"]
     assert dataclasses.is_dataclass(parse(Outer, ["--name=n"]))

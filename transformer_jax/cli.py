@@ -181,14 +181,16 @@ def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
 
     Without ``--config``: "" and ``Config()``.
     """
-    name = "".join(flag_values(argv, "config")[:1])
+    name = "".join(flag_values(argv, "config")[-1:])
     return {"config": name, "settings": load_config_file(name) if name else Config()}
 
 
 def flag_values(argv: Sequence[str], name: str) -> list[str]:
-    """The values of ``--name``, read before all other flags, whose defaults may depend on it."""
+    """The values of ``--name``, read before all other flags, whose defaults may depend on it. Of a
+    flag that is given several times: all of them.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--{name}", nargs="*", default=[])
+    parser.add_argument(f"--{name}", nargs="*", action="extend", default=[])
     values: list[str] = getattr(parser.parse_known_args(argv)[0], name)
     return values
 

@@ -108,6 +108,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     configs = [load_config_file(f"{workdir}/config.json") for workdir in workdirs]
     defaults = {"search": configs[0].decoding} if configs else {}
     arguments = parse(Arguments, argv, defaults=defaults, common=COMMON)
+    arguments = replace(arguments, workdir=tuple(workdirs))
     _check_values(arguments)
     typed = {name.replace("-", "_") for name in flags_given(argv)}
     given = {name: value for name, value in vars(arguments.search).items() if name in typed}
