@@ -163,6 +163,22 @@ def test_sigterm_under_load_answers_what_was_accepted(process, translator) -> No
     assert started.wait(30) == 0 and not wrong
 
 
+def test_sigterm_ends_it_while_it_loads(workdir) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformer_jax.serving", "--workdir", str(workdir)]
+    with subprocess.Popen([*command, "--port", str(port)], cwd=ROOT) as started:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert started.poll() is None
+                time.sleep(0.05)
+        started.terminate()
+        assert started.wait(60) == 0
+
+
 def test_ctrl_c_ends_it(process) -> None:
     started, _ = process
     started.send_signal(signal.SIGINT)

@@ -42,6 +42,8 @@ def _serve(argv: list[str]) -> None:
             f"{error.name} is not installed; the service needs packages of its own: "
             "pip install 'transformer-jax[serve]'."
         ) from None
+    # uvicorn stops at this signal when requests are answered, then raises it once more.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     keys = ApiKeys.load(Path(arguments.api_keys)) if arguments.api_keys else None
     with _listen(arguments) as listening:
         app = App(
@@ -61,8 +63,6 @@ def _serve(argv: list[str]) -> None:
         sys.setswitchinterval(0.0005)
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         log.info("Listening at http://%s:%d; compiling ...", host, arguments.port)
-        # uvicorn stops at these signals when requests are answered, then raises them once more.
-        signal.signal(signal.SIGTERM, lambda *_: None)
         uvicorn.Server(config).run(sockets=[listening])
 
 
