@@ -7,7 +7,14 @@ import shlex
 import numpy as np
 import pytest
 
-from transformer_jax.config import BatchConfig, Config, DataConfig, PairsConfig, TokenizerConfig
+from transformer_jax.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    PairsConfig,
+    TokenizerConfig,
+)
 from transformer_jax.config_io import to_json
 from transformer_jax.data import files, tokenize
 from transformer_jax.data.batching import BatchPlan
@@ -16,6 +23,7 @@ from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training import tokenize_ahead
+from transformer_jax.training.loop import train
 from transformer_jax.training.resuming import differences_on_resume
 
 PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=420)))
@@ -197,3 +205,24 @@ def test_the_program(tmp_path, capsys):
     assert prepare_corpus(tmp_path / "run", config, tokenizer, "train").statistics["read"] == sum(
         SIZES
     )
+
+
+def test_training_has_the_tokenizer_that_was_made_ahead(tmp_path):
+    """Also with other settings; and shards may still be made once training was started."""
+    file, workdir = tmp_path / "run.json", tmp_path / "run"
+    make = ["--config", str(file), "--workdir", str(workdir), "--data.workers", "1"]
+    written = []
+    for warmup_steps in (1, 2):
+        config = dataclasses.replace(
+            config_of(tmp_path),
+            batch=BatchConfig(tokens=2048),
+            optimizer=OptimizerConfig(warmup_steps=warmup_steps),
+        )
+        file.write_text(to_json(config))
+        if not written:
+            assert tokenize_ahead.main([*make, "--tokenizer-only"]) == 0
+        written.append((workdir / "tokenizer.model").stat().st_mtime_ns)
+        with pytest.raises(UserError, match="Shard 0/2 of the training text is missing"):
+            train(in_shards(config, 2), workdir)
+        assert tokenize_ahead.main([*make, "--shard", "1/2"]) == 0
+    assert {(workdir / "tokenizer.model").stat().st_mtime_ns} == set(written)

@@ -89,7 +89,9 @@ def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
             )
         write_config(workdir, config)
     elif differences:
-        remove_tokenizer(workdir)
+        # whether other text asks for another tokenizer is for ``prepare_tokenizer`` to say
+        if any(each.name.startswith("tokenizer.") for each in differences):
+            remove_tokenizer(workdir)
         write_config(workdir, config)
 
 
