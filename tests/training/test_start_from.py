@@ -14,9 +14,11 @@ from runs import ONE, no_evaluation, tiny
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, PairsConfig, TokenizerConfig
 from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
+from transformer_jax.training.saver import save_imported
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,19 @@ def test_another_shape_of_model_is_refused_before_the_text_is_read(
     assert not (tmp_path / "run" / "corpus").exists()
     free = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.3))
     assert train(free, tmp_path / "run", devices=ONE)["steps"] == 4  # the folder is not lost
+
+
+def test_an_imported_model_and_another_to_start_from(general: Path, tmp_path: Path) -> None:
+    """Otherwise the parameters of one would get the vocabulary of the other."""
+    config, _, _ = load_model(general)
+    sentences = [("one two", "eins zwei"), ("three", "drei")] * 20
+    tokenizer = Tokenizer.train(sentences, TokenizerConfig(vocab_size=20))
+    sizes = dataclasses.replace(config.model, vocab_size=20)
+    parameters = nnx.to_pure_dict(nnx.state(Transformer(sizes, rngs=nnx.Rngs(0)), nnx.Param))
+    save_imported(tmp_path, dataclasses.replace(config, model=sizes), tokenizer, parameters)
+    start = dataclasses.replace(config.training, start_from=str(general))
+    with pytest.raises(UserError, match="holds an imported model.*\n  training.start_from: ''"):
+        train(dataclasses.replace(config, training=start), tmp_path, devices=ONE)
 
 
 def test_no_model_to_begin_with(tmp_path: Path) -> None:

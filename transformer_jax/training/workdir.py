@@ -81,7 +81,8 @@ def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
         if fixed := [
             each
             for each in differences
-            if each.name.startswith(("model.", "tokenizer.")) and not each.changeable
+            if each.name == "training.start_from"  # the imported model is where it starts
+            or (each.name.startswith(("model.", "tokenizer.")) and not each.changeable)
         ]:
             raise UserError(
                 f"{str(workdir)!r} holds an imported model; expected its own settings, which "
