@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import chex
 import fsspec
@@ -16,11 +17,13 @@ import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
 from transformer_jax.checkpoint import load_model, write_manifest
-from transformer_jax.config import PairsConfig
+from transformer_jax.config import Config, DataConfig, PairsConfig, TokenizerConfig
+from transformer_jax.data.corpus import corpus_folder
 from transformer_jax.data.files import digest, files_of, one_file_each
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_lines, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir, require_folder
+from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 
 URL = "memory://bucket/run"
@@ -244,6 +247,19 @@ def test_where_a_url_cannot_be(tmp_path):
     for name in (f"file://{tmp_path}", f"local://{tmp_path}"):
         with pytest.raises(UserError, match=f"is on this machine; expected its path, '{tmp_path}'"):
             RemoteWorkdir(name)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    """The shell leaves it to the program in ``--workdir=~/run`` and in config files."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    train(run(2), "~/run", devices=ONE)
+    assert local_workdir("~/run") == require_folder("~/run") == tmp_path / "run"
+    settings = TokenizerConfig(model="~/run/tokenizer.model")
+    assert Tokenizer.train([], settings).fingerprint == Tokenizer.load("run").fingerprint
+    cache = DataConfig(cache="~nobody-of-this-name/x")
+    assert corpus_folder(Path(), Config(data=cache)) == tmp_path / cache.cache
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_the_url_no_longer_has_goes_here_too(saved, store):

@@ -223,9 +223,9 @@ def test_an_existing_model_is_used(tmp_path):
         "target_model": str(tmp_path / "tokenizer.target.model"),
     }
     assert Tokenizer.train([], TokenizerConfig(joint=False, **files)).fingerprint == two.fingerprint
-    with pytest.raises(UserError, match=r"tokenizer\.model = 'absent' does not exist"):
+    with pytest.raises(UserError, match=r"tokenizer\.model = '.*absent' does not exist"):
         Tokenizer.train(PAIRS, TokenizerConfig(model="absent"))
-    with pytest.raises(UserError, match=r"tokenizer\.target_model = 'absent' does not exist"):
+    with pytest.raises(UserError, match=r"tokenizer\.target_model = '.*absent' does not exist"):
         Tokenizer.train(PAIRS, TokenizerConfig(joint=False, **files | {"target_model": "absent"}))
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import jax
 
+from transformer_jax.storage import local_path
+
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 2 * 10**9
@@ -37,7 +39,7 @@ def keep_compiled(where: str) -> None:
         return
     if where == "auto" and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return  # JAX_COMPILATION_CACHE_DIR: its owner looks after it
-    folder = default_folder() if where == "auto" else Path(os.path.expanduser(where))
+    folder = default_folder() if where == "auto" else local_path(where)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_oldest(folder, _MOST_BYTES)

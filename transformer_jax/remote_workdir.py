@@ -23,7 +23,7 @@ from transformer_jax.checkpoint import (
     delete_checkpoint,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_url, kind_of, locked, remote_path
+from transformer_jax.storage import is_url, kind_of, local_path, locked, remote_path
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,13 @@ def require_folder(name: str, flag: str = "workdir") -> Path:
             f"{flag} is {name!r}; expected a folder: only train.py and programs that read a "
             "finished run take URLs."
         )
-    return Path(name)
+    return local_path(name)
 
 
 def local_workdir(workdir: str | Path) -> Path:
     """A work directory, or one checkpoint of it, to read from; a URL is copied to this machine."""
     if not is_url(str(workdir)):
-        return Path(workdir).absolute()
+        return local_path(workdir)
     remote = RemoteWorkdir(str(workdir), purpose="read")
     # Readers of the same URL on this machine share the folder and take turns.
     with locked(remote.folder.with_suffix(".lock"), wait=True):

@@ -27,6 +27,11 @@ def is_url(name: str) -> bool:
     return "://" in name
 
 
+def local_path(name: str | Path) -> Path:
+    """The absolute path that a name stands for on this machine; ``~`` is the home folder."""
+    return Path(os.path.expanduser(name)).absolute()
+
+
 def to_path(name: str) -> AnyPath:
     """The path that a name stands for."""
     return remote_path(name) if is_url(name) else Path(name)

@@ -17,7 +17,7 @@ from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.imported_vocabulary import ImportedSubwordModel, subword_model
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.storage import write_atomically
+from transformer_jax.storage import local_path, write_atomically
 from transformer_jax.subword_model import with_special_ids, with_symbols
 
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ class Tokenizer:
         if config.model:
             given = {"tokenizer.model": config.model, "tokenizer.target_model": config.target_model}
             models = [
-                with_special_ids(_read_model(Path(file), field))
+                with_special_ids(_read_model(local_path(file), field))
                 for field, file in given.items()
                 if file
             ]

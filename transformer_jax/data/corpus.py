@@ -28,6 +28,7 @@ from transformer_jax.data.shards import (
 )
 from transformer_jax.data.tokenize import TokeniseJob, flatten
 from transformer_jax.errors import UserError
+from transformer_jax.storage import local_path
 from transformer_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ def prepare_shard(workdir: Path, config: Config, tokenizer: Tokenizer, number: i
 
 def corpus_folder(workdir: Path, config: Config) -> Path:
     """Where tokenised text and the hashes of its files are kept."""
-    return Path(config.data.cache).expanduser() if config.data.cache else workdir / "corpus"
+    return local_path(config.data.cache) if config.data.cache else workdir / "corpus"
 
 
 def _job(config: Config, tokenizer: Tokenizer, name: str) -> TokeniseJob:

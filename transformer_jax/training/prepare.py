@@ -45,7 +45,7 @@ from transformer_jax.evaluation import check_bleu_language, check_bleu_tokenizer
 from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import is_url
+from transformer_jax.storage import is_url, local_path
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress, selection
 from transformer_jax.training.resuming import (
@@ -165,7 +165,7 @@ def prepare(
 def _local_folder(workdir: str | Path) -> tuple[Path, RemoteWorkdir | None]:
     """The folder to train in; one that mirrors a URL is brought up to date."""
     if not is_url(str(workdir)):
-        return Path(workdir).absolute(), None
+        return local_path(workdir), None
     remote = RemoteWorkdir(str(workdir))
     if jax.process_count() > 1:
         raise UserError(
