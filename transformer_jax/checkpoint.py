@@ -118,7 +118,7 @@ def choose_checkpoints(
                 "train.py --workdir, or one of the folders in its checkpoints/."
             )
         folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
-        chosen = _choose(folders, checkpoint, first_intact)
+        chosen = _choose(workdir, folders, checkpoint, first_intact)
     limit = average or (_current_config(workdir, chosen).training.average if latest else 1)
     before = filter(is_regular, folders[folders.index(chosen) + 1 :])
     others = intact(before, strict=strict or not latest, damaged=damaged)
@@ -132,6 +132,7 @@ def choose_checkpoints(
 
 
 def _choose(
+    workdir: Path,
     folders: list[Path],
     checkpoint: str | int | None,
     first_intact: Callable[[list[Path]], Path],
@@ -160,8 +161,10 @@ def _choose(
                 f"There is no best checkpoint: {why}. Expected last, or one of {listed}."
             )
         return first_intact([by_step[step]])
-    best = by_step.get(progress.get("early_stopping_best_step", -1))
-    if checkpoint is None and best is not None:
+    best = by_step.get(progress.get("best_step", -1))
+    patience = _current_config(workdir, newest).training.patience
+    stopped_early = 0 < patience <= progress.get("since_best", 0)
+    if checkpoint is None and stopped_early and best is not None:
         return first_intact(folders[folders.index(best) :])
     return newest
 

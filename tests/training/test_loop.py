@@ -342,6 +342,18 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6  # nothing is left to do
 
 
+def test_less_patience_ends_a_run_with_the_best_model(tmp_path: Path) -> None:
+    """Even if nothing is left to train or to save with it."""
+    config = tiny(steps=6, eval_every=2, checkpoint_every=100, patience=3, bleu_every=0)
+    config = dataclasses.replace(
+        config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30)
+    )
+    assert train(config, tmp_path / "run", devices=ONE)["test"]["checkpoint"] == 6
+    less = dataclasses.replace(config.training, steps=100, patience=2)
+    summary = train(dataclasses.replace(config, training=less), tmp_path / "run", devices=ONE)
+    assert (summary["steps"], summary["test"]["checkpoint"]) == (6, 2)
+
+
 def test_a_last_save_that_fails_ends_with_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,8 +171,6 @@ class Checkpoints:
             shutil.rmtree(failed, ignore_errors=True)
         path.mkdir()
         noted = dataclasses.asdict(progress) | {"regular": regular}
-        if progress.early_stopping_triggered(self._config):
-            noted["early_stopping_best_step"] = progress.best_step
         (path / "config.json").write_text(to_json(self._config))
         (path / "progress.json").write_text(json.dumps(noted, indent=2))
         self._tokenizer.save(path)
