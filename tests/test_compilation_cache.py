@@ -11,9 +11,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from transformer_jax.compilation_cache import default_folder, keep_compiled, remove_oldest
+from transformer_jax.compilation_cache import keep_compiled, remove_oldest
 from transformer_jax.config import Config
 from transformer_jax.config_io import from_json, to_json
+from transformer_jax.storage import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
@@ -68,11 +69,11 @@ def test_jax_own_setting_is_respected(tmp_path: Path) -> None:
 def test_the_default_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_folder() == Path("/home/someone/.cache/transformer_jax/compiled")
+    assert cache_folder() == Path("/home/someone/.cache/transformer_jax")
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
-    assert default_folder() == Path("/scratch/cache/transformer_jax/compiled")
+    assert cache_folder() == Path("/scratch/cache/transformer_jax")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says to ignore it
-    assert default_folder() == Path("/home/someone/.cache/transformer_jax/compiled")
+    assert cache_folder() == Path("/home/someone/.cache/transformer_jax")
 
 
 def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ Only programs call this; who imports the library decides for himself.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import warnings
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from transformer_jax.storage import local_path
+from transformer_jax.storage import cache_folder, local_path
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +31,15 @@ def keep_compiled(where: str) -> None:
     in a folder with entries from before there was a limit.
 
     Args:
-      where: ``auto`` (see ``default_folder``), ``off``, or a folder.
+      where: ``auto`` (JAX_COMPILATION_CACHE_DIR, or ``compiled`` in ``storage.cache_folder``),
+        ``off``, or a folder.
     """
     if where == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return
     if where == "auto" and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return  # JAX_COMPILATION_CACHE_DIR: its owner looks after it
-    folder = default_folder() if where == "auto" else local_path(where)
+    folder = cache_folder() / "compiled" if where == "auto" else local_path(where)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_oldest(folder, _MOST_BYTES)
@@ -54,13 +54,6 @@ def keep_compiled(where: str) -> None:
         warnings.filterwarnings("ignore", "Error writing persistent compilation cache")
     if folder.is_dir():  # what can only be read still serves
         jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-def default_folder() -> Path:
-    """``transformer_jax/compiled`` in the user's cache folder."""
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(caches) if os.path.isabs(caches) else Path(os.path.expanduser("~/.cache"))
-    return base / "transformer_jax" / "compiled"
 
 
 def remove_oldest(folder: Path, most_bytes: int) -> None:

@@ -23,7 +23,7 @@ from transformer_jax.checkpoint import (
     delete_checkpoint,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_url, kind_of, local_path, locked, remote_path
+from transformer_jax.storage import cache_folder, is_url, kind_of, local_path, locked, remote_path
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +70,8 @@ class RemoteWorkdir:
             raise UserError(
                 f"workdir is {url!r}, which is on this machine; expected its path, {self._root!r}."
             )
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = f"{purpose}-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}"
-        self.folder = cache / "transformer_jax" / "workdirs" / name
+        self.folder = cache_folder() / "workdirs" / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sent: dict[str, tuple[int, int]] = {}  # size and time of small files, as pushed
 

@@ -32,6 +32,12 @@ def local_path(name: str | Path) -> Path:
     return Path(os.path.expanduser(name)).absolute()
 
 
+def cache_folder() -> Path:
+    """``transformer_jax`` in the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(caches) if os.path.isabs(caches) else local_path("~/.cache")) / "transformer_jax"
+
+
 def to_path(name: str) -> AnyPath:
     """The path that a name stands for."""
     return remote_path(name) if is_url(name) else Path(name)
