@@ -420,9 +420,9 @@ class TrainingConfig(Section, prefix="training."):
     keep_checkpoints: Positive = 5
     """Number of newest checkpoints to keep. The best on the dev set (select_by) is kept too."""
     average: Positive = 5
-    """Number of checkpoints whose mean is scored on the test set at the end and used by decode.py;
-    1: the last one alone. After early stopping the test set is scored with the best on the dev
-    set."""
+    """Number of checkpoints whose mean is scored on the test set at the end and used by decode.py:
+    the last ones or, after early stopping, the best on the dev set and those before it; 1: one
+    alone."""
     select_by: Literal["loss", "bleu"] = "loss"
     """The dev-set figure that decides which checkpoint is best and when to stop early."""
     patience: Count = 0
