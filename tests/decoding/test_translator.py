@@ -308,6 +308,7 @@ def test_longer_sources_have_fewer_rows(monkeypatch):
     assert make_buckets(140, 7) == (Bucket(short, 7), Bucket((140,), 1))
     assert make_buckets(129, 1) == (Bucket(short, 1), Bucket((129,), 1))
     assert make_buckets(10, 5) == (Bucket((10,), 5),)
+    assert make_buckets(2**31 - 1, 32)[-1].lengths[-1] == 2**31 - 1  # at once, not by counting
     assert [program.num_blocks * program.block_size for program in make_buckets(512, 32)] == [
         32 * 32,
         32 * 8,

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby, takewhile
 from typing import NamedTuple
 
 import jax
@@ -63,24 +63,21 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
     On accelerators only for 32, 64, 128, ...: there padding costs less than compiling an encoder.
     """
 
-    def padded(length: int) -> int:
-        if jax.default_backend() == "cpu":
-            return padded_length(length, 16)
-        return max(32, 1 << (length - 1).bit_length())
-
-    lengths = sorted({min(padded(length), longest) for length in range(1, longest + 1)})
+    widths = _widths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
+    lengths = [*takewhile(lambda width: width < longest, widths), longest]
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
     return tuple(Bucket(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)
 
 
 def padded_length(length: int, smallest: int) -> int:
     """The next of s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ... (s is even): few shapes to compile."""
-    return next(
-        width << i
-        for i in range(64)
-        for width in (smallest, smallest * 3 // 2)
-        if width << i >= length
-    )
+    return next(width for width in _widths(smallest) if width >= length)
+
+
+def _widths(smallest: int) -> Iterator[int]:
+    for i in count():
+        yield smallest << i
+        yield smallest * 3 // 2 << i
 
 
 @dataclass(frozen=True)
