@@ -359,17 +359,32 @@ def test_a_source_that_is_too_long(engine):
         engine.search([SENTENCES[0], Sentence([5] * 16)])
 
 
+@pytest.mark.parametrize(
+    "sentence, message",
+    [
+        (Sentence([5, 40]), r"Sentence 1 has source tokens from 5 to 40; expected .* 0\.\.39"),
+        (Sentence([-1]), "source tokens from -1 to -1"),
+        (Sentence([5], prefix=np.array([40])), "Sentence 1 has prefix tokens from 40 to 40"),
+    ],
+)
+def test_token_ids_outside_the_vocabulary(engine, sentence, message):
+    with pytest.raises(UserError, match=message):
+        engine.search([SENTENCES[0], sentence])
+
+
 @pytest.mark.devices(8)
 def test_settings_that_do_not_fit():
     with pytest.raises(UserError, match="beam_size is 41; expected at most 40"):
         Engine([make_model(0)], DecodingConfig(beam_size=41))
     with pytest.raises(
         UserError,
-        match=r"have \[\(40, 40\), \(50, 50\)\] source and target tokens; expected models of",
+        match=r"have \[\(40, 40\), \(50, 50\)\] source and target tokens; expected one or more",
     ):
         Engine(
             [make_model(0), make_model(0, ModelConfig(**{**vars(MODEL), "vocab_size": 50}))], CONFIG
         )
+    with pytest.raises(UserError, match=r"The models have \[\] source and target tokens"):
+        Engine([], CONFIG)
     with pytest.raises(UserError, match="batch_size is 4; expected a multiple of 8"):
         Engine([make_model(0)], CONFIG, devices=jax.devices())
 

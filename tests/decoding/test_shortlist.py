@@ -532,9 +532,3 @@ def test_bad_shortlists(changes, message):
     Shortlist(**good)
     with pytest.raises(UserError, match=message):
         Shortlist(**good | changes)
-
-
-def test_bad_tokens():
-    made = make_shortlist()
-    with pytest.raises(UserError, match=r"Source tokens go from 5 to 40; expected 0\.\.39"):
-        made.of_sentences(np.array([[5, V]]), made.shared())

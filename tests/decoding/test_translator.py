@@ -323,6 +323,13 @@ def test_a_tokenizer_of_another_model(tokenizer):
         Translator(model, tokenizer, CONFIG)
 
 
+def test_no_models_at_all(tokenizer):
+    with pytest.raises(UserError, match="workdir is empty; expected one or more"):
+        Translator.from_workdir([])
+    with pytest.raises(UserError, match="expected one or more models"):
+        Translator([], tokenizer, CONFIG)
+
+
 def test_a_beam_wider_than_the_vocabulary(model, tokenizer):
     with pytest.raises(UserError, match="beam_size is 1000; expected at most"):
         Translator(model, tokenizer, dataclasses.replace(CONFIG, beam_size=1000))

@@ -37,16 +37,20 @@ def check_decoding(
     return suppress, shortlist
 
 
-def check_vocabularies(models: Sequence[Transformer]) -> None:
-    """``UserError`` unless models that translate together have one vocabulary."""
+def vocabulary_sizes(models: Sequence[Transformer]) -> tuple[int, int]:
+    """The source and target vocabulary sizes of models that work together; ``UserError`` unless all
+    have the same.
+    """
     sizes = [
         (model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size)
         for model in models
     ]
-    if len(set(sizes)) > 1:
+    if len(set(sizes)) != 1:
         raise UserError(
-            f"The models have {sizes} source and target tokens; expected models of one vocabulary."
+            f"The models have {sizes} source and target tokens; expected one or more models of one "
+            "vocabulary."
         )
+    return sizes[0]
 
 
 def check_beam(config: DecodingConfig, vocab_size: int, shared_C: np.ndarray | None) -> None:

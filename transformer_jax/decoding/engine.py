@@ -17,7 +17,7 @@ from flax import nnx
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.buckets import Bucket, Layout, Sentence, make_buckets
-from transformer_jax.decoding.checks import check_beam, check_vocabularies
+from transformer_jax.decoding.checks import check_beam, vocabulary_sizes
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import Found, Waiting, search_waiting
 from transformer_jax.decoding.devices import row_shardings
@@ -92,7 +92,7 @@ class Engine:
         """
         self.config = config
         self._shares = max(1, len(devices))
-        check_vocabularies(models)
+        self._vocab_sizes = vocabulary_sizes(models)
         if config.batch_size % self._shares:
             raise UserError(
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of "
@@ -105,7 +105,7 @@ class Engine:
         self._shared_C = None if shortlist is None else shortlist.shared(suppress)
         if self._shared_C is not None:  # searches number tokens by their places in shortlists
             self._suppress = tuple(self._shared_C.tolist().index(token) for token in suppress)
-        check_beam(config, models[0].config.vocab_size, self._shared_C)
+        check_beam(config, self._vocab_sizes[1], self._shared_C)
         self._position_limit = min(model.config.position_limit for model in models)
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
@@ -161,7 +161,7 @@ class Engine:
         a warning where the model's logits were NaN).
 
         Raises:
-          UserError: a source that is too long.
+          UserError: a source that is too long, token ids outside the vocabulary.
         """
         for index, sentence in enumerate(sentences):
             if len(sentence.tokens) >= self.longest_source:
@@ -170,6 +170,13 @@ class Engine:
                     f"{self.longest_source - 1}, one less than decoding.max_source_length (or "
                     "model.max_positions of learned ones), for the end symbol."
                 )
+            sides = sentence.tokens, sentence.prefix
+            for side, tokens, size in zip(("source", "prefix"), sides, self._vocab_sizes):
+                if len(tokens) and not 0 <= min(tokens) <= max(tokens) < size:
+                    raise UserError(
+                        f"Sentence {index} has {side} tokens from {min(tokens)} to {max(tokens)}; "
+                        f"expected ids of the vocabulary, 0..{size - 1}."
+                    )
         # The devices get all the work before the first result is waited for.
         running = []
         for bucket, places in self._layout.searches(sentences):

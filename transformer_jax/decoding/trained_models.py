@@ -12,6 +12,7 @@ import jax
 
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.checks import vocabulary_sizes
 from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
@@ -49,13 +50,12 @@ class TrainedModels:
         """
         models = [models] if isinstance(models, Transformer) else list(models)
         tokens = tokenizer.source_vocab_size, tokenizer.target_vocab_size
-        for model in models:
-            rows = model.config.source_vocab_size or model.config.vocab_size
-            if tokens != (rows, model.config.vocab_size):
-                raise UserError(
-                    f"The tokenizer has {tokens} source and target tokens, the model "
-                    f"{(rows, model.config.vocab_size)}; expected those of one training run."
-                )
+        sizes = vocabulary_sizes(models)
+        if tokens != sizes:
+            raise UserError(
+                f"The tokenizer has {tokens} source and target tokens, the model {sizes}; expected "
+                "those of one training run."
+            )
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
         self.num_damaged = self.num_failed = 0
@@ -85,6 +85,8 @@ class TrainedModels:
           UserError: runs with different tokenizers; as ``load_model`` and the constructor.
         """
         workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
+        if not workdirs:
+            raise UserError("workdir is empty; expected one or more work directories.")
         damaged = set[Path]()
         configs, models, tokenizers = zip(
             *(
