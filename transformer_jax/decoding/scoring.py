@@ -18,7 +18,7 @@ from transformer_jax.decoding.devices import row_shardings
 from transformer_jax.decoding.length_penalty import length_divisor
 from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
 from transformer_jax.decoding.translator import Translation
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 
@@ -78,11 +78,15 @@ class Scorer(TrainedModels):
         messages (default: from 1).
 
         Raises:
-            UserError: a source or target that is no text.
+            UserError: what is no pair, a source or target that is no text.
         """
         pairs = list(pairs)
         numbers = list(islice(count(1) if numbers is None else numbers, len(pairs)))
         for number, texts in zip(numbers, pairs, strict=True):
+            if isinstance(texts, str) or len(texts) != 2:
+                raise UserError(
+                    f"Line {number} is {shown(texts)}; expected a pair of texts, (source, target)."
+                )
             for side, text in zip(("source", "target"), texts, strict=True):
                 check_text(text, f"Line {number}: {side}")
         sources = self.tokenizer.encode_source([source for source, _ in pairs])
