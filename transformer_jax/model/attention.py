@@ -9,7 +9,6 @@ Shapes ride in names. The key, for the whole package:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_jax.errors import UserError
-from transformer_jax.model.attention_kernel import MASKED, short_attention
+from transformer_jax.model import attention_kernel
+from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.gpu import runs_kernels, shares
 from transformer_jax.model.positions import rotated
 
 
@@ -83,30 +82,10 @@ def dot_product_attention(
         )
     arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
     dropped = dropout_rate > 0 and dropout_key is not None
-    if not dropped and weights is None and bias_BHTS is None and (kernel := kernel_for(*arrays)):
+    if not dropped and weights is None and bias_BHTS is None and attention_kernel.takes(*arrays):
+        kernel = attention_kernel.short_attention
         return jax.lax.platform_dependent(*arrays, cuda=kernel, default=_plain_attention)
     return _plain_attention(*arrays, bias_BHTS, dropout_rate, dropout_key, weights)
-
-
-def kernel_for(
-    q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, mask_BHTS: jax.Array | None
-) -> Callable[..., jax.Array] | None:
-    """What computes this faster than XLA's plain attention, if anything does.
-
-    On GPUs, in bfloat16, with a mask for each row and up to 64 tokens. cuDNN's attention is no
-    choice: its gradients are wrong where a query sees nothing, as in rows that end in padding.
-    """
-    (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
-    fits = (
-        runs_kernels()
-        and (shared := shares()) is not None
-        and all(x.dtype == jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
-        and getattr(mask_BHTS, "shape", None) == (B, 1, T, S)
-        and max(T, S) <= 64
-        and widths <= {16, 32, 64, 128}
-        and B % shared[0] == 0 == H % shared[1]
-    )
-    return short_attention if fits else None
 
 
 def _plain_attention(

@@ -16,10 +16,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
+from transformer_jax.model.gpu import runs_kernels, shares
 from transformer_jax.sharding import BATCH_AXES
 
 # The score of a masked position. Finite, so that a row of padding, which sees nothing, has no NaN.
 MASKED = -1e30
+
+
+def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
+    """Whether ``short_attention`` is faster than what XLA makes of plain attention.
+
+    On GPUs, in bfloat16, with a mask for each row and up to 64 tokens. cuDNN's attention is no
+    choice: its gradients are wrong where a query sees nothing, as in rows that end in padding.
+    """
+    (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
+    return (
+        runs_kernels()
+        and (shared := shares()) is not None
+        and all(x.dtype == jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
+        and getattr(mask_BHTS, "shape", None) == (B, 1, T, S)
+        and max(T, S) <= 64
+        and widths <= {16, 32, 64, 128}
+        and B % shared[0] == 0 == H % shared[1]
+    )
 
 
 def short_attention(
