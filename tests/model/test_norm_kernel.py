@@ -35,7 +35,8 @@ def _plain(x: Any, y: Any, keep: Any, scale: Any, bias: Any) -> jax.Array:
 
 
 def _kernel(*arrays: jax.Array) -> jax.Array:
-    return residual_norm(*arrays, scale_up(CONFIG.dropout), CONFIG.norm_epsilon, True)
+    settings = {"factor": scale_up(CONFIG.dropout), "epsilon": CONFIG.norm_epsilon}
+    return residual_norm(*arrays, **settings, interpret=True)
 
 
 def _with_gradients(

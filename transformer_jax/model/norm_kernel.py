@@ -7,7 +7,7 @@ gradients of scale and bias take. These kernels read them once.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,30 +32,40 @@ def residual_norm(
     keep_BLD: jax.Array,
     scale_D: jax.Array,
     bias_D: jax.Array,
-    *settings: Any,
+    *,
+    factor: float,
+    epsilon: float,
+    interpret: bool = False,
 ) -> jax.Array:
     """LayerNorm(x + Dropout(y)); D is a power of two.
 
-    ``keep_BLD`` is what dropout keeps, bool. ``settings``: what to multiply that with; the norm's
-    epsilon; whether to interpret the kernels, as on a device of another kind.
+    Dropout keeps ``keep_BLD``, bool, and multiplies it with ``factor``; ``epsilon`` is the norm's.
+    ``interpret`` runs the kernels on devices of any kind.
     """
+    settings = _Settings(factor, epsilon, interpret)
     rows = (array.reshape(-1, len(scale_D)) for array in (x_BLD, y_BLD, keep_BLD))
     return _residual_norm(settings, *rows, scale_D, bias_D).reshape(x_BLD.shape)
 
 
+class _Settings(NamedTuple):
+    factor: float
+    epsilon: float
+    interpret: bool
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _residual_norm(settings: Any, *arrays: Any) -> jax.Array:
+def _residual_norm(settings: _Settings, *arrays: Any) -> jax.Array:
     return _forward(settings, *arrays)[0]
 
 
-def _forward(settings: Any, *arrays: Any) -> tuple[jax.Array, Any]:
+def _forward(settings: _Settings, *arrays: Any) -> tuple[jax.Array, Any]:
     x_LD, y_LD, keep_LD, scale_D, bias_D = arrays
     arrays = x_LD, y_LD, keep_LD.astype(jnp.int8), scale_D, bias_D
     out_LD, sum_LD = _call(_forward_kernel, arrays, [x_LD, x_LD], settings)
     return out_LD, (sum_LD, arrays[2], scale_D)
 
 
-def _backward(settings: Any, residuals: Any, d_out_LD: jax.Array) -> tuple[Any, ...]:
+def _backward(settings: _Settings, residuals: Any, d_out_LD: jax.Array) -> tuple[Any, ...]:
     sum_LD, keep_LD, scale_D = residuals
     programs, D = pl.cdiv(sum_LD.size, _BLOCK), len(scale_D)
     of_rows = jax.ShapeDtypeStruct((programs, 1, D), jnp.float32)
@@ -71,9 +81,8 @@ def _backward(settings: Any, residuals: Any, d_out_LD: jax.Array) -> tuple[Any, 
 _residual_norm.defvjp(_forward, _backward)
 
 
-def _call(kernel: Any, arrays: Any, outs: Any, settings: Any) -> list[jax.Array]:
+def _call(kernel: Any, arrays: Any, outs: Any, settings: _Settings) -> list[jax.Array]:
     """A program for each block of rows, which also writes one row of each array of sums."""
-    factor, epsilon, interpret = (*settings, False)[:3]
     count, D = arrays[0].shape
 
     def spec(x: Any) -> pl.BlockSpec:
@@ -84,13 +93,13 @@ def _call(kernel: Any, arrays: Any, outs: Any, settings: Any) -> list[jax.Array]
         return pl.BlockSpec((_BLOCK // D, D), lambda i: (i, 0))
 
     return pl.pallas_call(
-        partial(kernel, count, factor, epsilon),
+        partial(kernel, count, settings.factor, settings.epsilon),
         grid=(pl.cdiv(count, _BLOCK // D),),
         in_specs=[*map(spec, arrays)],
         out_specs=[*map(spec, outs)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs],
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
-        interpret=interpret,
+        interpret=settings.interpret,
     )(*arrays)
 
 

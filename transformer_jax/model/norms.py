@@ -114,9 +114,9 @@ class Residual(nnx.Module):
             return x_BLD if self.pre else norm(x_BLD)
         # In training on a GPU one kernel does all, from a mask.
         keep_BLD = kept(Site(x_BLD.shape, self.dropout), dropout_key)
-        settings = scale_up(self.dropout), norm.epsilon
+        factor, epsilon = scale_up(self.dropout), norm.epsilon
         return jax.lax.platform_dependent(
             *(x_BLD, y_BLD, keep_BLD, norm.scale[...], norm.bias[...]),
-            cuda=lambda *arrays: norm_kernel.residual_norm(*arrays, *settings),
+            cuda=partial(norm_kernel.residual_norm, factor=factor, epsilon=epsilon),
             default=lambda x, y, keep, *_: norm(x + dropout(y, self.dropout, keep)),
         )
