@@ -145,7 +145,7 @@ def waiting_arrays(
     longest_target: Callable[[int], int],
     longest_prefix: int = 1,
 ) -> Waiting:
-    """The sentences at these of ``size`` places. Prefixes have room for the longest one, and for
+    """The sentences at these of ``size`` places. Prefixes are padded to the longest one, and to
     ``longest_prefix`` tokens at least: an array without elements crashes jaxlib 0.11.2 where
     several devices search.
     """

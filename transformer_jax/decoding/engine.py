@@ -31,7 +31,7 @@ from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 logger = logging.getLogger(__name__)
 
-# Of every function that holds a search's loop, by backend.
+# For every function that holds a search's loop, by backend.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # Without this, XLA copies caches that could be updated in place.
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
@@ -248,7 +248,7 @@ class Engine:
         }
 
     def cache_shapes(self, bucket: Bucket, parameters: Any = None) -> Any:
-        """Of the caches of one of ``buckets``: all rows of all devices."""
+        """Shapes of the caches of one of ``buckets``, with the rows of all devices."""
         longest = bucket.lengths[-1]
         rows = bucket.rows * self._shares
         tokens_BS = jax.ShapeDtypeStruct((rows, longest), jnp.int32)

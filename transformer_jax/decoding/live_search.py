@@ -147,7 +147,7 @@ class LiveSearch(Generic[T]):
     def _steps_of(
         self, count: int, *, most: int
     ) -> tuple[Array, tuple[Array, Array], SearchResult]:
-        """Of the first ``count`` rows: which are done, slots computed and used, what they found."""
+        """Step the first ``count`` rows: which are done, slots computed and used, the results."""
         busy_B = np.zeros(count, bool)
         busy_B[list(self.busy)] = True
         self._rows, *seen = self._step(self._parameters, self._rows, busy_B, np.int32(most))
@@ -183,7 +183,7 @@ class LiveSearch(Generic[T]):
     def _take_steps(
         self, parameters: Any, rows: Rows, busy_B: Array, most: Array
     ) -> tuple[Rows, Array, tuple[Array, Array], SearchResult]:
-        """Of as many of the first rows as ``busy_B`` is long."""
+        """Step the first rows only, as many as ``busy_B`` is long."""
         B = busy_B.shape[0]
         state, cache = jax.tree.map(lambda x: x[:B], (rows.state, rows.cache))
         done_B = state.done_B | ~busy_B

@@ -36,7 +36,7 @@ class LayerCache:
 
 @struct.dataclass
 class BlockedKeysValues:
-    """Of all layers. Position t of beam w lives in slot t * W + w."""
+    """Those of all layers. Position t of beam w lives in slot t * W + w."""
 
     layers: tuple[LayerCache, ...]
 
@@ -44,7 +44,7 @@ class BlockedKeysValues:
     def empty(
         cls, cross: Sequence[tuple[jax.Array, ...]], *, beam_size: int, max_length: int
     ) -> BlockedKeysValues:
-        """Those of the memory, [B, S, H, K] each, and none of self-attention yet."""
+        """Those of the memory, [B, S, H, K] each, and an empty history for self-attention."""
         self_block, cross_block = _BLOCKS[jax.default_backend()]
 
         def memory(x_BSHK: jax.Array) -> Blocks:

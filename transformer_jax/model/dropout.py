@@ -47,7 +47,7 @@ def kept(site: Site, key: DropoutKey) -> jax.Array:
 
 
 def scale_up(rate: float) -> float:
-    """What is kept is multiplied with this."""
+    """The factor that what is kept is multiplied by."""
     return 65536 / (65536 - _threshold(rate))
 
 

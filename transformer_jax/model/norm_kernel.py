@@ -39,7 +39,7 @@ def residual_norm(
 ) -> jax.Array:
     """LayerNorm(x + Dropout(y)); D is a power of two.
 
-    Dropout keeps ``keep_BLD``, bool, and multiplies it with ``factor``; ``epsilon`` is the norm's.
+    Dropout keeps ``keep_BLD``, bool, and multiplies it by ``factor``; ``epsilon`` is the norm's.
     ``interpret`` runs the kernels on devices of any kind.
     """
     settings = _Settings(factor, epsilon, interpret)

@@ -40,7 +40,7 @@ class PrefixKeysValues:
     def empty(
         cls, cross: Sequence[tuple[jax.Array, ...]], *, beam_size: int, max_length: int
     ) -> PrefixKeysValues:
-        """Those of the memory, [B, S, H, K] each, and none of self-attention yet."""
+        """Those of the memory, [B, S, H, K] each, and an empty history for self-attention."""
         slots = _padded(max_length) * beam_size
         source = tuple(
             _pad(jnp.concatenate(of_layer, axis=-1).swapaxes(1, 2), axis=2) for of_layer in cross
@@ -103,9 +103,7 @@ class PrefixAttention:
 
     cache: PrefixKeysValues
     position_B: jax.Array
-    slots_BWT: (
-        jax.Array
-    )  # where each hypothesis finds its own history, the newest position included
+    slots_BWT: jax.Array  # where each hypothesis finds its own history, its newest token included
     is_written_BT: jax.Array
     is_source_BS: jax.Array
     source_capacity: int
