@@ -45,6 +45,8 @@ def main(
     workdir: Path = Path("runs/opus"),
     steps: int = 300,
 ) -> None:
+    if workdir.exists():
+        raise SystemExit(f"{workdir} is there already; remove it, or choose another --workdir.")
     train_pairs, dev_pairs = pairs_of(text, "train", 20_000), pairs_of(text, "dev", 32)
     rate = 5e-5 if model else 3e-3  # of a random model
     folder = model or make_random_model(workdir / "random", train_pairs)
