@@ -42,6 +42,27 @@ def test_many_clients_get_what_the_translator_gives_each_line(server: Server) ->
     assert server.is_idle()
 
 
+def test_one_long_line_leaves_rows_to_others(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = server.service.models[Pair("en", "de")].searches
+    submit, searched, at_once = workers.submit, set(), []
+
+    def counted(*arguments: Any, **settings: Any) -> list[Any]:
+        futures = submit(*arguments, **settings)
+        searched.update(futures)
+        for future in futures:
+            future.add_done_callback(searched.discard)
+        at_once.append(len(searched))
+        return futures
+
+    monkeypatch.setattr(workers, "submit", counted)
+    line = " ".join(LINES)[:1500]  # many segments
+    reply = server.ask(q=line, split=False)
+    assert reply.json == {"translatedText": server.translator.translate([line])[0]}
+    assert max(at_once) == server.translator.config.batch_size // 2
+
+
 def test_forms_and_parameters_do_as_well(server: Server) -> None:
     [expected] = server.translator.translate([LINES[7]])
     answer = {"translatedText": expected}

@@ -26,7 +26,7 @@ from transformer_jax.decoding.shortlist import Lexicon, Shortlist, strongest
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.special_ids import EOS_ID, PAD_ID
-from transformer_jax.storage import is_url
+from transformer_jax.storage import is_url, local_path
 from transformer_jax.tokenizer import Tokenizer
 
 # As a program its __name__ is another.
@@ -64,7 +64,7 @@ def _learn(argv: list[str] | None) -> None:
     a = parse(Arguments, argv)
     if is_url(a.workdir) and not a.output:
         raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
-    output = Path(a.output or Path(a.workdir) / "shortlist.npz")
+    output = Path(a.output) if a.output else local_path(a.workdir) / "shortlist.npz"
     if a.output:
         check_output(a.output)
     shortlist = learn_shortlist(a.workdir, top=a.top, frequent=a.frequent, max_pairs=a.pairs)

@@ -212,9 +212,9 @@ class Translator(TrainedModels):
         [prefix] = self.tokenizer.encode_target([request.prefix])
         said = f"Line {request.number}: prefix {shown(request.prefix)}"
         if UNK_ID in prefix:
+            tokens = shown(" ".join(self.tokenizer.target_tokens(prefix)))
             raise UserError(
-                f"{said} has tokens that the vocabulary lacks "
-                f"({' '.join(self.tokenizer.target_tokens(prefix))}); leave them out."
+                f"{said} has tokens that the vocabulary lacks ({tokens}); leave them out."
             )
         if len(prefix) > self._longest_prefix:
             raise UserError(

@@ -12,7 +12,7 @@ from typing import Any
 from transformer_jax.config import Config
 from transformer_jax.config_io import from_json
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_url, locked, object_or_empty
+from transformer_jax.storage import is_url, local_path, locked, object_or_empty
 
 _LARGEST = 1e24  # a figure above that is damage
 
@@ -67,7 +67,7 @@ class Run:
 
 def read_run(name: str, location: str) -> Run:
     """What the work directory holds, a folder or a URL; ``UserError`` if there is none."""
-    workdir = Path(location)
+    workdir = local_path(location)
     if is_url(location):
         from transformer_jax.remote_workdir import local_workdir  # not at the top: brings JAX
 

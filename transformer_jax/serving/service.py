@@ -15,8 +15,10 @@ from typing import Any, Literal, Self
 
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding import buckets
 from transformer_jax.decoding.alignment import align
 from transformer_jax.decoding.devices import devices_for_rows
+from transformer_jax.decoding.engine import Hypothesis
 from transformer_jax.decoding.records import Alignment, OutputFormat, Record
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.trained_models import check_text
@@ -126,20 +128,27 @@ class Model:
         return text.removesuffix(rest), rest
 
     async def translate(
-        self, request: Request, *, num_hypotheses: int, sample: bool
+        self, request: Request, *, num_hypotheses: int, sample: bool, turns: asyncio.Semaphore
     ) -> list[Translation]:
-        """As ``Translator.stream`` translates one line."""
+        """As ``Translator.stream`` translates one line; ``turns`` bounds how many segments of lines
+        are searched at a time.
+        """
         workers = self.samples if sample else self.searches
         assert workers is not None
-        [sentences] = self.translator.sentences([request])
-        futures = workers.submit(sentences, wanted=num_hypotheses)
+
+        async def search(segment: buckets.Sentence) -> list[Hypothesis]:
+            async with turns:
+                [future] = workers.submit([segment], wanted=num_hypotheses)
+                try:
+                    return await asyncio.wrap_future(future)
+                finally:
+                    future.cancel()  # frees its row if this was cancelled
+
+        [segments] = self.translator.sentences([request])
         try:
-            found = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            found = await asyncio.gather(*map(search, segments))
         except SearchFailed:
             raise Refused(503, _SAID["failed"], retry_after=_SECONDS) from None
-        finally:
-            for future in futures:  # frees rows if this was cancelled
-                future.cancel()
         translations = self.translator.translations(request, found)
         self.num_sentences += 1
         self.num_tokens += translations[0].length
@@ -372,13 +381,15 @@ class Answering:
         """What decode.py's JSONL would say of a sentence."""
         query = self.query
         request = Request(sentence, prefix, next(self._numbers) % 2**32)
-        async with self._turns:
-            translations = await self._model.translate(
-                request, num_hypotheses=1 + query.alternatives, sample=query.sample
-            )
-            alignments = None
-            if query.attention:
-                alignments = await self._model.align(request, translations)
+        translations = await self._model.translate(
+            request,
+            num_hypotheses=1 + query.alternatives,
+            sample=query.sample,
+            turns=self._turns,
+        )
+        alignments = None
+        if query.attention:
+            alignments = await self._model.align(request, translations)
         return self._form.fields(translations, alignments)
 
 

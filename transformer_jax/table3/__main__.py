@@ -25,7 +25,7 @@ from transformer_jax.cli import config_in_flags, flags_given, parse, run_program
 from transformer_jax.config import Config
 from transformer_jax.config_io import recipe_path
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_url
+from transformer_jax.storage import is_url, local_path
 from transformer_jax.table3.figures import write_table
 from transformer_jax.table3.runs import chosen_rows, environments, load_table, prepare, train_all
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     arguments = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
-    workdir = Path(arguments.workdir)
+    workdir = local_path(arguments.workdir)
     table = load_table(Path(arguments.table or recipe_path("table3")))
     if arguments.collect_only:
         print(write_table(workdir, table))
