@@ -75,6 +75,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Forget compiled functions when there are many: on a CPU each has memory maps of its own, and
+    Linux aborts a process that asks for more than 65,530.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """Real text, in the folder that TRANSFORMER_JAX_DATA names; without it its tests skip."""
