@@ -162,8 +162,8 @@ def _choose(
             )
         return first_intact([by_step[step]])
     best = by_step.get(progress.get("best_step", -1))
-    patience = _current_config(workdir, newest).training.patience
-    stopped_early = 0 < patience <= progress.get("since_best", 0)
+    training = _current_config(workdir, newest).training
+    stopped_early = training.ends_early(progress.get("since_best", 0))
     if checkpoint is None and stopped_early and best is not None:
         return first_intact(folders[folders.index(best) :])
     return newest

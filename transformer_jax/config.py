@@ -443,6 +443,10 @@ class TrainingConfig(Section, prefix="training."):
             f"at most training.keep_checkpoints = {self.keep_checkpoints}",
         )
 
+    def ends_early(self, since_best: int) -> bool:
+        """Whether so many evaluations without a better figure trigger early stopping."""
+        return 0 < self.patience <= since_best
+
 
 @dataclass(frozen=True)
 class DecodingConfig(Section, prefix="decoding."):

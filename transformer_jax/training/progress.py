@@ -41,7 +41,7 @@ class Progress:
 
     def early_stopping_triggered(self, config: Config) -> bool:
         """Whether ``training.patience`` evaluations in a row were no better than the best."""
-        return 0 < config.training.patience <= self.since_best
+        return config.training.ends_early(self.since_best)
 
     def note_evaluation(self, figures: dict[str, Any], config: Config, *, step: int) -> bool:
         """Take in an evaluation's figures; returns whether it is the best so far by
