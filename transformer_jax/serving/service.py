@@ -137,16 +137,21 @@ class Model:
         assert workers is not None
 
         async def search(segment: buckets.Sentence) -> list[Hypothesis]:
-            async with turns:
-                [future] = workers.submit([segment], wanted=num_hypotheses)
-                try:
-                    return await asyncio.wrap_future(future)
-                finally:
-                    future.cancel()  # frees its row if this was cancelled
+            [future] = workers.submit([segment], wanted=num_hypotheses)
+            try:
+                return await asyncio.wrap_future(future)
+            finally:
+                future.cancel()  # frees its row if this was cancelled
 
-        [segments] = self.translator.sentences([request])
+        async def search_in_turn(segment: buckets.Sentence) -> list[Hypothesis]:
+            async with turns:
+                return await search(segment)
+
         try:
-            found = await asyncio.gather(*map(search, segments))
+            async with turns:  # no line is encoded sooner: that holds up all clients
+                [segments] = self.translator.sentences([request])
+                found = [await search(segment) for segment in segments[:1]]
+            found += await asyncio.gather(*map(search_in_turn, segments[1:]))
         except SearchFailed:
             raise Refused(503, _SAID["failed"], retry_after=_SECONDS) from None
         translations = self.translator.translations(request, found)
