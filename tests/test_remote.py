@@ -21,6 +21,7 @@ from transformer_jax.config import Config, DataConfig, PairsConfig, TokenizerCon
 from transformer_jax.data.corpus import corpus_folder
 from transformer_jax.data.files import digest, files_of, one_file_each
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_lines, read_pairs
+from transformer_jax.decoding.flags import checked_workdir
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir, require_folder
 from transformer_jax.tokenizer import Tokenizer
@@ -255,6 +256,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(run(2), "~/run", devices=ONE)
     assert local_workdir("~/run") == require_folder("~/run") == tmp_path / "run"
+    assert checked_workdir("~/run") == str(tmp_path / "run")
     settings = TokenizerConfig(model="~/run/tokenizer.model")
     assert Tokenizer.train([], settings).fingerprint == Tokenizer.load("run").fingerprint
     cache = DataConfig(cache="~nobody-of-this-name/x")

@@ -15,7 +15,7 @@ from transformer_jax.cli import check_output, flag_values, flags_given, parse, p
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_io import flatten, load_config_file
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_url
+from transformer_jax.storage import is_url, local_path
 
 COMMON = (
     "workdir",
@@ -188,12 +188,13 @@ def checked_workdir(workdir: str) -> str:
         from transformer_jax.remote_workdir import local_workdir  # loads JAX
 
         return str(local_workdir(workdir))
-    if not Path(workdir, "config.json").is_file():
+    folder = local_path(workdir)
+    if not (folder / "config.json").is_file():
         raise UserError(
             f"workdir is {workdir!r}, which has no config.json; "
             "expected a work directory written by train.py."
         )
-    return workdir
+    return str(folder)
 
 
 def _check_effects(arguments: Arguments, typed: set[str]) -> None:
