@@ -39,7 +39,7 @@ def _serve(argv: list[str]) -> None:
         from transformer_jax.serving.limits import ApiKeys
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{error.name} is not installed; the service needs packages of its own: "
+            f"{error.name} is not installed; expected the packages that the service needs: "
             "pip install 'transformer-jax[serve]'."
         ) from None
     # uvicorn stops at this signal when requests are answered, then raises it once more.
