@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self
 
 from transformer_jax.checkpoint import load_model
@@ -136,12 +137,7 @@ class Model:
         workers = self.samples if sample else self.searches
         assert workers is not None
 
-        async def search(segment: buckets.Sentence) -> list[Hypothesis]:
-            [future] = workers.submit([segment], wanted=num_hypotheses)
-            try:
-                return await asyncio.wrap_future(future)
-            finally:
-                future.cancel()  # frees its row if this was cancelled
+        search = partial(workers.search, wanted=num_hypotheses)
 
         async def search_in_turn(segment: buckets.Sentence) -> list[Hypothesis]:
             async with turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
@@ -100,6 +101,14 @@ class Workers:
                     self._queue(entry.sentence).append(Waiting(next(self._numbers), entry))
             self._changed.notify_all()
         return [entry.owner for entry in entries]
+
+    async def search(self, sentence: Sentence, *, wanted: int = 1) -> list[Hypothesis]:
+        """The hypotheses of one sentence; whoever cancels this gives up on it."""
+        [future] = self.submit([sentence], wanted=wanted)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            future.cancel()
 
     def _queue(self, sentence: Sentence) -> deque[Waiting]:
         """Where it waits."""
