@@ -42,8 +42,9 @@ def _serve(argv: list[str]) -> None:
             f"{error.name} is not installed; expected the packages that the service needs: "
             "pip install 'transformer-jax[serve]'."
         ) from None
-    # uvicorn stops at this signal when requests are answered, then raises it once more.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # uvicorn stops at this signal when requests are answered, then raises it once more. Before
+    # that nothing is to be kept, and an exception could be caught wherever the signal came.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     keys = ApiKeys.load(Path(arguments.api_keys)) if arguments.api_keys else None
     with _listen(arguments) as listening:
         app = App(
