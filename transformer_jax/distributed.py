@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
         raise UserError(
             f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes."
         )
-    elif not address.rpartition(":")[2].isdigit():
+    elif not re.fullmatch(r".+:\d+", address):
         raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
     elif number == 0:
         log.info(

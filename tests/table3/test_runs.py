@@ -130,9 +130,13 @@ def test_a_run_with_early_stopping_is_finished_once_it_has_ended(
         dataclasses.replace(base, training=patient), TABLE, ["base"], workdir=tmp_path, seeds=1
     )
     run.folder.mkdir(parents=True)
-    for stopped_by, finished in (("SIGTERM", False), (None, True)):
+    for stopped_by, early, finished in (
+        ("SIGTERM", True, False),
+        (None, False, False),  # all steps of an earlier, lower training.steps
+        (None, True, True),
+    ):
         (run.folder / "summary.json").write_text(
-            json.dumps({"steps": 20, "stopped_by": stopped_by})
+            json.dumps({"steps": 20, "stopped_by": stopped_by, "stopped_early": early})
         )
         assert run.is_finished is finished
 

@@ -336,7 +336,7 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
         config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e-30)
     )
     summary = train(config, tmp_path / "run", devices=ONE)
-    assert summary["steps"] == 6
+    assert (summary["steps"], summary["stopped_early"]) == (6, True)
     assert (summary["test"]["checkpoint"], summary["test"]["averaged_checkpoints"]) == (2, 1)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2, 6]
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6  # nothing is left to do

@@ -179,6 +179,10 @@ def test_a_coordinator_that_does_not_answer_is_named() -> None:
             Processes(False, "localhost", 2, 0),
             "--coordinator-address is 'localhost'; expected HOST:PORT",
         ),
+        (
+            Processes(False, "8476", 2, 0),
+            "--coordinator-address is '8476'; expected HOST:PORT",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(settings: Processes, message: str) -> None:

@@ -58,10 +58,10 @@ class Run(NamedTuple):
     @property
     def is_finished(self) -> bool:
         """Whether all steps of the config are done, and the test set is scored if there is one."""
-        training = self.config.training
+        steps = self.config.training.steps
         return any(
             summary["stopped_by"] is None
-            and (training.patience > 0 or summary["steps"] >= training.steps)
+            and (summary.get("stopped_early") or summary["steps"] >= steps)
             for summary in read_json(self.folder / "summary.json")
         )
 

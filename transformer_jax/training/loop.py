@@ -215,6 +215,7 @@ class _Loop:
         self._report_compiling()
         summary: dict[str, Any] = {
             "stopped_by": self._signals.name,
+            "stopped_early": self._progress.early_stopping_triggered(run.config),
             "steps": self._step,
             "epochs": run.plan.epoch(self._step),
             "bad_steps": int(self._state.bad_steps),
