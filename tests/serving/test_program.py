@@ -179,6 +179,23 @@ def test_sigterm_ends_it_while_it_loads(workdir) -> None:
         assert started.wait(60) == 0
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_do_not_wait_for_what_compiles(workdir, tmp_path, number, status) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformer_jax.serving", "--workdir", str(workdir)]
+    command += ["--port", str(port), "--compilation-cache", str(tmp_path / "empty")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr is not None
+        said = ""
+        while "Compiling" not in said:
+            said = started.stderr.readline()
+            assert said
+        started.send_signal(number)
+        _, said = started.communicate(timeout=60)
+        assert started.returncode == status and "Ready" not in said
+
+
 def test_ctrl_c_ends_it(process) -> None:
     started, _ = process
     started.send_signal(signal.SIGINT)

@@ -42,9 +42,11 @@ def _serve(argv: list[str]) -> None:
             f"{error.name} is not installed; expected the packages that the service needs: "
             "pip install 'transformer-jax[serve]'."
         ) from None
-    # uvicorn stops at this signal when requests are answered, then raises it once more. Before
-    # that nothing is to be kept, and an exception could be caught wherever the signal came.
+    # uvicorn stops at a signal when requests are answered, then raises it once more. Nothing is to
+    # be kept then, nor before: no wait for what compiles, and no exception, which could be caught
+    # wherever the signal came.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     keys = ApiKeys.load(Path(arguments.api_keys)) if arguments.api_keys else None
     with _listen(arguments) as listening:
         app = App(

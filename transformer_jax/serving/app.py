@@ -68,9 +68,8 @@ class App:
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            starting = asyncio.get_running_loop().run_in_executor(None, self.service.start)
-            yield
-            await starting
+            asyncio.get_running_loop().run_in_executor(None, self.service.start)
+            yield  # it may still compile when this goes on
             await asyncio.to_thread(self.service.close)
 
         app = FastAPIOffline(
