@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from scipy import sparse
 
 from transformer_jax.data.sources import read_lines
@@ -132,7 +133,7 @@ class Shortlist:
         if is_table:
             return cls.from_lexicon(read_table(path, tokenizer), tokenizer)
         try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
+            with path.open("rb") as file, NpzFile(file, allow_pickle=False) as saved:
                 version, fingerprint = int(saved["format"]), str(saved["fingerprint"])
                 arrays = {name: saved[name] for name in ("offsets", "candidates", "by_frequency")}
                 frequent = int(saved["frequent"])
