@@ -129,8 +129,7 @@ def running(
     command: Sequence[str | Path], folder: Path, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """transformer-serve, ready, and its port; ``command`` begins with how to start it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     flags = ["--port", str(port)]
     with subprocess.Popen([*command, *flags], cwd=folder, env=os.environ | environment) as started:
         try:
@@ -140,6 +139,12 @@ def running(
             yield started, port
         finally:
             started.kill()
+
+
+def free_port() -> int:
+    """A port that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def _is_ready(port: int) -> bool:

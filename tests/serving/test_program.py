@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import CONFIG, LINES, running, write_served_run
+from servers import CONFIG, LINES, free_port, running, write_served_run
 
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -110,8 +110,7 @@ def test_what_it_does_not_start_with(workdir, tmp_path, capsys) -> None:
         assert program.main(["--workdir", str(workdir), "--port", str(port)]) == 2
     assert "Address already in use; expected a free port (--port)" in capsys.readouterr().err
     empty = run_with(workdir, tmp_path / "empty")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     assert program.main(["--workdir", str(empty), "--port", str(port)]) == 2
     assert "checkpoint" in capsys.readouterr().err
 
@@ -164,8 +163,7 @@ def test_sigterm_under_load_answers_what_was_accepted(process, translator) -> No
 
 
 def test_sigterm_ends_it_while_it_loads(workdir) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "transformer_jax.serving", "--workdir", str(workdir)]
     with subprocess.Popen([*command, "--port", str(port)], cwd=ROOT) as started:
         while True:
@@ -181,8 +179,7 @@ def test_sigterm_ends_it_while_it_loads(workdir) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_signals_do_not_wait_for_what_compiles(workdir, tmp_path, number, status) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "transformer_jax.serving", "--workdir", str(workdir)]
     command += ["--port", str(port), "--compilation-cache", str(tmp_path / "empty")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as started:
