@@ -57,11 +57,13 @@ class Run(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps of the config are done, and the test set is scored if there is one."""
+        """Whether all steps of the config are done or early stopping ended it, and the test set is
+        scored if there is one.
+        """
         steps = self.config.training.steps
         return any(
             summary["stopped_by"] is None
-            and (summary.get("stopped_early") or summary["steps"] >= steps)
+            and (summary["steps"] >= steps or summary.get("stopped_early"))  # not in older ones
             for summary in read_json(self.folder / "summary.json")
         )
 
