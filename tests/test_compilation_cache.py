@@ -12,8 +12,6 @@ import jax
 import pytest
 
 from transformer_jax.compilation_cache import keep_compiled, remove_oldest
-from transformer_jax.config import Config
-from transformer_jax.config_io import from_json, to_json
 from transformer_jax.storage import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,8 +126,3 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     remove_oldest(tmp_path, 250)
     left = [name for name in names if (tmp_path / name).exists()]
     assert left == ["a-cache", "d-cache", "other"]
-
-
-def test_a_config_from_when_the_cache_was_a_setting_is_read() -> None:
-    before = to_json(Config()).replace('"steps": 100000', '"steps": 5, "compilation_cache": "x"')
-    assert from_json(before).training.steps == 5

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors",
     "special_ids",
+    "removed",
     "machine",
     "storage",
     "config_checks",

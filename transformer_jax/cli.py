@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 from transformer_jax.config import Config
 from transformer_jax.config_io import flatten, load_config_file
 from transformer_jax.errors import UserError, shown
+from transformer_jax.removed import advice_for_flag
 
 T = TypeVar("T")
 
@@ -124,6 +125,9 @@ def parse(
     import tyro  # not at the top: library code imports this module too
 
     argv = list(sys.argv[1:] if argv is None else argv)
+    for flag in sorted(flags_given(argv)):
+        if advice := advice_for_flag(flag):
+            raise UserError(f"--{flag} was removed: {advice}")
     values = {
         field.name: tyro.MISSING
         for field in dataclasses.fields(arguments)  # type: ignore[arg-type]

@@ -1,0 +1,43 @@
+"""Settings, flags and modules that version 0.1 removed, each with what to use instead.
+
+Until 0.2 their names are answered with that advice in place of "unknown".
+"""
+
+from __future__ import annotations
+
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "training.compilation_cache": (
+        "auto",
+        "use the flag --compilation-cache of train.py and decode.py.",
+    ),
+}
+"""Field of ``Config``: its old default and the advice. A config.json loads with the default."""
+
+FLAGS: dict[str, str] = {}
+"""Flag of a program, without the dashes: the advice. Flags of ``SETTINGS`` need no entry."""
+
+MODULES: dict[str, str] = {}
+"""Module below ``transformer_jax``: the advice."""
+
+
+def advice_for_flag(flag: str) -> str | None:
+    """The advice for a removed flag such as ``model.d-ff``; None for any other."""
+    for setting, (_, advice) in SETTINGS.items():
+        name = setting.replace("_", "-")
+        if flag in (name, name.removeprefix("decoding.")):  # decode.py has no prefix
+            return advice
+    return FLAGS.get(flag)
+
+
+class RemovedModules:
+    """Raises ``ModuleNotFoundError`` with the advice when a removed module is imported or run."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, module = name.partition(".")
+        if package == "transformer_jax" and module in MODULES:
+            raise ModuleNotFoundError(f"{name} was removed: {MODULES[module]}", name=name)
+        return None
