@@ -18,7 +18,7 @@ from benchmarks.in_turn import Runner, serve
 from transformer_jax.compilation_cache import keep_compiled
 from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.devices import devices_for_rows
-from transformer_jax.decoding.flags import parse_flags
+from transformer_jax.decoding.flags import checked_flags
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.layers import compute_dtype, use_matmul_precision
 from transformer_jax.training.summary import environment
@@ -31,7 +31,7 @@ class Library:
 
     def __init__(self, job: dict[str, Any], *, in_one_stream: bool):
         flags = [] if in_one_stream else ["--batch-size", "1"]
-        arguments, config = parse_flags(["--workdir", job["workdir"], *job["flags"], *flags])
+        arguments, config = checked_flags(["--workdir", job["workdir"], *job["flags"], *flags])
         keep_compiled(arguments.compilation_cache)
         use_matmul_precision(config.model)
         devices = devices_for_rows(arguments.search.batch_size)  # before JAX starts

@@ -11,7 +11,7 @@ from typing import Annotated
 import pytest
 import tyro
 
-from transformer_jax.cli import flag_values, flags_given, parse, run_program
+from transformer_jax.cli import flag_values, flags_given, parse_flags, run_program
 from transformer_jax.errors import UserError
 
 
@@ -99,11 +99,11 @@ class Outer:
 
 
 def test_defaults_replace_those_declared() -> None:
-    parsed = parse(Outer, ["--name", "n", "--nested.depth", "7"], defaults={"flat": Inner(9)})
+    parsed = parse_flags(Outer, ["--name", "n", "--nested.depth", "7"], defaults={"flat": Inner(9)})
     assert parsed == Outer("n", Inner(9), Inner(depth=7))
-    assert parse(Outer, [], defaults={"name": "m"}) == Outer("m")
+    assert parse_flags(Outer, [], defaults={"name": "m"}) == Outer("m")
     with pytest.raises(SystemExit) as end:
-        parse(Outer, [])
+        parse_flags(Outer, [])
     assert end.value.code == 2
 
 
@@ -121,7 +121,7 @@ def test_help_shows_what_is_asked_for(
     flags: list[str], expected: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        parse(Outer, flags, defaults={"flat": Inner(9)}, common=("name", "flat.depth"))
+        parse_flags(Outer, flags, defaults={"flat": Inner(9)}, common=("name", "flat.depth"))
     assert end.value.code == 0
     text = capsys.readouterr().out
     assert set(re.findall(r"--\w[\w.-]*", text)) - {"--help"} == expected
@@ -131,7 +131,7 @@ def test_help_shows_what_is_asked_for(
 
 def test_help_on_what_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match="--help is 'flut'; expected all or one of flat, nested"):
-        parse(Outer, ["--help", "flut"])
+        parse_flags(Outer, ["--help", "flut"])
 
 
 def test_flags_can_be_looked_at_before_they_are_parsed() -> None:
@@ -141,4 +141,4 @@ def test_flags_can_be_looked_at_before_they_are_parsed() -> None:
     assert flag_values(argv, "config") == []
     assert flag_values(["--config=a.py"], "config") == ["a.py"]
     assert flag_values(["--workdir", "x", "y", "--seed", "1", "--workdir=z"], "workdir") == [*"xyz"]
-    assert dataclasses.is_dataclass(parse(Outer, ["--name=n"]))
+    assert dataclasses.is_dataclass(parse_flags(Outer, ["--name=n"]))

@@ -34,7 +34,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.config_io import from_json, to_json
 from transformer_jax.decoding import __main__ as program
-from transformer_jax.decoding.flags import parse_flags
+from transformer_jax.decoding.flags import checked_flags
 from transformer_jax.decoding.output_file import OutputFile
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.decoding.translator import Translator
@@ -464,14 +464,14 @@ def test_a_window_of_one_answers_each_line_at_once(workdir):
 
 
 def test_every_setting_of_the_search_is_a_flag_with_the_runs_value(workdir):
-    arguments, config = parse_flags(["--workdir", str(workdir), "--min-length", "1"])
+    arguments, config = checked_flags(["--workdir", str(workdir), "--min-length", "1"])
     assert arguments.search == dataclasses.replace(config.decoding, min_length=1)
     assert config.decoding.beam_size == 2
 
 
 def test_what_other_flags_imply(workdir):
     def decoding(*flags):
-        return parse_flags(["--workdir", str(workdir), *flags])[0].search
+        return checked_flags(["--workdir", str(workdir), *flags])[0].search
 
     assert decoding("--window", "1").batch_size == 1
     assert decoding("--window", "1", "--batch-size", "4").batch_size == 4

@@ -15,7 +15,7 @@ import tyro
 from flax import nnx
 
 from transformer_jax import Transformer
-from transformer_jax.cli import config_in_flags, parse
+from transformer_jax.cli import config_in_flags, parse_flags
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_io import flatten, load_config_file, recipe_path
 from transformer_jax.table3 import __main__ as table3
@@ -182,7 +182,7 @@ def test_documented_training_commands_are_understood(
 ) -> None:
     monkeypatch.chdir(ROOT)
     flags = [flag for flag in flags if flag != "FLAGS"]
-    arguments = parse(Arguments, flags, defaults=config_in_flags(flags))
+    arguments = parse_flags(Arguments, flags, defaults=config_in_flags(flags))
     assert arguments.settings.data.train.is_given
     # 16 devices at the least
     if (
@@ -207,7 +207,7 @@ def test_documented_commands_of_table_3_are_understood(monkeypatch: pytest.Monke
     ]
     assert len(commands) >= 3
     for flags in commands:
-        arguments = parse(table3.Arguments, flags, defaults=config_in_flags(flags))
+        arguments = parse_flags(table3.Arguments, flags, defaults=config_in_flags(flags))
         assert chosen_rows(arguments.rows, ROWS.rows) and arguments.settings.data.dev.is_given
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from transformer_jax import removed
-from transformer_jax.cli import parse
+from transformer_jax.cli import parse_flags
 from transformer_jax.config import Config
 from transformer_jax.config_io import flatten, from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
@@ -57,8 +57,8 @@ def test_a_config_file_that_sets_it_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_removed_flag_names_what_replaced_it(flag: str) -> None:
     with pytest.raises(UserError, match=f"--{flag} was removed: .*[.]$"):
-        parse(Flags, [f"--{flag}=1"])
-    assert parse(Flags, ["--kept", "2"]) == Flags(2)
+        parse_flags(Flags, [f"--{flag}=1"])
+    assert parse_flags(Flags, ["--kept", "2"]) == Flags(2)
 
 
 @pytest.mark.parametrize("module", removed.MODULES)

@@ -2,6 +2,8 @@
 
 from .attention import SentenceAttention, sentence_attention
 from .checkpoint import load_model
+from .cli import parse_flags, run_program
+from .compilation_cache import keep_compiled
 from .config import (
     BatchConfig,
     Config,
@@ -18,6 +20,7 @@ from .config_io import load_config_file
 from .data.batching import Batch, BatchPlan
 from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
+from .data.sources import read_lines
 from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
 from .decoding.engine import Engine, Hypothesis, Sentence
@@ -25,11 +28,11 @@ from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
 from .decoding.search import SearchResult, gather_beams, search
 from .decoding.translator import Request, Translation, Translator
-from .errors import UserError
+from .errors import UserError, shown
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
 from .model.cache import DecoderCache
-from .model.layers import DecoderLayer, EncoderLayer, FeedForward
+from .model.layers import DecoderLayer, EncoderLayer, FeedForward, use_matmul_precision
 from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
 from .pictures.drawing import (
@@ -39,8 +42,10 @@ from .pictures.drawing import (
     save_picture,
     schedule_picture,
 )
+from .remote_workdir import local_workdir
 from .sharding import batch_sharding, make_mesh, state_shardings
 from .special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from .storage import write_atomically
 from .tokenizer import Tokenizer
 from .training.loop import train
 from .training.loss import smoothed_cross_entropy
@@ -96,19 +101,27 @@ __all__ = [
     "chrf",
     "dot_product_attention",
     "gather_beams",
+    "keep_compiled",
     "learning_rate_schedule",
     "load_batches",
     "load_config_file",
     "load_model",
+    "local_workdir",
     "make_mesh",
     "make_optimizer",
+    "parse_flags",
     "positions_picture",
+    "read_lines",
+    "run_program",
     "save_picture",
     "schedule_picture",
     "search",
     "sentence_attention",
+    "shown",
     "sinusoidal_positions",
     "smoothed_cross_entropy",
     "state_shardings",
     "train",
+    "use_matmul_precision",
+    "write_atomically",
 ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from transformer_jax.cli import PICTURES, check_output, flags_given, parse, run_program
+from transformer_jax.cli import PICTURES, check_output, flags_given, parse_flags, run_program
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 from transformer_jax.storage import write_atomically
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> None:
-    a = parse(Arguments, argv)
+    a = parse_flags(Arguments, argv)
     check_output(a.output, endings=(*PICTURES, ".npz"))
     check_effects(a, flags_given(argv))
     # here, so that flags are checked before JAX is loaded

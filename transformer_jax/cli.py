@@ -104,7 +104,7 @@ def _insistent_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def parse(
+def parse_flags(
     arguments: type[T],
     argv: Sequence[str] | None = None,
     *,

@@ -21,7 +21,7 @@ from servers import CONFIG, LINES, free_port, running, write_served_run
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.serving import __main__ as program
-from transformer_jax.serving.flags import Pair, parse_flags
+from transformer_jax.serving.flags import Pair, checked_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,7 @@ def run_with(workdir: Path, folder: Path, **data: Any) -> Path:
 )
 def test_what_is_translated_is_seen_from_the_training_data(workdir, tmp_path, data, pair) -> None:
     folder = run_with(workdir, tmp_path / "run", **data)
-    _, [served] = parse_flags(["--workdir", str(folder)])
+    _, [served] = checked_flags(["--workdir", str(folder)])
     assert str(served.pair) == pair
 
 
@@ -76,7 +76,7 @@ def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
     text["decoding"] |= {"beam_size": 7, "length_penalty": 1.5, "method": "sample"}
     (other / "config.json").write_text(json.dumps(text))
     flags = ["--workdir", str(workdir), str(other), "--languages", "en-de", "fr-de"]
-    _, [first, second] = parse_flags([*flags, "--length-penalty", "0.8"])
+    _, [first, second] = checked_flags([*flags, "--length-penalty", "0.8"])
     assert first.pair == Pair("en", "de") and second.pair == Pair("fr", "de")
     assert first.search == replace(CONFIG, length_penalty=0.8)
     assert second.search == replace(CONFIG, length_penalty=0.8, beam_size=7)
@@ -100,7 +100,7 @@ def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
 )
 def test_flags_that_cannot_work(workdir, flags, message) -> None:
     with pytest.raises(UserError) as raised:
-        parse_flags([str(workdir) if flag == "W" else flag for flag in flags])
+        checked_flags([str(workdir) if flag == "W" else flag for flag in flags])
     assert message in str(raised.value)
 
 

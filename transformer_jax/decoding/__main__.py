@@ -17,9 +17,9 @@ def main(argv: list[str] | None = None) -> int:
 def _decode(argv: list[str]) -> None:
     # Imports stand where they are needed: --help and wrong flags are answered before JAX is loaded,
     # and Ctrl-C is quiet from the start.
-    from transformer_jax.decoding.flags import parse_flags
+    from transformer_jax.decoding.flags import checked_flags
 
-    arguments, config = parse_flags(argv)
+    arguments, config = checked_flags(argv)
     from transformer_jax.decoding.job import run_job
 
     run_job(arguments, config)

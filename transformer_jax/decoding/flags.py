@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from transformer_jax.cli import check_output, flag_values, flags_given, parse, parse_shard
+from transformer_jax.cli import check_output, flag_values, flags_given, parse_flags, parse_shard
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_io import flatten, load_config_file
 from transformer_jax.errors import UserError
@@ -154,7 +154,7 @@ class Arguments:
     )
 
 
-def parse_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
+def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     """The flags, checked, and the config of the first run, whose search settings they replace.
 
     Work directories at URLs are copied to this machine first, and replaced by their copies.
@@ -164,7 +164,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     """
     workdirs = tuple(checked_workdir(workdir) for workdir in flag_values(argv, "workdir"))
     config = load_config_file(f"{workdirs[0]}/config.json") if workdirs else Config()
-    arguments = parse(Arguments, argv, defaults={"search": config.decoding}, common=COMMON)
+    arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding}, common=COMMON)
     typed = {name.replace("-", "_") for name in flags_given(argv)}
     implied: dict[str, Any] = {}
     if arguments.evaluation.score is not None:

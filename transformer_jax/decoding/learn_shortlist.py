@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import sparse
 
-from transformer_jax.cli import check_output, parse, run_program
+from transformer_jax.cli import check_output, parse_flags, run_program
 from transformer_jax.config_io import load_config_file
 from transformer_jax.data.corpus import Corpus, prepare_corpus, ranges
 from transformer_jax.decoding.shortlist import Lexicon, Shortlist, strongest
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _learn(argv: list[str] | None) -> None:
-    a = parse(Arguments, argv)
+    a = parse_flags(Arguments, argv)
     if is_url(a.workdir) and not a.output:
         raise UserError(f"workdir is {a.workdir!r}; expected --output FILE with a URL.")
     output = Path(a.output) if a.output else local_path(a.workdir) / "shortlist.npz"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformer_jax.cli import check_output, parse, run_program
+from transformer_jax.cli import check_output, parse_flags, run_program
 from transformer_jax.errors import UserError
 from transformer_jax.storage import write_atomically
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> None:
-    a = parse(Arguments, argv)
+    a = parse_flags(Arguments, argv)
     check_output(a.output, endings=[".html"])
     if a.samples < 0:
         raise UserError(f"samples is {a.samples}; expected 0 or more.")

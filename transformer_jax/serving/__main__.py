@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from transformer_jax.cli import run_program
 from transformer_jax.errors import UserError
-from transformer_jax.serving.flags import Arguments, Served, parse_flags
+from transformer_jax.serving.flags import Arguments, Served, checked_flags
 
 if TYPE_CHECKING:
     from transformer_jax.serving.service import Service
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> None:
-    arguments, served = parse_flags(argv)
+    arguments, served = checked_flags(argv)
     # Imports stand where they are needed: --help and wrong flags are answered before JAX is loaded.
     try:
         import uvicorn

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
-from transformer_jax.cli import flag_values, flags_given, parse
+from transformer_jax.cli import flag_values, flags_given, parse_flags
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.flags import checked_workdir
@@ -98,7 +98,7 @@ class Arguments:
     )
 
 
-def parse_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
+def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     """The flags, checked, and the models that they ask for.
 
     Raises:
@@ -107,7 +107,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     workdirs = list(map(checked_workdir, flag_values(argv, "workdir")))
     configs = [load_config_file(f"{workdir}/config.json") for workdir in workdirs]
     defaults = {"search": configs[0].decoding} if configs else {}
-    arguments = parse(Arguments, argv, defaults=defaults, common=COMMON)
+    arguments = parse_flags(Arguments, argv, defaults=defaults, common=COMMON)
     arguments = replace(arguments, workdir=tuple(workdirs))
     _check_values(arguments)
     typed = {name.replace("-", "_") for name in flags_given(argv)}

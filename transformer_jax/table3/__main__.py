@@ -21,7 +21,7 @@ from typing import Annotated
 
 import tyro
 
-from transformer_jax.cli import config_in_flags, flags_given, parse, run_program
+from transformer_jax.cli import config_in_flags, flags_given, parse_flags, run_program
 from transformer_jax.config import Config
 from transformer_jax.config_io import recipe_path
 from transformer_jax.errors import UserError
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    arguments = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
+    arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
     workdir = local_path(arguments.workdir)
     table = load_table(Path(arguments.table or recipe_path("table3")))
     if arguments.collect_only:

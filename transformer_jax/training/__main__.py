@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from transformer_jax.cli import config_in_flags, flags_given, parse, run_program
+from transformer_jax.cli import config_in_flags, flags_given, parse_flags, run_program
 from transformer_jax.config import Config, Processes
 from transformer_jax.errors import UserError
 
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(argv: list[str]) -> int:
-    arguments = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
+    arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
     _refuse_flags_without_effect(flags_given(argv), arguments.settings)
     # JAX is imported only after the flags are checked, so that --help and errors come at once.
     from transformer_jax.compilation_cache import keep_compiled

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import tyro
 
-from transformer_jax.cli import config_in_flags, parse, parse_shard, run_program
+from transformer_jax.cli import config_in_flags, parse_flags, parse_shard, run_program
 from transformer_jax.config import Config
 from transformer_jax.config_io import load_config_file
 from transformer_jax.data.corpus import prepare_shard
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tokenize(argv: list[str]) -> None:
-    a = parse(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
+    a = parse_flags(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
     if a.tokenizer_only == (a.shard is not None):
         raise UserError(
             f"shard is {a.shard!r} and tokenizer_only {a.tokenizer_only}; expected one of the two."
