@@ -56,7 +56,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from benchmarks import hlo
 from benchmarks.kernels import kernels, step_loops
 from benchmarks.parts import RATES, by_part, markdown
-from transformer_jax.cli import config_in_flags, parse, run_program
+from transformer_jax.cli import config_in_flags, parse_flags, run_program
 from transformer_jax.config import Config
 from transformer_jax.data.batching import Batch
 from transformer_jax.decoding.engine import Engine
@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def _main() -> int:
-    arguments = parse(Arguments, defaults=config_in_flags(sys.argv[1:]))
+    arguments = parse_flags(Arguments, defaults=config_in_flags(sys.argv[1:]))
     on_gpu = arguments.device.partition(":")[0] in _GPUS
     if arguments.table and not (on_gpu and arguments.only != "search"):
         raise UserError(

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from transformer_jax.checkpoint import load_model
-from transformer_jax.cli import parse, run_program
+from transformer_jax.cli import parse_flags, run_program
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
@@ -51,7 +51,7 @@ class Arguments:
 
 def main() -> int:
     """Print a line for each search."""
-    return run_program(lambda: _compare(parse(Arguments)))
+    return run_program(lambda: _compare(parse_flags(Arguments)))
 
 
 def _compare(arguments: Arguments) -> None:

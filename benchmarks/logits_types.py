@@ -23,7 +23,7 @@ from unittest import mock
 
 import tyro
 
-from transformer_jax.cli import config_in_flags, parse, run_program
+from transformer_jax.cli import config_in_flags, parse_flags, run_program
 from transformer_jax.config import Config
 from transformer_jax.training import step
 from transformer_jax.training.loop import train
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _main() -> None:
-    arguments = parse(Arguments, defaults=config_in_flags(sys.argv[1:]))
+    arguments = parse_flags(Arguments, defaults=config_in_flags(sys.argv[1:]))
     runs = {
         (seed, dtype): arguments.output / f"seed{seed}_{dtype}"
         for seed in arguments.seeds

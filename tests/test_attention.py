@@ -15,7 +15,7 @@ from random_models import lines_of_words, make_model, train_tokenizer
 
 from transformer_jax import attention
 from transformer_jax.attention import sentence_attention
-from transformer_jax.cli import flags_given, parse
+from transformer_jax.cli import flags_given, parse_flags
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -236,7 +236,7 @@ def test_documented_commands_are_understood():
     commands = [shlex.split(found[1]) for line in lines if (found := re.match(command, line))]
     assert len(commands) >= 3
     for flags in commands:
-        attention.check_effects(parse(attention.Arguments, flags), flags_given(flags))
+        attention.check_effects(parse_flags(attention.Arguments, flags), flags_given(flags))
 
 
 def test_the_program_reads_a_work_directory(workdir, tmp_path, capsys):

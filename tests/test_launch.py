@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from transformer_jax.cli import parse
+from transformer_jax.cli import parse_flags
 from transformer_jax.config import Config, Processes
 from transformer_jax.config_io import flatten
 from transformer_jax.serving import flags as serving
@@ -192,7 +192,7 @@ def test_images_are_built_from_files_that_exist(recipe: str) -> None:
 
 def served(flags: list[str]) -> tuple[serving.Arguments, str]:
     """The flags of a recipe as transformer-serve reads them, and its path to the model."""
-    arguments = parse(serving.Arguments, flags)
+    arguments = parse_flags(serving.Arguments, flags)
     [model] = arguments.workdir
     return arguments, model
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_models import lines_of_words, make_model, train_tokenizer
 
-from transformer_jax.cli import config_in_flags, parse
+from transformer_jax.cli import config_in_flags, parse_flags
 from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig, TrainingConfig
 from transformer_jax.config_io import to_json
 from transformer_jax.decoding.translator import Translator
@@ -168,7 +168,7 @@ def test_commands_are_understood_and_repeat_the_config(report, original):
     for command, workdir in ((resume, str(original)), (repeat, f"{original}-again")):
         assert command[:2] == ["python", "train.py"]
         flags = command[2:]
-        arguments = parse(Arguments, flags, defaults=config_in_flags(flags))
+        arguments = parse_flags(Arguments, flags, defaults=config_in_flags(flags))
         assert arguments.workdir == workdir
         assert to_json(arguments.settings) == (original / "config.json").read_text()
     assert decode[:4] == ["python", "decode.py", "--workdir", str(original)]
