@@ -28,7 +28,7 @@ from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
 from .decoding.search import SearchResult, gather_beams, search
 from .decoding.translator import Request, Translation, Translator
-from .errors import UserError, shown
+from .errors import UserError, needs_extra, shown
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
 from .model.cache import DecoderCache
@@ -109,6 +109,7 @@ __all__ = [
     "local_workdir",
     "make_mesh",
     "make_optimizer",
+    "needs_extra",
     "parse_flags",
     "positions_picture",
     "read_lines",

@@ -1,4 +1,7 @@
-"""The exception for mistakes that a user can fix, and how its messages show values."""
+"""The exception for mistakes that a user can fix, and the parts that its messages share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -16,3 +19,26 @@ def shown(value: object, *, limit: int = 120) -> str:
         return "a number too long to print"
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Context for imports of packages that an extra of ``pyproject.toml`` installs.
+
+    Write the imports inside, where they are needed::
+
+        with needs_extra("demo"):
+            from num2words import num2words
+
+    Raises:
+        UserError: a package is not installed. The message has the command that installs the extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "transformer_jax"):
+            raise
+        raise UserError(
+            f"{package} is not installed. Install it with: pip install 'transformer-jax[{extra}]'."
+        ) from None
