@@ -16,7 +16,10 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 }
 """Field of ``Config``: its old default and the advice. A config.json loads with the default."""
 
-FLAGS: dict[str, str] = {}
+FLAGS: dict[str, str] = {
+    "api-keys": "let a reverse proxy check keys, as docs/serving.md shows.",
+    "requests-per-minute": "let a reverse proxy limit rates, as docs/serving.md shows.",
+}
 """Flag of a program, without the dashes: the advice. Flags of ``SETTINGS`` need no entry."""
 
 MODULES: dict[str, str] = {}

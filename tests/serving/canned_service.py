@@ -36,7 +36,6 @@ class CannedService:
         self.languages: Any = LANGUAGES
         self.status = "ok"
         self.beam_size = 4
-        self.key = ""
         self.max_characters = 20_000
         self.busy = 0
         """How many requests to answer with 503, queue full."""
@@ -64,9 +63,6 @@ class CannedService:
     def refusal(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
         """The status and body of a request that is not answered, or None."""
         asked, most, limit = request["alternatives"], self.beam_size - 1, self.max_characters
-        if self.key and request.get("api_key") != self.key:
-            status = 403 if "api_key" in request else 401
-            return status, {"error": "The API key is wrong; ask the administrator for one."}
         if self.status != "ok":
             return 503, {"error": f"The server is {self.status}; try again later."}
         if self.busy:
@@ -177,7 +173,7 @@ def _handler(service: CannedService) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Type", f"{content_type}; charset=utf-8")
             self.send_header("Content-Security-Policy", POLICY)
-            if status in (429, 503):
+            if status == 503:
                 self.send_header("Retry-After", "1")
             self.end_headers()
 

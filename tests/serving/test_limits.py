@@ -1,4 +1,4 @@
-"""Keys, rates and sizes of requests: what is let through, and what a refused client is told."""
+"""The size of bodies: which are read, and what a refused client is told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,94 +15,7 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_jax.errors import UserError
-from transformer_jax.serving.limits import ApiKeys, BodyLimit, RateLimit
-
-KEY = "0123456789abcdef"
-
-
-def test_only_the_keys_of_the_file_are_allowed(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_bytes(f"\ufeff# of the house\n\n  {KEY}\r\n{KEY}é\n".encode())
-    keys = ApiKeys.load(path)
-    assert keys.allows(KEY) and keys.allows(KEY + "é")
-    for other in ("", "# of the house", KEY[:-1], KEY + "0", KEY + "\ud800", KEY.upper()):
-        assert not keys.allows(other)
-    assert KEY not in repr(vars(keys))
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        (
-            None,
-            r"keys.txt cannot be read \(No such file or directory\); expected one API key per line",
-        ),
-        (b"\xff" * 16, r"keys.txt cannot be read \(not UTF-8\)"),
-        (b"# none\n\n", "keys.txt has no keys; expected .*; make one"),
-        (
-            b"\nsecret\n",
-            "Line 2 of .*keys.txt has 6 characters in 1 word.*; expected .* at least 16",
-        ),
-        (b"secret secret secret", "has 20 characters in 3 word.*; expected .* without white space"),
-    ],
-)
-def test_a_bad_file_of_keys_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
-    path = tmp_path / "keys.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=said) as error:
-        ApiKeys.load(path)
-    assert "secret" not in str(error.value)
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@given(
-    st.integers(1, 4),
-    st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([0, 0.5, 1, 20, 59.5, 60]))),
-)
-def test_no_60_seconds_have_more_requests_than_the_limit(
-    per_minute: int, requests: list[tuple[str, float]]
-) -> None:
-    clock = Clock()
-    limit = RateLimit(per_minute, clock=clock)
-    accepted = list[tuple[str, float]]()
-    for client, pause in requests:
-        clock.now += pause
-        recent = [then for who, then in accepted if who == client and then > clock.now - 60]
-        wait = limit.retry_after(client)
-        assert (wait is None) == (len(recent) < per_minute)
-        if wait is None:
-            accepted.append((client, clock.now))
-        else:  # no longer than needed, in whole seconds
-            assert wait - 1 < recent[-per_minute] + 60 - clock.now <= wait
-
-
-def test_waiting_as_told_is_enough() -> None:
-    clock = Clock()
-    limit = RateLimit(2, clock=clock)
-    assert [limit.retry_after("a") for _ in range(4)] == [None, None, 60, 60]
-    assert limit.retry_after("b") is None
-    clock.now += 60
-    assert limit.retry_after("a") is None
-    assert not any(RateLimit(0).retry_after("a") for _ in range(100))
-
-
-def test_quiet_clients_are_forgotten() -> None:
-    clock = Clock()
-    limit = RateLimit(1, clock=clock)
-    start = time.process_time()
-    for client in range(50_000):
-        clock.now += 0.125
-        assert limit.retry_after(str(client)) is None
-        assert len(limit._times) <= 480
-    assert time.process_time() - start < 2
+from transformer_jax.serving.limits import BodyLimit
 
 
 def ask(

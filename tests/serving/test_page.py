@@ -456,27 +456,6 @@ def test_errors_are_shown(visit, service):
     expect(message).to_have_text(HOSTILE)
 
 
-def test_a_key_is_asked_for_where_one_is_needed(visit, service):
-    page = visit()
-    key = page.get_by_label("API key")
-    translate(page, FIRST)
-    expect(key).to_be_hidden()
-    service.key = "a secret of theirs"
-    page.get_by_role("textbox", name="Text").press("Control+Enter")
-    expect(page.get_by_role("alert")).to_contain_text("The API key is wrong")
-    expect(key).to_be_focused()
-    key.fill("another")
-    key.press("Enter")
-    expect(page.get_by_role("alert")).to_be_visible()
-    key.fill(service.key)
-    page.get_by_role("button", name="Use this key").click()
-    expect(page.locator(".sentence")).to_have_count(1)
-    expect(key).to_be_hidden()
-    assert [request.get("api_key") for request in service.requests[1:]] == [
-        *(None, "another", service.key)
-    ]
-
-
 def test_languages_are_named_and_can_be_chosen(visit, service):
     page = visit()
     expect(page.locator("#one-pair")).to_have_text("English to German")

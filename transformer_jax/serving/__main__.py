@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformer_jax.cli import run_program
@@ -36,7 +35,6 @@ def _serve(argv: list[str]) -> None:
         import uvicorn
 
         from transformer_jax.serving.app import App
-        from transformer_jax.serving.limits import ApiKeys
     except ModuleNotFoundError as error:
         raise UserError(
             f"{error.name} is not installed; expected the packages that the service needs: "
@@ -47,19 +45,14 @@ def _serve(argv: list[str]) -> None:
     # wherever the signal came.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    keys = ApiKeys.load(Path(arguments.api_keys)) if arguments.api_keys else None
     with _listen(arguments) as listening:
-        app = App(
-            _load(arguments, served),
-            timeout=arguments.timeout,
-            requests_per_minute=arguments.requests_per_minute,
-            api_keys=keys,
-        )
+        app = App(_load(arguments, served), timeout=arguments.timeout)
         config = uvicorn.Config(
             app.asgi(),
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=round(arguments.timeout) + 5,
         )
         # Searching threads would wait 5 ms for the one that answers requests.

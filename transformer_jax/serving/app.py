@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from transformer_jax.errors import UserError, shown
-from transformer_jax.serving.limits import ApiKeys, BodyLimit, RateLimit
+from transformer_jax.serving.limits import BodyLimit
 from transformer_jax.serving.metrics import Measured, Metrics
 from transformer_jax.serving.schema import Answer, Error, Language, Query, Status, request_body
 from transformer_jax.serving.service import Answering, Refused, Service
@@ -39,7 +39,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 _STATUSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 403, 413, 429, 503)
+    status: {"model": Error} for status in (400, 413, 503)
 }
 _BYTES_A_CHARACTER = 12  # \ud83d\ude00 is the longest that JSON may write, %F0%9F%98%80 a form's
 _BYTES_BESIDES = 10_000
@@ -48,19 +48,9 @@ _BYTES_BESIDES = 10_000
 class App:
     """The requests that a service answers."""
 
-    def __init__(
-        self,
-        service: Service,
-        *,
-        timeout: float,
-        requests_per_minute: int = 0,
-        api_keys: ApiKeys | None = None,
-    ):
-        """``timeout``: the most seconds that an answer may take; ``requests_per_minute``: of one
-        client, which is a key or else an address; 0: any number.
-        """
+    def __init__(self, service: Service, *, timeout: float):
+        """``timeout``: the most seconds that an answer may take."""
         self.service, self.timeout = service, timeout
-        self._keys, self._rate = api_keys, RateLimit(requests_per_minute)
         self._metrics = Metrics(service)
 
     def asgi(self) -> FastAPI:
@@ -102,7 +92,6 @@ class App:
     async def translate(self, request: Request) -> Response:
         """Translate a text, or several, as LibreTranslate does, with some more fields."""
         query = await _query(request)
-        self._admit(request, query.api_key)
         answering = self.service.begin(query)
         async with asyncio.timeout(self.timeout):
             answer = await _unless_gone(request, answering.whole())
@@ -115,7 +104,6 @@ class App:
         it is done, then `done` with what /translate answers, or `error`.
         """
         query = await _query(request)
-        self._admit(request, query.api_key)
         if not isinstance(query.q, str):
             raise UserError("q is a list; expected one text where sentences are streamed.")
         query.details = True
@@ -143,26 +131,6 @@ class App:
     async def metrics(self) -> Response:
         """The server's figures, for Prometheus."""
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
-
-    def _admit(self, request: Request, key: str) -> None:
-        """Raise ``Refused`` for a client without a key, or one that comes too often."""
-        kind, _, token = request.headers.get("authorization", "").partition(" ")
-        key = token if kind.lower() == "bearer" else key
-        if self._keys is not None and not self._keys.allows(key):
-            said = "api_key is not one of this server's" if key else "api_key is missing"
-            expected = "expected a key, in that field or as a bearer token."
-            raise Refused(403 if key else 401, f"{said}; {expected}")
-        client = request.client.host if request.client else ""
-        wait = self._rate.retry_after(key if self._keys is not None else client)
-        if wait is not None:
-            most = self._rate.per_minute
-            raise Refused(
-                429,
-                f"More than {most} requests came in a minute; expected at most {most} of a client. "
-                f"Try again in {wait} s.",
-                limit=most,
-                retry_after=wait,
-            )
 
     async def _events(self, answering: Answering) -> AsyncIterator[str]:
         end = asyncio.get_running_loop().time() + self.timeout

@@ -24,8 +24,6 @@ COMMON = (
     "max_queue",
     "max_characters",
     "timeout",
-    "requests_per_minute",
-    "api_keys",
     "sampling",
     "search.beam_size",
     "search.batch_size",
@@ -77,12 +75,6 @@ class Arguments:
     """Characters in a request. More are refused (413)."""
     timeout: float = 60.0
     """Seconds that an answer may take; then the request gets 503."""
-    requests_per_minute: int = 0
-    """Requests of one client (a key, or else an address) in any minute. More are refused (429). 0:
-    any number."""
-    api_keys: str | None = None
-    """File with one key per line; requests without one of them are refused (401, 403). Default:
-    none needed."""
     sampling: bool = False
     """Also offer sampling, with --temperature, --top-k and --top-p; takes as much memory again."""
     checkpoint: Literal["last", "best"] | int | None = None
@@ -137,8 +129,6 @@ def _check_values(a: Arguments) -> None:
             raise UserError(f"{name} is {getattr(a, name)}; expected 1 or more.")
     if not 0 < a.timeout < math.inf:
         raise UserError(f"timeout is {a.timeout}; expected seconds, more than 0.")
-    if a.requests_per_minute < 0:
-        raise UserError(f"requests_per_minute is {a.requests_per_minute}; expected 0 or more.")
 
 
 def _pairs(a: Arguments, configs: Sequence[Config]) -> list[Pair]:

@@ -19,7 +19,7 @@ class Query(BaseModel):
     target: LanguageCode = Field(description="The language to translate into.", examples=["de"])
     format: Literal["text", "html"] = Field("text", description="html: tags stay as they are.")
     alternatives: int = Field(0, ge=0, description="Other translations, fewer than the beam size.")
-    api_key: str = Field("", description="Where the server asks for one.")
+    api_key: str = Field("", description="Ignored.")
     prefix: str = Field("", description="What each text's translation must begin with.")
     details: bool = Field(False, description="Also return scores and tokens.")
     attention: bool = Field(False, description="Details with attention weights.")

@@ -172,8 +172,7 @@ async function* events(body) {
 /** The answer to a request, with as many alternatives as the server allows. */
 async function ask(q, signal) {
   for (;;) {
-    const key = page.key.value ? { api_key: page.key.value } : {};
-    const body = JSON.stringify({ q, ...languages, format: "text", alternatives, attention: true, ...key });
+    const body = JSON.stringify({ q, ...languages, format: "text", alternatives, attention: true });
     const headers = { "Content-Type": "application/json" };
     const response = await fetch("translate/stream", { method: "POST", headers, body, signal });
     if (response.ok) return response;
@@ -223,7 +222,6 @@ async function translate() {
     }
     if (answer === undefined) throw new TypeError("the stream ended early");
     keepRows(number);
-    page.access.hidden = true;
     page.spoken.textContent = whole();
   } catch (error) {
     if (own.signal.aborted) return;
@@ -244,10 +242,6 @@ async function explain(error, own) {
   const seconds = Math.min(Number(error.response?.headers.get("Retry-After")) || 0, 60);
   say(error.message + (seconds ? ` This page tries again in ${seconds} s.` : ""));
   if (seconds) timer = setTimeout(translate, 1000 * seconds);
-  if ([401, 403].includes(error.response?.status)) {
-    page.access.hidden = false;
-    page.key.focus();
-  }
 }
 
 // Keys, pointer, controls
@@ -298,10 +292,6 @@ page.text.addEventListener("input", () => {
 });
 page.text.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) translate();
-});
-page.access.addEventListener("submit", (event) => {
-  event.preventDefault();
-  translate();
 });
 page.shades.addEventListener("change", shade);
 page.copy.addEventListener("click", () => {
