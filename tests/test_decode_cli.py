@@ -34,8 +34,8 @@ from transformer_jax.config import (
 )
 from transformer_jax.config_io import from_json, to_json
 from transformer_jax.decoding import __main__ as program
+from transformer_jax.decoding import output_file
 from transformer_jax.decoding.flags import checked_flags
-from transformer_jax.decoding.output_file import OutputFile
 from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
@@ -382,13 +382,11 @@ def test_sampled_shards_joined_are_the_whole(decode, tmp_path):
     (tmp_path / "in").write_bytes(TEXT)
     whole = decode(*flags)[1]
     for i in range(3):
-        assert decode(*flags, "--output", tmp_path / "out", "--shard", f"{i}/3")[0] == 0
-    assert (tmp_path / "out.shard-2-of-3").read_text() == "".join(
-        x for x in whole.splitlines(True) if x[:2] in ("2 ", "5 ")
-    )
-    status, out, err = decode("--join", "--output", tmp_path / "out")
-    assert (status, out) == (0, "") and "7 sentences joined" in err
-    assert (tmp_path / "out").read_text() == whole
+        assert decode(*flags, "--output", tmp_path / f"out.{i}", "--shard", f"{i}/3")[0] == 0
+    expected = "".join(x for x in whole.splitlines(True) if x[:2] in ("2 ", "5 "))
+    assert (tmp_path / "out.2").read_text() == expected == decode(*flags, "--shard", "2/3")[1]
+    joined = subprocess.check_output(["sort", "-nsm", *sorted(tmp_path.glob("out.*"))])
+    assert joined.decode() == whole
 
 
 def test_killed_and_resumed(decode, workdir, tmp_path):
@@ -407,48 +405,34 @@ def test_killed_and_resumed(decode, workdir, tmp_path):
         pipe.close()
     os.truncate(path, path.stat().st_size - 5)
 
-    torn = path.read_bytes()
-    status, _, err = decode(
-        *flags, "--length-penalty", 0.1, "--output", path, "--resume", stdin=b"".join(lines)
-    )
-    assert status == 2 and "length_penalty: 0.6 then, 0.1 now" in err and path.read_bytes() == torn
     status, out, _ = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
     assert (status, out) == (0, "")
     assert path.read_bytes().decode() == decode(*flags, stdin=b"".join(lines))[1]
     status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
     assert status == 0 and "240 sentences were there already" in err
-    status, _, err = decode(
-        *flags, "--beam-size", 1, "--output", path, "--resume", stdin=b"".join(lines)
-    )
-    assert status == 2 and "beam_size: 2 then, 1 now" in err
     status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines[:-1]))
     assert (
         status == 2 and "240 sentences already, the input only 239; expected the same input" in err
     )
 
 
-def test_what_is_complete_is_not_taken_for_the_output_of_other_settings(decode, expected, tmp_path):
+def test_resuming_a_complete_file_changes_nothing(decode, expected, tmp_path):
     source, path = tmp_path / "in", tmp_path / "out"
     source.write_bytes(TEXT)
     files = ("--input", source, "--output", path, "--resume")
     assert decode(*files)[0] == 0
     whole = path.read_text()
-    assert whole.splitlines() == expected and path.with_name("out.progress.json").exists()
+    assert whole.splitlines() == expected
     status, _, err = decode(*files)
     assert (
         status == 0
         and f"{len(LINES)} sentences were there already" in err
         and path.read_text() == whole
     )
-    status, _, err = decode(*files, "--length-penalty", 0.1)
-    assert status == 2 and "length_penalty: 0.6 then, 0.1 now" in err and path.read_text() == whole
-    source.write_bytes(TEXT.replace(b"five", b"two"))
-    status, _, err = decode(*files)
-    assert status == 2 and "input: " in err and path.read_text() == whole
-    # A run without --resume leaves no progress file: nothing tells how its output came about.
-    assert decode("--input", source, "--output", path)[0] == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
-    assert "or a run without --resume was completed" in decode(*files)[2]
+    # With more input the rest is appended.
+    source.write_bytes(TEXT + b"one\n")
+    assert decode(*files)[0] == 0 and path.read_text().startswith(whole)
 
 
 def test_a_window_of_one_answers_each_line_at_once(workdir):
@@ -485,9 +469,7 @@ def test_what_other_flags_imply(workdir):
     ("flags", "message"),
     [
         (("--resume",), "--resume is given without --output"),
-        (("--shard", "0/2"), "--shard is given without --output"),
         (("--shard", "2/2", "--output", "x"), "shard is '2/2'"),
-        (("--join",), "--join is given without --output"),
         (("--score", "no/such"), "score is 'no/such', which does not exist"),
         (
             ("--score", __file__, "--nbest", 2),
@@ -502,9 +484,6 @@ def test_what_other_flags_imply(workdir):
         (("--alignments", "soft"), "--alignments soft is given without --format jsonl"),
         (("--nbest", 0), "nbest is 0"),
         (("--suppress", "</s>"), "decoding.suppress has '</s>'"),
-        (("--join", "--output", "x", "--shard", "0/2"), "--shard is given with --join"),
-        (("--join", "--output", "x", "--nbest", 2), "--nbest is given with --join"),
-        (("--join", "--output", "x", "--beam-size", 3), "--beam-size is given with --join"),
         (("--input", "."), "input is '.', which is no regular file"),
         (("--reference", os.devnull), "reference is '/dev/null', which is no regular file"),
         (("--shortlist", "."), "shortlist is '.', which is no regular file"),
@@ -540,22 +519,22 @@ def test_wrong_flags_are_refused_before_jax_is_loaded(workdir):
 
 
 def test_a_full_disk_is_told_with_the_file_and_how_to_continue(decode, tmp_path, monkeypatch):
-    write = OutputFile.write
-
-    def write_two(self, lines):
-        if self._file.tell() >= len(written.encode()):
-            with open("/dev/full", "wb") as full:
-                os.dup2(full.fileno(), self._file.fileno())
-        write(self, lines)
-
     whole = decode()[1]
     written = "".join(whole.splitlines(keepends=True)[:2])
+    write = output_file._write
+
+    def write_two(file, lines):
+        if file.tell() >= len(written.encode()):
+            with open("/dev/full", "wb") as full:
+                os.dup2(full.fileno(), file.fileno())
+        write(file, lines)
+
     with monkeypatch.context() as patch:
-        patch.setattr(OutputFile, "write", write_two)
+        patch.setattr(output_file, "_write", write_two)
         status, _, err = decode("--output", tmp_path / "out")
     assert status == 2 and (tmp_path / "out").read_text() == written
     assert "out keeps what is translated; the same command with --resume continues it" in err
-    assert "out cannot be written: No space left on device" in err
+    assert f"error: '{tmp_path}/out': No space left on device; check" in err
     assert decode("--output", tmp_path / "out", "--resume")[0] == 0
     assert (tmp_path / "out").read_text() == whole
 
@@ -608,19 +587,3 @@ def test_wrong_shortlists_are_refused_before_the_work(decode, shortlist, tmp_pat
         assert (status, out) == (2, "") and message in err and not (tmp_path / "out").exists()
     status, _, err = decode("--shortlist", tmp_path / "none.npz")
     assert status == 2 and "none.npz', which does not exist" in err
-
-
-def test_a_run_is_resumed_with_the_same_shortlist_only(decode, shortlist, tmp_path):
-    """The same content; its name does not matter."""
-    same, other = tmp_path / "same.npz", tmp_path / "other.npz"
-    same.write_bytes(shortlist.read_bytes())
-    np.savez(other, **dict(np.load(shortlist)) | {"frequent": np.int32(5)})
-    _, whole, _ = decode("--shortlist", shortlist)
-    flags = ("--output", tmp_path / "out", "--resume")
-    stdin = TEXT[: TEXT.index(b"five")] + b"\xff\n"  # which stops it
-    assert decode("--shortlist", shortlist, *flags, stdin=stdin)[0] == 2
-    for which in (("--shortlist", other), ()):
-        status, _, err = decode(*which, *flags)
-        assert status == 2 and "shortlist: " in err
-    assert decode("--shortlist", same, *flags)[0] == 0
-    assert (tmp_path / "out").read_text() == whole

@@ -19,6 +19,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 FLAGS: dict[str, str] = {
     "api-keys": "let a reverse proxy check keys, as docs/serving.md shows.",
     "requests-per-minute": "let a reverse proxy limit rates, as docs/serving.md shows.",
+    "join": "join the outputs of --shard with `paste -d '\\n'` (docs/decoding.md, Long jobs).",
 }
 """Flag of a program, without the dashes: the advice. Flags of ``SETTINGS`` need no entry."""
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformer_jax.errors import UserError, shown
 
@@ -80,17 +80,10 @@ def kind_of(path: AnyPath) -> str:
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Replace the content of a file: readers, and a crash, see the old content or the new one."""
-    with replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """As ``write_atomically``, for content that is written little by little."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            yield file
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -47,8 +47,6 @@ _OUTPUT_FIELDS = (
 # Flags that say nothing without another one.
 _NEEDS = {
     "resume": "--output",
-    "shard": "--output",
-    "join": "--output",
     "alignment_layer": "--alignments",
     "bleu_tokenize": "--reference",
     "bleu_language": "--reference",
@@ -72,12 +70,10 @@ class Files:
     text_field: str = "text"
     """JSONL: the field to translate. A field `prefix` forces the beginning of the translation."""
     resume: bool = False
-    """Continue an interrupted run with the same settings where it stopped writing --output."""
+    """Keep the complete sentences of --output and continue after them."""
     shard: str | None = None
-    """i/n: take lines i, i + n, i + 2n, ... and write OUTPUT.shard-i-of-n; other processes take the
-    other shards."""
-    join: bool = False
-    """Write --output from all its shards; nothing is translated."""
+    """i/n: translate lines i, i + n, i + 2n, ... only (from 0); other processes translate the
+    others."""
     window: int | None = None
     """Lines that are read, then translated, at a time; 1 for a program that waits for each answer.
     Default: 1 at a terminal, otherwise 100 batches."""
@@ -177,8 +173,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     search = dataclasses.replace(arguments.search, **implied)
     arguments = dataclasses.replace(arguments, workdir=workdirs, search=search)
     _check_effects(arguments, typed)
-    if not arguments.files.join:
-        _check_values(arguments, config)
+    _check_values(arguments, config)
     return arguments, config
 
 
@@ -212,7 +207,6 @@ def _check_effects(arguments: Arguments, typed: set[str]) -> None:
     if arguments.results.alignments == "soft" and "format" not in given:
         raise UserError("--alignments soft is given without --format jsonl, which it needs.")
     for name, excluded, reason in (
-        ("join", given - {"join", "output"}, "which only puts shards together"),
         ("score", search - set(_SCORING) | {"nbest", "reference"}, "which searches nothing"),
         ("reference", {"resume", "shard"}, "which needs the whole output of one run"),
     ):

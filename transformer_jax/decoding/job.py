@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice, repeat
-from pathlib import Path
 
 from transformer_jax.cli import parse_shard
 from transformer_jax.compilation_cache import keep_compiled
@@ -18,12 +16,7 @@ from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import align
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.flags import Arguments
-from transformer_jax.decoding.output_file import (
-    OutputFile,
-    OutputStream,
-    fingerprint,
-    join_shards,
-)
+from transformer_jax.decoding.output_file import open_output
 from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.trained_models import blocks
@@ -44,10 +37,6 @@ def run_job(arguments: Arguments, config: Config) -> None:
         UserError: the flags do not fit the model, or the input has a fault. What comes before a
             fault in a stream is written.
     """
-    if arguments.files.join:
-        assert arguments.files.output is not None
-        logger.info("%d sentences joined.", join_shards(arguments.files.output))
-        return
     keep_compiled(arguments.compilation_cache)
     use_matmul_precision(config.model)
     reference = arguments.evaluation.reference
@@ -126,18 +115,19 @@ class _Job:
         form = OutputFormat(files.format, results.nbest, scoring, token_scores, results.alignments)
         best = []
         start = reported = time.perf_counter()
-        with self._open_output(form.lines_per_sentence) as output:
-            done = output.kept
-            records = self._checked(_skip(records, done, files.output))
+        numbered = form.lines_per_sentence > 1
+        with open_output(files.output, resume=files.resume, numbered=numbered) as (write, kept):
+            done = kept
+            records = self._checked(_skip(records, kept, files.output))
             for block in blocks(records, self.window):
                 for record, translations, alignments in self._answers(block):
-                    output.write(form.lines(record, translations, alignments))
+                    write(form.lines(record, translations, alignments))
                     if keep_best:
                         best.append(translations[0].text)
                 done += len(block)
                 if time.perf_counter() - reported > _SECONDS_BETWEEN_REPORTS:
                     reported = time.perf_counter()
-                    logger.info("%d lines in %.0f s.", done - output.kept, reported - start)
+                    logger.info("%d lines in %.0f s.", done - kept, reported - start)
         return best
 
     def _checked(self, records: Iterable[Record]) -> Iterator[Record]:
@@ -166,33 +156,6 @@ class _Job:
             results = list(zip(block, translations, strict=True))
             alignments = align(results, self.scorer, layer=self.results.alignment_layer)
         return zip(block, translations, alignments)
-
-    def _open_output(self, lines_per_sentence: int) -> OutputFile | OutputStream:
-        files, config = self.files, self.models.config
-        if files.output is None:
-            return OutputStream()
-        if not files.shard and Path(files.output).exists() and not Path(files.output).is_file():
-            return OutputStream(files.output)  # a device or a named pipe
-        task = "translate" if self.targets is None else "score"
-        settings = {"task": task} | dataclasses.asdict(config)
-        contents = {"input": files.input, "targets": self.targets, "shortlist": config.shortlist}
-        for name, path in contents.items():
-            if path:
-                with open(path, "rb") as file:
-                    settings[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        settings |= {"format": files.format, "text_field": files.text_field}
-        settings |= dataclasses.asdict(self.results)
-        settings |= {
-            "model": fingerprint(self.models.parameters),
-            "tokenizer": self.models.tokenizer.fingerprint,
-        }
-        return OutputFile(
-            files.output,
-            settings,
-            shard=parse_shard(files.shard) if files.shard else None,
-            lines_per_sentence=lines_per_sentence,
-            resume=files.resume,
-        )
 
     def report(self, seconds: float) -> None:
         """Log what did not go as it should, and how long it took."""
