@@ -1,6 +1,11 @@
 """The twenty rows of Table 3 of the paper (section 6.2), as small changes to any base config.
 
-    python -m transformer_jax.table3 --config configs/wmt14_base.py --rows base,A --workdir runs/t3
+    python train.py --config table3:C-N2 --workdir runs/C-N2
+    python train.py --config table3:C-N2,multi30k --workdir runs/C-N2-multi30k
+
+The base after the comma is a recipe, a Python file or a config.json, as `--config` takes it;
+without one it is `wmt14_base`. Flags change the row, not the base: other settings for all rows
+belong in the base. `examples/table3.py` collects the results.
 
 `ROWS` has what the paper changes in a row, in the paper's own numbers. The one rule that carries
 them over to another base: a size stands to the base's as in the paper (rounded, at least 1), and a
@@ -12,7 +17,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transformer_jax.config import Config
-from transformer_jax.config_io import flatten
+from transformer_jax.config_io import flatten, load_config_file
+from transformer_jax.errors import UserError, shown
 
 
 class Row(NamedTuple):
@@ -66,6 +72,14 @@ ROWS = {
     "E": Row({"model.positions": "learned"}, 65, 4.92, 25.7),
     "big": Row(BIG, 213, 4.33, 26.4),
 }
+
+
+def get_config(argument: str) -> Config:
+    """Expected a row such as C-N2, alone or with another base than wmt14_base: C-N2,multi30k."""
+    row, _, base = argument.partition(",")
+    if row not in ROWS:
+        raise UserError(f"Row {shown(row)} is unknown; expected one of {', '.join(ROWS)}.")
+    return change(row, load_config_file(base or "wmt14_base"))
 
 
 def change(row: str, base: Config) -> Config:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
+import json
 import re
 import runpy
 from collections.abc import Callable, Iterator
@@ -83,3 +85,40 @@ def test_pictures(run: Callable[..., str], tmp_path: Path) -> None:
         f"{tmp_path}/new/{name}.svg" for name in ("positions", "schedule")
     ]
     assert "4,000 steps of warm-up" in (tmp_path / "new" / "schedule.svg").read_text()
+
+
+def test_table_3(run: Callable[..., str], tmp_path: Path) -> None:
+    """Means over finished seeds, beside the paper's figures."""
+
+    def write_run(name: str, seed: int, *, of: int = 10, **summary: Any) -> None:
+        folder = tmp_path / name / f"seed-{seed}"
+        folder.mkdir(parents=True)
+        config = transformer_jax.Config(training=transformer_jax.TrainingConfig(steps=of))
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+        bleu = {} if name == "E" else {"dev_bleu": 20}
+        lines = [
+            {"kind": "dev", "dev_perplexity": 50.0, "dev_bleu": 1.0},
+            {"kind": "dev", "dev_perplexity": 5.0 + seed, **bleu},
+            {"kind": "save"},
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if summary:
+            (folder / "summary.json").write_text(json.dumps(summary))
+
+    done = {"steps": 10, "stopped_by": None, "stopped_early": False}
+    write_run("base", 1, **done)
+    write_run("base", 2, of=90, **done | {"stopped_early": True})
+    write_run("base", 3, **done | {"stopped_by": "SIGTERM"})
+    write_run("base", 4, of=90, **done)
+    write_run("A-h1", 1)
+    write_run("E", 1, **done)
+    write_run("another", 1, **done)
+    assert run("table3", folder=tmp_path).splitlines() == [
+        "| row | perplexity: paper | here | BLEU: paper | here | finished seeds |",
+        "|---|---|---|---|---|---|",
+        "| base | 4.92 | 6.50 ± 0.71 | 25.8 | 20.0 ± 0.0 | 2 of 4 |",
+        "| A-h1 | 5.29 | – | 24.9 | – | 0 of 1 |",
+        "| E | 4.92 | 6.00 | 25.7 | – | 1 of 1 |",
+    ]
+    with pytest.raises(SystemExit, match="another has no run of Table 3"):
+        run("table3", folder=tmp_path / "another")

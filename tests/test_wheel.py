@@ -71,6 +71,8 @@ def test_programs_run_without_the_clone(installed: Path, tmp_path: Path) -> None
     assert "--input" in program("transformer-decode", "--help")
     text = program("transformer-train", "--config", "multi30k_cpu", "--help", "tokenizer")
     assert "(default: 8000)" in text  # of the recipe, which reads another one
+    text = program("transformer-train", "--config", "table3:C-N2", "--help", "model")
+    assert "(default: 2)" in text
     text = program("transformer-train", "--config", "multi30k", "--workdir", "w", status=2)
     assert "data.root = 'data/multi30k'" in text  # the text, which is not there: all else is
 

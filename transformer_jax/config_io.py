@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import re
 import traceback
@@ -18,31 +19,39 @@ _PACKAGE = Path(__file__).parent
 _RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")
 """In the package as installed from a wheel; beside it in a clone."""
 
+_WITH_ARGUMENT = re.compile(r"([^/:.]+|.+?\.py):(.*)", re.DOTALL)
+"""A recipe's name or a Python file, a colon, and the argument, which may have colons of its own."""
+
 
 def load_config_file(path: str | Path) -> Config:
-    """The config that a Python file's ``get_config()`` returns, that a config.json holds, or that
-    the recipe of this name has: ``multi30k``.
+    """The config of a recipe (``multi30k``), a Python file with ``get_config()``, or a config.json.
+
+    What follows a colon is the argument of a recipe's or a file's ``get_config(argument)``:
+    ``table3:C-N2``, ``mine/recipe.py:large``.
 
     Raises:
       UserError: there is no such recipe; the file cannot be read or run, or has wrong settings.
         Names the file and, for Python, the line.
     """
-    path = Path(path)
-    if path.name == str(path) and not path.suffix:
-        path = recipe_path(path.name)
+    name, argument = str(path), None
+    if not Path(name).exists() and (found := _WITH_ARGUMENT.fullmatch(name)):
+        name, argument = found.groups()
+    path = Path(name)
+    if path.name == name and not path.suffix:
+        path = recipe_path(name)
     problems = {
         "does not exist": not path.exists(),
         "is a folder": path.is_dir(),
         "is not a regular file": not path.is_file(),
         "ends in neither .py nor .json": path.suffix not in (".py", ".json"),
     }
-    if found := [problem for problem, holds in problems.items() if holds]:
+    if wrong := [problem for problem, holds in problems.items() if holds]:
         raise UserError(
-            f"Config file {str(path)!r} {found[0]}; expected a Python file with get_config(), a "
+            f"Config file {str(path)!r} {wrong[0]}; expected a Python file with get_config(), a "
             "work directory's config.json, or a recipe's name, such as demo."
         )
     try:
-        return from_json(path.read_bytes()) if path.suffix == ".json" else _run(path)
+        return from_json(path.read_bytes()) if path.suffix == ".json" else _run(path, argument)
     except (Exception, SystemExit) as error:  # a config file may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
@@ -65,12 +74,19 @@ def recipe_path(name: str) -> Path:
     return path
 
 
-def _run(path: Path) -> Config:
+def _run(path: Path, argument: str | None) -> Config:
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), names)
     if "get_config" not in names:
         raise UserError("It has no get_config(); expected `def get_config() -> Config`.")
-    config = names["get_config"]()
+    get_config = names["get_config"]
+    parameters = inspect.signature(get_config).parameters.values()
+    if argument is not None and not parameters:
+        raise UserError(f"It takes no argument, but {shown(argument)} was given after the colon.")
+    if argument is None and any(each.default is each.empty for each in parameters):
+        summary = (inspect.getdoc(get_config) or "").partition("\n")[0]
+        raise UserError(f"It needs an argument: {path.stem}:ARGUMENT. {summary}".rstrip())
+    config = get_config() if argument is None else get_config(argument)
     if not isinstance(config, Config):
         kind = type(config).__name__
         raise UserError(f"get_config() returned {kind}; expected a transformer_jax Config.")

@@ -23,7 +23,11 @@ FLAGS: dict[str, str] = {
 }
 """Flag of a program, without the dashes: the advice. Flags of ``SETTINGS`` need no entry."""
 
-MODULES: dict[str, str] = {}
+MODULES: dict[str, str] = {
+    "table3": (
+        "train the rows by train.py --config table3:ROW and collect them by examples/table3.py."
+    ),
+}
 """Module below ``transformer_jax``: the advice."""
 
 

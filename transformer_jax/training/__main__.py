@@ -63,8 +63,9 @@ class Arguments:
     """Folder of this run, made if it does not exist: config, tokenizer, checkpoints, metrics. Or a
     URL (s3://, gs://, ...)."""
     config: str = ""
-    """A recipe in configs/ by its name, such as multi30k, a config file like those, or a work
-    directory's config.json: sets the defaults of all other flags. '': the paper's base model."""
+    """A recipe in configs/ by its name, such as multi30k or, with an argument, table3:C-N2; a
+    config file like those; or a work directory's config.json. Sets the defaults of all other flags.
+    '': the paper's base model."""
     allow_changes: bool = False
     """Resume with other values of batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
     matmul_precision, remat or start_from, or of steps where the learning rate depends on them."""

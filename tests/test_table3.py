@@ -1,6 +1,7 @@
-"""The rows of Table 3 for any base, and that each one trains, resumes and translates."""
+"""The recipe table3: rows of Table 3 for any base; each row trains, resumes and translates."""
 
 import dataclasses
+import runpy
 from pathlib import Path
 
 import jax
@@ -12,34 +13,34 @@ from transformer_jax import Translator
 from transformer_jax.config import Config, DecodingConfig, MeshConfig, TokenizerConfig
 from transformer_jax.config_io import flatten, load_config_file, recipe_path, to_json
 from transformer_jax.data.batching import Batch
+from transformer_jax.errors import UserError
 from transformer_jax.sharding import make_mesh
-from transformer_jax.table3.runs import load_table
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import init_state, make_step_functions
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = load_table(recipe_path("table3"))
+RECIPE = runpy.run_path(str(recipe_path("table3")))
+ROWS, change = RECIPE["ROWS"], RECIPE["change"]
 PAIRS = [("one two three", "eins zwei drei"), ("four five", "vier fünf"), ("six", "sechs")]
 
 
 def changed(row: str, base: Config) -> dict[str, object]:
     """The settings that a row changes."""
-    old, new = flatten(base), flatten(TABLE.change(row, base))
+    old, new = flatten(base), flatten(change(row, base))
     return {name: value for name, value in new.items() if value != old[name]}
 
 
 def test_the_paper_is_the_paper_and_other_bases_are_in_proportion() -> None:
-    paper = load_config_file(ROOT / "configs" / "wmt14_base.py")
-    for row, what in TABLE.rows.items():
+    paper = load_config_file("wmt14_base")
+    for row, what in ROWS.items():
         assert changed(row, paper) == what.changes, row
-    big = load_config_file(ROOT / "configs" / "wmt14_big.py")
-    assert TABLE.change("big", paper).model == big.model
+    big = load_config_file("wmt14_big")
+    assert change("big", paper).model == big.model
     small = tiny()
     model = dataclasses.replace(small.model, d_model=64, num_heads=4, num_layers=3, dropout=0.3)
     small = dataclasses.replace(small, model=model)
-    values = [list(changed(row, small).values()) for row in TABLE.rows]
+    values = [list(changed(row, small).values()) for row in ROWS]
     assert values == [
         *([], [1], [2], [8], [16]),  # heads: an eighth of 4 would be none
         *([4], [8]),  # d_k
@@ -50,7 +51,50 @@ def test_the_paper_is_the_paper_and_other_bases_are_in_proportion() -> None:
         [128, 64, 8, 0.5, 90],
     ]
     wide_heads = dataclasses.replace(model, d_k=32, d_v=8)
-    assert TABLE.change("A-h1", dataclasses.replace(small, model=wide_heads)).model.d_v is None
+    assert change("A-h1", dataclasses.replace(small, model=wide_heads)).model.d_v is None
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_the_argument_of_the_recipe(row: str) -> None:
+    assert load_config_file(f"table3:{row}") == change(row, load_config_file("wmt14_base"))
+
+
+def test_the_base_is_a_recipe_or_a_file(tmp_path: Path) -> None:
+    base = tmp_path / "runs:1"
+    base.mkdir()
+    (base / "config.json").write_text(to_json(tiny()))
+    (base / "recipe.py").write_text(
+        "from pathlib import Path\nfrom transformer_jax import load_config_file\n\n\n"
+        "def get_config():\n    return load_config_file(Path(__file__).parent / 'config.json')\n"
+    )
+    small = change("C-N2", load_config_file("multi30k"))
+    assert load_config_file("table3:C-N2,multi30k") == small
+    for file in (base / "config.json", base / "recipe.py"):
+        assert load_config_file(f"table3:E,{file}") == change("E", tiny())
+        assert load_config_file(f"{recipe_path('table3')}:E,{file}") == change("E", tiny())
+    assert load_config_file("table3:E,table3:C-N2") == change(
+        "E", change("C-N2", load_config_file("wmt14_base"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("table3", r"table3\.py': It needs an argument: table3:ARGUMENT\. Expected a row such as"),
+        (
+            "table3:",
+            r"table3\.py', line \d+: Row '' is unknown; expected one of base, A-h1, .*, big",
+        ),
+        ("table3:C-N3", "Row 'C-N3' is unknown; expected one of base, "),
+        ("table3:E,multi30", "Config 'multi30' is no recipe; expected one of"),
+        ("table3:E,none.py", "Config file 'none.py' does not exist"),
+        ("demo:large", r"demo\.py': It takes no argument, but 'large' was given after the colon"),
+        ("tabel3:E", "'tabel3' is no recipe; expected one of .*, table3, "),
+    ],
+)
+def test_wrong_arguments_of_a_recipe_are_named(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config_file(name)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +102,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=40))
 
 
-@pytest.mark.parametrize("row", TABLE.rows)
+@pytest.mark.parametrize("row", ROWS)
 def test_a_row_trains_resumes_and_translates(
     row: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -68,7 +112,7 @@ def test_a_row_trains_resumes_and_translates(
     small, layers = tiny(average=1), 2 if row.startswith("C-N") else 1
     vocabulary = {"vocab_size": tokenizer.target_vocab_size}
     model = dataclasses.replace(small.model, d_model=32, num_heads=8, num_layers=layers)
-    config = TABLE.change(row, dataclasses.replace(small, model=model))
+    config = change(row, dataclasses.replace(small, model=model))
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **vocabulary),
