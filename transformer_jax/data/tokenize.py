@@ -11,15 +11,19 @@ import hashlib
 import json
 import os
 import pickle
+import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -185,20 +189,32 @@ def tokenised(
         yield from _tokenised_by_workers(chain(head, numbered), job, workers)
 
 
-# Loky's processes, unlike those of multiprocessing, neither import the main program (jax included,
-# and scripts without a main guard) nor fork (unsafe beside JAX's threads).
+class _Worker(SpawnProcess):
+    """A process that does not import the main program: that may import JAX, and may have no guard
+    by ``__name__``. A fork is out of the question: JAX has threads.
+    """
+
+    def start(self) -> None:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # where multiprocessing looks for it
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Workers(SpawnContext):
+    Process = _Worker
 
 
 def _tokenised_by_workers(
     chunks: Iterable[tuple[Number, Pairs]], job: TokeniseJob, workers: int
 ) -> Generator[TokenisedChunk, None, None]:
-    import loky  # few processes need it
-
     with tempfile.NamedTemporaryFile() as file:  # as an argument it would start them one by one
         pickle.dump(job, file, pickle.HIGHEST_PROTOCOL)
         file.flush()
-        executor = loky.ProcessPoolExecutor(
-            workers, initializer=_start_worker, initargs=(os.getpid(),)
+        executor = ProcessPoolExecutor(
+            workers, mp_context=_Workers(), initializer=_start_worker, initargs=(os.getpid(),)
         )
         pending: deque[Future[TokenisedChunk]] = deque()
         try:
@@ -208,13 +224,12 @@ def _tokenised_by_workers(
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
-        except loky.process_executor.TerminatedWorkerError as error:
-            codes = str(error).partition("{")[2].partition("}")[0]
+        except BrokenProcessPool:
             raise UserError(
-                f"A tokenising process died: {codes}; if memory ran out, lower data.workers."
+                "A tokenizing process died. If memory ran out, lower data.workers."
             ) from None
         finally:
-            executor.shutdown(kill_workers=bool(pending))
+            executor.shutdown(cancel_futures=True)
 
 
 def _start_worker(parent: int) -> None:
