@@ -56,7 +56,7 @@ format: $(VENV)/.installed  ## rewrite the code in the project's style
 clean:  ## remove .venv, caches and build output; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build *.egg-info
 
-$(VENV)/.installed: requirements.txt
+$(VENV)/.installed: requirements.txt pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
@@ -66,5 +66,5 @@ $(VENV)/.installed-compare $(VENV)/.installed-docs: $(VENV)/.installed-%: requir
 	@touch $@
 
 $(VENV)/.installed-cuda $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c requirements.txt -e '.[$*]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[$*]'
 	@touch $@

@@ -1,7 +1,6 @@
 """Configs: round trip through JSON, messages for bad values, config files, the recipes."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -271,14 +270,6 @@ def test_messages_about_a_json_config_name_its_file(
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"config\.json': {message}"):
         load_config_file(path)
-
-
-def test_requirements_file_starts_with_the_packages_own() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = (ROOT / "requirements.txt").read_text().split("\n\n")[0].splitlines()
-    assert [line.split("#")[0].strip() for line in lines if not line.startswith("#")] == project[
-        "dependencies"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError, needs_extra, shown
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def paper_bleu(
     Raises:
       UserError: different counts, nothing to score, or no rules for this language.
     """
-    from sacremoses import MosesPunctNormalizer, MosesTokenizer  # slow to import
-
     check_bleu_language(language)
+    with needs_extra("paper"):
+        from sacremoses import MosesPunctNormalizer, MosesTokenizer  # slow to import
     tokenizer, punctuation = MosesTokenizer(language), MosesPunctNormalizer()
 
     def tokens(line: str) -> str:
@@ -128,8 +128,8 @@ def check_bleu_language(language: str) -> None:
     """Raise ``UserError`` unless Moses' tokeniser knows this language; '' is none."""
     if not language:
         return
-    from sacremoses.corpus import NonbreakingPrefixes
-
+    with needs_extra("paper"):
+        from sacremoses.corpus import NonbreakingPrefixes
     known = sorted(set(NonbreakingPrefixes().available_langs.values()))
     if language not in known:
         raise UserError(

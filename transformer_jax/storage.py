@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError, needs_extra, shown
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 AnyPath: TypeAlias = "Path | UPath"
 """A file on this machine, or behind a URL: what ``to_path`` returns."""
+
+_STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme: (package, extra)
 
 
 def is_url(name: str) -> bool:
@@ -47,6 +50,10 @@ def remote_path(url: str) -> UPath:
     """The path for a URL; ``UserError`` if no installed package reads such URLs."""
     from upath import UPath  # slow to import, and few runs need it
 
+    if store := _STORES.get(url.partition("://")[0]):
+        package, extra = store
+        with needs_extra(extra):
+            importlib.import_module(package)
     try:
         path = UPath(url)
         path.fs  # noqa: B018  imports the package

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
-from num2words import num2words
 
 from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import digest, files_of
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError, needs_extra, shown
 from transformer_jax.storage import AnyPath, kind_of, to_path
 
 _NUMBERS = 1_000_000
@@ -246,7 +245,10 @@ def _parse_json(config: PairsConfig, line: _Line) -> tuple[str, str]:
 
 
 def _tfds_examples(config: PairsConfig, root: str) -> Any:
-    import tensorflow_datasets as tfds  # slow to import, and few runs need it
+    with needs_extra("tfds"):
+        import array_record  # noqa: F401  TFDS imports it later, with a long message of its own
+        import importlib_resources  # noqa: F401
+        import tensorflow_datasets as tfds  # slow to import, and few runs need it
 
     name = config.source[0]
     try:
@@ -322,4 +324,6 @@ def _name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:
 
 @cache
 def _words(n: int, language: str) -> str:
-    return num2words(n, lang=language)
+    with needs_extra("demo"):
+        from num2words import num2words
+    return str(num2words(n, lang=language))
