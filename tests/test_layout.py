@@ -127,7 +127,6 @@ ORDER = [
     "interop.huggingface",
     "interop.huggingface_import",
     "interop.ctranslate2",
-    "interop.marian",
     "interop.pytorch",
     "interop.__main__",
 ]

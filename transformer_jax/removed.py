@@ -27,6 +27,7 @@ MODULES: dict[str, str] = {
     "table3": (
         "train the rows by train.py --config table3:ROW and collect them by examples/table3.py."
     ),
+    "interop.marian": "use interop.ctranslate2 or interop.huggingface.",
 }
 """Module below ``transformer_jax``: the advice."""
 

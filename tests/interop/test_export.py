@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from ctranslate2.converters import MarianConverter
 from ctranslate2.specs import transformer_spec
 from flax import nnx
 from transformers import MarianMTModel, MarianTokenizer
@@ -27,17 +26,12 @@ from transformer_jax.errors import UserError
 from transformer_jax.interop.__main__ import main
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
-from transformer_jax.interop.marian import export_marian
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.saver import save_imported
 
-EXPORTS = {
-    "ctranslate2": export_ctranslate2,
-    "huggingface": export_huggingface,
-    "marian": export_marian,
-}
+EXPORTS = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
 # Fields of the model, whether both languages share the vocabulary, and the formats that can express
 # it.
 VARIANTS = {
@@ -45,7 +39,7 @@ VARIANTS = {
     "biases": (
         {"attention_bias": True, "softmax_bias": True, "positions": "split"},
         True,
-        ["ctranslate2", "huggingface", "marian"],
+        ["ctranslate2", "huggingface"],
     ),
     "pre-norm, wide heads, untied": (
         {
@@ -80,7 +74,7 @@ VARIANTS = {
             "d_v": 6,
         },
         True,
-        ["ctranslate2", "huggingface", "marian"],
+        ["ctranslate2", "huggingface"],
     ),
     "biases in attention only, shared layers": (
         {
@@ -96,7 +90,7 @@ VARIANTS = {
     "embeddings tied apart from the softmax": (
         {"tie_embeddings": "embeddings", "positions": "split"},
         True,
-        ["ctranslate2", "huggingface", "marian"],
+        ["ctranslate2", "huggingface"],
     ),
     "final norm": ({"final_norm": True}, True, ["ctranslate2"]),
     "swiglu, rotary": (
@@ -108,22 +102,13 @@ VARIANTS = {
     "two vocabularies": (
         {"tie_embeddings": "target", "positions": "split", "norm_epsilon": 1e-5},
         False,
-        ["ctranslate2", "huggingface", "marian"],
+        ["ctranslate2", "huggingface"],
     ),
 }
 
 
 def _translator(folder: Path) -> ctranslate2.Translator:
     return ctranslate2.Translator(str(folder), inter_threads=1, intra_threads=1)
-
-
-def _through_marian_converter(folder: Path, epsilon: float) -> ctranslate2.Translator:
-    vocabularies = [str(folder / f"{side}.vocab.yml") for side in ("source", "target")]
-    MarianConverter(str(folder / "model.npz"), vocabularies).convert(str(folder / "converted"))
-    # the converter leaves CTranslate2's own epsilon, 1e-5, not Marian's
-    file = folder / "converted" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_norm_epsilon": epsilon}))
-    return _translator(folder / "converted")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -163,12 +148,7 @@ def test_logits_agree_with_the_libraries(
             real_BT = target_BT != PAD_ID
             np.testing.assert_allclose(got[real_BT], ours_BTV[real_BT], atol=1e-4)
         else:
-            judge = (
-                _translator(folder)
-                if form == "ctranslate2"
-                else _through_marian_converter(folder, config.model.norm_epsilon)
-            )
-            scores = judge.score_batch(
+            scores = _translator(folder).score_batch(
                 [tokenizer.source_tokens(ids[:-1]) for ids in sources],
                 [tokenizer.target_tokens(ids[:-1]) for ids in targets],
             )
@@ -346,13 +326,6 @@ def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, m
         ("huggingface", {"encoder_window": 3}, "model.encoder_window"),
         ("ctranslate2", {"encoder_window": 3}, "model.encoder_window"),
         ("ctranslate2", {"positions": "rotary", "d_v": 20}, "model.d_v"),
-        ("marian", {"positions": "relative"}, "model.positions"),
-        ("marian", {"norm": "pre", "positions": "split"}, "model.norm"),
-        ("marian", {}, "model.positions"),
-        ("marian", {"positions": "learned"}, "model.positions"),
-        ("marian", {"positions": "split", "activation": "gelu"}, "model.activation"),
-        ("marian", {"positions": "split", "d_k": 9, "d_v": 8}, "model.d_k"),
-        ("marian", {"positions": "split", "norm_epsilon": 1e-4}, "model.norm_epsilon"),
     ],
 )
 def test_what_a_format_cannot_express_is_refused_by_field(
@@ -442,17 +415,6 @@ def test_ctranslate2_gets_a_head_width_only_where_it_needs_one(
     assert asked == [False, True]
 
 
-def test_marian_decoder_config_has_the_search_settings(tmp_path, joint, make) -> None:
-    config, model = make(joint, positions="split")
-    export_marian(config, model, joint, tmp_path)
-    text = (tmp_path / "decoder.yml").read_text()
-    assert (
-        "beam-size: 4\n" in text
-        and "normalize: 0.0\n" in text
-        and 'vocabs: ["source.spm", "target.spm"]\n' in text
-    )
-
-
 @pytest.fixture
 def workdir(tmp_path, joint, make):
     config, model = make(joint)
@@ -534,15 +496,12 @@ def test_program_ends_with_status_2_and_writes_nothing(
     workdir, tmp_path, capsys, monkeypatch
 ) -> None:
     output = ["--output", str(tmp_path / "out")]
-    assert main(["export", "--workdir", str(workdir), "--format", "marian", *output]) == 2
-    assert "error: model.positions is 'interleaved'" in capsys.readouterr().err
-    assert main(["export", "--workdir", str(tmp_path / "none"), "--format", "marian", *output]) == 2
-    assert "holds no checkpoint" in capsys.readouterr().err
-    assert (
-        main(["export", "--workdir", str(workdir), "--format", "marian", "--average", "2", *output])
-        == 2
-    )
-    assert "average is 2" in capsys.readouterr().err
+    for arguments, message in (
+        (["--workdir", str(tmp_path / "none")], "holds no checkpoint"),
+        (["--workdir", str(workdir), "--average", "2"], "average is 2"),
+    ):
+        assert main(["export", *arguments, "--format", "ctranslate2", *output]) == 2
+        assert message in capsys.readouterr().err
     for package, form in (
         ("ctranslate2.specs", "ctranslate2"),
         ("safetensors.numpy", "huggingface"),

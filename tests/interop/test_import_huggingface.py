@@ -33,7 +33,6 @@ from transformer_jax.interop.__main__ import main
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
-from transformer_jax.interop.marian import export_marian
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training import saver
@@ -567,13 +566,6 @@ def test_an_imported_model_can_be_exported_and_imported_again(workdir, tmp_path,
     assert again.tokenizer.encode_source(texts) == tokenizer.encode_source(texts)
     assert again.tokenizer.encode_target(texts) == tokenizer.encode_target(texts)
     assert again.config.decoding.suppress == config.decoding.suppress
-
-
-def test_imported_vocabularies_are_not_for_marians_program(workdir, tmp_path) -> None:
-    config, model, tokenizer = load_model(workdir)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, positions="split"))
-    with pytest.raises(UserError, match="vocabulary is that of an imported model"):
-        export_marian(config, model, tokenizer, tmp_path)
 
 
 def test_of_one_checkpoints_folder_only_itself_can_be_chosen(workdir) -> None:

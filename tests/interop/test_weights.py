@@ -10,7 +10,6 @@ from flax import nnx
 from transformer_jax.interop.weights import (
     CTRANSLATE2,
     HUGGING_FACE,
-    MARIAN,
     blank_weights,
     from_library,
     parameters,
@@ -21,7 +20,7 @@ from transformer_jax.interop.weights import (
 FIELDS = {"num_layers": 1, "attention_bias": True, "tie_embeddings": "none", "softmax_bias": True}
 
 
-@pytest.mark.parametrize("library", [HUGGING_FACE, MARIAN, CTRANSLATE2])
+@pytest.mark.parametrize("library", [HUGGING_FACE, CTRANSLATE2])
 def test_weights_come_back_from_the_names_of_a_library(library, joint, make) -> None:
     config, model = make(joint, **FIELDS)
     weights = plain_weights(model)

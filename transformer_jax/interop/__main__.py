@@ -33,8 +33,8 @@ class Export:
 
     workdir: str
     """Work directory of a training run."""
-    format: Literal["ctranslate2", "huggingface", "marian"]
-    """CTranslate2's folder, a MarianMT folder for Hugging Face, or Marian's own model.npz."""
+    format: Literal["ctranslate2", "huggingface"]
+    """CTranslate2's folder, or a MarianMT folder for Hugging Face's transformers."""
     output: str
     """Folder to write; it must not exist, or be empty."""
     checkpoint: Literal["last", "best"] | int | None = None
@@ -84,14 +84,9 @@ def _export(task: Export) -> None:
     from transformer_jax.checkpoint import load_model
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_huggingface
-    from transformer_jax.interop.marian import export_marian
     from transformer_jax.remote_workdir import local_workdir, require_folder
 
-    exports = {
-        "ctranslate2": export_ctranslate2,
-        "huggingface": export_huggingface,
-        "marian": export_marian,
-    }
+    exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
     with _new_folder(require_folder(task.output, "output"), "output") as folder:
         config, model, tokenizer = load_model(
             local_workdir(task.workdir), average=task.average, checkpoint=task.checkpoint

@@ -22,7 +22,6 @@ def search_notes(
     library: str,
     *,
     stops: str,
-    limit: str = "",
     long_lines: str = "cuts them off",
 ) -> list[str]:
     """Where the search of ``library`` differs from ours, though it gets the same settings.
@@ -31,15 +30,13 @@ def search_notes(
         config: the settings.
         library: its name.
         stops: when it ends a search with a length penalty.
-        limit: the longest translation there, in words, unless it is a number of tokens.
         long_lines: what it does with too long a source.
     """
     decoding = config.decoding
     longest_source, longest_target = length_limits(config)
-    limit = limit or f"{longest_target} tokens"
     notes = [
-        f"translations end at {limit} at the latest in {library}, at source length + "
-        f"{decoding.max_extra_length} here.",
+        f"translations end at {longest_target} tokens at the latest in {library}, at source length "
+        f"+ {decoding.max_extra_length} here.",
         f"lines of more than {longest_source} tokens are translated in segments here; {library} "
         f"{long_lines}.",
     ]

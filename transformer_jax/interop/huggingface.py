@@ -1,4 +1,4 @@
-"""Export to Hugging Face's MarianMT format, which is not Marian's own (``marian``)."""
+"""Export to Hugging Face's MarianMT format, which is not Marian's own."""
 
 from __future__ import annotations
 

@@ -51,10 +51,7 @@ _LIBRARY = Library(
         "decoder.feed_forward_residual": "norm3.{}",
     },
     layer="{side}.layers.{number}.",
-    first_number=0,
     leaves={"kernel": "weight", "bias": "bias", "norm.scale": "weight", "norm.bias": "bias"},
-    kernel="transposed",
-    vector="same",
 )
 _OTHERS: dict[str, tuple[str, Form]] = {
     "source_embedding.matrix": ("source_embedding.weight", "same"),

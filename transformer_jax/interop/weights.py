@@ -29,74 +29,48 @@ Form = Literal["same", "transposed", "row"]
 _SOURCE, _TARGET = "source_embedding.position_matrix", "target_embedding.position_matrix"
 _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+?)\.(kernel|bias|norm\.\w+)")
 
-# The parts of a layer. {} stands for what a library calls a kernel, a bias, or the scale or bias of
-# a norm. Parts of one name are one array there, joined in this order along the output axis.
+# The parts of a layer. {} stands for the name of a kernel, a bias, or the scale or bias of a norm.
+# Parts of one name are one array there, joined in this order along the output axis.
 _PARTS = {
-    # ours: Hugging Face, Marian, CTranslate2
-    "self_attention.query": ("self_attn.q_proj.{}", "self_{}q", "self_attention/linear_0/{}"),
-    "self_attention.key": ("self_attn.k_proj.{}", "self_{}k", "self_attention/linear_0/{}"),
-    "self_attention.value": ("self_attn.v_proj.{}", "self_{}v", "self_attention/linear_0/{}"),
-    "self_attention.output": ("self_attn.out_proj.{}", "self_{}o", "self_attention/linear_1/{}"),
-    "self_attention_residual": (
-        "self_attn_layer_norm.{}",
-        "self_Wo_ln_{}",
-        "self_attention/layer_norm/{}",
-    ),
-    "cross_attention.query": ("encoder_attn.q_proj.{}", "context_{}q", "attention/linear_0/{}"),
-    "cross_attention.key": ("encoder_attn.k_proj.{}", "context_{}k", "attention/linear_1/{}"),
-    "cross_attention.value": ("encoder_attn.v_proj.{}", "context_{}v", "attention/linear_1/{}"),
-    "cross_attention.output": ("encoder_attn.out_proj.{}", "context_{}o", "attention/linear_2/{}"),
-    "cross_attention_residual": (
-        "encoder_attn_layer_norm.{}",
-        "context_Wo_ln_{}",
-        "attention/layer_norm/{}",
-    ),
-    "feed_forward.inner": ("fc1.{}", "ffn_{}1", "ffn/linear_0/{}"),
-    "feed_forward.gate": ("", "", "ffn/linear_0_noact/{}"),
-    "feed_forward.output": ("fc2.{}", "ffn_{}2", "ffn/linear_1/{}"),
-    "feed_forward_residual": ("final_layer_norm.{}", "ffn_ffn_ln_{}", "ffn/layer_norm/{}"),
+    # ours: Hugging Face, CTranslate2
+    "self_attention.query": ("self_attn.q_proj.{}", "self_attention/linear_0/{}"),
+    "self_attention.key": ("self_attn.k_proj.{}", "self_attention/linear_0/{}"),
+    "self_attention.value": ("self_attn.v_proj.{}", "self_attention/linear_0/{}"),
+    "self_attention.output": ("self_attn.out_proj.{}", "self_attention/linear_1/{}"),
+    "self_attention_residual": ("self_attn_layer_norm.{}", "self_attention/layer_norm/{}"),
+    "cross_attention.query": ("encoder_attn.q_proj.{}", "attention/linear_0/{}"),
+    "cross_attention.key": ("encoder_attn.k_proj.{}", "attention/linear_1/{}"),
+    "cross_attention.value": ("encoder_attn.v_proj.{}", "attention/linear_1/{}"),
+    "cross_attention.output": ("encoder_attn.out_proj.{}", "attention/linear_2/{}"),
+    "cross_attention_residual": ("encoder_attn_layer_norm.{}", "attention/layer_norm/{}"),
+    "feed_forward.inner": ("fc1.{}", "ffn/linear_0/{}"),
+    "feed_forward.gate": ("", "ffn/linear_0_noact/{}"),
+    "feed_forward.output": ("fc2.{}", "ffn/linear_1/{}"),
+    "feed_forward_residual": ("final_layer_norm.{}", "ffn/layer_norm/{}"),
 }
 _ORDER = list(_PARTS)
 
 
 class Library(NamedTuple):
-    """Names and shapes of weights in a library."""
+    """Names of weights in a library, which has kernels as [O, I]."""
 
     parts: Mapping[str, str]
     """Names as in ``_PARTS``, after a side where it matters."""
     layer: str
     """What a name in a layer begins with, with {side} and {number}."""
-    first_number: int
     leaves: dict[str, str]
     """By ours (kernel, bias, norm.scale, norm.bias): what stands for {}."""
-    kernel: Form
-    vector: Form
-    """The shapes of a kernel, and of a bias or a norm's scale."""
 
 
 HUGGING_FACE = Library(
     parts={ours: theirs[0] for ours, theirs in _PARTS.items()},
     layer="model.{side}.layers.{number}.",
-    first_number=0,
     leaves={"kernel": "weight", "bias": "bias", "norm.scale": "weight", "norm.bias": "bias"},
-    kernel="transposed",
-    vector="same",
-)
-MARIAN = Library(
-    parts={ours: theirs[1] for ours, theirs in _PARTS.items()},
-    layer="{side}_l{number}_",
-    first_number=1,
-    leaves={"kernel": "W", "bias": "b", "norm.scale": "scale", "norm.bias": "bias"},
-    kernel="same",
-    vector="row",
 )
 CTRANSLATE2 = Library(
-    parts={ours: theirs[2] for ours, theirs in _PARTS.items()},
+    parts={ours: theirs[1] for ours, theirs in _PARTS.items()},
     layer="{side}/layer_{number}/",
-    first_number=0,
     leaves={"kernel": "weight", "bias": "bias", "norm.scale": "gamma", "norm.bias": "beta"},
-    kernel="transposed",
-    vector="same",
 )
 
 
@@ -107,7 +81,7 @@ def to_library(
     tensors = {}
     for theirs, (form, ours) in _names(weights, library, others).items():
         shares = [_reshape(weights[name], form) for name in ours]
-        tensors[theirs] = np.concatenate(shares, _join_axis(form)) if len(shares) > 1 else shares[0]
+        tensors[theirs] = np.concatenate(shares) if len(shares) > 1 else shares[0]
     return tensors
 
 
@@ -117,7 +91,7 @@ def from_library(
     """The way back: plain weights with the names of ``like``."""
     weights = {}
     for theirs, (form, ours) in _names(like, library, others).items():
-        shares = np.split(tensors[theirs], len(ours), _join_axis(form))
+        shares = np.split(tensors[theirs], len(ours))
         for name, share in zip(ours, shares, strict=True):
             weights[name] = share[0] if form == "row" else _reshape(share, form)
     return weights
@@ -250,10 +224,10 @@ def _names(
             places.append((0, *others[ours], ours))
         else:
             side, number, part, leaf = match.groups()
-            prefix = library.layer.format(side=side, number=int(number) + library.first_number)
+            prefix = library.layer.format(side=side, number=number)
             parts = library.parts
             theirs = (parts.get(part) or parts[f"{side}.{part}"]).format(library.leaves[leaf])
-            form = library.kernel if leaf == "kernel" else library.vector
+            form: Form = "transposed" if leaf == "kernel" else "same"
             places.append((_ORDER.index(part), prefix + theirs, form, ours))
     for _, theirs, form, ours in sorted(places):
         found.setdefault(theirs, (form, []))[1].append(ours)
@@ -262,10 +236,6 @@ def _names(
 
 def _reshape(x: np.ndarray, form: Form) -> np.ndarray:
     return x if form == "same" else x.T if form == "transposed" else x[None]
-
-
-def _join_axis(form: Form) -> int:
-    return 0 if form == "transposed" else -1
 
 
 @functools.lru_cache(maxsize=4)
