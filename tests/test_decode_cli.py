@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 from flax import nnx
 from random_models import write_run
@@ -32,11 +31,9 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.config_io import from_json, to_json
 from transformer_jax.decoding import __main__ as program
 from transformer_jax.decoding import output_file
 from transformer_jax.decoding.flags import checked_flags
-from transformer_jax.decoding.shortlist import Shortlist
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID
@@ -341,21 +338,6 @@ def test_score(decode, tmp_path):
             assert len(row) == len(line["source_tokens"]) and sum(row) == pytest.approx(1, abs=1e-3)
 
 
-def test_scoring_needs_no_shortlist(decode, workdir, tmp_path):
-    """Its file may be gone, whatever the config says; translating without it is refused."""
-    targets, copy = tmp_path / "targets", tmp_path / "copy"
-    targets.write_text("ONE\n" * 7)
-    shutil.copytree(workdir, copy)
-    config = from_json((copy / "config.json").read_text())
-    decoding = dataclasses.replace(config.decoding, shortlist="no/such.npz")
-    (copy / "config.json").write_text(to_json(dataclasses.replace(config, decoding=decoding)))
-    flags = ("--score", targets, "--output", tmp_path / "out", "--alignments", "hard")
-    status, _, err = decode(*flags, folder=copy)
-    assert (status, (tmp_path / "out").read_text().count("\n")) == (0, 7), err
-    status, _, err = decode(folder=copy)
-    assert status == 2 and "no/such.npz', which does not exist" in err
-
-
 def test_score_needs_a_target_for_each_line(decode, tmp_path):
     source, targets = tmp_path / "source", tmp_path / "targets"
     source.write_bytes(TEXT)
@@ -486,7 +468,6 @@ def test_what_other_flags_imply(workdir):
         (("--suppress", "</s>"), "decoding.suppress has '</s>'"),
         (("--input", "."), "input is '.', which is no regular file"),
         (("--reference", os.devnull), "reference is '/dev/null', which is no regular file"),
-        (("--shortlist", "."), "shortlist is '.', which is no regular file"),
         (("--format", "jsonl", "--text-field", "prefix"), "text_field is 'prefix'"),
         (("--format", "jsonl", "--text-field", "score"), "text_field is 'score'"),
         (("--temperature", 0.5), "temperature is 0.5 without sampling; expected --method sample"),
@@ -542,48 +523,3 @@ def test_a_full_disk_is_told_with_the_file_and_how_to_continue(decode, tmp_path,
 def test_without_a_work_directory(capsys):
     assert program.main([]) == 2
     assert "--workdir is missing" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def shortlist(workdir):
-    """Four tokens, whatever the source: the search goes another way."""
-    tokenizer = Tokenizer.load(workdir)
-    sources, targets = tokenizer.source_vocab_size, tokenizer.target_vocab_size
-    nothing = np.zeros(sources + 1, np.int64)
-    made = Shortlist(
-        tokenizer.fingerprint, nothing, np.zeros(0, np.int32), np.arange(targets, dtype=np.int32), 4
-    )
-    made.save(workdir / "shortlist.npz")
-    return workdir / "shortlist.npz"
-
-
-def test_a_shortlist_says_what_it_costs(decode, expected, shortlist, tmp_path):
-    reference = tmp_path / "reference"
-    reference.write_text("".join(line + "\n" for line in expected))
-    status, out, err = decode(
-        "--shortlist", shortlist, "--reference", reference, "--bleu-tokenize", "char"
-    )
-    assert status == 0
-    differ = sum(one != other for one, other in zip(out.split("\n"), expected, strict=False))
-    assert differ == 5  # all but the empty ones
-    [with_it] = re.findall(r"^BLEU\|[^=]*= (\S+)", err, re.MULTILINE)
-    [without] = re.findall(r"^without the shortlist: BLEU\|[^=]*= (\S+)", err, re.MULTILINE)
-    assert float(with_it) < 90 and without == "100.00"
-    assert re.search(
-        r"changes 5 of 7 lines \(71\.4%\) and takes \d+\.\d\d s instead of \d+\.\d\d s", err
-    )
-
-
-def test_wrong_shortlists_are_refused_before_the_work(decode, shortlist, tmp_path):
-    saved = dict(np.load(shortlist))
-    without_eos = np.where(saved["by_frequency"] == EOS_ID, 29, saved["by_frequency"])
-    changes = {"by_frequency": without_eos, "fingerprint": np.array("another")}
-    messages = {"by_frequency": "misses EOS", "fingerprint": "made with another tokenizer"}
-    for name, message in messages.items():
-        np.savez(tmp_path / f"{name}.npz", **saved | {name: changes[name]})
-        status, out, err = decode(
-            "--shortlist", tmp_path / f"{name}.npz", "--output", tmp_path / "out"
-        )
-        assert (status, out) == (2, "") and message in err and not (tmp_path / "out").exists()
-    status, _, err = decode("--shortlist", tmp_path / "none.npz")
-    assert status == 2 and "none.npz', which does not exist" in err

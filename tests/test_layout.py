@@ -64,8 +64,6 @@ ORDER = [
     "decoding.models",
     "decoding.continuous_batching",
     "decoding.buckets",
-    "decoding.shortlist",
-    "decoding.learn_shortlist",
     "decoding.checks",
     "decoding.devices",
     "decoding.engine",

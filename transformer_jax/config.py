@@ -476,10 +476,6 @@ class DecodingConfig(Section, prefix="decoding."):
     suppress: tuple[str, ...] = ()
     """Target tokens that are never generated, written as in the vocabulary (`▁` where a word
     begins)."""
-    shortlist: str = ""
-    """File written by `python -m transformer_jax.decoding.learn_shortlist`: each sentence chooses
-    only among tokens that go with its source tokens, and probabilities are over these alone; '':
-    among all tokens. BLEU during training never uses it."""
     temperature: PositiveFloat = 1.0
     """sample: logits are divided by this; below 1 favours likely tokens."""
     top_k: Count = 0

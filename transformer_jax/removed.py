@@ -9,6 +9,10 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 SETTINGS: dict[str, tuple[Any, str]] = {
+    "decoding.shortlist": (
+        "",
+        "export to CTranslate2 with int8 where the softmax is too slow (docs/interop.md).",
+    ),
     "training.compilation_cache": (
         "auto",
         "use the flag --compilation-cache of train.py and decode.py.",
@@ -28,6 +32,7 @@ MODULES: dict[str, str] = {
         "train the rows by train.py --config table3:ROW and collect them by examples/table3.py."
     ),
     "interop.marian": "use interop.ctranslate2 or interop.huggingface.",
+    "decoding.learn_shortlist": "export to CTranslate2 with int8 where the softmax is too slow.",
 }
 """Module below ``transformer_jax``: the advice."""
 

@@ -10,13 +10,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from scipy import sparse
 
 from benchmarks import hlo
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.decoding.engine import Engine, Sentence
-from transformer_jax.decoding.shortlist import Lexicon, Shortlist
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.tokenizer import Tokenizer
@@ -296,11 +294,11 @@ def test_the_coverage_penalty_is_that_of_the_models_attention():
 def test_caches_are_made_once_and_used_again():
     engine = Engine([make_model(0)], CONFIG)
     first = engine.search(SENTENCES)
-    [[caches]] = engine._memory.values()
+    [[caches]] = [memory.decoders for memory in engine._memory.values()]
     keys = jax.tree.leaves([layer.self_keys for layer in caches.keys_values.layers])
     places = {x.unsafe_buffer_pointer() for x in keys}
     assert engine.search(SENTENCES) == first
-    [[again]] = engine._memory.values()
+    [[again]] = [memory.decoders for memory in engine._memory.values()]
     keys_again = jax.tree.leaves([layer.self_keys for layer in again.keys_values.layers])
     assert {x.unsafe_buffer_pointer() for x in keys_again} == places
     assert all(x.is_deleted() for x in keys)
@@ -312,8 +310,10 @@ def test_devices_share_the_work(engine):
     assert tokens(spread.search(SENTENCES)) == tokens(engine.search(SENTENCES))
     # Each gets as many as any other, whatever the blocks of one length that they come in.
     places = spread._layout.places(spread.buckets[0], [[0], [1, 2, 3], [4], [5, 6]])
-    waiting, counts, _ = spread._waiting(
-        spread.buckets[0], {place: SENTENCES[index] for index, place in places.items()}
+    waiting, counts = spread._layout.waiting(
+        spread.buckets[0],
+        {place: SENTENCES[index] for index, place in places.items()},
+        spread.longest_target,
     )
     assert len(set(places.values())) == 7 and counts.sum(axis=1).tolist() == [2, 2, 2, 1]
     assert (waiting.limit_Q > 0).sum() == 7
@@ -347,7 +347,7 @@ def test_assigned_parameters_go_where_the_work_is_done(engine, num_devices):
 
 def test_several_devices_are_given_no_array_without_elements(engine):
     """It would crash XLA's compiler in jaxlib 0.11.2."""
-    waiting, *_ = engine._waiting(engine.buckets[0], {0: SENTENCES[0]})
+    waiting, _ = engine._layout.waiting(engine.buckets[0], {0: SENTENCES[0]}, engine.longest_target)
     assert all(leaf.size for leaf in jax.tree.leaves(waiting))
 
 
@@ -395,11 +395,11 @@ def tokenizer():
     return Tokenizer.train(pairs, TokenizerConfig(vocab_size=36, algorithm="bpe"))
 
 
-def test_settings_are_checked_without_a_model(tokenizer, tmp_path):
+def test_settings_are_checked_without_a_model(tokenizer):
     size = tokenizer.target_vocab_size
     config = DecodingConfig(suppress=("▁", "A"), beam_size=size)
-    suppress, shortlist = check_decoding(config, tokenizer)
-    assert tokenizer.target_tokens(suppress) == ["▁", "A"] and shortlist is None
+    suppress = check_decoding(config, tokenizer)
+    assert tokenizer.target_tokens(suppress) == ["▁", "A"]
 
     def refuse(message, **settings):
         with pytest.raises(UserError, match=message):
@@ -409,17 +409,6 @@ def test_settings_are_checked_without_a_model(tokenizer, tmp_path):
     check_decoding(DecodingConfig(method="sample", beam_size=size + 1), tokenizer)
     refuse("decoding.suppress has 'qqq'", suppress=("A", "qqq"))
     refuse("decoding.suppress has '</s>', without which no", suppress=("A", "</s>"))
-    refuse("which does not exist", shortlist=str(tmp_path / "none.npz"))
-    lexicon = Lexicon(sparse.csr_array(np.ones((size, size))), np.ones(size))
-    mine = Shortlist.from_lexicon(lexicon, tokenizer, frequent=1)
-    for name, fingerprint in (("mine", mine.fingerprint), ("other", "of another tokenizer")):
-        dataclasses.replace(mine, fingerprint=fingerprint).save(tmp_path / name)
-    refuse("made with another tokenizer", shortlist=str(tmp_path / "other"))
-    suppress, found = check_decoding(
-        DecodingConfig(beam_size=5, shortlist=str(tmp_path / "mine")), tokenizer
-    )
-    assert suppress == () and found.frequent == 1
-    refuse("at most 5, the tokens that every", beam_size=6, shortlist=str(tmp_path / "mine"))
 
 
 @pytest.mark.cpu("it reads the program that XLA makes for them")

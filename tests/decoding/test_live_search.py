@@ -14,7 +14,6 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.buckets import length_index
 from transformer_jax.decoding.engine import Engine, Sentence
 from transformer_jax.decoding.live_search import Entry, LiveSearch
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import with_cast_weights
 
 VOCAB = 40
@@ -125,10 +124,3 @@ def test_broken_parameters_give_a_sentence_no_hypotheses():
     live = live_search(engine)
     live.enter([Entry("broken", SENTENCES[3])])
     assert live.take_steps(3) == [("broken", [])]
-
-
-def test_shortlists_are_refused():
-    engine = Engine([make_model(Vocabulary)], CONFIG)
-    engine.config = dataclasses.replace(CONFIG, shortlist="some.file")
-    with pytest.raises(UserError, match="shortlist is 'some.file'; expected ''"):
-        live_search(engine)

@@ -154,7 +154,6 @@ def waiting_arrays(
     source = Source(
         tokens_BS=np.full((size, lengths[-1]), PAD_ID, np.int32),
         length_index_B=np.zeros(size, np.int32),
-        own_BK=None,
     )
     waiting = Waiting(
         source,

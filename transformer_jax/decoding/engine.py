@@ -23,8 +23,7 @@ from transformer_jax.decoding.continuous_batching import Found, Waiting, search_
 from transformer_jax.decoding.devices import row_shardings
 from transformer_jax.decoding.models import DecodingModel, Source
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import NOT_FORCED, Method, SearchResult
-from transformer_jax.decoding.shortlist import Shortlist
+from transformer_jax.decoding.search import Method, SearchResult
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -77,10 +76,9 @@ class Engine:
         config: DecodingConfig,
         *,
         suppress: tuple[int, ...] = (),
-        shortlist: Shortlist | None = None,
         devices: Sequence[jax.Device] = (),
     ):
-        """``suppress`` and ``shortlist`` are what ``check_decoding`` gives for ``config``.
+        """``suppress`` is what ``check_decoding`` gives for ``config``.
 
         Each of ``devices`` searches an equal share of the rows, for as long as that takes. Without
         them the search runs where the parameters are. In a run of several processes all must ask
@@ -101,11 +99,8 @@ class Engine:
         self._everywhere, self._rows = row_shardings(devices)
         self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
         self.parameters = states
-        self._suppress, self._shortlist = suppress, shortlist
-        self._shared_C = None if shortlist is None else shortlist.shared(suppress)
-        if self._shared_C is not None:  # searches number tokens by their places in shortlists
-            self._suppress = tuple(self._shared_C.tolist().index(token) for token in suppress)
-        check_beam(config, self._vocab_sizes[1], self._shared_C)
+        self._suppress = suppress
+        check_beam(config, self._vocab_sizes[1])
         self._position_limit = min(model.config.position_limit for model in models)
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
@@ -181,16 +176,13 @@ class Engine:
         running = []
         for bucket, places in self._layout.searches(sentences):
             its = {place: sentences[index] for index, place in places.items()}
-            running.append((places, *self._start(bucket, its, num_hypotheses)))
+            running.append((places, self._start(bucket, its, num_hypotheses)))
         if jax.default_backend() != "cpu":
             self._memory.clear()
         found: list[list[Hypothesis]] = [[] for _ in sentences]
         with_nan = []
-        for places, tokens_QX, on_device in running:
+        for places, on_device in running:
             results, slots_computed, slots_used = jax.tree.map(np.asarray, on_device)
-            if tokens_QX is not None:  # from places in shortlists to tokens
-                tokens_QNL = np.take_along_axis(tokens_QX[:, None], results.tokens_BNL, axis=2)
-                results = results._replace(tokens_BNL=tokens_QNL)
             self.slots_computed += int(slots_computed.sum())
             self.slots_used += int(slots_used.sum())
             for index, place in places.items():
@@ -217,7 +209,7 @@ class Engine:
         """The search of one of ``buckets``, not yet compiled: to look at, or to compile ahead; for
         ``sharding``'s devices, if given, and for parameters of these shapes if there are none yet.
         """
-        waiting, counts, _ = self._waiting(bucket, {0: Sentence([EOS_ID])})
+        waiting, counts = self._layout.waiting(bucket, {0: Sentence([EOS_ID])}, self.longest_target)
         parameters = self.parameters if parameters is None else parameters
         memory = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows),
@@ -252,12 +244,12 @@ class Engine:
         longest = bucket.lengths[-1]
         rows = bucket.rows * self._shares
         tokens_BS = jax.ShapeDtypeStruct((rows, longest), jnp.int32)
-        source = Source(tokens_BS, jax.ShapeDtypeStruct((rows,), jnp.int32), None)
+        source = Source(tokens_BS, jax.ShapeDtypeStruct((rows,), jnp.int32))
 
         def start(parameters: Any, source: Source) -> Any:
             models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters)]
             model = DecodingModel(models, (longest,), self.config)
-            return model.start_cache(source, max_length=self.longest_target(longest)).decoders
+            return model.start_cache(source, max_length=self.longest_target(longest))
 
         return jax.eval_shape(start, self.parameters if parameters is None else parameters, source)
 
@@ -269,39 +261,15 @@ class Engine:
         """Positions that any translation of a source of this length can need."""
         return min(source_length + self.config.max_extra_length, self._position_limit)
 
-    def _start(
-        self, bucket: Bucket, sentences: dict[int, Sentence], num_hypotheses: int
-    ) -> tuple[np.ndarray | None, Found]:
-        """The shortlists (if any) of the sentences at these places, and what the devices will
-        find.
-        """
-        waiting, counts, tokens_QX = self._waiting(bucket, sentences)
+    def _start(self, bucket: Bucket, sentences: dict[int, Sentence], num_hypotheses: int) -> Found:
+        """What the devices will find for the sentences at these places."""
+        waiting, counts = self._layout.waiting(bucket, sentences, self.longest_target)
         # Gone if the search is interrupted.
         memory = self._memory.pop(bucket, None) or self.new_memory(bucket)
         found, self._memory[bucket] = self._search(
             self.parameters, waiting, counts, memory, bucket=bucket, num_hypotheses=num_hypotheses
         )
-        return tokens_QX, found
-
-    def _waiting(
-        self, bucket: Bucket, sentences: dict[int, Sentence]
-    ) -> tuple[Waiting, np.ndarray, np.ndarray | None]:
-        """The sentences at their places as arrays, how many each device has in each block, and
-        their shortlists, if any.
-        """
-        waiting, counts = self._layout.waiting(bucket, sentences, self.longest_target)
-        if self._shortlist is None or self._shared_C is None:
-            return waiting, counts, None
-        source, prefix_QP = waiting.source, waiting.prefix_QP
-        tokens_QX = self._shortlist.of_sentences(
-            source.tokens_BS, self._shared_C, prefix_BP=prefix_QP
-        )
-        places_QP = (tokens_QX[:, None] == prefix_QP[:, :, None]).argmax(axis=-1)
-        waiting = waiting._replace(
-            source=source._replace(own_BK=tokens_QX[:, len(self._shared_C) :]),
-            prefix_QP=np.where(prefix_QP < 0, NOT_FORCED, places_QP),
-        )
-        return waiting, counts, tokens_QX
+        return found
 
     def new_memory(self, bucket: Bucket) -> Any:
         """Caches of ``cache_shapes``, without sentences, on the devices."""
@@ -320,10 +288,8 @@ class Engine:
     ) -> tuple[Found, Any]:
         """``memory`` is overwritten, and comes back for the next search of this bucket."""
         self.num_compiled += 1  # this runs when a shape is traced, which is once
-        own_QK = waiting.source.own_BK
-        own = "" if own_QK is None else f" and {own_QK.shape[1]} target tokens of their own"
         devices = "" if self._shares == 1 else f" on {self._shares} devices"
-        logger.info("Compiling the %s%s%s.", self._name(bucket), own, devices)
+        logger.info("Compiling the %s%s.", self._name(bucket), devices)
         search = partial(self._search_share, bucket, self.method(num_hypotheses))
         if self._shares == 1:
             return search(parameters, waiting, counts, memory)
@@ -351,17 +317,17 @@ class Engine:
             with_cast_weights(nnx.merge(graph, each))
             for graph, each in zip(self._graphs, parameters, strict=True)
         ]
-        model = DecodingModel(transformers, bucket.lengths, self.config, self._shared_C)
+        model = DecodingModel(transformers, bucket.lengths, self.config)
         found, cache = search_waiting(
             method,
             model,
             waiting,
             counts_1M[0],
-            model.empty_cache(memory, waiting.source),
+            memory.cleared(),
             max_length=self.longest_target(bucket.lengths[-1]),
         )
         slots = found.slots_computed[None], found.slots_used[None]
-        return Found(found.results, *slots), cache.decoders
+        return Found(found.results, *slots), cache
 
     def method(self, num_hypotheses: int) -> Method:
         """The search that ``config`` asks for."""

@@ -106,8 +106,7 @@ class Evaluation:
     """Comparing with given translations."""
 
     reference: str | None = None
-    """File of reference translations: BLEU and chrF of the output go to stderr; with --shortlist
-    also BLEU without it, how many lines differ, and the time of both."""
+    """File of reference translations: BLEU and chrF of the output go to stderr."""
     bleu_tokenize: str | None = None
     """sacreBLEU's tokenisation for --reference. Default: the run's training.bleu_tokenize."""
     bleu_language: str | None = None
@@ -163,8 +162,6 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding}, common=COMMON)
     typed = {name.replace("-", "_") for name in flags_given(argv)}
     implied: dict[str, Any] = {}
-    if arguments.evaluation.score is not None:
-        implied["shortlist"] = ""  # nothing is searched, so its file need not be there
     if arguments.files.one_by_one and "batch_size" not in typed:
         implied["batch_size"] = 1
     by_default = config.decoding.method == "beam" and "beam_size" not in typed
@@ -245,7 +242,6 @@ def _check_values(arguments: Arguments, config: Config) -> None:
         "input": files.input,
         "reference": evaluation.reference,
         "score": evaluation.score,
-        "shortlist": arguments.search.shortlist or None,
     }
     for name, path in inputs.items():
         if path is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import time
@@ -22,7 +21,7 @@ from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import bleu, check_pairs, evaluate
+from transformer_jax.evaluation import check_pairs, evaluate
 from transformer_jax.model.layers import use_matmul_precision
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,6 @@ def run_job(arguments: Arguments, config: Config) -> None:
         language = asked.bleu_language or training.bleu_language
         scores = evaluate(best, references, tokenize=tokenize, language=language)
         print(scores, file=sys.stderr)
-        if job.translator is not None and arguments.search.shortlist:
-            job.compare_shortlist(list(records), references, tokenize)
 
 
 class _Job:
@@ -175,34 +172,6 @@ class _Job:
             if count:
                 logger.warning("%d %s.", count, what)
         logger.info("%.1f s; functions compiled: %d.", seconds, compiled)
-
-    def compare_shortlist(
-        self, records: list[Record], references: list[str], tokenize: str
-    ) -> None:
-        """Say what the shortlist costs in BLEU and what time it saves, compiling apart."""
-        short = self.translator
-        assert short is not None
-        config = dataclasses.replace(short.config, shortlist="")
-        whole = Translator(short.models, short.tokenizer, config, devices=self.devices)
-
-        def best(translator: Translator) -> list[str]:
-            stream = translator.stream(records, num_hypotheses=self.results.nbest)
-            return [translations[0].text for translations in stream]
-
-        best(whole)  # compiles
-        lines, seconds = [], []
-        for translator in (short, whole):
-            start = time.perf_counter()
-            lines.append(best(translator))
-            seconds.append(time.perf_counter() - start)
-        differ = sum(one != other for one, other in zip(*lines, strict=True))
-        print(
-            f"without the shortlist: {bleu(lines[1], references, tokenize=tokenize)}\n"
-            f"The shortlist changes {differ} of {len(records)} lines "
-            f"({differ / len(records):.1%}) and takes {seconds[0]:.2f} s instead of "
-            f"{seconds[1]:.2f} s, compiling apart.",
-            file=sys.stderr,
-        )
 
 
 def _skip(records: Iterable[Record], count: int, output: str | None) -> Iterator[Record]:

@@ -21,7 +21,6 @@ from transformer_jax.decoding.continuous_batching import Rows, RowSearch, Waitin
 from transformer_jax.decoding.engine import COMPILER_OPTIONS, Engine, Hypothesis, hypotheses
 from transformer_jax.decoding.models import DecodingModel
 from transformer_jax.decoding.search import SearchResult, results
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import PAD_ID
 
@@ -58,16 +57,7 @@ class LiveSearch(Generic[T]):
     """
 
     def __init__(self, engine: Engine, bucket: Bucket, models: Sequence[Transformer]):
-        """``models`` are the engine's, ``with_cast_weights`` as they are for all buckets.
-
-        Raises:
-          UserError: an engine with shortlists.
-        """
-        if engine.config.shortlist:
-            raise UserError(
-                f"decoding.shortlist is {engine.config.shortlist!r}; expected '': sentences that "
-                "enter one by one share no shortlist."
-            )
+        """``models`` are the engine's, ``with_cast_weights`` as they are for all buckets."""
         assert engine.num_devices == 1
         self._engine, self.bucket = engine, bucket
         self.busy: dict[int, Entry[T]] = {}
@@ -174,7 +164,7 @@ class LiveSearch(Generic[T]):
 
     def _empty_rows(self, parameters: Any, memory: Any, waiting: Waiting) -> Rows:
         search = self._search(parameters)
-        return search.empty(search.model.empty_cache(memory, waiting.source), waiting)
+        return search.empty(memory.cleared(), waiting)
 
     def _enter_rows(self, parameters: Any, rows: Rows, waiting: Waiting, rows_R: Array) -> Rows:
         search = self._search(parameters)

@@ -46,7 +46,7 @@ class TrainedModels:
 
         Raises:
           UserError: a model with another vocabulary; for a translator also settings that do not go
-            together, or not with the model, and no usable ``config.shortlist``.
+            together, or not with the model.
         """
         models = [models] if isinstance(models, Transformer) else list(models)
         tokens = tokenizer.source_vocab_size, tokenizer.target_vocab_size

@@ -65,7 +65,7 @@ class Translator(TrainedModels):
     """
 
     def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
-        suppress, shortlist = check_decoding(self.config, self.tokenizer)
+        suppress = check_decoding(self.config, self.tokenizer)
         positions = min(model.config.position_limit for model in models)
         self._longest_prefix = min(self.config.max_extra_length, positions - 1)
         if self.config.min_length > self._longest_prefix:
@@ -73,9 +73,7 @@ class Translator(TrainedModels):
                 f"decoding.min_length is {self.config.min_length}; expected less than "
                 f"model.max_positions = {positions}, where this model's learned positions end."
             )
-        self.engine = Engine(
-            models, self.config, suppress=suppress, shortlist=shortlist, devices=devices
-        )
+        self.engine = Engine(models, self.config, suppress=suppress, devices=devices)
         self.num_split = 0
 
     def __repr__(self) -> str:

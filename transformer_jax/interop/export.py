@@ -57,7 +57,6 @@ def search_notes(
         "decoding.repetition_penalty (it works on logits there, on log-probabilities here)": (
             decoding.repetition_penalty != 1
         ),
-        "decoding.shortlist": bool(decoding.shortlist),
         "decoding.coverage_penalty": bool(decoding.coverage_penalty),
     }
     return notes + [f"{name} is left out." for name, given in left_out.items() if given]

@@ -355,17 +355,11 @@ class Transformer(nnx.Module):
         Returns:
           Logits, float32 [B, W, V], and the new cache.
         """
-        hidden_BWD, cache = self.decode_hidden(tokens_BW, cache, length=length)
-        return self.logits(hidden_BWD), cache
-
-    def decode_hidden(
-        self, tokens_BW: jax.Array, cache: DecoderCache, *, length: int | None = None
-    ) -> tuple[jax.Array, DecoderCache]:
-        """``decode_step`` before the softmax: the decoder's output [B, W, D] and the new cache."""
         # A finished sentence may go on past the end of the cache; it must stay finite.
         positions_B1 = jnp.minimum(cache.position_B, cache.max_length - 1)[:, None]
         x_BWD = self.target_embedding(tokens_BW, positions_B1, num_positions=cache.max_length)
-        return self.decoder.step(x_BWD, cache, length=length)
+        hidden_BWD, cache = self.decoder.step(x_BWD, cache, length=length)
+        return self.logits(hidden_BWD), cache
 
 
 def with_cast_weights(model: Transformer) -> Transformer:

@@ -68,7 +68,7 @@ class Model:
         self.batch_size = self.config.batch_size * len(translators)  # of all devices
         self.searches = Workers([each.engine for each in translators])
         self.samples = Workers([each.engine for each in samplers]) if samplers else None
-        together = replace(self.config, batch_size=_ALIGNED_TOGETHER, shortlist="")
+        together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
         self.num_sentences = self.num_tokens = 0  # so far, tokens of the best translations
         self._scorer = Scorer(self.translator.models, self.translator.tokenizer, together)
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")

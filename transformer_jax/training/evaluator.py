@@ -60,8 +60,7 @@ class Evaluator:
         if run.dev_pairs or run.test_pairs:
             devices = list(run.mesh.devices.flat)
             batch_size = -(-run.config.decoding.batch_size // len(devices)) * len(devices)
-            # The whole vocabulary is searched: no shortlist can exist before the tokenizer does.
-            config = dataclasses.replace(run.config.decoding, shortlist="", batch_size=batch_size)
+            config = dataclasses.replace(run.config.decoding, batch_size=batch_size)
             model = nnx.merge(run.functions.graph, run.state.parameters)
             self._translator = Translator(model, run.tokenizer, config, devices=devices)
             for name, pairs in (("dev", run.dev_pairs), ("test", run.test_pairs)):

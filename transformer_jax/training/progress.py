@@ -80,6 +80,6 @@ def selection(config: Config, dev_corpus: Corpus | None) -> list[Any]:
     if training.select_by == "loss":
         return [dev, "loss", training.label_smoothing]
     # These two do not change translations of dev.
-    search = dataclasses.asdict(dataclasses.replace(config.decoding, batch_size=1, shortlist=""))
+    search = dataclasses.asdict(dataclasses.replace(config.decoding, batch_size=1))
     settings = training.bleu_sentences, training.bleu_tokenize, search
     return json.loads(json.dumps([dev, "bleu", *settings]))
