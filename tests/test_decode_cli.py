@@ -194,16 +194,17 @@ def test_a_folder_that_is_no_work_directory(decode, tmp_path):
     assert status == 2 and "expected a work directory" in err
 
 
-def test_a_damaged_checkpoint_is_counted_or_refused(decode, workdir, tmp_path):
-    shutil.copytree(workdir, tmp_path / "copy")
-    newest = tmp_path / "copy" / "checkpoints" / "00000030"
-    (newest / "progress.json").write_text("{}")
-    status, out, err = decode(folder=tmp_path / "copy")
-    assert (status, out) == (0, decode("--checkpoint", 20, "--average", 2)[1])
-    assert "00000030 is damaged" in err
-    assert "1 damaged checkpoints were not used; --strict refuses them" in err
-    status, out, err = decode("--strict", folder=tmp_path / "copy")
-    assert (status, out) == (2, "") and "00000030 is damaged" in err and err.count("\n") == 1
+def test_a_corrupt_checkpoint_is_named_and_another_can_be_chosen(decode, workdir, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(workdir, copy)
+    (copy / "checkpoints" / "00000030" / "progress.json").write_text("{}")
+    for flags in ((), ("--checkpoint", "best"), ("--checkpoint", 30)):
+        status, out, err = decode(*flags, folder=copy)
+        assert (status, out) == (2, "") and err.count("\n") == 1
+        assert "00000030 is corrupt: progress.json does not have" in err
+        assert "Choose another with --checkpoint." in err
+    older = ("--checkpoint", 20, "--average", 2)
+    assert decode(*older, folder=copy)[:2] == decode(*older)[:2]
 
 
 def test_a_work_directory_at_a_url(workdir, expected, tmp_path, monkeypatch):

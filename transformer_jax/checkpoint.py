@@ -12,12 +12,12 @@ A checkpoint is a folder that can be used on its own; ``training/saver.py`` writ
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,6 @@ def load_model(
     *,
     average: int | None = None,
     checkpoint: str | int | None = None,
-    strict: bool = False,
-    damaged: set[Path] | None = None,
 ) -> tuple[Config, Transformer, Tokenizer]:
     """The trained model of a work directory, or of a single checkpoint's folder.
 
@@ -56,11 +54,9 @@ def load_model(
         otherwise up to ``training.average``, as many as there are.
       checkpoint: ``last``, ``best`` (on the dev set), or a step. None: the last, or the best if
         early stopping ended the run. For a single checkpoint: None, ``last``, or its own step.
-      strict: refuse a damaged checkpoint; otherwise ``last`` and None warn and use older ones.
-      damaged: gets the folders of the damaged checkpoints that are not used.
 
     Raises:
-      UserError: there is no such checkpoint, it is damaged, or there are fewer than ``average``.
+      UserError: there is no such checkpoint, one is corrupt, or there are fewer than ``average``.
     """
     if is_url(str(workdir)):
         raise UserError(
@@ -68,9 +64,7 @@ def load_model(
             "Translator.from_workdir take URLs)."
         )
     workdir = Path(workdir).absolute()
-    chosen = choose_checkpoints(
-        workdir, average=average, checkpoint=checkpoint, strict=strict, damaged=damaged
-    )
+    chosen = choose_checkpoints(workdir, average=average, checkpoint=checkpoint)
     config, now = config_of(chosen[0]), _current_config(workdir, chosen[0])
     trained = vars(config.model)
     for name, value in vars(now.model).items():
@@ -91,8 +85,6 @@ def choose_checkpoints(
     *,
     average: int | None = None,
     checkpoint: str | int | None = None,
-    strict: bool = False,
-    damaged: set[Path] | None = None,
 ) -> list[Path]:
     """The folders of the checkpoints whose mean ``load_model`` takes: intact, newest first.
 
@@ -100,7 +92,7 @@ def choose_checkpoints(
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
-    first_intact = partial(_first_intact, strict=strict, damaged=damaged)
+    intact = functools.cache(_intact)  # no checkpoint is read twice
     latest = checkpoint in (None, "last")
     if (workdir / MANIFEST).exists():
         if not latest and str(checkpoint).zfill(8) != workdir.name:
@@ -109,7 +101,7 @@ def choose_checkpoints(
                 "checkpoint; expected last, or the folder of the whole run."
             )
         folders = [workdir]
-        chosen = first_intact(folders)
+        chosen = intact(workdir)
     else:
         steps = complete_steps(workdir / "checkpoints")
         if not steps:
@@ -118,24 +110,23 @@ def choose_checkpoints(
                 "train.py --workdir, or one of the folders in its checkpoints/."
             )
         folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
-        chosen = _choose(workdir, folders, checkpoint, first_intact)
+        chosen = intact(_choose(workdir, folders, checkpoint, intact))
     limit = average or (_current_config(workdir, chosen).training.average if latest else 1)
     before = filter(is_regular, folders[folders.index(chosen) + 1 :])
-    others = intact(before, strict=strict or not latest, damaged=damaged)
-    found = [chosen, *islice(others, limit - 1)]
+    found = [chosen, *islice(before, limit - 1)]
     if average is not None and len(found) < average:
         raise UserError(
             f"average is {average}; expected at most {len(found)}, the number of checkpoints up to "
             "the chosen one."
         )
-    return found
+    return list(map(intact, found))
 
 
 def _choose(
     workdir: Path,
     folders: list[Path],
     checkpoint: str | int | None,
-    first_intact: Callable[[list[Path]], Path],
+    intact: Callable[[Path], Path],
 ) -> Path:
     """One of a run's checkpoints, which are given newest first."""
     by_step = {int(folder.name): folder for folder in folders}
@@ -146,8 +137,8 @@ def _choose(
             raise UserError(
                 f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}."
             )
-        return first_intact([by_step[step]])
-    newest = first_intact(folders)
+        return by_step[step]
+    newest = intact(folders[0])
     progress = progress_of(newest)
     if checkpoint == "best":
         step = progress.get("best_step")
@@ -160,12 +151,12 @@ def _choose(
             raise UserError(
                 f"There is no best checkpoint: {why}. Expected last, or one of {listed}."
             )
-        return first_intact([by_step[step]])
+        return by_step[step]
     best = by_step.get(progress.get("best_step", -1))
     training = _current_config(workdir, newest).training
     stopped_early = training.ends_early(progress.get("since_best", 0))
     if checkpoint is None and stopped_early and best is not None:
-        return first_intact(folders[folders.index(best) :])
+        return best
     return newest
 
 
@@ -215,7 +206,7 @@ def config_of(folder: Path) -> Config:
 
 
 def progress_of(checkpoint: Path) -> dict[str, Any]:
-    """What training remembered besides the state; empty if that file is damaged."""
+    """What training remembered besides the state; empty if that file is corrupt."""
     try:
         return json.loads((checkpoint / "progress.json").read_text())
     except (OSError, ValueError):  # ``damage`` reports it
@@ -262,7 +253,7 @@ def damage(checkpoint: Path) -> str:
             if path.stat().st_size != size or _checksum(path) != checksum:
                 return f"{name} does not have the content that was saved"
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return str(error) or type(error).__name__
+        return f"{MANIFEST} cannot be read ({str(error) or type(error).__name__})"
     return ""
 
 
@@ -283,32 +274,10 @@ def _current_config(workdir: Path, checkpoint: Path) -> Config:
     return config_of(workdir if (workdir / "config.json").is_file() else checkpoint)
 
 
-def _first_intact(folders: list[Path], *, strict: bool, damaged: set[Path] | None) -> Path:
-    """The first of ``folders`` or, where that is damaged, the next regular one that is not."""
-    candidates = [folders[0], *filter(is_regular, folders[1:])]
-    for folder in intact(candidates, strict=strict or len(candidates) == 1, damaged=damaged):
-        return folder
-    raise UserError(
-        f"All {len(candidates)} checkpoints in {folders[0].parent} are damaged; expected at least "
-        "one that is intact."
-    )
-
-
-def intact(
-    folders: Iterable[Path], *, strict: bool = False, damaged: set[Path] | None = None
-) -> Iterator[Path]:
-    """Those of ``folders`` that are intact. The first damaged one raises ``UserError`` if
-    ``strict``; otherwise each is warned about and added to ``damaged``.
-    """
-    for folder in folders:
-        reason = damage(folder)
-        if not reason:
-            yield folder
-        elif strict:
-            raise UserError(
-                f"Checkpoint {folder} is damaged: {reason}. Choose another with --checkpoint."
-            )
-        else:
-            log.warning("Checkpoint %s is damaged (%s); using the one before it.", folder, reason)
-            if damaged is not None:
-                damaged.add(folder)
+def _intact(checkpoint: Path) -> Path:
+    """The checkpoint; ``UserError`` if it is corrupt."""
+    if reason := damage(checkpoint):
+        raise UserError(
+            f"Checkpoint {checkpoint} is corrupt: {reason}. Choose another with --checkpoint."
+        )
+    return checkpoint

@@ -24,6 +24,8 @@ FLAGS: dict[str, str] = {
     "api-keys": "let a reverse proxy check keys, as docs/serving.md shows.",
     "requests-per-minute": "let a reverse proxy limit rates, as docs/serving.md shows.",
     "join": "join the outputs of --shard with `paste -d '\\n'` (docs/decoding.md, Long jobs).",
+    "strict": "leave it out; a corrupt checkpoint is always an error, so choose another with "
+    "--checkpoint.",
 }
 """Flag of a program, without the dashes: the advice. Flags of ``SETTINGS`` need no entry."""
 

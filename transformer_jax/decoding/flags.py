@@ -135,8 +135,6 @@ class Arguments:
     average: int | None = None
     """Take the mean of this many checkpoints, up to the chosen one. Default: the run's
     training.average; with --checkpoint best or a step, 1."""
-    strict: bool = False
-    """Refuse a damaged checkpoint; otherwise older ones are used, with a warning."""
     compilation_cache: str = "auto"
     """Folder where compiled functions are kept between runs. off: they are not. auto:
     JAX_COMPILATION_CACHE_DIR, or else transformer_jax/compiled in the user's cache folder

@@ -72,7 +72,6 @@ class _Job:
             arguments.workdir,
             checkpoint=arguments.checkpoint,
             average=arguments.average,
-            strict=arguments.strict,
             devices=self.devices,
             **vars(search),
         )
@@ -156,9 +155,7 @@ class _Job:
 
     def report(self, seconds: float) -> None:
         """Log what did not go as it should, and how long it took."""
-        damaged = "damaged checkpoints were not used; --strict refuses them"
-        counts = [(self.models.num_damaged, damaged)]
-        compiled = 0
+        counts, compiled = list[tuple[int, str]](), 0
         if self.translator is not None:
             compiled += self.translator.engine.num_compiled
             empty = "lines could not be translated; their output is empty"

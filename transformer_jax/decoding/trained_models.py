@@ -28,7 +28,6 @@ class TrainedModels:
     """What ``Translator`` and ``Scorer`` share: the models of one or several training runs.
 
     Attributes:
-      num_damaged: how many damaged checkpoints older ones were used for.
       num_failed: how many lines have no result: the search found nothing, or the line is too long
         to be scored.
     """
@@ -58,7 +57,7 @@ class TrainedModels:
             )
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
-        self.num_damaged = self.num_failed = 0
+        self.num_failed = 0
         self._set_up(models, devices)
 
     def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
@@ -71,14 +70,13 @@ class TrainedModels:
         *,
         checkpoint: Literal["last", "best"] | int | None = None,
         average: int | None = None,
-        strict: bool = False,
         devices: Sequence[jax.Device] = (),
         **settings: Any,
     ) -> Self:
         """The models of a training run, or of several that work as one.
 
         ``workdir`` is a folder or a URL; ``settings`` replace fields of the (first) run's
-        ``decoding`` config; ``checkpoint``, ``average`` and ``strict`` choose the parameters as in
+        ``decoding`` config; ``checkpoint`` and ``average`` choose the parameters as in
         ``load_model``.
 
         Raises:
@@ -87,20 +85,11 @@ class TrainedModels:
         workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
         if not workdirs:
             raise UserError("workdir is empty; expected one or more work directories.")
-        damaged = set[Path]()
-        configs, models, tokenizers = zip(
-            *(
-                load_model(
-                    local_workdir(each),
-                    checkpoint=checkpoint,
-                    average=average,
-                    strict=strict,
-                    damaged=damaged,
-                )
-                for each in workdirs
-            ),
-            strict=True,
-        )
+        loaded = [
+            load_model(local_workdir(each), checkpoint=checkpoint, average=average)
+            for each in workdirs
+        ]
+        configs, models, tokenizers = zip(*loaded, strict=True)
         for other, tokenizer in zip(workdirs, tokenizers, strict=True):
             if tokenizer.fingerprint != tokenizers[0].fingerprint:
                 raise UserError(
@@ -109,9 +98,7 @@ class TrainedModels:
                     "--tokenizer.target-model)."
                 )
         decoding = dataclasses.replace(configs[0].decoding, **settings)
-        found = cls(models, tokenizers[0], decoding, devices=devices)
-        found.num_damaged = len(damaged)
-        return found
+        return cls(models, tokenizers[0], decoding, devices=devices)
 
     def _blocks(self, items: Iterable[T], window: int | None) -> Iterator[list[T]]:
         if window is not None and window < 1:

@@ -26,7 +26,6 @@ from transformer_jax.checkpoint import (
     config_of,
     damage,
     delete_checkpoint,
-    intact,
     is_imported,
     is_regular,
     progress_of,
@@ -179,7 +178,10 @@ class Checkpoints:
         paths = [self.folder / checkpoint_name(step) for step in reversed(self.steps())]
         if not paths:
             return None
-        for path in intact(paths):
+        for path in paths:
+            if reason := damage(path):
+                log.warning("Checkpoint %s is damaged (%s); using the one before it.", path, reason)
+                continue
             # Only now: with all of them renamed the next start would find none and begin anew.
             for later in paths[: paths.index(path)]:
                 shutil.rmtree(later.with_suffix(".damaged"), ignore_errors=True)  # an earlier one
