@@ -26,6 +26,7 @@ FLAGS: dict[str, str] = {
     "join": "join the outputs of --shard with `paste -d '\\n'` (docs/decoding.md, Long jobs).",
     "strict": "leave it out; a corrupt checkpoint is always an error, so choose another with "
     "--checkpoint.",
+    "sampling": "use decode.py --method sample; the service answers with beam search.",
 }
 """Flag of a program, without the dashes: the advice. Flags of ``SETTINGS`` need no entry."""
 

@@ -22,7 +22,7 @@ def translator() -> Translator:
 
 @pytest.fixture(scope="session")
 def server(translator: Translator) -> Iterator[Server]:
-    """Translates en-de, offers sampling."""
+    """Translates en-de."""
     models = {Pair("en", "de"): make_model_to_serve(translator)}
     service = Service(models, max_queue=100, max_characters=2000)
     with serving(service, translator) as found:

@@ -26,7 +26,6 @@ from transformer_jax.serving.service import Model, Service
 
 LINES = lines_of_words(60)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=32, batch_size=8)
-SAMPLING = DecodingConfig(**{**vars(CONFIG), "method": "sample"})
 
 
 class Reply(NamedTuple):
@@ -111,9 +110,7 @@ def serving(service: Service, translator: Translator, **settings: Any) -> Iterat
 
 def make_model_to_serve(translator: Translator) -> Model:
     """A ``Model`` with the parameters of ``translator``."""
-    models, tokenizer = translator.models, translator.tokenizer
-    searching = Translator(models, tokenizer, CONFIG)
-    return Model([searching], [Translator(models, tokenizer, SAMPLING)])
+    return Model([Translator(translator.models, translator.tokenizer, CONFIG)])
 
 
 def write_served_run(folder: Path, translator: Translator) -> None:

@@ -33,8 +33,6 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "prefix": st.sampled_from(["", "ONE", "é"]),
     "details": st.booleans(),
     "attention": st.booleans(),
-    "sample": st.booleans(),
-    "seed": st.integers(0, 2**32),
     "split": st.booleans(),
 }
 OPTIONAL = {name: each for name, each in RIGHT.items() if name not in ("q", "target")}

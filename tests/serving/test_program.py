@@ -93,7 +93,6 @@ def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
         (["--workdir", "W", "--port", "70000"], "port is 70000; expected 1 to 65535"),
         (["--workdir", "W", "--max-queue", "0"], "max_queue is 0; expected 1 or more"),
         (["--workdir", "W", "--timeout", "nan"], "timeout is nan; expected seconds, more than 0"),
-        (["--workdir", "W", "--method", "sample"], "expected --sampling"),
         (["--workdir", "nowhere"], "which has no config.json"),
     ],
 )

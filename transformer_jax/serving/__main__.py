@@ -77,7 +77,6 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
         models[pair] = Model.load(
             workdir,
             search,
-            sampling=arguments.sampling,
             checkpoint=arguments.checkpoint,
             average=arguments.average,
         )

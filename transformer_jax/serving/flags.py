@@ -24,7 +24,6 @@ COMMON = (
     "max_queue",
     "max_characters",
     "timeout",
-    "sampling",
     "search.beam_size",
     "search.batch_size",
 )
@@ -48,7 +47,7 @@ class Served(NamedTuple):
     pair: Pair
     config: Config
     search: DecodingConfig
-    """The run's, with what the flags say in place of it."""
+    """The run's, with what the flags say in place of it; always beam search."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,6 @@ class Arguments:
     """Characters in a request. More are refused (413)."""
     timeout: float = 60.0
     """Seconds that an answer may take; then the request gets 503."""
-    sampling: bool = False
-    """Also offer sampling, with --temperature, --top-k and --top-p; takes as much memory again."""
     checkpoint: Literal["last", "best"] | int | None = None
     """The newest checkpoint, the best on the dev set, or that of a step. Default: the newest; the
     best if early stopping ended the run."""
@@ -112,7 +109,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
             "one for all models of a process. Serve them from several."
         )
     return arguments, [
-        Served(workdir, pair, config, replace(config.decoding, **{"method": "beam", **given}))
+        Served(workdir, pair, config, replace(config.decoding, **given | {"method": "beam"}))
         for workdir, pair, config in zip(workdirs, pairs, configs, strict=True)
     ]
 
@@ -120,8 +117,6 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
 def _check_values(a: Arguments) -> None:
     if not a.workdir:
         raise UserError("--workdir is missing; expected a work directory written by train.py.")
-    if a.search.method != "beam" and not a.sampling:
-        raise UserError("method is sample; expected --sampling: each request says what it wants.")
     if not 0 < a.port < 65536:
         raise UserError(f"port is {a.port}; expected 1 to 65535.")
     for name in ("max_queue", "max_characters"):

@@ -23,8 +23,6 @@ class Query(BaseModel):
     prefix: str = Field("", description="What each text's translation must begin with.")
     details: bool = Field(False, description="Also return scores and tokens.")
     attention: bool = Field(False, description="Details with attention weights.")
-    sample: bool = Field(False, description="Draw from the model's distribution; no beam search.")
-    seed: int = Field(1, ge=0, lt=2**32, description="Of the samples.")
     split: bool = Field(True, description="Cut texts into sentences; false: each is one.")
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 import weakref
@@ -60,14 +59,11 @@ class Refused(Exception):
 class Model:
     """One model on all of its devices."""
 
-    def __init__(self, translators: Sequence[Translator], samplers: Sequence[Translator] = ()):
-        """A translator for each device, all alike; ``samplers`` the same for sampling, if it is
-        offered.
-        """
+    def __init__(self, translators: Sequence[Translator]):
+        """A translator for each device, all alike."""
         self.translator, self.config = translators[0], translators[0].config
         self.batch_size = self.config.batch_size * len(translators)  # of all devices
-        self.searches = Workers([each.engine for each in translators])
-        self.samples = Workers([each.engine for each in samplers]) if samplers else None
+        self.workers = Workers([each.engine for each in translators])
         together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
         self.num_sentences = self.num_tokens = 0  # so far, tokens of the best translations
         self._scorer = Scorer(self.translator.models, self.translator.tokenizer, together)
@@ -79,7 +75,6 @@ class Model:
         workdir: str,
         search: DecodingConfig,
         *,
-        sampling: bool = False,
         checkpoint: Literal["last", "best"] | int | None = None,
         average: int | None = None,
     ) -> Self:
@@ -93,30 +88,18 @@ class Model:
         _, model, tokenizer = load_model(
             local_workdir(workdir), checkpoint=checkpoint, average=average
         )
-
-        def on_devices(method: Literal["beam", "sample"]) -> list[Translator]:
-            config = replace(search, method=method)
-            return [Translator(model, tokenizer, config, devices=[each]) for each in devices]
-
-        return cls(on_devices("beam"), on_devices("sample") if sampling else [])
-
-    @property
-    def workers(self) -> list[Workers]:
-        """Of the beam search, and of sampling if it is offered."""
-        return [self.searches] if self.samples is None else [self.searches, self.samples]
+        return cls([Translator(model, tokenizer, search, devices=[each]) for each in devices])
 
     def start(self) -> None:
         """Compile everything, and begin to work."""
-        for workers in self.workers:
-            workers.start()
+        self.workers.start()
         lengths = [length for bucket in self.translator.engine.buckets for length in bucket.lengths]
         self._scorer.align_tokens([([0] * (length - 1), [0]) for length in lengths])
 
     def close(self) -> None:
         """Stop working."""
         self._aligning.shutdown(cancel_futures=True)
-        for workers in self.workers:
-            workers.close()
+        self.workers.close()
 
     def tagged(self, text: str) -> tuple[str, str]:
         """The tag that a text begins with, such as <2de>, which all of its sentences need, with the
@@ -129,15 +112,12 @@ class Model:
         return text.removesuffix(rest), rest
 
     async def translate(
-        self, request: Request, *, num_hypotheses: int, sample: bool, turns: asyncio.Semaphore
+        self, request: Request, *, num_hypotheses: int, turns: asyncio.Semaphore
     ) -> list[Translation]:
         """As ``Translator.stream`` translates one line; ``turns`` bounds how many segments of lines
         are searched at a time.
         """
-        workers = self.samples if sample else self.searches
-        assert workers is not None
-
-        search = partial(workers.search, wanted=num_hypotheses)
+        search = partial(self.workers.search, wanted=num_hypotheses)
 
         async def search_in_turn(segment: buckets.Sentence) -> list[Hypothesis]:
             async with turns:
@@ -204,13 +184,13 @@ class Service:
     @property
     def status(self) -> Literal["ok", "compiling", "failed"]:
         """Whether requests are answered."""
-        if any(each.failure for model in self.models.values() for each in model.workers):
+        if any(model.workers.failure for model in self.models.values()):
             return "failed"
         return self._status
 
     def count(self, of: Callable[[Workers], int]) -> int:
         """The sum of a figure over all workers."""
-        return sum(of(each) for model in self.models.values() for each in model.workers)
+        return sum(of(model.workers) for model in self.models.values())
 
     def release(self, count: int) -> None:
         """So many accepted sentences are done with."""
@@ -248,8 +228,6 @@ class Service:
                 f"alternatives is {query.alternatives}; expected at most {most}, "
                 "one less than this server's beam size."
             )
-        if query.sample and model.samples is None:
-            raise UserError("sample is true; expected false: this server was started without it.")
         _refuse_above(
             self.max_characters, sum(map(len, [*query.texts, query.prefix])), "characters"
         )
@@ -309,7 +287,6 @@ class Answering:
             token_scores=query.details or query.attention,
             alignments="soft" if query.attention else None,
         )
-        self._numbers = itertools.count(query.seed)
 
     async def whole(self) -> Answer:
         """The answer of /translate."""
@@ -381,12 +358,9 @@ class Answering:
     async def _translate(self, sentence: str, prefix: str) -> dict[str, Any]:
         """What decode.py's JSONL would say of a sentence."""
         query = self.query
-        request = Request(sentence, prefix, next(self._numbers) % 2**32)
+        request = Request(sentence, prefix, number=1)
         translations = await self._model.translate(
-            request,
-            num_hypotheses=1 + query.alternatives,
-            sample=query.sample,
-            turns=self._turns,
+            request, num_hypotheses=1 + query.alternatives, turns=self._turns
         )
         alignments = None
         if query.attention:
