@@ -71,7 +71,7 @@ def test_commands_ask_for_every_field_that_a_table_explains() -> None:
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PAGE, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"\w+", row)}
     assert Query.model_fields.keys() <= named
-    assert len(COMMANDS) >= 9
+    assert len(COMMANDS) >= 8
 
 
 def test_the_limits_are_those_of_the_flags() -> None:

@@ -17,7 +17,7 @@ class Query(BaseModel):
     q: str | list[str] = Field(description="A text, or several.", examples=["A man sleeps."])
     source: LanguageCode = Field("auto", description="Its language; auto: the only one there is.")
     target: LanguageCode = Field(description="The language to translate into.", examples=["de"])
-    format: Literal["text", "html"] = Field("text", description="html: tags stay as they are.")
+    format: Literal["text"] = Field("text", description="HTML is not supported.")
     alternatives: int = Field(0, ge=0, description="Other translations, fewer than the beam size.")
     api_key: str = Field("", description="Ignored.")
     prefix: str = Field("", description="What each text's translation must begin with.")

@@ -236,8 +236,7 @@ class Service:
         except UserError as error:
             raise UserError(str(error).removeprefix("Line 1: ")) from None
         tagged = [model.tagged(text) for text in query.texts]
-        html = query.format == "html"
-        cuts = [cut(rest, language=pair.source, html=html, split=query.split) for _, rest in tagged]
+        cuts = [cut(rest, language=pair.source, split=query.split) for _, rest in tagged]
         coming = sum(len(each.sentences) for each in cuts)
         _refuse_above(self.max_queue, coming, "sentences")
         if self.num_accepted + coming > self.max_queue:
