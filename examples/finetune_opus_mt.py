@@ -20,7 +20,6 @@ import transformer_jax as tj
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
-from transformer_jax.training.saver import save_imported
 
 
 def pairs_of(text: Path | None, split: str, limit: int) -> tj.PairsConfig:
@@ -51,7 +50,7 @@ def main(
     rate = 5e-5 if model else 3e-3  # of a random model
     folder = model or make_random_model(workdir / "random", train_pairs)
     imported = import_huggingface(folder)
-    save_imported(workdir / "imported", imported.config, imported.tokenizer, imported.parameters)
+    tj.save_model(workdir / "imported", imported.config, imported.model, imported.tokenizer)
 
     config = replace(
         imported.config,

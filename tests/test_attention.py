@@ -15,6 +15,7 @@ from random_models import lines_of_words, make_model, train_tokenizer
 
 from transformer_jax import attention
 from transformer_jax.attention import sentence_attention
+from transformer_jax.checkpoint import save_model
 from transformer_jax.cli import flags_given, parse_flags
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.decoding.translator import Translator
@@ -22,7 +23,6 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.attention import attention_mask
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID
-from transformer_jax.training.saver import save_imported
 
 LINES = lines_of_words(12)
 DECODING = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=1)
@@ -39,9 +39,7 @@ def translator():
 def workdir(translator, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     [model] = translator.models
-    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    config = Config(model=model.config, decoding=DECODING)
-    save_imported(folder, config, translator.tokenizer, parameters)
+    save_model(folder, Config(decoding=DECODING), model, translator.tokenizer)
     return folder
 
 

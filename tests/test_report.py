@@ -13,11 +13,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from random_models import lines_of_words, make_model, train_tokenizer
 
+from transformer_jax.checkpoint import save_model
 from transformer_jax.cli import config_in_flags, parse_flags
 from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig, TrainingConfig
 from transformer_jax.config_io import to_json
@@ -25,7 +25,6 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.report import __main__ as program
 from transformer_jax.report.page import word_diff
 from transformer_jax.training.__main__ import Arguments
-from transformer_jax.training.saver import save_imported
 from transformer_jax.training.workdir import held
 
 LINES = lines_of_words(12)
@@ -47,7 +46,7 @@ def original(tmp_path_factory) -> Path:
         training=TrainingConfig(steps=4),
         decoding=DecodingConfig(beam_size=2, max_extra_length=4, max_source_length=16),
     )
-    save_imported(folder, config, tokenizer, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    save_model(folder, config, model, tokenizer)
     memory = {"peak_memory_bytes": {"host": 2_500_000_000}}
     lines = [
         {"kind": "start", "step": 0, "parameters": 1234, "source_fill": 0.75, "target_fill": 0.5},

@@ -1,7 +1,7 @@
 """What `from transformer_jax import ...` offers, for `__init__.py`, type checkers and editors."""
 
 from .attention import SentenceAttention, sentence_attention
-from .checkpoint import load_model
+from .checkpoint import load_model, save_model
 from .cli import parse_flags, run_program
 from .compilation_cache import keep_compiled
 from .config import (
@@ -114,6 +114,7 @@ __all__ = [
     "positions_picture",
     "read_lines",
     "run_program",
+    "save_model",
     "save_picture",
     "schedule_picture",
     "search",

@@ -29,7 +29,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.config import Config
-from transformer_jax.config_io import load_config_file
+from transformer_jax.config_io import load_config_file, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.storage import AnyPath, is_url, write_atomically
@@ -78,6 +78,35 @@ def load_model(
     graph, _ = nnx.split(_abstract_model(config), nnx.Param)
     parameters = jax.tree.map(jnp.asarray, load_parameters(chosen))
     return config, nnx.merge(graph, parameters), Tokenizer.load(chosen[0])
+
+
+def save_model(
+    workdir: str | Path, config: Config, model: Transformer, tokenizer: Tokenizer
+) -> None:
+    """Write a model that was not trained here as a new work directory.
+
+    Programs take the folder as they take that of a run. Training in it continues from the model's
+    parameters, with a new optimizer.
+
+    Args:
+      workdir: the folder; it must not have checkpoints.
+      config: settings of the run. Its ``model`` is replaced by ``model.config``.
+
+    Raises:
+      FileExistsError: the folder has a checkpoint of step 0.
+    """
+    workdir, config = Path(workdir), dataclasses.replace(config, model=model.config)
+    path = workdir.absolute() / "checkpoints" / checkpoint_name(0)
+    path.mkdir(parents=True)
+    (path / "progress.json").write_text(json.dumps({"imported": True}, indent=2))
+    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    ocp.save_checkpointables(path / "state", {"parameters": parameters})
+    for folder in (path, workdir):
+        tokenizer.save(folder)
+        # The work directory's comes last: a folder without config.json is no work directory.
+        (folder / "config.json").write_text(to_json(config))
+        if folder == path:
+            write_manifest(path)
 
 
 def choose_checkpoints(

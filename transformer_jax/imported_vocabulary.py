@@ -22,8 +22,8 @@ from transformer_jax.subword_sampling import model_proto
 # pieces are the vocabulary, and text is cut into others, too.
 _IMPORTED = "imported"
 
-TAG = re.compile(r">>.*?<<")
-"""What a line may begin with in multilingual models: the language to translate into."""
+# What a line may begin with in multilingual models: the language to translate into.
+_TAG = re.compile(r">>.*?<<")
 
 _PROTO: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
 _KINDS = _PROTO.ModelProto.SentencePiece
@@ -69,7 +69,7 @@ class ImportedSubwordModel(SubwordModel):
         return tag + symbols, rest
 
     def _split_tag(self, line: str) -> tuple[list[int], str]:
-        tag = TAG.match(line)
+        tag = _TAG.match(line)
         return (self.ids([tag[0]]), line[tag.end() :]) if tag else ([], line)
 
     def _known(self, ids: list[int]) -> list[int]:
@@ -89,7 +89,7 @@ def with_vocabulary(model: bytes, tokens: Sequence[str], name: str) -> bytes:
     Tokens that it does not know are put in as unused: text is never cut into them, but they have
     their id and their text.
     """
-    proto = _parse(model, name)
+    proto = _PROTO.ModelProto.FromString(model)
     old = {piece.piece: piece for piece in proto.pieces}
     trainer = proto.trainer_spec
     if trainer.model_type == trainer.BPE and any(token not in old for token in tokens[4:]):
@@ -114,15 +114,3 @@ def with_vocabulary(model: bytes, tokens: Sequence[str], name: str) -> bytes:
     trainer.pad_piece, trainer.bos_piece, trainer.eos_piece, trainer.unk_piece = tokens[:4]
     trainer.model_prefix, trainer.vocab_size = _IMPORTED, len(tokens)
     return proto.SerializeToString()
-
-
-def _parse(model: bytes, name: str) -> Any:
-    try:
-        proto = _PROTO.ModelProto.FromString(model)
-    except Exception as error:  # protobuf's own type, of which there are several
-        raise UserError(
-            f"{name} is not a SentencePiece model, or is damaged; fetch it again ({error})."
-        ) from None
-    if not proto.pieces:
-        raise UserError(f"{name} is a SentencePiece model without pieces; fetch it again.")
-    return proto

@@ -15,7 +15,11 @@ import sentencepiece
 
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.imported_vocabulary import ImportedSubwordModel, subword_model
+from transformer_jax.imported_vocabulary import (
+    ImportedSubwordModel,
+    subword_model,
+    with_vocabulary,
+)
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.storage import local_path, write_atomically
 from transformer_jax.subword_model import with_special_ids, with_symbols
@@ -69,6 +73,24 @@ class Tokenizer:
         return cls(
             source_model, _learn(_drain(target_lines), config, "target side of the training text")
         )
+
+    @classmethod
+    def with_vocabularies(
+        cls, source: tuple[Path, Sequence[str]], target: tuple[Path, Sequence[str]]
+    ) -> Tokenizer:
+        """A tokenizer whose vocabularies are not the pieces of its SentencePiece models, as in
+        MarianMT.
+
+        Args:
+          source: the model's file, and the tokens by their ids: PAD, BOS, EOS, UNK, then all
+            others. Pieces that are no tokens become UNK.
+          target: the same for the target language.
+        """
+        models = [
+            with_vocabulary(_read_model(file), tokens, repr(str(file)))
+            for file, tokens in (source, target)
+        ]
+        return cls(models[0], None if models[1] == models[0] else models[1])
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:

@@ -19,6 +19,7 @@ from ctranslate2.specs import transformer_spec
 from flax import nnx
 from transformers import MarianMTModel, MarianTokenizer
 
+from transformer_jax.checkpoint import save_model
 from transformer_jax.config import ModelConfig, TokenizerConfig
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
@@ -29,7 +30,6 @@ from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.saver import save_imported
 
 EXPORTS = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
 # Fields of the model, whether both languages share the vocabulary, and the formats that can express
@@ -419,7 +419,7 @@ def test_ctranslate2_gets_a_head_width_only_where_it_needs_one(
 def workdir(tmp_path, joint, make):
     config, model = make(joint)
     folder = tmp_path / "run"
-    save_imported(folder, config, joint, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    save_model(folder, config, model, joint)
     return folder
 
 

@@ -21,6 +21,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
+from transformer_jax import checkpoint
 from transformer_jax.attention import sentence_attention
 from transformer_jax.checkpoint import choose_checkpoints, load_model
 from transformer_jax.config import BatchConfig, DataConfig, ModelConfig, PairsConfig, TrainingConfig
@@ -35,7 +36,6 @@ from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.training import saver
 from transformer_jax.training.loop import train
 from transformer_jax.training.workdir import claimed
 
@@ -371,17 +371,14 @@ def _check_same(
         "norm_epsilon",
     )
     assert all(getattr(imported.config.model, name) == getattr(config.model, name) for name in same)
+    assert imported.config.decoding.beam_size == config.decoding.beam_size
     in_float32 = dataclasses.replace(imported.config.model, dtype="float32")
-    again = Transformer(in_float32, rngs=nnx.Rngs(9))
-    graph, state = nnx.split(again, nnx.Param)
-    assert (
-        nnx.to_flat_state(state) and imported.config.decoding.beam_size == config.decoding.beam_size
-    )
-    nnx.replace_by_pure_dict(state, imported.parameters)
+    graph, _ = nnx.split(Transformer(in_float32, rngs=nnx.Rngs(9)), nnx.Param)
+    again = nnx.merge(graph, nnx.state(imported.model, nnx.Param))
     source_BS = np.array([[*tokenizer.encode_source(lines[:1])[0], EOS_ID]])
     target_BT = np.array([[*tokenizer.encode_target([lines[1].upper()])[0], EOS_ID]])
     np.testing.assert_allclose(
-        logits(nnx.merge(graph, state), source_BS, target_BT)[..., 1:],
+        logits(again, source_BS, target_BT)[..., 1:],
         logits(model, source_BS, target_BT)[..., 1:],
         atol=1e-4,
     )
@@ -475,8 +472,7 @@ def test_a_tied_matrix_may_stand_under_any_of_its_names(names, marian, tmp_path)
     shutil.copytree(marian, folder)
     _change_tensors(lambda t: t.update(dict.fromkeys(names, t.pop("model.shared.weight"))))(folder)
     matrices = [
-        import_huggingface(each).parameters["target_embedding"]["matrix"]
-        for each in (marian, folder)
+        import_huggingface(each).model.target_embedding.matrix[...] for each in (marian, folder)
     ]
     np.testing.assert_array_equal(*matrices)
 
@@ -488,8 +484,8 @@ def test_both_sides_may_share_an_embedding_that_is_not_the_softmaxs(marian, tmp_
     _change_tensors(lambda t: t.update({"lm_head.weight": 2 * t["model.shared.weight"]}))(folder)
     imported = import_huggingface(folder)
     assert imported.config.model.tie_embeddings == "embeddings"
-    matrix = imported.parameters["target_embedding"]["matrix"]
-    np.testing.assert_array_equal(imported.parameters["softmax_matrix"], 2 * matrix)
+    matrix = imported.model.target_embedding.matrix[...]
+    np.testing.assert_array_equal(imported.model.softmax_matrix[...], 2 * matrix)
 
 
 @pytest.mark.parametrize("pad", ["</s>", "<unk>"])
@@ -497,15 +493,13 @@ def test_padding_may_be_another_symbol_there(pad, marian, tmp_path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(marian, folder)
     _change_config(pad_token_id=_vocabulary(marian)[pad])(folder)
-    _, parameters, tokenizer, _ = import_huggingface(folder)
+    _, model, tokenizer, _ = import_huggingface(folder)
     assert tokenizer.target_tokens(range(4)) == ["<<pad>>", "<pad>", "</s>", "<unk>"]
     before = import_huggingface(marian)
     for ours in (BOS_ID, EOS_ID, UNK_ID):
-        rows = [
-            each["target_embedding"]["matrix"][ours] for each in (parameters, before.parameters)
-        ]
+        rows = [each.target_embedding.matrix[ours] for each in (model, before.model)]
         np.testing.assert_array_equal(*rows)
-    assert parameters["softmax_bias"][PAD_ID] < -90
+    assert model.softmax_bias[PAD_ID] < -90
 
 
 def _with_settings(marian: Path, folder: Path, **settings: Any) -> Path:
@@ -595,8 +589,7 @@ def test_pytorch_files_are_read_too(marian, tmp_path) -> None:
     torch.save(state, folder / "pytorch_model.bin")
     first, second = import_huggingface(marian), import_huggingface(folder)
     np.testing.assert_array_equal(
-        first.parameters["target_embedding"]["matrix"],
-        second.parameters["target_embedding"]["matrix"],
+        first.model.target_embedding.matrix[...], second.model.target_embedding.matrix[...]
     )
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")
     with pytest.raises(UserError, match="cannot be read"):
@@ -627,7 +620,7 @@ def test_an_import_that_was_cut_short_can_be_repeated(
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "write_manifest", full)
+        patched.setattr(checkpoint, "write_manifest", full)
         assert main(arguments) == 2
         assert "no space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
         # as after a kill

@@ -12,7 +12,7 @@ from transformer_jax.interop.weights import (
     HUGGING_FACE,
     blank_weights,
     from_library,
-    parameters,
+    model_of,
     plain_weights,
     to_library,
 )
@@ -47,6 +47,6 @@ def test_weights_come_back_from_the_names_of_a_library(library, joint, make) -> 
 def test_plain_weights_become_the_parameters_they_were(fields, joint, make) -> None:
     config, model = make(joint, **fields)
     before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    after = parameters(plain_weights(model), config.model)
+    after = nnx.to_pure_dict(nnx.state(model_of(plain_weights(model), config.model), nnx.Param))
     assert jax.tree.structure(after) == jax.tree.structure(before)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), after, before)

@@ -11,14 +11,13 @@ import pytest
 from flax import nnx
 from runs import ONE, no_evaluation, tiny
 
-from transformer_jax.checkpoint import load_model
+from transformer_jax.checkpoint import load_model, save_model
 from transformer_jax.config import Config, PairsConfig, TokenizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
-from transformer_jax.training.saver import save_imported
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +130,7 @@ def test_an_imported_model_and_another_to_start_from(general: Path, tmp_path: Pa
     sentences = [("one two", "eins zwei"), ("three", "drei")] * 20
     tokenizer = Tokenizer.train(sentences, TokenizerConfig(vocab_size=20))
     sizes = dataclasses.replace(config.model, vocab_size=20)
-    parameters = nnx.to_pure_dict(nnx.state(Transformer(sizes, rngs=nnx.Rngs(0)), nnx.Param))
-    save_imported(tmp_path, dataclasses.replace(config, model=sizes), tokenizer, parameters)
+    save_model(tmp_path, config, Transformer(sizes, rngs=nnx.Rngs(0)), tokenizer)
     start = dataclasses.replace(config.training, start_from=str(general))
     with pytest.raises(UserError, match="holds an imported model.*\n  training.start_from: ''"):
         train(dataclasses.replace(config, training=start), tmp_path, devices=ONE)

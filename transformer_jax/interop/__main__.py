@@ -17,8 +17,7 @@ from typing import Literal
 
 import tyro
 
-from transformer_jax.cli import run_program
-from transformer_jax.errors import UserError
+from transformer_jax import UserError, run_program
 
 logger = logging.getLogger("transformer_jax.interop")
 
@@ -81,13 +80,12 @@ def _run(argv: list[str] | None) -> None:
 
 def _export(task: Export) -> None:
     # here, so that flags are checked before JAX is loaded
-    from transformer_jax.checkpoint import load_model
+    from transformer_jax import load_model, local_workdir
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_huggingface
-    from transformer_jax.remote_workdir import local_workdir, require_folder
 
     exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
-    with _new_folder(require_folder(task.output, "output"), "output") as folder:
+    with _new_folder(task.output, "output") as folder:
         config, model, tokenizer = load_model(
             local_workdir(task.workdir), average=task.average, checkpoint=task.checkpoint
         )
@@ -98,39 +96,39 @@ def _export(task: Export) -> None:
 
 
 def _import(task: Import) -> None:
+    from transformer_jax import save_model
     from transformer_jax.interop.huggingface_import import import_huggingface
-    from transformer_jax.remote_workdir import require_folder
-    from transformer_jax.training.saver import save_imported
 
-    workdir = require_folder(task.workdir)
-    with _new_folder(workdir, "workdir") as folder:
+    with _new_folder(task.workdir, "workdir") as folder:
         imported = import_huggingface(Path(task.input))
-        save_imported(folder, imported.config, imported.tokenizer, imported.parameters)
+        save_model(folder, imported.config, imported.model, imported.tokenizer)
     for note in imported.notes:
         logger.info("note: %s", note)
+    workdir = task.workdir
     logger.info("translate:  python decode.py --workdir %s", workdir)
     logger.info(
-        "train on:   python train.py --config %s --workdir %s --data...",
-        workdir / "config.json",
-        workdir,
+        "train on:   python train.py --config %s/config.json --workdir %s --data...",
+        *(workdir, workdir),
     )
 
 
 @contextmanager
-def _new_folder(path: Path, flag: str) -> Iterator[Path]:
-    """A folder to write into. It becomes ``path`` when the context ends; after an error nothing is
+def _new_folder(name: str, flag: str) -> Iterator[Path]:
+    """A folder to write into. It gets its ``name`` when the context ends; after an error nothing is
     left of it.
 
-    ``UserError``, naming ``flag``, unless ``path`` is new or an empty folder. What an earlier try
-    left when it was killed does not count.
+    ``UserError``, naming ``flag``, unless ``name`` is that of a new or an empty folder. What an
+    earlier try left when it was killed does not count.
     """
-    final = path.absolute()
+    if "://" in name:
+        raise UserError(f"{flag} is {name!r}; expected a folder on this machine.")
+    final = Path(name).expanduser().absolute()
     there = final.exists()
     if there and (
         not final.is_dir() or any(entry.name != _UNFINISHED for entry in final.iterdir())
     ):
         raise UserError(
-            f"{flag} is {str(path)!r}, which is there already; expected a new or empty folder."
+            f"{flag} is {name!r}, which is there already; expected a new or empty folder."
         )
     # A folder that is there may be a mount point, which no other folder can replace.
     unfinished = final / _UNFINISHED if there else final.with_name(f".{final.name}{_UNFINISHED}")

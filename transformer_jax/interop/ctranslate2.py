@@ -9,13 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax.config import Config, ModelConfig
-from transformer_jax.errors import UserError
-from transformer_jax.imported_vocabulary import TAG
+from transformer_jax import (
+    BOS_ID,
+    EOS_ID,
+    PAD_ID,
+    UNK_ID,
+    Config,
+    ModelConfig,
+    Tokenizer,
+    Transformer,
+    UserError,
+)
 from transformer_jax.interop.export import (
     check_fields,
     length_limits,
     search_notes,
+    tags_of,
     write_sentencepiece,
 )
 from transformer_jax.interop.weights import (
@@ -26,10 +35,6 @@ from transformer_jax.interop.weights import (
     to_library,
     with_position_tables,
 )
-from transformer_jax.model.positions import RelativeBias
-from transformer_jax.model.transformer import Transformer
-from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.tokenizer import Tokenizer
 
 # CTranslate2 ends a search with a length penalty once beam size x patience translations are
 # finished, however poor, even while a better one is still being written. With 1, its default, its
@@ -92,7 +97,7 @@ def export_ctranslate2(
         "translate_batch takes its settings as keywords: those of this run are in "
         "generation_config.json."
     ]
-    if tokenizer.imported and (tags := [t for t in source_tokens if TAG.fullmatch(t)]):
+    if tokenizer.imported and (tags := tags_of(source_tokens)):
         notes.append(
             f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its "
             f"pieces, [{tags[0]!r}, *sp.encode(line, out_type=str)]."
@@ -145,9 +150,7 @@ def _set_relative_bias(side: Any, table: np.ndarray | None) -> None:
     if table is not None:
         for layer in side.layer:
             layer.self_attention.relative_attention_bias = np.ascontiguousarray(table)
-            layer.self_attention.relative_attention_max_distance = np.int32(
-                RelativeBias.max_distance
-            )
+            layer.self_attention.relative_attention_max_distance = np.int32(128)
 
 
 def _fill(spec: Any, tensors: Weights) -> None:

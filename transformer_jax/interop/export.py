@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from transformer_jax.config import Config, ModelConfig
-from transformer_jax.errors import UserError
-from transformer_jax.tokenizer import Tokenizer
+from transformer_jax import Config, ModelConfig, Tokenizer, UserError
 
 
 def length_limits(config: Config) -> tuple[int, int]:
@@ -113,3 +113,8 @@ def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], 
     (folder / "target.spm").write_bytes(tokenizer.target_model or tokenizer.source_model)
     source, target = range(tokenizer.source_vocab_size), range(tokenizer.target_vocab_size)
     return tokenizer.source_tokens(source), tokenizer.target_tokens(target)
+
+
+def tags_of(tokens: Sequence[str]) -> list[str]:
+    """The tokens like ``>>deu<<``, which MarianTokenizer knows at the beginning of a line."""
+    return [token for token in tokens if re.fullmatch(">>.*<<", token)]

@@ -8,15 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax.config import Config, ModelConfig
-from transformer_jax.errors import UserError
-from transformer_jax.imported_vocabulary import TAG
+from transformer_jax import (
+    EOS_ID,
+    PAD_ID,
+    UNK_ID,
+    Config,
+    ModelConfig,
+    Tokenizer,
+    Transformer,
+    UserError,
+)
 from transformer_jax.interop.export import (
     check_epsilon,
     check_fields,
     length_limits,
     search_notes,
     square_head_width,
+    tags_of,
     write_sentencepiece,
 )
 from transformer_jax.interop.huggingface_search import generation_config
@@ -29,9 +37,6 @@ from transformer_jax.interop.weights import (
     to_library,
     with_position_tables,
 )
-from transformer_jax.model.transformer import Transformer
-from transformer_jax.special_ids import EOS_ID, PAD_ID, UNK_ID
-from transformer_jax.tokenizer import Tokenizer
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
 _POSITIONS = 1024  # the length of the table for sinusoids, which have no end here
@@ -162,9 +167,9 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> list
     }
     _write_json(folder / "tokenizer_config.json", settings)
     differ = [
-        token
-        for i, token in enumerate(source_tokens)
-        if TAG.fullmatch(token) and tokenizer.encode_source([token]) != [[i]]
+        tag
+        for tag in tags_of(source_tokens)
+        if tokenizer.source_tokens(tokenizer.encode_source([tag])[0]) != [tag]
     ]
     if not differ:
         return []

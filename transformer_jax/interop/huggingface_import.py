@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import (
+from transformer_jax import (
     Config,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    Tokenizer,
     TokenizerConfig,
+    Transformer,
+    UserError,
+    sinusoidal_positions,
 )
-from transformer_jax.errors import UserError
-from transformer_jax.imported_vocabulary import with_vocabulary
 from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON, other_names
 from transformer_jax.interop.huggingface_search import decoding_config
 from transformer_jax.interop.vocabulary import Arrangement, arrange
@@ -27,13 +29,11 @@ from transformer_jax.interop.weights import (
     blank_weights,
     check_tensors,
     from_library,
-    parameters,
+    model_of,
     reordered,
     sines_first,
     to_library,
 )
-from transformer_jax.model.positions import sinusoidal_positions
-from transformer_jax.tokenizer import Tokenizer
 
 # Added to the score of a token that must never be generated: e^-100 is less than any float32
 # probability that counts.
@@ -46,7 +46,7 @@ class Imported(NamedTuple):
     """All that a work directory needs."""
 
     config: Config
-    parameters: dict[str, Any]
+    model: Transformer
     tokenizer: Tokenizer
     notes: list[str]
 
@@ -98,7 +98,7 @@ def import_huggingface(folder: Path) -> Imported:
         optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
         decoding=decoding,
     )
-    return Imported(config, parameters(weights, model), tokenizer, notes)
+    return Imported(config, model_of(weights, model), tokenizer, notes)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -180,8 +180,6 @@ def _read_vocabularies(
     Sets ``decoder_vocab_size``, which means something with two vocabularies only.
     """
     settings = _read_json(folder / "tokenizer_config.json", optional=True)
-    spm_files = folder / "source.spm", folder / "target.spm"
-    models = [_read_bytes(file) for file in spm_files]
     source_ids = target_ids = _read_vocabulary(folder / "vocab.json", theirs["vocab_size"])
     if settings.get("separate_vocabs"):
         size = theirs.get("decoder_vocab_size", theirs["vocab_size"])
@@ -208,11 +206,9 @@ def _read_vocabularies(
                 "padding, the end of a sentence and unknown text, on both sides."
             )
     source, target = arrange(source_ids, **special), arrange(target_ids, **special)
-    source_spm, target_spm = (
-        with_vocabulary(model, side.tokens, repr(str(file)))
-        for model, side, file in zip(models, (source, target), spm_files, strict=True)
+    tokenizer = Tokenizer.with_vocabularies(
+        (folder / "source.spm", source.tokens), (folder / "target.spm", target.tokens)
     )
-    tokenizer = Tokenizer(source_spm, None if target_spm == source_spm else target_spm)
     return source, target, tokenizer
 
 

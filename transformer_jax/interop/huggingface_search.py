@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.errors import UserError
+from transformer_jax import (
+    BOS_ID,
+    EOS_ID,
+    PAD_ID,
+    Config,
+    DecodingConfig,
+    Tokenizer,
+    UserError,
+)
 from transformer_jax.interop.export import length_limits
 from transformer_jax.interop.vocabulary import Arrangement
-from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
-from transformer_jax.tokenizer import Tokenizer
 
 _DEFAULTS: dict[str, Any] = {  # of transformers
     "num_beams": 1,

@@ -10,13 +10,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
+from transformer_jax import ModelConfig, Transformer, UserError
 from transformer_jax.interop.export import check_fields, square_head_width
 from transformer_jax.interop.weights import (
     Form,
@@ -24,11 +20,10 @@ from transformer_jax.interop.weights import (
     blank_weights,
     check_tensors,
     from_library,
-    parameters,
+    model_of,
     plain_weights,
     to_library,
 )
-from transformer_jax.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -146,8 +141,7 @@ def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
     }
     check_tensors(tensors, expected, "The modules", "those of nn.Transformer")
     weights = from_library(tensors, like, _LIBRARY, _OTHERS)
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), nnx.Param)
-    return nnx.merge(graph, jax.tree.map(jnp.array, parameters(weights, config)))
+    return model_of(weights, config)
 
 
 def to_torch(model: Transformer) -> TorchModules:

@@ -8,19 +8,15 @@ layer.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
-from transformer_jax.model.positions import sinusoidal_positions
-from transformer_jax.model.transformer import Transformer
+from transformer_jax import ModelConfig, Transformer, UserError, sinusoidal_positions
 
 Weights = dict[str, np.ndarray]
 Form = Literal["same", "transposed", "row"]
@@ -135,21 +131,21 @@ def plain_weights(model: Transformer, *, head_width: int | None = None) -> Weigh
 def blank_weights(config: ModelConfig) -> Weights:
     """Plain weights of zeros for a model of this config, which take no memory."""
     zero = np.float32(0)
-    shapes = _abstract(config)
-    blank = {_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes.items()}
+    shapes = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
+    blank = {_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes}
     return _plain(blank, config, None)
 
 
-def parameters(weights: Weights, config: ModelConfig) -> dict[str, Any]:
-    """Plain weights as the parameters of a Transformer of this config, nested as
-    ``nnx.to_pure_dict`` gives them.
-    """
+def model_of(weights: Weights, config: ModelConfig) -> Transformer:
+    """A model with copies of plain weights."""
+    graph, blank = nnx.split(_blank(config), nnx.Param)
     scale = np.float32(config.d_model**0.5)
     flat = {}
-    for path, x in _abstract(config).items():
+    for path, x in nnx.to_flat_state(blank):
         weight = weights[_name(path)]
-        flat[path] = (weight / scale if path[-1] == "position_matrix" else weight).reshape(x.shape)
-    return nnx.traversals.unflatten_mapping(flat)
+        weight = weight / scale if path[-1] == "position_matrix" else weight
+        flat[path] = jnp.array(weight).reshape(x.shape)
+    return nnx.merge(graph, nnx.traversals.unflatten_mapping(flat))
 
 
 def with_position_tables(weights: Weights, config: ModelConfig, length: int) -> Weights:
@@ -238,10 +234,9 @@ def _reshape(x: np.ndarray, form: Form) -> np.ndarray:
     return x if form == "same" else x.T if form == "transposed" else x[None]
 
 
-@functools.lru_cache(maxsize=4)
-def _abstract(config: ModelConfig) -> dict[tuple[Any, ...], jax.ShapeDtypeStruct]:
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    return dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+def _blank(config: ModelConfig) -> Transformer:
+    """A model whose parameters have shapes but no values."""
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 
 def _name(path: tuple[Any, ...]) -> str:

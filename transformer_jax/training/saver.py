@@ -141,7 +141,7 @@ class Checkpoints:
             ) from error
 
     def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
-        """The parameters that ``save_imported`` left to start from, placed as
+        """The parameters that ``save_model`` left to start from, placed as
         ``abstract_parameters`` says; None if it left none.
         """
         path = self.folder / checkpoint_name(0)
@@ -232,24 +232,6 @@ class Checkpoints:
         self.failure, self.last_saved = _reason(error), -1
         there = f"The newest is of step {steps[-1]}" if steps else "There is no checkpoint"
         log.error("Checkpoint %d could not be saved: %s. %s.", step, self.failure, there)
-
-
-def save_imported(
-    workdir: Path, config: Config, tokenizer: Tokenizer, parameters: Parameters
-) -> None:
-    """Make a work directory whose training starts from ``parameters`` (nested dict of arrays)
-    instead of random ones.
-    """
-    path = workdir.absolute() / "checkpoints" / checkpoint_name(0)
-    path.mkdir(parents=True)
-    (path / "progress.json").write_text(json.dumps({"imported": True}, indent=2))
-    ocp.save_checkpointables(path / "state", {"parameters": jax.tree.map(jnp.asarray, parameters)})
-    for folder in (path, workdir):
-        tokenizer.save(folder)
-        # The work directory's comes last: a folder without config.json is no work directory.
-        (folder / "config.json").write_text(to_json(config))
-        if folder == path:
-            write_manifest(path)
 
 
 def _publish(path: Path) -> None:
