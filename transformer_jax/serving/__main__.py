@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from transformer_jax.cli import run_program
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.serving.flags import Arguments, Served, checked_flags
 
 if TYPE_CHECKING:
@@ -31,15 +31,10 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(argv: list[str]) -> None:
     arguments, served = checked_flags(argv)
     # Imports stand where they are needed: --help and wrong flags are answered before JAX is loaded.
-    try:
+    with needs_extra("serve"):
         import uvicorn
 
         from transformer_jax.serving.app import App
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{error.name} is not installed; expected the packages that the service needs: "
-            "pip install 'transformer-jax[serve]'."
-        ) from None
     # uvicorn stops at a signal when requests are answered, then raises it once more. Nothing is to
     # be kept then, nor before: no wait for what compiles, and no exception, which could be caught
     # wherever the signal came.
