@@ -19,6 +19,9 @@ from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.service import Model, Service
 from transformer_jax.tokenizer import Tokenizer
 
+FORM = "application/x-www-form-urlencoded"
+PART = b'\r\n--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n'
+
 
 def events(body: bytes) -> list[tuple[str, dict]]:
     blocks = body.decode().strip().split("\n\n")
@@ -201,6 +204,72 @@ def test_forms_in_odd_encodings_are_refused(server: Server) -> None:
         kind = f"multipart/form-data; boundary=x; charset={charset}"
         reply = server.request("POST", "/translate", parts + "--x--\r\n", content_type=kind)
         assert reply.status == status, reply
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/translate", b"target=de&q=f%FCnf", FORM),
+        ("/translate", "target=de&q=fünf".encode("latin-1"), FORM),
+        ("/translate?target=de&q=f%FCnf", b"", FORM),
+        ("/translate?target=de&q=f%FCnf", b"", ""),
+        (
+            "/translate",
+            PART % b"target" + b"de" + PART % b"q" + b"f\xfcnf\r\n--x--\r\n",
+            "multipart/form-data; boundary=x",
+        ),
+    ],
+    ids=["escaped", "raw", "parameter and form", "parameter", "multipart"],
+)
+def test_forms_that_are_not_utf_8_are_refused(server: Server, path, body, kind) -> None:
+    reply = server.request("POST", path, body, content_type=kind)
+    assert reply.status == 400 and "not UTF-8" in reply.json["error"], reply
+    utf_8 = body.replace(b"%FC", b"%C3%BC").replace(b"\xfc", b"\xc3\xbc")
+    path = path.replace("%FC", "%C3%BC")
+    reply = server.request("POST", path, utf_8, content_type=kind)
+    assert [reply.json["translatedText"]] == server.translator.translate(["fünf"])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://localhost:8000", "host": "localhost:8000"}, 200),
+        ({"origin": "https://a.example", "sec_fetch_site": "same-origin"}, 200),  # behind a proxy
+        ({"sec_fetch_site": "none"}, 200),
+        ({"origin": "http://a.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
+        ({"sec_fetch_site": "cross-site"}, 403),
+        ({"sec_fetch_site": "same-site"}, 403),
+    ],
+)
+def test_pages_of_other_sites_are_refused(server: Server, headers, status) -> None:
+    for path in "/translate", "/translate/stream":
+        reply = server.request("POST", path, b"target=de&q=one", content_type=FORM, **headers)
+        assert reply.status == status, reply
+
+
+def test_bodies_of_other_types_are_refused(server: Server) -> None:
+    body = b'{"q": "one", "target": "de"}'
+    for kind in "text/plain", "text/plain; application/json", "application/jsonl", "":
+        reply = server.request("POST", "/translate", body, content_type=kind)
+        assert reply.status == 415 and "expected one of application/json" in reply.json["error"]
+
+
+def test_answers_say_that_browsers_load_nothing_from_elsewhere(server: Server) -> None:
+    for path in "/", "/page.js", "/docs", "/openapi.json", "/health", "/metrics", "/nothing":
+        headers = server.request("GET", path).headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        policy = headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'") and "http" not in policy
+        assert ("unsafe" in policy) == (path == "/docs")
+
+
+def test_requests_for_pages_and_folders(server: Server) -> None:
+    reply = server.request("HEAD", "/")
+    assert reply.status == 200 and not reply.body
+    assert server.request("GET", "/health/", host="elsewhere.example").status == 404
 
 
 def test_what_the_sentence_splitter_cannot_read_is_translated(server: Server) -> None:

@@ -554,6 +554,23 @@ def test_the_page_of_the_service_itself(browser, server):
         page.close()
 
 
+def test_the_interface_can_be_tried_in_a_browser(browser, server):
+    page = browser.new_page()
+    faults: list[str] = []
+    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
+    try:
+        page.goto(f"{server.url}/docs")
+        page.locator("#operations-default-health_health_get button").first.click()
+        page.get_by_role("button", name="Try it out").click()
+        page.get_by_role("button", name="Execute").click()
+        expect(page.locator(".live-responses-table .response-col_status").last).to_contain_text(
+            "200"
+        )
+        assert not faults
+    finally:
+        page.close()
+
+
 def test_arrow_keys_follow_the_direction_of_the_text(visit):
     page = visit()
     sentence = {"index": 0, "before": "", "source": "x", "translation": "אב גד", "score": -1.0}

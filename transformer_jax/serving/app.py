@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 from babel import Locale, UnknownLocaleError
 from fastapi import FastAPI, Request
@@ -20,9 +21,17 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from transformer_jax.errors import UserError, shown
-from transformer_jax.serving.limits import BodyLimit
+from transformer_jax.serving.limits import BodyLimit, SecurityHeaders
 from transformer_jax.serving.metrics import Measured, Metrics
-from transformer_jax.serving.schema import Answer, Error, Language, Query, Status, request_body
+from transformer_jax.serving.schema import (
+    CONTENT_TYPES,
+    Answer,
+    Error,
+    Language,
+    Query,
+    Status,
+    request_body,
+)
 from transformer_jax.serving.service import Answering, Refused, Service
 
 T = TypeVar("T")
@@ -31,15 +40,8 @@ logger = logging.getLogger(__name__)
 
 _BROKEN = "Something failed in the server; its log says what."
 _PAGE = Path(__file__).parent / "page"
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 _STATUSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 413, 503)
+    status: {"model": Error} for status in (400, 403, 413, 415, 503)
 }
 _BYTES_A_CHARACTER = 12  # \ud83d\ude00 is the longest that JSON may write, %F0%9F%98%80 a form's
 _BYTES_BESIDES = 10_000
@@ -63,7 +65,11 @@ class App:
             await asyncio.to_thread(self.service.close)
 
         app = FastAPIOffline(
-            title="transformer_jax", redoc_url=None, lifespan=lifespan, description=__doc__ or ""
+            title="transformer_jax",
+            redoc_url=None,
+            redirect_slashes=False,  # redirects go to the Host that the client names
+            lifespan=lifespan,
+            description=__doc__ or "",
         )
         translate = partial(
             app.add_api_route,
@@ -79,13 +85,15 @@ class App:
         )
         app.add_api_route("/metrics", self.metrics, response_class=Response)
         for name in ("", "page.js", "words.js", "page.css"):
-            app.add_api_route(f"/{name}", _page(name or "index.html"), include_in_schema=False)
+            file = _page(name or "index.html")
+            app.add_api_route(f"/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)
         for failure in _FAILURES:
             app.add_exception_handler(failure, self._refuse)
         app.add_exception_handler(HTTPException, _not_found)
         app.add_exception_handler(Exception, _broken)
         most_bytes = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES
         app.add_middleware(BodyLimit, limit=most_bytes)
+        app.add_middleware(SecurityHeaders)
         app.add_middleware(Measured, metrics=self._metrics)
         return app
 
@@ -168,28 +176,54 @@ _FAILURES = (UserError, Refused, TimeoutError)
 
 
 async def _query(request: Request) -> Query:
-    """What a request asks: JSON, or a form and the URL's parameters."""
+    """What a request asks: JSON, or a form and the URL's parameters.
+
+    Raises:
+      UserError: fields that are wrong or no UTF-8.
+      Refused: a page of another site that a browser shows; a body of another type.
+    """
+    if _is_foreign(request):
+        raise Refused(403, "A page of another site asks; expected the web UI or a program.")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    body = await request.body()
+    if body and kind not in CONTENT_TYPES:
+        said = f"The content type is {shown(kind)}; expected one of {', '.join(CONTENT_TYPES)}."
+        raise Refused(415, said)
     try:
-        fields = _fields(request.query_params.multi_items())
-        if kind in ("application/x-www-form-urlencoded", "multipart/form-data"):
-            async with request.form() as form:
-                return Query.model_validate(fields | _fields(form.multi_items()))
-        body = await request.body()
-        if body or not fields:
+        if body and kind == "application/json":
             return Query.model_validate_json(body)
-        return Query.model_validate(fields)
+        form = body.decode()
+        fields: list[tuple[str, Any]] = _url_fields(request.scope["query_string"].decode())
+        if kind == "multipart/form-data":
+            async with request.form() as parts:
+                fields += parts.multi_items()
+        else:
+            fields += _url_fields(form)
+        return Query.model_validate(_by_name(fields))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = [*first["loc"], "The request"][0]
         raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
     except UnicodeError:
-        raise UserError("The form's character encoding is unknown; expected UTF-8.") from None
+        raise UserError("The form or a URL parameter is not UTF-8; expected UTF-8.") from None
     except HTTPException as error:  # a broken form
         raise UserError(f"The form cannot be read: {error.detail}") from None
 
 
-def _fields(items: list[tuple[str, Any]]) -> dict[str, Any]:
+def _is_foreign(request: Request) -> bool:
+    """Whether a browser sends this for a page of another site, which would spend a local server's
+    time. (Browsers send ``Sec-Fetch-Site`` to HTTPS and localhost only.)
+    """
+    if site := request.headers.get("sec-fetch-site"):
+        return site not in ("same-origin", "none")
+    origin = request.headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != request.headers.get("host")
+
+
+_url_fields = partial(parse_qsl, keep_blank_values=True, errors="strict")
+
+
+def _by_name(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """A form's fields; one that comes several times is a list."""
     values: dict[str, list[Any]] = {}
     for name, value in items:
@@ -224,7 +258,7 @@ def _event(kind: str, data: dict[str, Any]) -> str:
 
 def _page(name: str) -> Callable[[], Awaitable[FileResponse]]:
     async def page() -> FileResponse:
-        return FileResponse(_PAGE / name, headers=_HEADERS)
+        return FileResponse(_PAGE / name)
 
     return page
 

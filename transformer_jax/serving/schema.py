@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
 LanguageCode = Annotated[str, StringConstraints(max_length=35)]
 
 
@@ -90,5 +91,4 @@ class Error(BaseModel):
 def request_body() -> dict[str, Any]:
     """The OpenAPI description of what /translate reads."""
     schema = {"schema": Query.model_json_schema()}
-    kinds = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
-    return {"requestBody": {"required": True, "content": dict.fromkeys(kinds, schema)}}
+    return {"requestBody": {"required": True, "content": dict.fromkeys(CONTENT_TYPES, schema)}}
