@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -171,24 +172,6 @@ def test_reference(decode, expected, tmp_path):
     assert (status, out) == (2, "") and "7 lines to score and 1 reference lines" in err
 
 
-@pytest.mark.parametrize(
-    ("flags", "stdin", "message"),
-    [
-        (("--input", "no/such/file"), b"", "no/such/file"),
-        (("--output", "no/such/folder/file"), b"one\n", "no/such/folder/file"),
-        (("--beam-size", 0), b"one\n", "decoding.beam_size is 0"),
-        (("--beam-size", 31), b"one\n", "decoding.beam_size is 31"),
-        (("--nbest", 3), b"one\n", "nbest is 3; expected 1 to 2, the --beam-size"),
-        (("--checkpoint", 15), b"one\n", "10, 20, 30"),
-        (("--average", 9), b"one\n", "average is 9"),
-    ],
-)
-def test_wrong_input_is_one_line_and_status_2(decode, flags, stdin, message):
-    status, out, err = decode(*flags, stdin=stdin)
-    assert (status, out) == (2, "")
-    assert message in err and err.startswith("error: ") and err.count("\n") == 1
-
-
 def test_a_folder_that_is_no_work_directory(decode, tmp_path):
     status, _, err = decode(folder=tmp_path)
     assert status == 2 and "expected a work directory" in err
@@ -319,8 +302,6 @@ def test_alignments(decode, expected):
         targets = [pair.split("-")[1] for pair in pairs.split()]
         assert sorted(set(map(int, targets))) == list(range(len(translation.split())))
         assert all(int(pair.split("-")[0]) < len(source.split()) for pair in pairs.split())
-    status, _, err = decode("--alignments", "hard", "--alignment-layer", 3)
-    assert status == 2 and "alignment layer is 3; expected -1 to 0" in err
 
 
 def test_score(decode, tmp_path):
@@ -451,51 +432,74 @@ def test_what_other_flags_imply(workdir):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--resume",), "--resume is given without --output"),
-        (("--shard", "2/2", "--output", "x"), "shard is '2/2'"),
-        (("--score", "no/such"), "score is 'no/such', which does not exist"),
-        (
-            ("--score", __file__, "--nbest", 2),
-            "--nbest is given with --score, which searches nothing",
-        ),
-        (("--score", __file__, "--reference", __file__), "--reference is given with --score"),
-        (
-            ("--reference", __file__, "--shard", "0/2", "--output", "x"),
-            "--shard is given with --reference, which needs the whole output",
-        ),
-        (("--token-scores",), "--token-scores is given without --format jsonl"),
-        (("--alignments", "soft"), "--alignments soft is given without --format jsonl"),
-        (("--nbest", 0), "nbest is 0"),
-        (("--suppress", "</s>"), "decoding.suppress has '</s>'"),
-        (("--input", "."), "input is '.', which is no regular file"),
-        (("--reference", os.devnull), "reference is '/dev/null', which is no regular file"),
-        (("--format", "jsonl", "--text-field", "prefix"), "text_field is 'prefix'"),
-        (("--format", "jsonl", "--text-field", "score"), "text_field is 'score'"),
-        (("--temperature", 0.5), "temperature is 0.5 without sampling; expected --method sample"),
-        (("--input", os.devnull), "which is no regular file; expected a file or stdin"),
-        (
-            ("--reference", __file__, "--input", __file__, "--bleu-tokenize", "x"),
-            "BLEU tokenisation 'x' cannot be used",
-        ),
-        (("--output", "."), "output is '.'; expected the name of a file"),
+        (("--input", "no/such"), "'no/such': No such file or directory; check the path"),
+        (("--input", "."), "'.': Is a directory; check the path"),
+        (("--score", "no/such"), "'no/such': No such file or directory"),
+        (("--reference", "no/such"), "'no/such': No such file or directory"),
+        (("--output", "no/such/file"), "'no/such/file': No such file or directory"),
+        (("--output", "."), "'.': Is a directory"),
         (("--output", "x.gz"), "what is written is not compressed; expected a name without .gz"),
-        (("--window", 0), "window is 0; expected 1 or more"),
-        (("--alignment-layer", -2), "--alignment-layer is given without --alignments"),
-        (("--bleu-tokenize", "none"), "--bleu-tokenize is given without --reference"),
-        (("--text-field", "en"), "--text-field is given without --format jsonl"),
-        (("--score", __file__, "--beam-size", 2), "--beam-size is given with --score"),
+        (("--input", "x", "--output", "./x"), "output is './x', which is read; expected another"),
+        (("--score", "x", "--output", "./x"), "output is './x', which is read; expected another"),
+        (("--shard", "2/2"), "shard is '2/2'; expected i/n with i from 0 to n - 1"),
+        (("--window", 0), "window is 0; expected a positive number"),
+        (("--nbest", 0), "nbest is 0; expected a positive number"),
+        (("--nbest", 3), "nbest is 3; expected at most 2, the value of --beam-size"),
+        (("--beam-size", 0), "decoding.beam_size is 0"),
+        (("--beam-size", 31), "decoding.beam_size is 31"),
+        (("--checkpoint", 15), "checkpoint is 15; expected last, best, or one of the steps 10, 20"),
+        (("--average", 9), "average is 9"),
+        (("--suppress", "</s>"), "decoding.suppress has '</s>'"),
+        (("--alignments", "soft"), "alignments is soft with --format text; expected hard, or JSON"),
+        (
+            ("--alignments", "hard", "--alignment-layer", 3),
+            "alignment layer is 3; expected -1 to 0",
+        ),
+        (("--format", "jsonl", "--text-field", "x"), "line 1 is not JSON"),
+        (("--reference", __file__, "--bleu-tokenize", "x"), "BLEU tokenisation 'x' cannot be used"),
+        (("--reference", __file__), "7 lines to score and"),
+        (("--score", __file__), "has 7 lines and"),
     ],
 )
-def test_flags_that_contradict(decode, flags, message):
+def test_wrong_flags_are_one_line_and_status_2(decode, flags, message):
     status, out, err = decode(*flags)
     assert (status, out) == (2, "")
     assert message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
+def test_a_reference_is_for_a_whole_output_or_for_a_whole_shard(decode, expected, tmp_path):
+    reference, output = tmp_path / "reference", tmp_path / "out"
+    reference.write_text("".join(line + "\n" for line in expected))
+    flags = ("--reference", reference, "--bleu-tokenize", "char")
+    _, out, err = decode(*flags, "--shard", "1/2")
+    assert out.splitlines() == expected[1::2] and " = 100.00 " in err
+    output.write_text(expected[0] + "\n")
+    status, _, err = decode(*flags, "--output", output, "--resume")
+    assert status == 2 and "out has 1 sentences already, and --reference needs all" in err
+    assert output.read_text() == expected[0] + "\n"
+
+
+def test_flags_that_do_nothing_are_ignored(decode, expected, tmp_path):
+    flags = ("--resume", "--temperature", 0.5, "--token-scores", "--bleu-tokenize", "char")
+    flags += ("--text-field", "x", "--alignment-layer", 0)
+    assert decode(*flags)[1].splitlines() == expected
+    (tmp_path / "targets").write_text("ONE\n" * 7)
+    score = ("--score", tmp_path / "targets")
+    assert decode(*score, "--nbest", 9, "--beam-size", 3)[1] == decode(*score)[1]
+
+
+def test_a_named_pipe_is_read_once(decode, expected, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(TEXT,))
+    writer.start()
+    assert decode("--input", tmp_path / "pipe")[1].splitlines() == expected
+    writer.join()
+
+
 def test_wrong_flags_are_refused_before_jax_is_loaded(workdir):
     code = "import sys; from transformer_jax.decoding.__main__ import main\n"
     code += "status = main(sys.argv[1:]); sys.exit('jax' in sys.modules or status != 2)"
-    for flags in (("--beam-size", "0"), ("--shard", "2/2", "--output", "x"), ("--nbest", "3")):
+    for flags in (("--beam-size", "0"), ("--output", "x.gz"), ("--nbest", "3")):
         command = [sys.executable, "-c", code, "--workdir", str(workdir), *flags]
         assert subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0, flags
 
@@ -523,4 +527,4 @@ def test_a_full_disk_is_told_with_the_file_and_how_to_continue(decode, tmp_path,
 
 def test_without_a_work_directory(capsys):
     assert program.main([]) == 2
-    assert "--workdir is missing" in capsys.readouterr().err
+    assert "workdir is empty; expected one or more work directories" in capsys.readouterr().err

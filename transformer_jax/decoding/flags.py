@@ -1,4 +1,4 @@
-"""The flags of decode.py, and the checks that need no model: none of this loads JAX."""
+"""The flags of decode.py; none of this loads JAX."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from transformer_jax.cli import check_output, flag_values, flags_given, parse_flags, parse_shard
+from transformer_jax.cli import flag_values, flags_given, parse_flags
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.config_io import flatten, load_config_file
+from transformer_jax.config_checks import Positive, Section
+from transformer_jax.config_io import load_config_file
 from transformer_jax.errors import UserError
 from transformer_jax.storage import is_url, local_path
 
@@ -33,36 +34,14 @@ COMMON = (
     "search.length_penalty",
     "search.batch_size",
 )
-# Fields that the output may add.
-_OUTPUT_FIELDS = (
-    "translation",
-    "score",
-    "log_prob",
-    "hypotheses",
-    "tokens",
-    "token_scores",
-    "source_tokens",
-    "alignment",
-)
-# Flags that say nothing without another one.
-_NEEDS = {
-    "resume": "--output",
-    "alignment_layer": "--alignments",
-    "bleu_tokenize": "--reference",
-    "bleu_language": "--reference",
-    "text_field": "--format jsonl",
-    "token_scores": "--format jsonl",
-}
-_SAMPLING = ("temperature", "top_k", "top_p", "seed")
-_SCORING = ("length_penalty", "length_offset", "batch_size")
 
 
 @dataclass(frozen=True)
-class Files:
+class Files(Section):
     """What is read and written."""
 
     input: str | None = None
-    """File to translate, UTF-8, .gz too. Default: stdin."""
+    """File to translate, UTF-8, .gz too, or its URL. Default: stdin."""
     output: str | None = None
     """File to write. Default: stdout."""
     format: Literal["text", "jsonl"] = "text"
@@ -74,7 +53,7 @@ class Files:
     shard: str | None = None
     """i/n: translate lines i, i + n, i + 2n, ... only (from 0); other processes translate the
     others."""
-    window: int | None = None
+    window: Positive | None = None
     """Lines that are read, then translated, at a time; 1 for a program that waits for each answer.
     Default: 1 at a terminal, otherwise 100 batches."""
 
@@ -86,10 +65,10 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Results:
+class Results(Section):
     """What is written about a translation."""
 
-    nbest: int = 1
+    nbest: Positive = 1
     """More than 1: this many lines a sentence, best first, as `number ||| translation ||| score`;
     JSONL: `hypotheses`. Sampling draws as many, if --beam-size does not ask for more."""
     alignments: Literal["hard", "soft"] | None = None
@@ -148,28 +127,45 @@ class Arguments:
 
 
 def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
-    """The flags, checked, and the config of the first run, whose search settings they replace.
+    """The flags, and the config of the first run, whose search settings they replace.
 
     Work directories at URLs are copied to this machine first, and replaced by their copies.
 
     Raises:
-        UserError: flags that contradict each other, do nothing, or name files that are not there.
+        UserError: values that cannot work, or a work directory without a config.
     """
     workdirs = tuple(checked_workdir(workdir) for workdir in flag_values(argv, "workdir"))
     config = load_config_file(f"{workdirs[0]}/config.json") if workdirs else Config()
     arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding}, common=COMMON)
-    typed = {name.replace("-", "_") for name in flags_given(argv)}
-    implied: dict[str, Any] = {}
-    if arguments.files.one_by_one and "batch_size" not in typed:
+    given, nbest, implied = flags_given(argv), arguments.results.nbest, dict[str, Any]()
+    if arguments.files.one_by_one and "batch-size" not in given:
         implied["batch_size"] = 1
-    by_default = config.decoding.method == "beam" and "beam_size" not in typed
+    by_default = config.decoding.method == "beam" and "beam-size" not in given
     if arguments.search.method == "sample" and by_default:
-        implied["beam_size"] = max(1, arguments.results.nbest)  # the run's is no number of samples
+        implied["beam_size"] = nbest  # the run's is no number of samples
     search = dataclasses.replace(arguments.search, **implied)
-    arguments = dataclasses.replace(arguments, workdir=workdirs, search=search)
-    _check_effects(arguments, typed)
-    _check_values(arguments, config)
-    return arguments, config
+    if arguments.evaluation.score is None and nbest > search.beam_size:
+        raise UserError(
+            f"nbest is {nbest}; expected at most {search.beam_size}, the value of --beam-size."
+        )
+    _check_output(arguments)
+    return dataclasses.replace(arguments, workdir=workdirs, search=search), config
+
+
+def _check_output(arguments: Arguments) -> None:
+    """``UserError`` if the output would overwrite an input, or be taken for compressed."""
+    output = arguments.files.output
+    if output is None:
+        return
+    if output.endswith(".gz"):
+        raise UserError(
+            f"output is {output!r}, but what is written is not compressed; "
+            "expected a name without .gz."
+        )
+    inputs = arguments.files.input, arguments.evaluation.reference, arguments.evaluation.score
+    for path in filter(None, inputs):
+        if Path(path).resolve() == Path(output).resolve():
+            raise UserError(f"output is {output!r}, which is read; expected another file.")
 
 
 def checked_workdir(workdir: str) -> str:
@@ -185,84 +181,3 @@ def checked_workdir(workdir: str) -> str:
             "expected a work directory written by train.py."
         )
     return str(folder)
-
-
-def _check_effects(arguments: Arguments, typed: set[str]) -> None:
-    """Refuse flags that would do nothing, or that cannot go together."""
-    search = typed & vars(arguments.search).keys()
-    values, defaults = flatten(arguments), flatten(Arguments())
-    given = search | {
-        name.partition(".")[2]
-        for name in values
-        if name.startswith(("files.", "results.", "evaluation.")) and values[name] != defaults[name]
-    }
-    for name in sorted(given & _NEEDS.keys()):
-        if _NEEDS[name].split()[0].removeprefix("--") not in given:
-            raise UserError(f"{_flag(name)} is given without {_NEEDS[name]}, which it needs.")
-    if arguments.results.alignments == "soft" and "format" not in given:
-        raise UserError("--alignments soft is given without --format jsonl, which it needs.")
-    for name, excluded, reason in (
-        ("score", search - set(_SCORING) | {"nbest", "reference"}, "which searches nothing"),
-        ("reference", {"resume", "shard"}, "which needs the whole output of one run"),
-    ):
-        for other in sorted(excluded & given) if name in given else ():
-            raise UserError(
-                f"{_flag(other)} is given with {_flag(name)}, {reason}; leave one of them out."
-            )
-    for name in sorted(search.intersection(_SAMPLING)):
-        if arguments.search.method != "sample":
-            value = getattr(arguments.search, name)
-            raise UserError(
-                f"{name} is {value} without sampling; expected --method sample with it."
-            )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _check_values(arguments: Arguments, config: Config) -> None:
-    """Refuse values that cannot work, whatever the model."""
-    files, results, evaluation = arguments.files, arguments.results, arguments.evaluation
-    if not arguments.workdir:
-        raise UserError("--workdir is missing; expected a work directory written by train.py.")
-    if files.window is not None and files.window < 1:
-        raise UserError(f"window is {files.window}; expected 1 or more.")
-    if files.text_field in (*_OUTPUT_FIELDS, "prefix"):
-        raise UserError(
-            f"text_field is {files.text_field!r}; expected another name: this one is what a "
-            "translation begins with, or a field of the output."
-        )
-    beam_size = arguments.search.beam_size
-    if evaluation.score is None and not 1 <= results.nbest <= beam_size:
-        raise UserError(f"nbest is {results.nbest}; expected 1 to {beam_size}, the --beam-size.")
-    inputs = {
-        "input": files.input,
-        "reference": evaluation.reference,
-        "score": evaluation.score,
-    }
-    for name, path in inputs.items():
-        if path is None:
-            continue
-        if not Path(path).is_file():
-            what = "is no regular file" if Path(path).exists() else "does not exist"
-            or_stdin = " or stdin" * (name == "input")
-            raise UserError(f"{name} is {path!r}, which {what}; expected a file{or_stdin}.")
-        if files.output is not None and Path(path).resolve() == Path(files.output).resolve():
-            raise UserError(
-                f"output and {name} are both {path!r}; expected another file for the output."
-            )
-    if files.output is not None:
-        check_output(files.output)
-        if files.output.endswith(".gz"):  # readers would take it for compressed
-            raise UserError(
-                f"output is {files.output!r}, but what is written is not compressed; "
-                "expected a name without .gz."
-            )
-    if files.shard is not None:
-        parse_shard(files.shard)
-    if evaluation.reference is not None:
-        from transformer_jax.evaluation import check_bleu_language, check_bleu_tokenizer
-
-        check_bleu_tokenizer(evaluation.bleu_tokenize or config.training.bleu_tokenize)
-        check_bleu_language(evaluation.bleu_language or "")

@@ -18,11 +18,16 @@ from transformer_jax.decoding.flags import Arguments
 from transformer_jax.decoding.output_file import open_output
 from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records
 from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import check_pairs, evaluate
+from transformer_jax.evaluation import (
+    check_bleu_language,
+    check_bleu_tokenizer,
+    check_pairs,
+    evaluate,
+)
 from transformer_jax.model.layers import use_matmul_precision
+from transformer_jax.storage import kind_of, to_path
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +40,23 @@ def run_job(arguments: Arguments, config: Config) -> None:
     Raises:
         UserError: the flags do not fit the model, or the input has a fault. What comes before a
             fault in a stream is written.
+        OSError: a file cannot be read or written.
     """
     keep_compiled(arguments.compilation_cache)
     use_matmul_precision(config.model)
-    reference = arguments.evaluation.reference
-    references = None if reference is None else list(read_lines(reference))
+    asked = arguments.evaluation
+    tokenize = asked.bleu_tokenize or config.training.bleu_tokenize
+    language = asked.bleu_language or config.training.bleu_language
+    if asked.reference is not None:  # before hours of work
+        check_bleu_tokenizer(tokenize)
+        check_bleu_language(language)
     job = _Job(arguments)
-    records = job.open_records(references)
+    records, references = job.open_records()
     start = time.perf_counter()
     best = job.write_answers(records, keep_best=references is not None)
     job.report(time.perf_counter() - start)
     if references is not None:
-        asked, training = arguments.evaluation, config.training
-        tokenize = asked.bleu_tokenize or training.bleu_tokenize
-        language = asked.bleu_language or training.bleu_language
-        scores = evaluate(best, references, tokenize=tokenize, language=language)
-        print(scores, file=sys.stderr)
+        print(evaluate(best, references, tokenize=tokenize, language=language), file=sys.stderr)
 
 
 class _Job:
@@ -64,60 +70,72 @@ class _Job:
 
     def __init__(self, arguments: Arguments):
         self.files, self.results = arguments.files, arguments.results
-        self.targets, search = arguments.evaluation.score, arguments.search
-        self.window = 1 if self.files.one_by_one else self.files.window or 100 * search.batch_size
-        self.devices = devices_for_rows(search.batch_size)
-        task = Translator if self.targets is None else Scorer
+        self.evaluation, search = arguments.evaluation, arguments.search
+        self.shard = parse_shard(self.files.shard) if self.files.shard else (0, 1)
+        scoring, jsonl = self.evaluation.score is not None, self.files.format == "jsonl"
+        self.format = OutputFormat(
+            self.files.format,
+            nbest=1 if scoring else self.results.nbest,
+            scores=scoring,
+            token_scores=self.results.token_scores or (scoring and jsonl),
+            alignments=self.results.alignments,
+        )
+        devices = devices_for_rows(search.batch_size)
+        task = Scorer if scoring else Translator
         models: Translator | Scorer = task.from_workdir(
             arguments.workdir,
             checkpoint=arguments.checkpoint,
             average=arguments.average,
-            devices=self.devices,
+            devices=devices,
             **vars(search),
         )
         self.models = models
         self.translator = models if isinstance(models, Translator) else None
         self.scorer = models if isinstance(models, Scorer) else None
         if self.results.alignments and isinstance(models, Translator):
-            self.scorer = Scorer(
-                models.models, models.tokenizer, models.config, devices=self.devices
-            )
+            self.scorer = Scorer(models.models, models.tokenizer, models.config, devices=devices)
         if self.results.alignments and self.scorer is not None:
             self.scorer.check_layer(self.results.alignment_layer)
 
-    def open_records(self, references: list[str] | None) -> Iterable[Record]:
-        """The input. A file is read to its end, so that its faults show before any work; a stream
-        is held in memory if that is to be done, or if it is needed again.
+    def open_records(self) -> tuple[Iterable[Record], list[str] | None]:
+        """The input, and its reference translations.
+
+        A file is read to its end, so that its faults show before any work; a stream is held in
+        memory if that is to be done.
         """
-        files = self.files
+        files, reference, target = self.files, self.evaluation.reference, self.evaluation.score
         source = files.input or sys.stdin.buffer
-        shard = parse_shard(files.shard) if files.shard else (0, 1)
         records: Iterable[Record] = Records(
-            source, files.format, files.text_field, shard, self.targets
+            source, files.format, files.text_field, self.shard, target
         )
-        if files.input is None:
-            if references is None and self.targets is None:
-                return records
-            records = list(records)
-        count = sum(1 for _ in self._checked(records))
-        if references is not None:
-            check_pairs(range(count), references)
-        return records
+        if isinstance(source, str) and kind_of(to_path(source)) != "other":
+            count = sum(1 for _ in self._checked(records))
+        elif reference is None and target is None:
+            return self._checked(records), None
+        else:
+            records = list(self._checked(records))
+            count = len(records)
+        if reference is None:
+            return records, None
+        references = list(islice(read_lines(reference), self.shard[0], None, self.shard[1]))
+        check_pairs(range(count), references)
+        return records, references
 
     def write_answers(self, records: Iterable[Record], *, keep_best: bool) -> list[str]:
         """Read a block, answer it, write it; returns the best texts if they are to be kept."""
-        files, results, scoring = self.files, self.results, self.targets is not None
-        token_scores = results.token_scores or (scoring and files.format == "jsonl")
-        form = OutputFormat(files.format, results.nbest, scoring, token_scores, results.alignments)
-        best = []
+        files, window, best = self.files, 1 if self.files.one_by_one else self.files.window, []
         start = reported = time.perf_counter()
-        numbered = form.lines_per_sentence > 1
+        numbered = self.format.lines_per_sentence > 1
         with open_output(files.output, resume=files.resume, numbered=numbered) as (write, kept):
+            if kept and keep_best:
+                raise UserError(
+                    f"{files.output} has {kept} sentences already, and --reference needs all in "
+                    "one run; leave --resume or --reference out."
+                )
             done = kept
-            records = self._checked(_skip(records, kept, files.output))
-            for block in blocks(records, self.window):
+            for block in self.models.blocks(_skip(records, kept, files.output), window):
                 for record, translations, alignments in self._answers(block):
-                    write(form.lines(record, translations, alignments))
+                    write(self.format.lines(record, translations, alignments))
                     if keep_best:
                         best.append(translations[0].text)
                 done += len(block)
@@ -140,7 +158,7 @@ class _Job:
         they are asked for.
         """
         if self.translator is not None:
-            nbest, window = self.results.nbest, len(block)
+            nbest, window = self.format.nbest, len(block)
             translations = list(self.translator.stream(block, num_hypotheses=nbest, window=window))
         else:
             assert self.scorer is not None

@@ -64,7 +64,7 @@ class Scorer(TrainedModels):
         Raises:
             UserError: a window below 1, at the call; later, as ``score``.
         """
-        numbers, blocks = count(1), self._blocks(pairs, window)
+        numbers, blocks = count(1), self.blocks(pairs, window)
         return (t for block in blocks for t in self.score(block, numbers=numbers))
 
     def score(

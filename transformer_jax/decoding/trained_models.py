@@ -100,7 +100,8 @@ class TrainedModels:
         decoding = dataclasses.replace(configs[0].decoding, **settings)
         return cls(models, tokenizers[0], decoding, devices=devices)
 
-    def _blocks(self, items: Iterable[T], window: int | None) -> Iterator[list[T]]:
+    def blocks(self, items: Iterable[T], window: int | None) -> Iterator[list[T]]:
+        """``blocks`` of ``window`` items (None: 100 batches); ``UserError`` if it is below 1."""
         if window is not None and window < 1:
             raise UserError(f"window is {window}; expected 1 or more.")
         return blocks(items, window or 100 * self.config.batch_size)

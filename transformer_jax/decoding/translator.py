@@ -140,7 +140,7 @@ class Translator(TrainedModels):
             )
         requests = map(_numbered_request, lines, count(1))
         return chain.from_iterable(
-            self._translate(block, num_hypotheses) for block in self._blocks(requests, window)
+            self._translate(block, num_hypotheses) for block in self.blocks(requests, window)
         )
 
     def ahead(self, lines: Sequence[str]) -> dict[str, Callable[[], jax.stages.Lowered]]:
