@@ -274,7 +274,7 @@ def test_a_faulty_file_is_found_before_the_work(decode, tmp_path):
 def test_jsonl(decode, expected):
     status, out, _ = decode("--format", "jsonl", "--nbest", 2, "--token-scores", stdin=OBJECTS)
     values = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and out.count('"x": [1.50], ') == len(LINES)
+    assert status == 0 and out.count('"x": [1.5], ') == len(LINES)
     assert [v["translation"] for v in values] == expected
     assert [(v["id"], v["text"]) for v in values] == list(enumerate(LINES))
     for v in values:

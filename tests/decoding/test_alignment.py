@@ -8,8 +8,7 @@ import random_models
 from random_models import lines_of_words, train_tokenizer
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.alignment import align, word_numbers
-from transformer_jax.decoding.records import Alignment, Record
+from transformer_jax.decoding.alignment import Alignment, word_numbers
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translation
 
@@ -42,29 +41,21 @@ def test_translations_are_aligned_in_order(scorer):
         tokens = scorer.tokenizer.target_tokens(scorer.tokenizer.encode_target([text])[0])
         return Translation(text, 0.0, 0.0, len(tokens) + 1, tuple(tokens))
 
-    results = [
-        (Record("one two"), [translation("ONE TWO"), translation("TWO")]),
-        (Record(""), [Translation("", 0, 0, 0)]),
-    ]
-    results += [(Record(LINES[i]), [translation(TARGETS[i])]) for i in range(2, 9)]
-    found = list(align(results, scorer))
-    assert [alignment is None for alignments in found for alignment in alignments] == [
-        False,
-        False,
-        True,
-    ] + [False] * 7
-    for (record, translations), alignments in zip(results, found, strict=True):
-        for t, alignment in zip(translations, alignments, strict=True):
-            if alignment is not None:
-                assert alignment.target == (*t.tokens, "</s>") and alignment.source[-1] == "</s>"
-                source, target = alignment.source[:-1], scorer.tokenizer.target_ids(t.tokens)
-                [expected] = scorer.align_tokens(
-                    [(scorer.tokenizer.encode_source([record.text])[0], target)]
-                )
-                np.testing.assert_allclose(alignment.weights_TS, expected, atol=1e-6)
-                assert "".join(source).replace("▁", " ").strip() == record.text
-                for i, j in (map(int, pair.split("-")) for pair in alignment.hard().split()):
-                    assert i < len(record.text.split()) and j < len(t.text.split())
+    pairs = [("one two", translation("ONE TWO")), ("one two", translation("TWO"))]
+    pairs += [("", Translation("", 0, 0, 0))]
+    pairs += [(LINES[i], translation(TARGETS[i])) for i in range(2, 9)]
+    found = scorer.align(pairs)
+    assert [t.alignment is None for t in found] == [False, False, True] + [False] * 7
+    for (text, unaligned), t in zip(pairs, found, strict=True):
+        assert t == unaligned
+        if (alignment := t.alignment) is not None:
+            assert alignment.target == (*t.tokens, "</s>") and alignment.source[-1] == "</s>"
+            source, target = alignment.source[:-1], scorer.tokenizer.target_ids(t.tokens)
+            [expected] = scorer.align_tokens([(scorer.tokenizer.encode_source([text])[0], target)])
+            np.testing.assert_allclose(alignment.weights_TS, expected, atol=1e-6)
+            assert "".join(source).replace("▁", " ").strip() == text
+            for i, j in (map(int, pair.split("-")) for pair in alignment.hard().split()):
+                assert i < len(text.split()) and j < len(t.text.split())
 
 
 def test_hard_alignments_join_words():
@@ -104,8 +95,8 @@ def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer
     text = "one´two \u200b three"
     [source] = tokenizer.encode_source([text])
     assert "".join(tokenizer.source_tokens(source)).count("▁") == 3
-    translations = scorer.score([(text, text.upper())])
-    [[alignment]] = align([(Record(text), translations)], scorer)
+    [translation] = scorer.score([(text, text.upper())])
+    [alignment] = [t.alignment for t in scorer.align([(text, translation)])]
     tokens = zip(alignment.source, alignment.source_words, strict=False)
     assert {number for token, number in tokens if token != "▁"} == {0, 2}
     assert set(alignment.target_words) == {0, 2}

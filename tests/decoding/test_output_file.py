@@ -135,6 +135,12 @@ def test_a_full_disk_is_told_with_the_file():
         write(["one"])
 
 
+def test_half_of_a_surrogate_pair_is_written_as_an_escape(tmp_path):
+    with open_output(str(tmp_path / "out")) as (write, _):
+        write(['{"ü": "\ud800"}'])
+    assert (tmp_path / "out").read_bytes() == '{"ü": "\\ud800"}\n'.encode()
+
+
 def test_a_device_keeps_nothing():
     with open_output("/dev/null", resume=True) as (write, kept):
         write(["one"])

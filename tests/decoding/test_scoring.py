@@ -128,18 +128,8 @@ def test_no_pair_depends_on_the_others(scorer, pairs):
         np.testing.assert_array_equal(scorer.score_tokens([pair])[0], log_probs)
 
 
-def test_lines_come_out_in_order_without_reading_ahead(scorer, pairs):
-    read = []
-
-    def lines():
-        for pair in zip(LINES, TARGETS, strict=True):
-            read.append(pair)
-            yield pair
-
-    stream = scorer.stream(lines(), window=5)
-    first = next(stream)
-    assert len(read) == 5
-    found = [first, *stream]
+def test_lines_come_out_in_order(scorer, pairs):
+    found = scorer.score(zip(LINES, TARGETS, strict=True))
     assert [t.text for t in found] == TARGETS
     for t, log_probs in zip(found, scorer.score_tokens(pairs), strict=True):
         assert t.length == len(log_probs) == len(t.tokens) + 1
@@ -175,8 +165,6 @@ def test_what_cannot_be_meant_is_refused_at_the_call(tokenizer, scorer):
     )
     with pytest.raises(UserError, match="expected those of one training run"):
         Scorer(model, tokenizer, CONFIG)
-    with pytest.raises(UserError, match="window is 0; expected 1 or more"):
-        scorer.stream([("one", "ONE")], window=0)
     for pair, message in [
         ((7, "ONE"), "Line 1: source is 7; expected text"),
         (("one", b"ONE"), "Line 1: target is b'ONE'; expected text"),

@@ -1,69 +1,52 @@
-"""Which words of a translation come from which words of its source, by the model's attention."""
+"""Word alignments of a translation with its source, by the model's attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.decoding.records import Alignment, Record
-from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.segments import joint
-from transformer_jax.decoding.translator import Translation
 from transformer_jax.tokenizer import Tokenizer
 
 
-def align(
-    results: Sequence[tuple[Record, Sequence[Translation]]], scorer: Scorer, *, layer: int = -1
-) -> Iterator[list[Alignment | None]]:
-    """The alignments of each record's translations, by attention in a second, forced pass.
+class Alignment(NamedTuple):
+    """Where each token of a translation looked in its source; EOS is last on both sides."""
 
-    Works on ``scorer.config.batch_size`` records at a time. An empty translation has no alignment,
-    nor has one that is, or whose source is, too long for the scorer.
-    """
-    for first in range(0, len(results), scorer.config.batch_size):
-        yield from _align(results[first : first + scorer.config.batch_size], scorer, layer)
+    source: tuple[str, ...]
+    target: tuple[str, ...]
+    weights_TS: np.ndarray
+    source_words: Sequence[int]
+    """The number of the word that each source token ends in, EOS apart."""
+    target_words: Sequence[int]
 
-
-def _align(
-    results: Sequence[tuple[Record, Sequence[Translation]]], scorer: Scorer, layer: int
-) -> Iterator[list[Alignment | None]]:
-    tokenizer = scorer.tokenizer
-    sources = tokenizer.encode_source([record.text for record, _ in results])
-    pairs = {
-        (i, k): (source, tokenizer.target_ids(translation.tokens))
-        for i, (source, (_, translations)) in enumerate(zip(sources, results, strict=True))
-        for k, translation in enumerate(translations)
-    }
-    pairs = {place: pair for place, pair in pairs.items() if pair[1] and scorer.fits(pair)}
-    found = scorer.align_tokens(list(pairs.values()), layer=layer)
-    weights = dict(zip(pairs, found, strict=True))
-    for i, (record, translations) in enumerate(results):
-        yield [
-            _alignment(tokenizer, record, translation, sources[i], weights[i, k])
-            if (i, k) in weights
-            else None
-            for k, translation in enumerate(translations)
-        ]
+    def hard(self) -> str:
+        """``0-0 1-2``: each token's best source token, EOS apart, as the words they belong to."""
+        if min(self.weights_TS.shape) < 2:
+            return ""
+        best_T = self.weights_TS[:-1, :-1].argmax(axis=1)
+        tokens = zip(self.target, self.target_words, best_T)  # </s> stands between segments
+        pairs = {(self.source_words[best], word) for token, word, best in tokens if token != "</s>"}
+        return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
 
-def _alignment(
+def alignment(
     tokenizer: Tokenizer,
-    record: Record,
-    translation: Translation,
-    source: Sequence[int],
+    texts: tuple[str, str],
+    tokens: tuple[Sequence[int], Sequence[int]],
     weights_TS: np.ndarray,
 ) -> Alignment:
-    source_tokens, target_tokens = tuple(tokenizer.source_tokens(source)), translation.tokens
-    source_words = map(tokenizer.source_tokens, tokenizer.encode_source(record.text.split()))
-    target_words = map(tokenizer.target_tokens, tokenizer.encode_target(translation.text.split()))
-    return Alignment(
-        (*source_tokens, "</s>"),
-        (*target_tokens, "</s>"),
-        weights_TS,
-        word_numbers(source_tokens, source_words),
-        word_numbers(target_tokens, target_words),
-    )
+    """The alignment of (source, target) texts, given the token ids of both and their weights."""
+    sides, words = [], []
+    for text, ids, encode, names in (
+        (texts[0], tokens[0], tokenizer.encode_source, tokenizer.source_tokens),
+        (texts[1], tokens[1], tokenizer.encode_target, tokenizer.target_tokens),
+    ):
+        sides.append(tuple(names(ids)))
+        words.append(word_numbers(sides[-1], map(names, encode(text.split()))))
+    source, target = sides
+    return Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, *words)
 
 
 def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[int]:

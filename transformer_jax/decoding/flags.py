@@ -45,7 +45,7 @@ class Files(Section):
     output: str | None = None
     """File to write. Default: stdout."""
     format: Literal["text", "jsonl"] = "text"
-    """text: a sentence a line. jsonl: an object a line; its other fields come out unchanged."""
+    """text: a sentence a line. jsonl: an object a line; its other fields are kept."""
     text_field: str = "text"
     """JSONL: the field to translate. A field `prefix` forces the beginning of the translation."""
     resume: bool = False

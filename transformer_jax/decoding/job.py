@@ -6,18 +6,19 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from itertools import islice, repeat
+from itertools import islice
+from typing import TypeAlias
 
 from transformer_jax.cli import parse_shard
 from transformer_jax.compilation_cache import keep_compiled
 from transformer_jax.config import Config
 from transformer_jax.data.sources import read_lines
-from transformer_jax.decoding.alignment import align
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.flags import Arguments
 from transformer_jax.decoding.output_file import open_output
-from transformer_jax.decoding.records import Alignment, OutputFormat, Record, Records
+from transformer_jax.decoding.records import OutputFormat, Record, Records
 from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation, Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import (
@@ -30,6 +31,8 @@ from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.storage import kind_of, to_path
 
 logger = logging.getLogger(__name__)
+
+Answer: TypeAlias = tuple[Record, list[Translation]]
 
 _SECONDS_BETWEEN_REPORTS = 60
 
@@ -134,8 +137,8 @@ class _Job:
                 )
             done = kept
             for block in self.models.blocks(_skip(records, kept, files.output), window):
-                for record, translations, alignments in self._answers(block):
-                    write(self.format.lines(record, translations, alignments))
+                for record, translations in self._answers(block):
+                    write(self.format.lines(record, translations))
                     if keep_best:
                         best.append(translations[0].text)
                 done += len(block)
@@ -151,9 +154,7 @@ class _Job:
                 self.translator.prefix_tokens(record)
             yield record
 
-    def _answers(
-        self, block: list[Record]
-    ) -> Iterable[tuple[Record, list[Translation], list[Alignment | None] | None]]:
+    def _answers(self, block: list[Record]) -> Iterable[Answer]:
         """Each record with its translations, best first, or its scored target; with alignments if
         they are asked for.
         """
@@ -165,11 +166,16 @@ class _Job:
             pairs = [(record.text, record.target) for record in block]
             numbers = [record.number for record in block]
             translations = [[scored] for scored in self.scorer.score(pairs, numbers=numbers)]
-        alignments: Iterable[list[Alignment | None] | None] = repeat(None)
-        if self.scorer is not None and self.results.alignments:
-            results = list(zip(block, translations, strict=True))
-            alignments = align(results, self.scorer, layer=self.results.alignment_layer)
-        return zip(block, translations, alignments)
+        answers = zip(block, translations, strict=True)
+        return self._aligned(answers) if self.results.alignments else answers
+
+    def _aligned(self, answers: Iterable[Answer]) -> Iterator[Answer]:
+        assert self.scorer is not None
+        for some in blocks(answers, self.scorer.config.batch_size):  # weights take much memory
+            pairs = [(record.text, t) for record, translations in some for t in translations]
+            aligned = iter(self.scorer.align(pairs, layer=self.results.alignment_layer))
+            for record, translations in some:
+                yield record, list(islice(aligned, len(translations)))
 
     def report(self, seconds: float) -> None:
         """Log what did not go as it should, and how long it took."""

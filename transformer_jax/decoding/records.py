@@ -4,51 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, BinaryIO, Literal
 
 from transformer_jax.data.sources import json_object, read_lines
 from transformer_jax.decoding.trained_models import check_text
 from transformer_jax.decoding.translator import Request, Translation
 from transformer_jax.errors import UserError
 
-_BEFORE_FIELD = re.compile(r"\s*[{,]\s*(?=\")")
-
 
 @dataclass(frozen=True)
 class Record(Request):
     """One line of the input; its number is its position in the whole input, from 1."""
 
-    json: str | None = None
-    """The JSON object that it came from, as it was written."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of the JSON object that it came from."""
     target: str = ""
     """What is to be scored as its translation."""
-
-
-class Alignment(NamedTuple):
-    """Where each token of a translation looked in its source; EOS is last on both sides."""
-
-    source: tuple[str, ...]
-    target: tuple[str, ...]
-    weights_TS: np.ndarray
-    source_words: Sequence[int]
-    """The number of the word that each source token ends in, EOS apart."""
-    target_words: Sequence[int]
-
-    def hard(self) -> str:
-        """``0-0 1-2``: each token's best source token, EOS apart, as the words they belong to."""
-        if min(self.weights_TS.shape) < 2:
-            return ""
-        best_T = self.weights_TS[:-1, :-1].argmax(axis=1)
-        tokens = zip(self.target, self.target_words, best_T)  # </s> stands between segments
-        pairs = {(self.source_words[best], word) for token, word, best in tokens if token != "</s>"}
-        return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
 
 @dataclass(frozen=True)
@@ -105,7 +80,7 @@ class Records:
         prefix = "" if prefix is None else prefix  # null: tables give every line all fields
         check_text(text, f"{where}: field {self.text_field!r}")
         check_text(prefix, f"{where}: field 'prefix'")
-        return Record(text.replace("\n", " "), prefix.replace("\n", " "), number, line)
+        return Record(text.replace("\n", " "), prefix.replace("\n", " "), number, values)
 
 
 @dataclass(frozen=True)
@@ -116,8 +91,8 @@ class OutputFormat:
     lines, best first, as ``number ||| translation ||| score``; hard alignments follow as ``||| 0-0
     1-2``.
 
-    JSONL: the object that was read, its other fields as they were, and ``translation``, ``score``,
-    ``log_prob``; on request ``hypotheses`` (a list of the same), ``tokens`` and ``token_scores``
+    JSONL: the fields of the object that was read, and ``translation``, ``score``, ``log_prob``; on
+    request ``hypotheses`` (a list of the same), ``tokens`` and ``token_scores``
     (EOS last), ``alignment``.
 
     A hard alignment is a list of pairs i-j: word i of the source (split at white space, from 0) and
@@ -141,37 +116,27 @@ class OutputFormat:
         """At most."""
         return self.nbest if self.format == "text" else 1
 
-    def lines(
-        self,
-        record: Record,
-        translations: Sequence[Translation],
-        alignments: Sequence[Alignment | None] | None = None,
-    ) -> list[str]:
+    def lines(self, record: Record, translations: Sequence[Translation]) -> list[str]:
         """The lines of one sentence."""
         if self.format == "jsonl":
-            return [_with_fields(record.json or "{}", self.fields(translations, alignments))]
+            fields = {**record.fields, **self.fields(translations)}
+            return [json.dumps(fields, ensure_ascii=False)]
         lines = []
-        alignments = alignments or [None] * len(translations)
-        for t, alignment in zip(translations, alignments, strict=True):
+        for t in translations:
             columns = [f"{t.log_prob:.4f}" if self.scores else t.text]
             if self.nbest > 1:
                 columns = [str(record.number - 1), *columns, f"{t.score:.4f}"]
             if self.alignments:
-                columns.append(alignment.hard() if alignment else "")
+                columns.append(t.alignment.hard() if t.alignment else "")
             lines.append(" ||| ".join(columns))
         return lines
 
-    def fields(
-        self,
-        translations: Sequence[Translation],
-        alignments: Sequence[Alignment | None] | None = None,
-    ) -> dict[str, Any]:
+    def fields(self, translations: Sequence[Translation]) -> dict[str, Any]:
         """What JSONL says of a sentence."""
-        alignments = alignments or [None] * len(translations)
-        fields = list(map(self._fields, translations, alignments))
+        fields = list(map(self._fields, translations))
         return fields[0] | ({"hypotheses": fields} if self.nbest > 1 else {})
 
-    def _fields(self, t: Translation, alignment: Alignment | None) -> dict[str, Any]:
+    def _fields(self, t: Translation) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "translation": t.text,
             "score": _number(t.score),
@@ -183,32 +148,12 @@ class OutputFormat:
         if self.token_scores:
             fields["token_scores"] = list(map(_number, t.token_log_probs))
         if soft:
-            rows = alignment.weights_TS.tolist() if alignment else []
-            fields["source_tokens"] = list(alignment.source) if alignment else []
+            rows = t.alignment.weights_TS.tolist() if t.alignment else []
+            fields["source_tokens"] = list(t.alignment.source) if t.alignment else []
             fields["alignment"] = [list(map(_number, row)) for row in rows]
         elif self.alignments:
-            fields["alignment"] = alignment.hard() if alignment else ""
+            fields["alignment"] = t.alignment.hard() if t.alignment else ""
         return fields
-
-
-def _with_fields(text: str, fields: dict[str, Any]) -> str:
-    """The JSON object with these fields at its end; no letter of its other fields changes."""
-    if fields.keys() & json.loads(text).keys():  # from an earlier translation
-        text = _without_fields(text, fields)
-    rest = text.rstrip().removesuffix("}").rstrip()
-    return f"{rest}{'' if rest == '{' else ', '}{json.dumps(fields, ensure_ascii=False)[1:]}"
-
-
-def _without_fields(text: str, names: Iterable[str]) -> str:
-    read, kept = json.JSONDecoder().raw_decode, []
-    field = _BEFORE_FIELD.match(text)
-    while field:
-        name, end = read(text, field.end())
-        _, end = read(text, len(text) - len(text[end:].lstrip(" \t\r\n:")))
-        if name not in names:
-            kept.append(text[field.end() : end])
-        field = _BEFORE_FIELD.match(text, end)
-    return f"{{{', '.join(kept)}}}"
 
 
 def _number(x: float) -> float | None:

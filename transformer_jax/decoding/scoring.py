@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import count, groupby, islice
+from itertools import groupby, islice
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.devices import row_shardings
 from transformer_jax.decoding.length_penalty import length_divisor
@@ -56,19 +58,8 @@ class Scorer(TrainedModels):
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
-    def stream(
-        self, pairs: Iterable[tuple[str, str]], *, window: int | None = None
-    ) -> Iterator[Translation]:
-        """``score``, reading and scoring ``window`` pairs at a time (default: 100 batches).
-
-        Raises:
-            UserError: a window below 1, at the call; later, as ``score``.
-        """
-        numbers, blocks = count(1), self.blocks(pairs, window)
-        return (t for block in blocks for t in self.score(block, numbers=numbers))
-
     def score(
-        self, pairs: Iterable[tuple[str, str]], *, numbers: Iterable[int] | None = None
+        self, pairs: Iterable[tuple[str, str]], *, numbers: Sequence[int] = ()
     ) -> list[Translation]:
         """Each (source, target), in order, as a ``Translation``: the target with its
         log-probabilities, EOS included.
@@ -81,7 +72,7 @@ class Scorer(TrainedModels):
             UserError: what is no pair, a source or target that is no text.
         """
         pairs = list(pairs)
-        numbers = list(islice(count(1) if numbers is None else numbers, len(pairs)))
+        numbers = numbers or range(1, len(pairs) + 1)
         for number, texts in zip(numbers, pairs, strict=True):
             if isinstance(texts, str) or len(texts) != 2:
                 raise UserError(
@@ -92,7 +83,7 @@ class Scorer(TrainedModels):
         sources = self.tokenizer.encode_source([source for source, _ in pairs])
         targets = self.tokenizer.encode_target([target for _, target in pairs])
         tokens = list(zip(sources, targets, strict=True))
-        scored = iter(self.score_tokens([pair for pair in tokens if self.fits(pair)]))
+        scored = iter(self.score_tokens(list(filter(self.fits, tokens))))
         translations = []
         for number, (_, text), pair in zip(numbers, pairs, tokens, strict=True):
             if self.fits(pair):
@@ -104,6 +95,26 @@ class Scorer(TrainedModels):
                 log_probs = np.full(len(pair[1]) + 1, np.nan)
             translations.append(self._translation(text, pair[1], log_probs))
         return translations
+
+    def align(
+        self, pairs: Sequence[tuple[str, Translation]], *, layer: int = -1
+    ) -> list[Translation]:
+        """Each source's translation with its ``alignment``, by attention in a second, forced pass.
+
+        An empty translation gets none, nor does one that is, or whose source is, longer than
+        ``longest``. Raises as ``align_tokens``.
+        """
+        sources = self.tokenizer.encode_source([source for source, _ in pairs])
+        targets = [self.tokenizer.target_ids(translation.tokens) for _, translation in pairs]
+        tokens = list(zip(sources, targets, strict=True))
+        chosen = [i for i, pair in enumerate(tokens) if pair[1] and self.fits(pair)]
+        weights = self.align_tokens([tokens[i] for i in chosen], layer=layer)
+        aligned = [translation for _, translation in pairs]
+        for i, weights_TS in zip(chosen, weights, strict=True):
+            texts = pairs[i][0], aligned[i].text
+            found = alignment(self.tokenizer, texts, tokens[i], weights_TS)
+            aligned[i] = replace(aligned[i], alignment=found)
+        return aligned
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
         """Natural log-probability of each target's tokens and, last, of EOS; float32. Tokens are

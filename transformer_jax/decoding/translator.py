@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
 
 import jax
 
+from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
 from transformer_jax.decoding.segments import joint, split
@@ -52,6 +53,8 @@ class Translation:
     """
     token_log_probs: tuple[float, ...] = ()
     """Log-probability of each token given those before it, EOS included: ``length`` numbers."""
+    alignment: Alignment | None = field(default=None, compare=False)
+    """What ``Scorer.align`` adds."""
 
 
 class Translator(TrainedModels):

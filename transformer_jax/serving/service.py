@@ -16,10 +16,9 @@ from typing import Any, Literal, Self
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding import buckets
-from transformer_jax.decoding.alignment import align
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import Hypothesis
-from transformer_jax.decoding.records import Alignment, OutputFormat, Record
+from transformer_jax.decoding.records import OutputFormat
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.trained_models import check_text
 from transformer_jax.decoding.translator import Request, Translation, Translator
@@ -137,11 +136,10 @@ class Model:
 
     async def align(
         self, request: Request, translations: Sequence[Translation]
-    ) -> list[Alignment | None]:
-        """As ``decode.py --alignments`` has it."""
-        record = Record(request.text, number=request.number)
-        work = self._aligning.submit(lambda: next(align([(record, translations)], self._scorer)))
-        return await asyncio.wrap_future(work)
+    ) -> list[Translation]:
+        """The translations with alignments, as ``decode.py --alignments`` has them."""
+        pairs = [(request.text, translation) for translation in translations]
+        return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
 
 
 class Service:
@@ -361,10 +359,9 @@ class Answering:
         translations = await self._model.translate(
             request, num_hypotheses=1 + query.alternatives, turns=self._turns
         )
-        alignments = None
         if query.attention:
-            alignments = await self._model.align(request, translations)
-        return self._form.fields(translations, alignments)
+            translations = await self._model.align(request, translations)
+        return self._form.fields(translations)
 
 
 def _ranked(fields: dict[str, Any], rank: int) -> str:
