@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.data.corpus import build_corpus
+from transformer_jax.data.corpus_files import build_corpus
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.tokenizer import Tokenizer
 
@@ -60,8 +60,7 @@ def build(folder: Path, workers: int, sampling: float, samples: int) -> None:
             _TEXT, tokenizer, data, folder / "corpus", sampling=sampling, num_samples=samples
         )
         seconds.append(time.perf_counter() - start)
-    [shard] = corpus.shards
-    source, target = shard.sides
+    source, target = corpus.sides
     parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     workers_peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     print(

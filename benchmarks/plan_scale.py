@@ -1,7 +1,7 @@
 """What a batch plan costs as the corpus grows: time to open and plan, time for a batch, memory.
 
     python -m benchmarks.plan_scale --pairs 100000 1000000 10000000
-        [--layout packed] [--window 1048576] [--shards 16]
+        [--layout packed] [--window 1048576]
 
 The corpora have lengths like WMT14's (log-normal, up to 256 tokens) on disk; their tokens are a
 sparse file of zeros. Each is measured in a process of its own. Memory is what the process allocates
@@ -29,7 +29,7 @@ from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.bucketing import count_lengths
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.shards import open_shard
+from transformer_jax.data.corpus_files import open_corpus
 from transformer_jax.data.windows import windows_of
 
 _BLOCK = 2**20
@@ -47,10 +47,10 @@ _COLUMNS = {
 }
 
 
-def write_shard(folder: Path, pairs: int, *, seed: int) -> None:
-    """A shard in the format of ``build_shard``, with synthetic lengths and no text."""
+def write_corpus(folder: Path, pairs: int) -> None:
+    """A corpus in the format of ``build_corpus``, with synthetic lengths and no text."""
     folder.mkdir()
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     totals = [0, 0]
     with (
         open(folder / "source_offsets", "wb") as source_file,
@@ -129,13 +129,12 @@ class Memory:
 
 
 def measure(folder: Path, config: BatchConfig, batches: int) -> dict[str, Any]:
-    """Figures for the shards in ``folder`` as one corpus."""
-    folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    """Figures for the corpus in ``folder``."""
 
     def corpus() -> Corpus:
-        shards = [shard for path in folders if (shard := open_shard(folder, path.name))]
-        assert len(shards) == len(folders), "a shard does not open"
-        return Corpus("whole", tuple(shards))
+        found = open_corpus(folder, "corpus")
+        assert found, "the corpus does not open"
+        return found
 
     def plan() -> BatchPlan:
         return BatchPlan(corpus(), config, seed=0)
@@ -182,9 +181,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--layout", choices=["bucketed", "packed"], default="bucketed")
     parser.add_argument("--window", type=int, default=BatchConfig().window)
-    parser.add_argument(
-        "--shards", type=int, default=1, help="corpora of equal size that are opened as one corpus"
-    )
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--output", type=Path, help="JSON as well")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # the inner process
@@ -196,16 +192,14 @@ def main() -> None:
     results = []
     for pairs in arguments.pairs:
         with tempfile.TemporaryDirectory() as name:
-            for k in range(arguments.shards):
-                size = (k + 1) * pairs // arguments.shards - k * pairs // arguments.shards
-                write_shard(Path(name) / f"{k:05}", size, seed=k)
+            write_corpus(Path(name) / "corpus", pairs)
             inner = [sys.executable, "-m", "benchmarks.plan_scale", *sys.argv[1:], "--folder", name]
             results.append(
                 json.loads(
                     subprocess.run(inner, stdout=subprocess.PIPE, text=True, check=True).stdout
                 )
             )
-    settings = {"layout": arguments.layout, "window": arguments.window, "shards": arguments.shards}
+    settings = {"layout": arguments.layout, "window": arguments.window}
     report = json.dumps(settings | {"results": results}, indent=2)
     print(report)
     if arguments.output:

@@ -24,9 +24,8 @@ import numpy as np
 from transformer_jax.config import Config
 from transformer_jax.config_io import load_config_file
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.corpus import Corpus, Sequences
 from transformer_jax.data.loader import load_batches
-from transformer_jax.data.shards import Sequences, Shard
 from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.step import make_step_functions
 from transformer_jax.training.summary import environment, peak_memory_bytes
@@ -139,7 +138,7 @@ def _corpus(pairs: int, longest: int, vocab_size: int, folder: Path) -> Corpus:
         tokens[offsets[1:] - 1] = 2  # EOS
         tokens.flush()
         sides.append(Sequences(tokens, offsets))
-    return Corpus("random", (Shard("random", (sides[0], sides[1]), pairs, {}),))
+    return Corpus("random", (sides[0], sides[1]), pairs, {})
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_speed_as_it_grows_is_drawn(tmp_path: Path) -> None:
 
 
 def test_plans_as_they_grow() -> None:
-    command = ["--pairs", "1000", "--window", "300", "--shards", "3", "--batches", "2"]
+    command = ["--pairs", "1000", "--window", "300", "--batches", "2"]
     printed = benchmark("plan_scale", *command)
     figures, table = printed.split("\n\n")
     results = json.loads(figures)["results"]

@@ -314,18 +314,9 @@ class DataConfig(Section, prefix="data."):
     one."""
     workers: Count = 0
     """Processes that tokenise; 0: one for each CPU core."""
-    shards: Positive = 1
-    """Shards of the training text that `python -m transformer_jax.training.tokenize_ahead` made; 1:
-    training tokenises the text itself."""
 
     def rules(self) -> Iterator[Rule]:
         yield "cache", "://" not in self.cache, "a folder: corpora are mapped into memory"
-        in_files = self.train.kind in ("text", "tsv", "jsonl") and self.train.limit is None
-        yield (
-            "shards",
-            self.shards == 1 or in_files,
-            "1 unless data.train is text, tsv or jsonl files without a limit",
-        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
         "",
         "export to CTranslate2 with int8 where the softmax is too slow (docs/interop.md).",
     ),
+    "data.shards": (1, "train.py tokenizes the text itself, on all cores of its machine."),
     "training.compilation_cache": (
         "auto",
         "use the flag --compilation-cache of train.py and decode.py.",
@@ -31,6 +32,9 @@ FLAGS: dict[str, str] = {
 """Flag of a program, without the dashes: the advice. Flags of ``SETTINGS`` need no entry."""
 
 MODULES: dict[str, str] = {
+    "training.tokenize_ahead": (
+        "train.py tokenizes the text itself; --tokenizer.model names a trained tokenizer."
+    ),
     "table3": (
         "train the rows by train.py --config table3:ROW and collect them by examples/table3.py."
     ),

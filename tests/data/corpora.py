@@ -5,8 +5,7 @@ import pytest
 
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch
-from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.shards import COUNTS, Sequences, Shard
+from transformer_jax.data.corpus import COUNTS, Corpus, Sequences
 
 EOS = 2
 FIRST_ID = 10  # below stand no ordinary tokens
@@ -22,7 +21,7 @@ def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpu
         tokens = np.repeat(np.arange(K * N, dtype=np.int32) + FIRST_ID, np.ravel(lengths))
         tokens[offsets[1:] - 1] = EOS
         sides.append(Sequences(tokens, offsets))
-    return Corpus("test", (Shard("test", tuple(sides), N, dict.fromkeys(COUNTS, 0)),), K)
+    return Corpus("test", (sides[0], sides[1]), N, dict.fromkeys(COUNTS, 0), K)
 
 
 def random_lengths(

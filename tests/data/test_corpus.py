@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from transformer_jax import storage
 from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.data import shards, tokenize
-from transformer_jax.data.corpus import Corpus, build_corpus
-from transformer_jax.data.shards import COUNTS, Sequences, Shard
+from transformer_jax.data import corpus_files, files, tokenize
+from transformer_jax.data.corpus import COUNTS, Corpus, Sequences
+from transformer_jax.data.corpus_files import build_corpus
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.machine import num_cores
@@ -87,9 +87,9 @@ def test_corpus_holds_the_pairs_in_order(tmp_path):
         [*ids, EOS_ID] for ids in TOKENIZER.encode_target([target for _, target in PAIRS])
     ]
     assert (corpus.num_pairs, corpus.num_samples) == (3000, 1)
-    [shard] = corpus.shards
-    assert shard.sides[0].tokens.dtype == np.uint16 and isinstance(shard.sides[0].tokens, np.memmap)
-    assert shard.sides[0].offsets.dtype == np.int64
+    tokens, offsets = corpus.sides[0]
+    assert tokens.dtype == np.uint16 and isinstance(tokens, np.memmap)
+    assert offsets.dtype == np.int64
     assert corpus.target_lengths.dtype == np.int32 and corpus.target_lengths.shape == (1, 3000)
     assert corpus.target_lengths[0].tolist() == list(map(len, targets))
     assert corpus.statistics == {
@@ -144,10 +144,30 @@ def test_settings_that_matter_have_corpora_of_their_own(tmp_path):
 
 def test_a_finished_corpus_is_opened_not_built(tmp_path, monkeypatch):
     first = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
-    monkeypatch.setattr(shards, "_write", None)
+    monkeypatch.setattr(corpus_files, "_write", None)
     again = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert again.fingerprint == first.fingerprint and again.statistics == first.statistics
     assert sequences(again, "target") == sequences(first, "target")
+
+
+def test_opening_does_not_read_the_text_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
+    config, data = from_text(tmp_path, PAIRS[:20])
+    first = build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
+    monkeypatch.setattr(files.hashlib, "file_digest", None)
+    again = build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
+    assert sequences(again, "source") == sequences(first, "source")
+
+
+def test_several_files_are_one_text_in_which_equal_lines_are_segmented_differently(tmp_path):
+    config, data = from_text(tmp_path, PAIRS[:300])
+    twice = dataclasses.replace(config, source=("source",) * 2, target=("target",) * 2)
+    corpus = build_corpus(twice, TOKENIZER, data, tmp_path / "twice", sampling=0.3)
+    lengths = corpus.source_lengths[0].reshape(2, -1)
+    assert corpus.statistics["read"] == 600 and (lengths[0] != lengths[1]).any()
+    from_text(tmp_path, PAIRS[:300] * 2)
+    whole = build_corpus(config, TOKENIZER, data, tmp_path / "whole", sampling=0.3)
+    assert sequences(whole, "source") == sequences(corpus, "source")
 
 
 # Filters
@@ -257,7 +277,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     def full(path, array):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards, "_append", full)
+    monkeypatch.setattr(corpus_files, "_append", full)
     with pytest.raises(UserError, match=r"The disk of .* is full; expected room .* data\.cache"):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert list(tmp_path.glob("[!.]*")) == []
@@ -268,14 +288,14 @@ def test_a_full_disk(tmp_path, monkeypatch):
 BUILDER = """
 import os, signal, sys
 from transformer_jax.config import DataConfig, PairsConfig
-from transformer_jax.data import shards, tokenize
-from transformer_jax.data.corpus import build_corpus
+from transformer_jax.data import corpus_files, tokenize
+from transformer_jax.data.corpus_files import build_corpus
 from transformer_jax.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     folder, workers, appends = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     tokenize._CHUNK_PAIRS, tokenize._SMALL = 256, 0
-    append = shards._append
+    append = corpus_files._append
 
     def append_or_die(path, array):
         global appends
@@ -284,7 +304,7 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
         append(path, array)
 
-    shards._append = append_or_die
+    corpus_files._append = append_or_die
     tokenizer = Tokenizer.load(os.path.dirname(folder))
     numbers = PairsConfig(kind="numbers", limit=3000)
     build_corpus(numbers, tokenizer, DataConfig(workers=workers), folder)
@@ -298,7 +318,7 @@ def builder(tmp_path, folder, workers, appends, program=BUILDER, **options):
         TOKENIZER.save(tmp_path)
         file.write_text(program)
     command = [sys.executable, str(file), str(folder), str(workers), str(appends)]
-    modules = [str(Path(shards.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    modules = [str(Path(corpus_files.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(modules), "TEST_MARK": str(folder)}
     return subprocess.Popen(
         command,
@@ -355,7 +375,7 @@ def whole(tmp_path):
 
 
 def test_old_folders_in_use_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_STALE_SECONDS", -1.0)
+    monkeypatch.setattr(corpus_files, "_STALE_SECONDS", -1.0)
     used, abandoned = tmp_path / "tmp-1a2b-x", tmp_path / "tmp-3c4d-y"
     used.mkdir()
     abandoned.mkdir()
@@ -375,7 +395,7 @@ def test_builders_at_the_same_time(tmp_path):
 
 
 def test_a_second_builder_waits_for_the_first(tmp_path, monkeypatch, caplog):
-    write, begun, writes = shards._write, threading.Event(), []
+    write, begun, writes = corpus_files._write, threading.Event(), []
 
     def slow_write(*arguments, **options):
         writes.append(arguments)
@@ -383,7 +403,7 @@ def test_a_second_builder_waits_for_the_first(tmp_path, monkeypatch, caplog):
         time.sleep(0.5)
         write(*arguments, **options)
 
-    monkeypatch.setattr(shards, "_write", slow_write)
+    monkeypatch.setattr(corpus_files, "_write", slow_write)
     caplog.set_level("INFO", "transformer_jax")
     first = threading.Thread(target=build_corpus, args=(NUMBERS, TOKENIZER, DataConfig(), tmp_path))
     first.start()
@@ -395,7 +415,7 @@ def test_a_second_builder_waits_for_the_first(tmp_path, monkeypatch, caplog):
 
 def test_builders_without_locks_meet_at_the_end(tmp_path, monkeypatch):
     """As on a file system that has none."""
-    write, barrier, built = shards._write, threading.Barrier(2), []
+    write, barrier, built = corpus_files._write, threading.Barrier(2), []
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -406,7 +426,7 @@ def test_builders_without_locks_meet_at_the_end(tmp_path, monkeypatch):
         write(*arguments, **options)
         barrier.wait()
 
-    monkeypatch.setattr(shards, "_write", write_and_meet)
+    monkeypatch.setattr(corpus_files, "_write", write_and_meet)
     build = lambda: built.append(build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path))  # noqa: E731
     threads = [threading.Thread(target=build) for _ in range(2)]
     for thread in threads:
@@ -456,7 +476,7 @@ def test_ctrl_c_ends_all_processes_with_one_traceback(tmp_path):
 
 
 def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
-    append, killed = shards._append, []
+    append, killed = corpus_files._append, []
 
     def kill_a_worker(path, array):
         for child in () if killed else psutil.Process().children():
@@ -465,7 +485,7 @@ def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
                 child.kill()
         append(path, array)
 
-    monkeypatch.setattr(shards, "_append", kill_a_worker)
+    monkeypatch.setattr(corpus_files, "_append", kill_a_worker)
     with pytest.raises(
         UserError,
         match=r"^A tokenizing process died\. If memory ran out, lower data\.workers\.$",
@@ -477,7 +497,7 @@ def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
 def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch):
     config, data = from_text(tmp_path, [("a", "b")] * 600, workers=2)
     monkeypatch.setattr(
-        shards, "read_pairs", lambda *_, **__: iter([("\ud800", "not encodable")] * 600)
+        corpus_files, "read_pairs", lambda *_, **__: iter([("\ud800", "not encodable")] * 600)
     )
     with pytest.raises(TypeError) as raised:
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
@@ -489,30 +509,18 @@ def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch)
 
 @given(
     pairs=st.lists(st.lists(st.integers(1, 5), min_size=4, max_size=4), max_size=12),
-    cuts=st.lists(st.integers(0, 12), max_size=4),
     data=st.data(),
 )
-def test_shards_read_as_one(pairs, cuts, data):
+def test_any_sequences_and_lengths_can_be_read(pairs, data):
     """``pairs`` has the lengths of source and target in two segmentations."""
     lengths = np.array(pairs, np.int64).reshape(-1, 2, 2).transpose(1, 2, 0)  # [side, K, N]
-    N = len(pairs)
-    bounds = [0, *sorted(min(cut, N) for cut in cuts), N]
-    counter, made = iter(range(2000, 60_000)), []
-    expected = {side: [[] for _ in range(2 * N)] for side in (0, 1)}
-    for first, end in pairwise(bounds):
-        sides = []
-        for side in (0, 1):
-            tokens, ends = [], [0]
-            for v in (0, 1):
-                for i in range(first, end):
-                    sequence = [next(counter) for _ in range(lengths[side, v, i])]
-                    expected[side][v * N + i] = sequence
-                    tokens += sequence
-                    ends.append(len(tokens))
-            sides.append(Sequences(np.array(tokens, np.uint16), np.array(ends)))
-        made.append(Shard("", tuple(sides), end - first, dict.fromkeys(COUNTS, end - first)))
-    corpus = Corpus("", tuple(made), 2)
-    assert corpus.num_pairs == N and corpus.statistics["read"] == N
+    N, counter, expected, sides = len(pairs), iter(range(2000, 60_000)), [], []
+    for side in (0, 1):
+        found = [[next(counter) for _ in range(length)] for length in lengths[side].flat]
+        ends = [0, *np.cumsum([len(sequence) for sequence in found], dtype=np.int64)]
+        sides.append(Sequences(np.array(list(chain(*found)), np.uint16), np.array(ends, np.int64)))
+        expected.append(found)
+    corpus = Corpus("", tuple(sides), N, dict.fromkeys(COUNTS, N), 2)
     start, stop = sorted((data.draw(st.integers(0, N)), data.draw(st.integers(0, N))))
     found = corpus.lengths(start, stop)
     assert found.dtype == np.int32
@@ -526,17 +534,11 @@ def test_shards_read_as_one(pairs, cuts, data):
 
 
 def test_tokens_are_wide_enough(tmp_path, monkeypatch):
-    assert (
-        build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16")
-        .shards[0]
-        .sides[1]
-        .tokens.dtype
-        == np.uint16
-    )
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16")
+    assert corpus.sides[1].tokens.dtype == np.uint16
     monkeypatch.setattr(Tokenizer, "target_vocab_size", 2**16 + 1)
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "32")
-    [shard] = corpus.shards
-    assert (shard.sides[0].tokens.dtype, shard.sides[1].tokens.dtype) == (np.uint16, np.int32)
+    assert [side.tokens.dtype for side in corpus.sides] == [np.uint16, np.int32]
 
 
 def test_corpus_from_lists():
@@ -562,7 +564,7 @@ def test_workers_need_no_jax():
 
 def test_no_worker_loads_jax(tmp_path, in_processes, monkeypatch):
     """Though this process, which starts them, has."""
-    append, libraries = shards._append, []
+    append, libraries = corpus_files._append, []
 
     def look(path, array):
         for child in psutil.Process().children():
@@ -570,7 +572,7 @@ def test_no_worker_loads_jax(tmp_path, in_processes, monkeypatch):
                 libraries.extend(each.path for each in child.memory_maps())
         append(path, array)
 
-    monkeypatch.setattr(shards, "_append", look)
+    monkeypatch.setattr(corpus_files, "_append", look)
     build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path)
     assert any("sentencepiece" in path for path in libraries)
     assert not any("jaxlib" in path for path in libraries)

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from transformer_jax.config import DataConfig, PairsConfig
+from transformer_jax.config import PairsConfig
 from transformer_jax.data import files
-from transformer_jax.data.files import digest, one_file_each
+from transformer_jax.data.files import digest
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
 
@@ -73,22 +73,6 @@ def test_globs_that_match_nothing_or_not_alike(folder):
         check_files(PairsConfig("text", ("part-*.en",), ("extra.de",)), str(folder))
 
 
-def test_one_file_each_is_the_text_in_order(folder, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    config = PairsConfig("text", SOURCES, TARGETS)
-    apart = one_file_each(config, folder.name)
-    assert len(apart) == 4
-    assert [pair for one in apart for pair in read_pairs(one, folder.name)] == list(
-        read_pairs(config, folder.name)
-    )
-    for whole in (
-        PairsConfig("text", SOURCES, TARGETS, limit=3),
-        PairsConfig("numbers"),
-        PairsConfig("tsv", ("extra.en",)),
-    ):
-        assert one_file_each(whole, folder.name) == [whole]
-
-
 def test_digests_are_remembered_until_the_file_changes(folder, monkeypatch):
     file, memory = folder / "extra.en", folder / "digests"
     first = digest(file, memory)
@@ -104,15 +88,6 @@ def test_digests_are_remembered_until_the_file_changes(folder, monkeypatch):
     file.write_text("extra en 1\nextra en 3\n")  # of the same size, and made to look as old
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
     assert digest(file, memory) == digest(file) != first
-
-
-def test_shards_need_files():
-    for train in (PairsConfig("numbers"), PairsConfig("text", ("a",), ("b",), limit=5)):
-        with pytest.raises(
-            UserError,
-            match=r"data.shards is 2; expected 1 unless data.train is text, tsv or jsonl files",
-        ):
-            DataConfig(train=train, shards=2)
 
 
 def test_what_is_no_file_is_called_what_it_is(folder):

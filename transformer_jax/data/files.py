@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import hashlib
 import json
@@ -70,21 +69,6 @@ def files_of(config: PairsConfig, root: str) -> list[tuple[AnyPath, ...]]:
             )
         files += zip(*sides)
     return files
-
-
-def one_file_each(config: PairsConfig, root: str = "") -> list[PairsConfig]:
-    """A text split into what can be read apart, in order: a config for each file, or pair of files.
-
-    Stays whole if it comes from TFDS or number names, or has a ``limit``, which counts all files.
-    """
-    files = files_of(config, root)
-    if len(files) < 2 or config.limit is not None:
-        return [config]
-    names = [[(str(file.absolute()),) for file in sides] for sides in files]
-    return [
-        dataclasses.replace(config, source=source, target=target[0] if target else ())
-        for source, *target in names
-    ]
 
 
 def digest(file: AnyPath, memory: Path | None = None) -> str:

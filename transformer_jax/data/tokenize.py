@@ -5,7 +5,6 @@ The worker processes import this module: nothing that it imports may import jax.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -20,7 +19,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +27,6 @@ from types import ModuleType
 import numpy as np
 
 from transformer_jax.config import DataConfig, PairsConfig
-from transformer_jax.data.files import one_file_each
 from transformer_jax.data.sources import pairs_fingerprint
 from transformer_jax.errors import UserError
 from transformer_jax.machine import num_cores
@@ -41,7 +39,6 @@ _CHUNK_PAIRS, _CHUNK_CHARACTERS = 8192, 2**21
 _SMALL = 100_000  # pairs x segmentations; below, starting processes costs more than it saves
 
 Pairs = list[tuple[str, str]]
-Number = int | tuple[int, int]  # of a chunk: within the first file, or (file, number within it)
 Flat = tuple[np.ndarray, np.ndarray]
 
 
@@ -63,8 +60,6 @@ class TokeniseJob:
     sampling: float = 0.0
     num_samples: int = 1
     seed: int = 0
-    first_file: int = 0
-    """How many files of a longer text stand before this one."""
 
     def fingerprint(self, directory: Path) -> str:
         """SHA-256 (hex) of the text, the settings and the format; see ``pairs_fingerprint``."""
@@ -81,21 +76,14 @@ class TokeniseJob:
             ),
             (self.sampling, self.num_samples, self.seed),
         ]
-        if self.sampling and (self.first_file or len(one_file_each(self.pairs, data.root)) > 1):
-            settings.append(("chunks by file", self.first_file))
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-
-    def shards(self, count: int) -> list[TokeniseJob]:
-        """The jobs for so many shards of the text; raises as ``split_files`` does."""
-        shards = split_files(self.pairs, self.data.root, count)
-        return [dataclasses.replace(self, pairs=pairs, first_file=k) for pairs, k in shards]
 
     def dtypes(self) -> list[np.dtype]:
         """Of source and target tokens."""
         sizes = self.tokenizer.source_vocab_size, self.tokenizer.target_vocab_size
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
-    def tokenise(self, numbered_chunk: tuple[Number, Pairs]) -> TokenisedChunk:
+    def tokenise(self, numbered_chunk: tuple[int, Pairs]) -> TokenisedChunk:
         """Segment and filter one chunk; its number goes into the seeds."""
         number, pairs = numbered_chunk
         flat: list[list[Flat]] = [[], []]
@@ -129,27 +117,6 @@ class TokeniseJob:
         return TokenisedChunk(kept, statistics)
 
 
-def split_files(pairs: PairsConfig, root: str, count: int) -> list[tuple[PairsConfig, int]]:
-    """The files of each of ``count`` shards, and how many files come before them; ``UserError`` if
-    there are fewer.
-
-    Of F files, shard k of n (both from 0) has files floor(k F / n) <= f < floor((k + 1) F / n).
-    """
-    files = one_file_each(pairs, root)
-    if count > len(files):
-        raise UserError(
-            f"data.shards is {count}; expected at most {len(files)}, the files of data.train: a "
-            "shard is whole files. Cut large ones, on both sides at the same lines (split -l "
-            "1000000), and name them by a glob."
-        )
-    shards = []
-    for first, end in pairwise(k * len(files) // count for k in range(count + 1)):
-        source = tuple(chain.from_iterable(file.source for file in files[first:end]))
-        target = tuple(chain.from_iterable(file.target for file in files[first:end]))
-        shards.append((dataclasses.replace(pairs, source=source, target=target), first))
-    return shards
-
-
 def flatten(sequences: Sequence[Sequence[int]], dtype: np.dtype) -> Flat:
     """All tokens in a row, EOS after each sequence, and int32 lengths that count EOS."""
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
@@ -171,15 +138,10 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[Pairs]:
 
 
 def tokenised(
-    files: Iterable[Iterable[tuple[str, str]]], job: TokeniseJob
+    pairs: Iterable[tuple[str, str]], job: TokeniseJob
 ) -> Generator[TokenisedChunk, None, None]:
-    """The files' chunks in order; worker processes tokenise them unless there are few."""
-    # Chunks end with their file and are numbered within it: they do not depend on other files.
-    numbered = (
-        ((file, number) if file else number, chunk)
-        for file, pairs in enumerate(files, job.first_file)
-        for number, chunk in enumerate(_chunks(pairs))
-    )
+    """The text's chunks in order; worker processes tokenise them unless there are few."""
+    numbered = enumerate(_chunks(pairs))
     few = _SMALL // (_CHUNK_PAIRS * job.num_samples) + 1
     head = list(islice(numbered, few + 1))
     workers = job.data.workers or num_cores()
@@ -208,7 +170,7 @@ class _Workers(SpawnContext):
 
 
 def _tokenised_by_workers(
-    chunks: Iterable[tuple[Number, Pairs]], job: TokeniseJob, workers: int
+    chunks: Iterable[tuple[int, Pairs]], job: TokeniseJob, workers: int
 ) -> Generator[TokenisedChunk, None, None]:
     with tempfile.NamedTemporaryFile() as file:  # as an argument it would start them one by one
         pickle.dump(job, file, pickle.HIGHEST_PROTOCOL)
@@ -243,7 +205,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _tokenise_in_worker(job: str, chunk: tuple[Number, Pairs]) -> TokenisedChunk:
+def _tokenise_in_worker(job: str, chunk: tuple[int, Pairs]) -> TokenisedChunk:
     return _load(job).tokenise(chunk)
 
 

@@ -28,10 +28,10 @@ from transformer_jax.config import Config, PairsConfig
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.bucketing import default_buckets
-from transformer_jax.data.corpus import Corpus, corpus_folder, prepare_corpus
+from transformer_jax.data.corpus import Corpus
+from transformer_jax.data.corpus_files import corpus_folder, prepare_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
-from transformer_jax.data.tokenize import split_files
 from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.distributed import (
     all_or_none,
@@ -205,8 +205,6 @@ def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
     for pairs in (data.train, data.dev, data.test):
         if pairs.is_given:
             check_files(pairs, data.root)
-    if data.shards > 1:
-        split_files(data.train, data.root, data.shards)
     check_bleu_tokenizer(training.bleu_tokenize)
     check_bleu_language(training.bleu_language)
     dev, test = (_read_all(config, name) for name in ("dev", "test"))

@@ -18,7 +18,6 @@ _FREE_ON_RESUME = (
     "data.root",
     "data.cache",
     "data.workers",
-    "data.shards",
     "data.dev.",  # if it changed, the best result so far is forgotten
     "data.test.",
     "data.train.source",  # names only: what the files contain is checked

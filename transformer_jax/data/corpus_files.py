@@ -1,13 +1,14 @@
-"""A shard of a corpus on disk: token arrays, tokenised once, then opened by memory map.
+"""Corpora on disk: text is tokenised once; the token arrays are then opened by memory map.
 
-A shard lives in ``<directory>/<fingerprint>``, named after its text and all settings that matter.
+A corpus lives in ``<directory>/<fingerprint>``, named after its text and all settings that matter.
 It is written under another name and renamed when complete, so a crash leaves a temporary folder
-that nobody opens. If two processes build one shard, the second waits and opens what the first one
+that nobody opens. If two processes build one corpus, the second waits and opens what the first one
 built.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -18,16 +19,16 @@ import uuid
 from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import PairsConfig
-from transformer_jax.data.files import one_file_each
+from transformer_jax.config import Config, DataConfig, PairsConfig
+from transformer_jax.data.corpus import COUNTS, Corpus, Sequences
 from transformer_jax.data.sources import read_pairs
 from transformer_jax.data.tokenize import TokeniseJob, tokenised
 from transformer_jax.errors import UserError
-from transformer_jax.storage import locked
+from transformer_jax.storage import local_path, locked
+from transformer_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -35,47 +36,73 @@ _STALE_SECONDS = 600.0  # an abandoned temporary folder is deleted at this age
 _TEMPORARY = "tmp-"
 _MANIFEST = "manifest.json"
 _SIDES = ("source", "target")
-COUNTS = ("read", "kept", "empty", "too_long", "ratio", "invalid_utf8")
-"""Of pairs, in ``Shard.statistics``: read, kept, and left out for these reasons."""
 
 
-class Sequences(NamedTuple):
-    """Sequence j is ``tokens[offsets[j] : offsets[j + 1]]``; it ends with EOS and has no BOS."""
+def build_corpus(
+    pairs: PairsConfig,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    directory: str | Path,
+    *,
+    sampling: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
+) -> Corpus:
+    """Tokenise ``pairs`` into ``directory``, or open what an earlier call with the same inputs and
+    settings left there.
 
-    tokens: np.ndarray
-    """uint16, or int32 where the vocabulary is larger than that."""
-    offsets: np.ndarray
-    """int64."""
+    Leaves out and counts pairs that are empty, longer than ``data`` allows or of too unequal length
+    (in any segmentation); ``UserError`` if none is left. With ``sampling`` (see
+    ``Tokenizer.encode_source``) draws ``num_samples`` segmentations. The result does not depend on
+    ``data.workers``.
+    """
+    job = TokeniseJob(pairs, tokenizer, data)
+    if sampling:
+        job = dataclasses.replace(job, sampling=sampling, num_samples=num_samples, seed=seed)
+    return _open_or_build(job, Path(directory))
 
 
-class Shard(NamedTuple):
-    """N pairs in K segmentations: sequence ``v * N + i`` is pair ``i`` in segmentation ``v``."""
+def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: str) -> Corpus:
+    """The tokenised pairs of ``config.data.<name>`` (train, dev), built if need be.
 
-    fingerprint: str
-    sides: tuple[Sequences, Sequences]
-    """Source and target."""
-    num_pairs: int
-    statistics: dict[str, int]
+    Only train is segmented at random.
+    """
+    corpus = build_corpus(
+        getattr(config.data, name),
+        tokenizer,
+        config.data,
+        corpus_folder(workdir, config),
+        sampling=config.tokenizer.sampling if name == "train" else 0.0,
+        num_samples=config.tokenizer.sampled_epochs,
+        seed=config.seed,
+    )
+    counts = ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items())
+    _log.info("%s pairs: %s", name, counts)
+    return corpus
 
 
-def build_shard(job: TokeniseJob, directory: Path, *, may_be_empty: bool = False) -> Shard:
-    """The shard that a job makes; opened if it is there already."""
+def corpus_folder(workdir: Path, config: Config) -> Path:
+    """Where tokenised text and the hashes of its files are kept."""
+    return local_path(config.data.cache) if config.data.cache else workdir / "corpus"
+
+
+def _open_or_build(job: TokeniseJob, directory: Path) -> Corpus:
     directory.mkdir(parents=True, exist_ok=True)
     fingerprint = job.fingerprint(directory)
-    if shard := open_shard(directory, fingerprint):
-        return shard
+    if corpus := open_corpus(directory, fingerprint):
+        return corpus
     _remove_stale(directory)
     final = directory / fingerprint[:20]
     notice = f"Another process is tokenising the same text ({final}); waiting for it."
     with locked(_lock_file(final), wait=True, notice=notice):
-        if shard := open_shard(directory, fingerprint):  # built while this process waited
-            return shard
+        if corpus := open_corpus(directory, fingerprint):  # built while this process waited
+            return corpus
         if final.exists():
             _log.warning("The tokenised corpus %s is damaged; it is built again.", final)
         temporary = directory / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex}"
         temporary.mkdir()
         try:
-            _write(temporary, fingerprint, job, may_be_empty=may_be_empty)
+            _write(temporary, fingerprint, job)
             return _publish(temporary, final, fingerprint)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -105,14 +132,11 @@ def _remove_stale(directory: Path) -> None:
                         shutil.rmtree(folder)
 
 
-def _write(folder: Path, fingerprint: str, job: TokeniseJob, *, may_be_empty: bool) -> None:
+def _write(folder: Path, fingerprint: str, job: TokeniseJob) -> None:
     counts = Counter(dict.fromkeys(COUNTS, 0))
     data = job.data
-    files = (
-        read_pairs(file, data.root, invalid_utf8=data.invalid_utf8, counts=counts)
-        for file in one_file_each(job.pairs, data.root)
-    )
-    with closing(tokenised(files, job)) as chunks:  # also after an error: its processes end
+    pairs = read_pairs(job.pairs, data.root, invalid_utf8=data.invalid_utf8, counts=counts)
+    with closing(tokenised(pairs, job)) as chunks:  # also after an error: its processes end
         for chunk in chunks:
             counts.update(chunk.statistics)
             for side, segmentations in zip(_SIDES, chunk.flat, strict=True):
@@ -120,8 +144,7 @@ def _write(folder: Path, fingerprint: str, job: TokeniseJob, *, may_be_empty: bo
                     _append(_tokens_file(folder, side, v), tokens)
                     _append(folder / f"{side}_lengths.{v}", lengths)
     counts["read"] += counts["invalid_utf8"]
-    if not may_be_empty:
-        require_pairs(counts, job.pairs)
+    _require_pairs(counts, job.pairs)
     for side in _SIDES:
         _join_segmentations(folder, side, job.num_samples)
     manifest = {
@@ -168,14 +191,14 @@ def _append(path: Path, array: np.ndarray) -> None:
         file.write(array.data)
 
 
-def _publish(temporary: Path, final: Path, fingerprint: str) -> Shard:
+def _publish(temporary: Path, final: Path, fingerprint: str) -> Corpus:
     """Give the finished folder its name, unless another builder was faster: locks do not reach
     everywhere.
     """
     for path in (*temporary.iterdir(), temporary):
         _sync(path)
-    exists, shard = final.exists(), open_shard(final.parent, fingerprint)
-    if shard is None:
+    exists, corpus = final.exists(), open_corpus(final.parent, fingerprint)
+    if corpus is None:
         if exists:  # damaged
             final.rename(temporary / "damaged")
             shutil.rmtree(temporary / "damaged")
@@ -185,9 +208,9 @@ def _publish(temporary: Path, final: Path, fingerprint: str) -> Shard:
             if not final.exists():  # else the other builder's name for it came first
                 raise
         _sync(final.parent)
-        shard = open_shard(final.parent, fingerprint)
-    assert shard is not None, f"{final} was just written and does not open"
-    return shard
+        corpus = open_corpus(final.parent, fingerprint)
+    assert corpus is not None, f"{final} was just written and does not open"
+    return corpus
 
 
 def _sync(path: Path) -> None:
@@ -198,8 +221,8 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def open_shard(directory: Path, fingerprint: str) -> Shard | None:
-    """The shard in ``directory`` with this fingerprint; None if it is absent or damaged."""
+def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
+    """The corpus in ``directory`` with this fingerprint; None if it is absent or damaged."""
     folder = directory / fingerprint[:20]
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
@@ -214,8 +237,14 @@ def open_shard(directory: Path, fingerprint: str) -> Shard | None:
             )
             for side, dtype in zip(_SIDES, manifest["dtypes"], strict=True)
         )
-        num_pairs, statistics = manifest["num_pairs"], manifest["statistics"]
-        return Shard(fingerprint, (source, target), num_pairs, statistics)
+        return Corpus(
+            fingerprint,
+            (source, target),
+            num_pairs=manifest["num_pairs"],
+            statistics=manifest["statistics"],
+            num_samples=manifest["num_samples"],
+            directory=directory,
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -225,7 +254,7 @@ def _map(path: Path, dtype: str) -> np.ndarray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
-def require_pairs(statistics: dict[str, int], pairs: PairsConfig) -> None:
+def _require_pairs(statistics: dict[str, int], pairs: PairsConfig) -> None:
     """``UserError`` if no pair was kept."""
     if not statistics["kept"]:
         where = (
