@@ -93,7 +93,6 @@ TRUNK = [
     "training.compiling",
     "training.reporting",
     "training.summary",
-    "training.watchdog",
     "training.signals",
     "training.evaluator",
     "training.loop",

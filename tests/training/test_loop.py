@@ -5,6 +5,7 @@ early stopping.
 import dataclasses
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from transformer_jax.config import (
 from transformer_jax.config_io import from_json
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
+from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.prepare import prepare
-from transformer_jax.training.reporting import Reporter
+from transformer_jax.training.reporting import Meter, Reporter
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.workdir import claimed
 
@@ -383,3 +385,21 @@ def test_a_run_without_a_checkpoint_keeps_its_tokenizer(tmp_path: Path) -> None:
         with prepare(dataclasses.replace(config, optimizer=optimizer), tmp_path, devices=ONE):
             written.add((tmp_path / "tokenizer.model").stat().st_mtime_ns)
     assert len(written) == 1
+
+
+def test_a_stuck_step_writes_tracebacks_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stuck_add(self: Meter, metrics: Any) -> None:
+        if self._step == 0:
+            time.sleep(1)
+        add(self, metrics)
+
+    add = Meter.add
+    monkeypatch.setattr(Meter, "add", stuck_add)
+    monkeypatch.setattr(loop, "_STUCK_SECONDS", 0.4)
+    train(no_evaluation(tiny(steps=2)), tmp_path, devices=ONE)
+    errors = capfd.readouterr().err
+    assert errors.count("Timeout (0:00:00.4") >= 2 and "in stuck_add" in errors
+    time.sleep(0.6)
+    assert not capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import time
@@ -28,9 +29,10 @@ from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.signals import Signals
 from transformer_jax.training.step import StepMetrics
 from transformer_jax.training.summary import environment, peak_memory_bytes, totals
-from transformer_jax.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+_STUCK_SECONDS = 600.0
 
 
 class TrainingError(RuntimeError):
@@ -71,8 +73,8 @@ def train(
       TrainingError: the loss stays non-finite, memory is exhausted, other processes are gone.
     """
     with (
-        closing(Watchdog()) as watchdog,
-        _runtime_errors_explained(watchdog),
+        closing(_Phase()) as phase,
+        _runtime_errors_explained(phase),
         prepare(config, workdir, devices=devices, allow_changes=allow_changes) as run,
         closing(
             Reporter(
@@ -84,18 +86,39 @@ def train(
         ) as reporter,
         Signals() as signals,
     ):
-        loop = _Loop(run, reporter, signals, watchdog)
+        loop = _Loop(run, reporter, signals, phase)
         with closing(loop.compile_ahead):
             return loop.train()
 
 
+class _Phase:
+    """The current phase of a run. A phase that takes 10 minutes without a sign of life writes the
+    tracebacks of all threads to stderr.
+    """
+
+    name = "before the first step"
+
+    def enter(self, name: str) -> None:
+        """Begin a phase, which error messages call ``name``."""
+        self.name = name
+        self.show_life()
+
+    def show_life(self) -> None:
+        """Put the tracebacks off."""
+        faulthandler.dump_traceback_later(_STUCK_SECONDS, repeat=True, file=2)
+
+    def close(self) -> None:
+        """Write no more tracebacks."""
+        faulthandler.cancel_dump_traceback_later()
+
+
 class _Loop:
-    def __init__(self, run: Prepared, reporter: Reporter, signals: Signals, watchdog: Watchdog):
+    def __init__(self, run: Prepared, reporter: Reporter, signals: Signals, phase: _Phase):
         self._run, self._config = run, run.config
         self._state, self._progress = run.state, run.progress
-        self._reporter, self._signals, self._watchdog = reporter, signals, watchdog
+        self._reporter, self._signals, self._phase = reporter, signals, phase
         self._evaluator = Evaluator(
-            run, stop=lambda: signals.received is not None, ready=self._wait_until_compiled
+            run, stop=self._signal_received, ready=self._wait_until_compiled
         )
         self._step = int(run.state.step)  # steps done
         self._last: StepMetrics | None = None  # of the last step, if not looked at yet
@@ -120,7 +143,7 @@ class _Loop:
                 self._step, self._last = self._step + 1, metrics
                 if self._do(self._due()):
                     break
-                self._watchdog.enter("waiting for data")
+                self._phase.enter("waiting for data")
         self._ensure_saved()
         return self._sum_up()
 
@@ -152,7 +175,7 @@ class _Loop:
         if due.evaluate:
             due = self._evaluate(due)
         if due.save:
-            self._watchdog.enter("saving", f"saving step {self._step}")
+            self._phase.enter(f"saving step {self._step}")
             self._save(regular=due.regular)
         elif jax.process_count() == 1:  # several processes learn of it together, at the next save
             self._run.checkpoints.check()
@@ -165,7 +188,7 @@ class _Loop:
         """
         progress, number = self._progress, self._progress.evaluations + 1
         kind = "evaluation with BLEU" if self._evaluator.translates(number) else "evaluation"
-        self._watchdog.enter(kind, f"{kind} after step {self._step}")
+        self._phase.enter(f"{kind} after step {self._step}")
         parameters = self._state.parameters if self._state.ema is None else self._state.ema
         progress.evaluation_due = True
         try:
@@ -193,7 +216,7 @@ class _Loop:
 
     def _ensure_saved(self) -> None:
         """Wait for the last checkpoint; if it could not be saved, try once more."""
-        self._watchdog.enter("last save", f"saving step {self._step}")
+        self._phase.enter(f"saving step {self._step}")
         checkpoints = self._run.checkpoints
         if self._step == 0:  # stopped before the first step: there is nothing to resume
             return
@@ -234,7 +257,7 @@ class _Loop:
         }
         self._write_summary(summary)
         if summary["stopped_by"] is None and run.test_pairs:
-            self._watchdog.enter("test")
+            self._phase.enter("evaluation on the test set")
             try:
                 summary["test"], scores = self._evaluator.test()
                 self._reporter.test(summary["test"], scores)
@@ -258,11 +281,9 @@ class _Loop:
     def _enter_step(self) -> bool:
         """Wait until the next step is compiled; False if a signal came before that."""
         name = step_name(self._run.plan.shape(self._step))
-        if not self.compile_ahead.is_compiled(name):
-            compiling = f"compilation of the {name}"
-            self._watchdog.enter(compiling, compiling)
+        self._phase.enter(f"compilation of the {name}")
         ready = self._wait_until_compiled(name)
-        self._watchdog.enter("training step", f"{name}, number {self._step}")
+        self._phase.enter(f"{name}, number {self._step}")
         return ready
 
     def _wait_until_compiled(self, name: str) -> bool:
@@ -276,6 +297,11 @@ class _Loop:
         while ahead.finished:
             self._reporter.write("compile", self._step, ahead.finished.popleft()._asdict())
         self._reporter.compiling(ahead.done, ahead.total, ahead.seconds)
+        return self._signal_received()
+
+    def _signal_received(self) -> bool:
+        """Whether a signal has come; called every moment of whatever takes long."""
+        self._phase.show_life()
         return self._signals.received is not None
 
     def _look_at_last_step(self) -> None:
@@ -333,16 +359,14 @@ def _saved_step(checkpoints: Checkpoints) -> int:
 
 
 @contextmanager
-def _runtime_errors_explained(watchdog: Watchdog) -> Iterator[None]:
+def _runtime_errors_explained(phase: _Phase) -> Iterator[None]:
     """Say what to do about errors of JAX's runtime."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())[:400]
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise TrainingError(
-                f"Out of memory: {watchdog.phase}. {LESS_MEMORY} ({reason})"
-            ) from error
+            raise TrainingError(f"Out of memory: {phase.name}. {LESS_MEMORY} ({reason})") from error
         if jax.process_count() == 1:
             raise
         raise TrainingError(
