@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from transformer_jax.compilation_cache import keep_compiled, remove_oldest
+from transformer_jax.compilation_cache import keep_compiled
 from transformer_jax.storage import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,18 +111,3 @@ def test_a_damaged_entry_is_compiled_again_with_a_warning(tmp_path: Path) -> Non
         entry.write_bytes(entry.read_bytes()[:100])
     out, err = run(str(tmp_path))
     assert HIT not in out and "Error reading persistent compilation cache entry" in err
-
-
-def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
-    tuned = tmp_path / "xla_gpu_per_fusion_autotune_cache_dir"
-    tuned.mkdir()
-    names = ["a-cache", "b-cache", "xla_gpu_per_fusion_autotune_cache_dir/c", "d-cache", "other"]
-    for time, name in enumerate(names):
-        (tmp_path / name).write_bytes(bytes(100))
-        os.utime(tmp_path / name, (time, time))
-    os.utime(tmp_path / "a-cache", (50, 0))  # read not long ago
-    remove_oldest(tmp_path, 400)
-    assert all((tmp_path / name).exists() for name in names)
-    remove_oldest(tmp_path, 250)
-    left = [name for name in names if (tmp_path / name).exists()]
-    assert left == ["a-cache", "d-cache", "other"]
