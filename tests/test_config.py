@@ -102,10 +102,6 @@ def test_every_field_has_a_meaning_for_help() -> None:
             lambda: DecodingConfig(length_penalty=float("inf")),
             "length_penalty is inf; expected a finite number",
         ),
-        (
-            lambda: DecodingConfig(method="sample", coverage_penalty=0.2),
-            "coverage_penalty is 0.2; expected 0 with",
-        ),
         (lambda: DecodingConfig(seed=-1), "decoding.seed is -1; expected a number from 0 to"),
         (lambda: DataConfig(max_length_ratio=0.5), "data.max_length_ratio is 0.5"),
         (

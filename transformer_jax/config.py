@@ -452,18 +452,12 @@ class DecodingConfig(Section, prefix="decoding."):
     length_offset: NonNegative = 5.0
     """c of the length penalty: 5 in the paper; 0, which divides by length^alpha, in Marian,
     CTranslate2, fairseq and transformers."""
-    coverage_penalty: NonNegative = 0.0
-    """beta of the coverage penalty (Wu et al., 2016, equation 14), which lowers the score of
-    translations that leave source tokens unattended; 0: off."""
     max_extra_length: Positive = 50
     """A translation has at most this many tokens more than its source."""
     min_length: Count = 0
     """A translation has at least this many tokens."""
     no_repeat_ngram: Count = 0
     """No n-gram of this many tokens occurs twice in a translation; 0: off."""
-    repetition_penalty: AtLeastOne = 1.0
-    """The log-probability of a token that the translation already has is multiplied by this in the
-    ranking; 1: off."""
     suppress: tuple[str, ...] = ()
     """Target tokens that are never generated, written as in the vocabulary (`▁` where a word
     begins)."""
@@ -488,11 +482,6 @@ class DecodingConfig(Section, prefix="decoding."):
             self.min_length <= self.max_extra_length,
             f"at most decoding.max_extra_length = {self.max_extra_length}, so that the shortest "
             "source allows it",
-        )
-        yield (
-            "coverage_penalty",
-            self.coverage_penalty == 0 or self.method == "beam",
-            "0 with decoding.method sample",
         )
 
 

@@ -9,6 +9,14 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 SETTINGS: dict[str, tuple[Any, str]] = {
+    "decoding.coverage_penalty": (
+        0.0,
+        "raise decoding.length_penalty where translations leave out parts of the source.",
+    ),
+    "decoding.repetition_penalty": (
+        1.0,
+        "use decoding.no_repeat_ngram where translations repeat themselves.",
+    ),
     "decoding.shortlist": (
         "",
         "export to CTranslate2 with int8 where the softmax is too slow (docs/interop.md).",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,34 +20,18 @@ PAD, BOS, EOS = 0, 1, 2
 IDS = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS}
 
 
-class Chains(NamedTuple):
-    """One chain a sentence, and where each of its steps looks."""
-
-    log_probs_BLVV: np.ndarray
-    attention_BLVS: np.ndarray
-
-
-def random_chains(seed: int, *, sentences: int, length: int, vocab: int, source: int = 3) -> Chains:
-    """Normalised log-probabilities; attention rows sum to 1, and two more source positions are
-    padding.
-    """
-    generator = np.random.default_rng(seed)
-    logits = generator.normal(size=(sentences, length, vocab, vocab)) * 1.5
-    attention = generator.dirichlet(np.ones(source), size=(sentences, length, vocab))
-    padded = np.pad(attention, ((0, 0), (0, 0), (0, 0), (0, 2)))
-    return Chains(
-        (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32),
-        padded.astype(np.float32),
-    )
+def random_chains(seed: int, *, sentences: int, length: int, vocab: int) -> np.ndarray:
+    """One chain a sentence: normalized log-probabilities, float32 [B, L, V, V]."""
+    logits = np.random.default_rng(seed).normal(size=(sentences, length, vocab, vocab)) * 1.5
+    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
 
 
 @struct.dataclass
 class ToyCache:
-    """Which sentence a beam belongs to, how far it is, and where its last step looked."""
+    """Which sentence a beam belongs to, and how far it is."""
 
     sentence_BW: Array
     position_BW: Array
-    attention_BWS: Array
 
     def reorder(self, parents_BW: Array) -> ToyCache:
         """Beam w continues what was beam ``parents_BW[b, w]``."""
@@ -58,34 +42,25 @@ class ToyCache:
         return jax.tree.map(lambda old, new: old.at[rows_R].set(new, mode="drop"), self, fresh)
 
 
-def start(chains: Chains, sentence_B: Array, *, beam_size: int) -> ToyCache:
-    """A cache in which row b holds sentence ``sentence_B[b]`` of ``chains``."""
+def start(sentence_B: Array, *, beam_size: int) -> ToyCache:
+    """A cache in which row b holds sentence ``sentence_B[b]``."""
     shape_BW = sentence_B.shape[0], beam_size
     return ToyCache(
         jnp.broadcast_to(sentence_B[:, None], shape_BW).astype(jnp.int32),
         jnp.zeros(shape_BW, jnp.int32),
-        jnp.zeros((*shape_BW, chains.attention_BLVS.shape[-1])),
     )
 
 
-def step(chains: Chains) -> Callable[[Array, Any], tuple[Array, Any]]:
-    """The step function of the chains over such a cache."""
-    log_probs_BLVV, attention_BLVS = map(jnp.asarray, chains)
+def step(toys: np.ndarray) -> Callable[[Array, Any], tuple[Array, Any]]:
+    """The step function of ``random_chains`` over such a cache."""
+    log_probs_BLVV = jnp.asarray(toys)
 
     def step(tokens_BW: Array, cache: ToyCache) -> tuple[Array, ToyCache]:
         position_BW = jnp.minimum(cache.position_BW, log_probs_BLVV.shape[1] - 1)
         at = cache.sentence_BW, position_BW, tokens_BW
-        cache = dataclasses.replace(
-            cache, position_BW=cache.position_BW + 1, attention_BWS=attention_BLVS[at]
-        )
-        return log_probs_BLVV[at], cache
+        return log_probs_BLVV[at], dataclasses.replace(cache, position_BW=cache.position_BW + 1)
 
     return step
-
-
-def attention(cache: ToyCache) -> Array:
-    """Where the last step looked."""
-    return cache.attention_BWS
 
 
 def hypotheses(result: Any) -> list[list[tuple[tuple[int, ...], float, float]]]:

@@ -22,7 +22,6 @@ import numpy as np
 PAD, EOS = 0, 2
 Tokens = tuple[int, ...]
 LogProbs = Callable[[Tokens], np.ndarray]
-Attention = Callable[[Tokens], np.ndarray]
 
 
 class Hypothesis(NamedTuple):
@@ -31,11 +30,9 @@ class Hypothesis(NamedTuple):
     tokens: Tokens
     """EOS included."""
     score: float
-    """What it is ranked by: (log-probability, repetition penalty included) / length divisor +
-    coverage penalty.
-    """
+    """What it is ranked by: log-probability / length divisor."""
     log_prob: float
-    """The model's own, no penalty in it."""
+    """The model's own."""
     token_log_probs: tuple[float, ...]
     """Its summands."""
 
@@ -66,14 +63,6 @@ class Rules:
     """A token is forbidden that would end n tokens which the hypothesis has already; never EOS. 0:
     off.
     """
-    repetition_penalty: float = 1.0
-    """Factor on the log-probability of a token that the hypothesis has already, in what it is
-    ranked by.
-    """
-    coverage_penalty: float = 0.0
-    """beta of Wu et al. (2016), equation 14, on the scores of finished hypotheses only; needs
-    ``attention``.
-    """
 
     def forced(self, position: int) -> int | None:
         """The only token allowed at a position, if there is such a one."""
@@ -93,23 +82,14 @@ class Rules:
         n = self.no_repeat_ngram
         return not n or (*tokens, token)[-n:] not in ngrams(tokens, n)
 
-    def rank(self, tokens: Tokens, token: int, log_prob: float) -> float:
-        """What ``token`` after ``tokens`` adds to a hypothesis' rank."""
-        return log_prob * self.repetition_penalty if token in tokens else log_prob
-
-    def hypothesis(
-        self, tokens: Tokens, token_log_probs: Sequence[float], attention: Attention | None
-    ) -> Hypothesis:
+    def hypothesis(self, tokens: Tokens, token_log_probs: Sequence[float]) -> Hypothesis:
         """A finished hypothesis with its score."""
-        rank = sum(self.rank(tokens[:t], tokens[t], token_log_probs[t]) for t in range(len(tokens)))
+        log_prob = sum(token_log_probs)
         score = (
-            rank
+            log_prob
             / ((self.length_offset + len(tokens)) / (self.length_offset + 1)) ** self.length_penalty
         )
-        if self.coverage_penalty:
-            assert attention is not None, "a coverage penalty needs attention weights"
-            score += self.coverage_penalty * coverage(tokens, attention)
-        return Hypothesis(tokens, score, sum(token_log_probs), tuple(token_log_probs))
+        return Hypothesis(tokens, score, log_prob, tuple(token_log_probs))
 
 
 def ngrams(tokens: Tokens, n: int) -> list[Tokens]:
@@ -117,20 +97,9 @@ def ngrams(tokens: Tokens, n: int) -> list[Tokens]:
     return [tokens[start : start + n] for start in range(len(tokens) - n + 1)]
 
 
-def coverage(tokens: Tokens, attention: Attention) -> float:
-    """sum over source positions of log(min(attention it got, 1)); the step that wrote EOS counts
-    too.
-
-    ``attention(tokens)`` is where the step looked that chose the token after ``tokens``: [S], each
-    row sums to 1. A position that got nothing at all is padding and counts nothing.
-    """
-    got_S = sum(np.asarray(attention(tokens[:t]), float) for t in range(len(tokens)))
-    return sum(math.log(min(got, 1.0)) for got in got_S if got > 0)
-
-
 class _Candidate(NamedTuple):
     tokens: Tokens
-    rank: float
+    log_prob: float
     token_log_probs: tuple[float, ...]
 
 
@@ -140,7 +109,6 @@ def reference_search(
     *,
     beam_size: int,
     num_hypotheses: int | None = None,
-    attention: Attention | None = None,
 ) -> list[Hypothesis]:
     """The ``num_hypotheses`` (default ``beam_size``) best finished hypotheses of a beam search,
     best first.
@@ -149,8 +117,8 @@ def reference_search(
     that end are finished; the best W of the others live on. A hypothesis with no allowed
     continuation of positive probability dies. A beam of 1 stops at its first end: it is greedy.
 
-    Equals: a continuation of the better beam goes first, then the one whose own token adds more to
-    the rank, then the lower token; of two finished hypotheses the one that finished at the earlier
+    Equals: a continuation of the better beam goes first, then the one whose own token is
+    likelier, then the lower token; of two finished hypotheses the one that finished at the earlier
     position, then the better continuation.
     """
     live = [_Candidate((), 0.0, ())]
@@ -164,33 +132,28 @@ def reference_search(
             for token, log_prob in enumerate(np.asarray(log_probs(parent.tokens)).tolist()):
                 if log_prob == -math.inf or not rules.allowed(parent.tokens, token):
                     continue
-                added = rules.rank(parent.tokens, token, log_prob)
                 child = _Candidate(
                     (*parent.tokens, token),
-                    parent.rank + added,
+                    parent.log_prob + log_prob,
                     (*parent.token_log_probs, log_prob),
                 )
-                candidates.append(((-child.rank, beam, -added, token), child))
+                candidates.append(((-child.log_prob, beam, -log_prob, token), child))
         best = [child for _, child in sorted(candidates)[: 2 * beam_size]]
         ends = [child for child in best[:beam_size] if child.tokens[-1] == EOS]
-        finished += [
-            rules.hypothesis(child.tokens, child.token_log_probs, attention) for child in ends
-        ]
+        finished += [rules.hypothesis(child.tokens, child.token_log_probs) for child in ends]
         live = [child for child in best if child.tokens[-1] != EOS][:beam_size]
         if beam_size == 1 and ends:
             break
     return _best_first(finished)[: num_hypotheses or beam_size]
 
 
-def every_hypothesis(
-    log_probs: LogProbs, rules: Rules, *, attention: Attention | None = None
-) -> list[Hypothesis]:
+def every_hypothesis(log_probs: LogProbs, rules: Rules) -> list[Hypothesis]:
     """All sequences of positive probability that keep the rules, best first (then shorter, then
     lower tokens): toys only.
     """
     return _best_first(
         [
-            rules.hypothesis(tokens, token_log_probs, attention)
+            rules.hypothesis(tokens, token_log_probs)
             for tokens, token_log_probs in sorted(
                 _sequences(log_probs, rules.max_length), key=lambda found: len(found[0])
             )

@@ -289,21 +289,6 @@ def test_settings_out_of_range(arguments, message):
         found_in(random_chain(0, sentences=2, length=3, vocab=8), **arguments)
 
 
-@pytest.mark.parametrize("attention", [None, lambda cache: jnp.ones((1, 2, 0))])
-def test_a_coverage_penalty_needs_attention_weights(attention):
-    with pytest.raises(
-        UserError, match="coverage_penalty is 0.5 without attention weights; expected `attention`"
-    ):
-        search(
-            BeamSearch(**IDS, beam_size=2, coverage_penalty=0.5),
-            lambda tokens_BW, cache: (jnp.zeros((1, 2, 5)), cache),
-            (),
-            limit_B=jnp.array([4]),
-            max_length=4,
-            attention=attention,
-        )
-
-
 @pytest.mark.parametrize("name", ["bos_id", "eos_id", "pad_id"])
 @pytest.mark.parametrize("token", [-1, 5, 99])
 def test_token_ids_outside_the_vocabulary(name, token):
@@ -344,8 +329,7 @@ def test_top_k_passes_over_what_is_forbidden(backend, forbidden, values, monkeyp
     ours = top_k(
         jnp.asarray(x),
         8,
-        allowed=lambda ids: ~jnp.isin(ids, jnp.array(forbidden)),
-        num_forbidden=len(forbidden),
+        jnp.tile(jnp.array((*forbidden, -1)), (6, 1)),
     )
     x[:, list(forbidden)] = -1
     for mine, theirs in zip(ours, jax.lax.top_k(x, 8), strict=True):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chains import EOS, IDS, Chains, random_chains
+from chains import EOS, IDS, random_chains
 from reference_search import Rules, chain, every_hypothesis, reference_search
 
 from transformer_jax.decoding.beam_search import BeamSearch
@@ -31,37 +31,27 @@ RULES = {
     "unigrams": {"no_repeat_ngram": 1},
     "bigrams": {"no_repeat_ngram": 2},
     "trigrams, prefix that repeats them": {"no_repeat_ngram": 3, "prefix": (3, 3, 3, 3)},
-    "repetition": {"repetition_penalty": 1.7},
-    "repetition, prefix that repeats": {"repetition_penalty": 2.5, "prefix": (1, 1)},
-    "coverage": {"coverage_penalty": 0.8},
     "all": {
         "length_penalty": 1.2,
         "min_length": 2,
         "prefix": (1,),
         "suppress": (4,),
         "no_repeat_ngram": 2,
-        "repetition_penalty": 1.3,
-        "coverage_penalty": 0.3,
     },
 }
 
 
-def found_in(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int | None = None):
-    batch, length = toys.log_probs_BLVV.shape[:2]
+def found_in(toys: np.ndarray, rules: Rules, *, beam_size: int):
+    batch, length = toys.shape[:2]
     prefix_BP = np.full((batch, len(rules.prefix) + 1), NOT_FORCED)
     prefix_BP[:, : len(rules.prefix)] = rules.prefix
-    constraints = Constraints(
-        rules.min_length, tuple(rules.suppress), rules.no_repeat_ngram, rules.repetition_penalty
-    )
-
+    constraints = Constraints(rules.min_length, tuple(rules.suppress), rules.no_repeat_ngram)
     method = BeamSearch(
         **IDS,
         beam_size=beam_size,
-        num_hypotheses=num_hypotheses,
         length_penalty=rules.length_penalty,
         length_offset=rules.length_offset,
         constraints=constraints,
-        coverage_penalty=rules.coverage_penalty,
     )
 
     @jax.jit
@@ -69,24 +59,17 @@ def found_in(toys: Chains, rules: Rules, *, beam_size: int, num_hypotheses: int 
         return search(
             method,
             chains.step(toys),
-            chains.start(toys, jnp.arange(batch), beam_size=beam_size),
+            chains.start(jnp.arange(batch), beam_size=beam_size),
             limit_B=jnp.full(batch, length),
             max_length=length,
             prefix_BP=jnp.asarray(prefix_BP),
-            attention=chains.attention,
         )
 
     return chains.hypotheses(run())
 
 
-def model(toys: Chains, sentence: int):
-    log_probs, attention_LVS = (
-        toys.log_probs_BLVV[sentence].astype(np.float64),
-        toys.attention_BLVS[sentence],
-    )
-    return chain(log_probs), lambda tokens: attention_LVS[
-        len(tokens), tokens[-1] if tokens else chains.BOS
-    ]
+def model(toys: np.ndarray, sentence: int):
+    return chain(toys[sentence].astype(np.float64))
 
 
 def assert_same(found, expected):
@@ -108,29 +91,24 @@ def test_agrees_with_the_plain_search(name, beam_size):
     toys = random_chains(beam_size, sentences=SENTENCES, length=LENGTH, vocab=11)
     rules = Rules(LENGTH, **RULES[name])
     for sentence, found in enumerate(found_in(toys, rules, beam_size=beam_size)):
-        log_probs, attention = model(toys, sentence)
-        assert_same(
-            found, reference_search(log_probs, rules, beam_size=beam_size, attention=attention)
-        )
+        assert_same(found, reference_search(model(toys, sentence), rules, beam_size=beam_size))
 
 
-@pytest.mark.parametrize("name", ["suppressed", "bigrams", "repetition", "all"])
+@pytest.mark.parametrize("name", ["suppressed", "bigrams", "all"])
 def test_a_wide_beam_finds_the_best_of_all_sequences(name):
     toys = random_chains(7, sentences=3, length=4, vocab=5)
-    wide = Chains(np.full((3, 4, 60, 60), -np.inf, np.float32), np.zeros((3, 4, 60, 5), np.float32))
-    wide.log_probs_BLVV[..., :5, :5] = toys.log_probs_BLVV
-    wide.attention_BLVS[:, :, :5] = toys.attention_BLVS
+    wide = np.full((3, 4, 60, 60), -np.inf, np.float32)
+    wide[..., :5, :5] = toys
     rules = Rules(4, **RULES[name])
     for sentence, found in enumerate(found_in(wide, rules, beam_size=60)):
-        log_probs, attention = model(toys, sentence)
-        assert_same(found, every_hypothesis(log_probs, rules, attention=attention)[:60])
+        assert_same(found, every_hypothesis(model(toys, sentence), rules)[:60])
 
 
 def test_what_is_reported_is_the_models_own_probability():
     toys = random_chains(3, sentences=10, length=LENGTH, vocab=11)
-    rules = Rules(LENGTH, repetition_penalty=2.0, no_repeat_ngram=2, suppress=(5, 6), min_length=3)
+    rules = Rules(LENGTH, no_repeat_ngram=2, suppress=(5, 6), min_length=3)
     for sentence, found in enumerate(found_in(toys, rules, beam_size=3)):
-        log_probs, _ = model(toys, sentence)
+        log_probs = model(toys, sentence)
         for tokens, _, log_prob in found:
             forced = sum(log_probs(tokens[:t])[token] for t, token in enumerate(tokens))
             assert log_prob == pytest.approx(forced, abs=1e-4)
@@ -147,8 +125,7 @@ def test_where_everything_is_forbidden_nothing_is_found():
     [
         ({"min_length": -1}, "min_length is -1"),
         ({"no_repeat_ngram": -2}, "no_repeat_ngram is -2"),
-        ({"repetition_penalty": 0.5}, "repetition_penalty is 0.5; expected at least 1"),
-        ({"repetition_penalty": math.nan}, "repetition_penalty is nan"),
+        ({"min_length": math.nan}, "min_length is nan"),
     ],
 )
 def test_settings_out_of_range(settings, message):

@@ -267,29 +267,6 @@ def test_logits_that_are_not_numbers_are_reported(settings, caplog):
     assert f"1 of {len(found)} sentences have no result, as the model's logits" in caplog.text
 
 
-def test_the_coverage_penalty_is_that_of_the_models_attention():
-    model = make_model(0)
-    config = DecodingConfig(
-        **{**vars(CONFIG), "coverage_penalty": 0.5, "max_extra_length": 1, "no_repeat_ngram": 1}
-    )
-    found = Engine([model], config).search(SENTENCES)
-    source_NS, target_NT = as_arrays(SENTENCES, found)
-    weights_NTS = np.asarray(
-        jax.jit(lambda s, t: model.attention_weights(s, t).cross[-1].mean(axis=1))(
-            source_NS, target_NT
-        )
-    )
-    penalties = []
-    for sentence, its, weights_TS in zip(SENTENCES, found, weights_NTS, strict=True):
-        length = len(its[0].token_log_probs)
-        seen_S = weights_TS[:length, : len(sentence.tokens) + 1].sum(axis=0)
-        penalties.append(0.5 * np.log(np.minimum(seen_S, 1)).sum())
-        assert its[0].score == pytest.approx(
-            its[0].log_prob / ((5 + length) / 6) ** 0.6 + penalties[-1], abs=1e-4
-        )
-    assert min(penalties) < -0.1
-
-
 @pytest.mark.cpu("elsewhere no caches are kept between searches")
 def test_caches_are_made_once_and_used_again():
     engine = Engine([make_model(0)], CONFIG)

@@ -75,7 +75,7 @@ def search_live(live, sentences, wanted, *, seed):
     [
         {},
         {"beam_size": 1},
-        {"coverage_penalty": 0.3, "no_repeat_ngram": 2, "min_length": 3},
+        {"no_repeat_ngram": 2, "min_length": 3},
         {"method": "sample", "temperature": 0.8, "top_k": 9},
     ],
     ids=["beam", "greedy", "rules", "sample"],

@@ -18,15 +18,6 @@ def random_chain(seed: int, *, length: int, vocab: int) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def random_attention(seed: int, *, length: int, vocab: int, source: int):
-    """Where each step looks, given its position and the token before; two more positions are
-    padding.
-    """
-    weights = np.random.default_rng(seed).dirichlet(np.ones(source), size=(length, vocab))
-    padded = np.pad(weights, ((0, 0), (0, 0), (0, 2)))
-    return lambda tokens: padded[len(tokens), tokens[-1] if tokens else 1]
-
-
 RULES = {
     "plain": {},
     "no length penalty": {"length_penalty": 0.0},
@@ -41,17 +32,12 @@ RULES = {
     "unigrams": {"no_repeat_ngram": 1},
     "bigrams": {"no_repeat_ngram": 2},
     "bigrams, prefix that repeats them": {"no_repeat_ngram": 2, "prefix": (3, 3, 3)},
-    "repetition": {"repetition_penalty": 1.7},
-    "repetition, prefix that repeats": {"repetition_penalty": 2.5, "prefix": (1, 1)},
-    "coverage": {"coverage_penalty": 0.8},
     "all": {
         "length_penalty": 1.2,
         "min_length": 2,
         "prefix": (1,),
         "suppress": (4,),
         "no_repeat_ngram": 2,
-        "repetition_penalty": 1.3,
-        "coverage_penalty": 0.3,
     },
 }
 
@@ -61,10 +47,9 @@ RULES = {
 def test_a_beam_that_holds_everything_equals_brute_force(name, vocab, length):
     for seed in range(3):
         log_probs = chain(random_chain(seed, length=length, vocab=vocab))
-        attention = random_attention(seed, length=length, vocab=vocab, source=3)
         rules = Rules(length, **RULES[name])
-        expected = every_hypothesis(log_probs, rules, attention=attention)
-        found = reference_search(log_probs, rules, beam_size=vocab**length, attention=attention)
+        expected = every_hypothesis(log_probs, rules)
+        found = reference_search(log_probs, rules, beam_size=vocab**length)
         assert expected and found == expected
         assert len({hypothesis.tokens for hypothesis in found}) == len(found)
 
@@ -97,16 +82,12 @@ def test_rules_of_whole_sequences_by_hand():
 def test_scores_by_hand():
     half = np.full((4, 5, 5), -math.inf)
     half[:, :, [EOS, 3]] = math.log(0.5)
-    looks = np.array([[0.5, 0.5, 0], [0.25, 0.75, 0], [1, 0, 0], [1, 0, 0]])
-    rules = Rules(4, length_penalty=1.0, repetition_penalty=3.0, coverage_penalty=2.0)
-    found = reference_search(
-        chain(half), rules, beam_size=4, attention=lambda tokens: looks[len(tokens)]
-    )
+    found = reference_search(chain(half), Rules(4, length_penalty=1.0), beam_size=4)
     [best] = [hypothesis for hypothesis in found if hypothesis.tokens == (3, 3, EOS)]
     assert best.log_prob == pytest.approx(3 * math.log(0.5))
-    assert best.score == pytest.approx(5 * math.log(0.5) / (8 / 6))  # covered: 1.75 and 1.25
+    assert best.score == pytest.approx(3 * math.log(0.5) / (8 / 6))
     [short] = [hypothesis for hypothesis in found if hypothesis.tokens == (3, EOS)]
-    assert short.score == pytest.approx(2 * math.log(0.5) / (7 / 6) + 2 * math.log(0.75))
+    assert short.score == pytest.approx(2 * math.log(0.5) / (7 / 6))
     assert short.token_log_probs == (math.log(0.5), math.log(0.5))
 
 
@@ -119,9 +100,8 @@ def test_a_beam_of_one_takes_the_best_token_until_the_end(name):
         while EOS not in tokens:
             row = log_probs(tokens)
             able = [token for token in range(9) if rules.allowed(tokens, token)]
-            tokens += (max(able, key=lambda token: rules.rank(tokens, token, row[token])),)
-        attention = random_attention(seed, length=7, vocab=9, source=3)
-        [found] = reference_search(log_probs, rules, beam_size=1, attention=attention)
+            tokens += (max(able, key=lambda token: row[token]),)
+        [found] = reference_search(log_probs, rules, beam_size=1)
         assert found.tokens == tokens
 
 

@@ -24,8 +24,8 @@ TOYS = random_chains(0, sentences=2, length=LENGTH, vocab=VOCAB)
 
 
 def draw(num_samples, *, toys=TOYS, **settings):
-    batch = len(toys.log_probs_BLVV)
-    length = toys.log_probs_BLVV.shape[1]
+    batch = len(toys)
+    length = toys.shape[1]
     of_sentences = {
         name: settings.pop(name) for name in ("prefix_BP", "seed_B") if name in settings
     }
@@ -34,7 +34,7 @@ def draw(num_samples, *, toys=TOYS, **settings):
         lambda: search(
             method,
             chains.step(toys),
-            chains.start(toys, jnp.arange(batch), beam_size=num_samples),
+            chains.start(jnp.arange(batch), beam_size=num_samples),
             limit_B=jnp.full(batch, length),
             max_length=length,
             **of_sentences,
@@ -49,7 +49,7 @@ def first_tokens(found):
 
 def distribution(sentence, temperature=1.0):
     """Of the first token: what PAD had is shared out."""
-    logits = TOYS.log_probs_BLVV[sentence, 0, chains.BOS] / temperature
+    logits = TOYS[sentence, 0, chains.BOS] / temperature
     chances = np.exp(logits) * (np.arange(VOCAB) != chains.PAD)
     return chances / chances.sum()
 
@@ -77,7 +77,7 @@ def test_the_likeliest_alone_is_greedy():
     greedy = search(
         BeamSearch(**IDS, beam_size=1),
         chains.step(TOYS),
-        chains.start(TOYS, jnp.arange(2), beam_size=1),
+        chains.start(jnp.arange(2), beam_size=1),
         limit_B=jnp.full(2, LENGTH),
         max_length=LENGTH,
     )
@@ -91,7 +91,7 @@ def test_the_coldest_samples_are_greedy(temperature):
     result = search(
         BeamSearch(**IDS, beam_size=1, constraints=rules),
         chains.step(TOYS),
-        chains.start(TOYS, jnp.arange(2), beam_size=1),
+        chains.start(jnp.arange(2), beam_size=1),
         limit_B=jnp.full(2, LENGTH),
         max_length=LENGTH,
     )
@@ -107,10 +107,10 @@ def test_seeds_choose_the_samples():
 
 
 def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbours():
-    with_nan = TOYS._replace(log_probs_BLVV=TOYS.log_probs_BLVV.copy())
-    with_nan.log_probs_BLVV[0, 1:] = np.nan
+    with_nan = TOYS.copy()
+    with_nan[0, 1:] = np.nan
     limit_B = jnp.array([LENGTH, LENGTH])
-    start = chains.start(TOYS, jnp.arange(2), beam_size=3)
+    start = chains.start(jnp.arange(2), beam_size=3)
     result = search(
         Sampling(**IDS, num_samples=3), chains.step(with_nan), start, limit_B=limit_B, max_length=5
     )
@@ -123,9 +123,7 @@ def test_log_probabilities_are_the_models_at_temperature_one():
     for sentence, found in enumerate(draw(20, temperature=3.0, top_k=4)):
         for tokens, score, log_prob in found:
             before = (chains.BOS, *tokens)
-            forced = sum(
-                TOYS.log_probs_BLVV[sentence, t, before[t], token] for t, token in enumerate(tokens)
-            )
+            forced = sum(TOYS[sentence, t, before[t], token] for t, token in enumerate(tokens))
             assert log_prob == pytest.approx(forced, abs=1e-4)
             assert score == pytest.approx(forced / ((5 + len(tokens)) / 6) ** 0.6, abs=1e-4)
 

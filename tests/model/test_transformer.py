@@ -23,7 +23,7 @@ from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.dropout import draw
 from transformer_jax.model.positions import segment_positions
 from transformer_jax.model.transformer import AttentionWeights, Decoder, Encoder, Transformer
-from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
+from transformer_jax.special_ids import EOS_ID, PAD_ID
 
 TINY = ModelConfig(vocab_size=40, d_model=16, d_ff=24, num_heads=2, num_layers=2, dtype="float32")
 VARIANTS = {
@@ -376,25 +376,6 @@ def test_attention_weights_are_equation_1_in_each_head() -> None:
         scores = q[0, :6, head] @ k[0, :6, head].T / np.sqrt(8)
         by_hand = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
         np.testing.assert_allclose(weights().encoder[0][0, head, :6, :6], by_hand, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("norm", "backend"), [("post", "cpu"), ("pre", "cpu"), ("post", "gpu"), ("pre", "tpu")]
-)
-def test_decoding_step_by_step_looks_there_too(norm: str, backend: str) -> None:
-    model = build(norm=norm)
-    step = nnx.jit(lambda model, tokens_BW, cache: model.decode_step(tokens_BW, cache))
-    cache = start_cache(
-        backend, model, jnp.asarray(SOURCE_BS), beam_size=1, max_length=7, keep_attention=True
-    )
-    inputs_BT = np.pad(TARGET_BT[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
-    cross_BTS = weights(norm=norm).cross[-1].mean(axis=1)
-    for t in range(7):
-        _, cache = step(model, jnp.asarray(inputs_BT[:, t : t + 1]), cache)
-        real_B = TARGET_BT[:, t] != PAD_ID
-        np.testing.assert_allclose(
-            cross_BTS[real_B, t], np.asarray(cache.attention_BWS)[real_B, 0], atol=1e-5
-        )
 
 
 def test_weights_that_are_not_used_are_not_computed() -> None:

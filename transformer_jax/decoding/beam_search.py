@@ -1,4 +1,4 @@
-"""Beam search (section 6.1 of the paper), its length penalty and its coverage penalty.
+"""Beam search (section 6.1 of the paper).
 
 Letters as in ``search.py``.
 """
@@ -37,22 +37,16 @@ class BeamSearch(Method):
     log-probabilities only fall and the divisor only grows, so the best live log-probability over
     the divisor of the longest length is a bound.
 
-    Finished hypotheses are ranked by log-probability / ``length_divisor``, plus the coverage
-    penalty.
+    Finished hypotheses are ranked by log-probability / ``length_divisor``.
     """
 
     independent = False
 
     beam_size: int = 4
-    coverage_penalty: float = 0.0
-    """beta in beta * sum_s log(min(sum_t a_ts, 1)), a being the attention of step t on source
-    position s (Wu et al., 2016, equation 14); needs the search's ``attention``.
-    """
 
     def __post_init__(self) -> None:
         require_at_least(1, beam_size=self.beam_size)
         super().__post_init__()
-        require_at_least(0, coverage_penalty=self.coverage_penalty)
 
     @property
     def num_beams(self) -> int:
@@ -68,82 +62,61 @@ class BeamSearch(Method):
                 "tokens."
             )
 
-    def advance(
-        self, state: SearchState, scores: NextToken, attention_BWS: Array | None
-    ) -> tuple[SearchState, Array]:
+    def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:
         """Add one token to every live hypothesis, and say which parents the beams continue."""
-        W, live = self.beam_size, state.live
-        if self.coverage_penalty:
-            if attention_BWS is None or not attention_BWS.shape[2]:
-                raise UserError(
-                    f"coverage_penalty is {self.coverage_penalty} without attention weights; "
-                    "expected `attention`, which gives [B, W, S] of at least one source position."
-                )
-            live = live._replace(coverage_BWS=live.coverage_BWS + attention_BWS)
-        parents_BC, tokens_BC, ranks_BC, token_log_probs_BC = self._candidates(state, scores)
-        live = gather_beams(live, parents_BC)
-        candidates = extend(live, state.position_B, tokens_BC, token_log_probs_BC)
-        candidates = candidates._replace(ranks_BW=ranks_BC)
+        W = self.beam_size
+        parents_BC, tokens_BC, token_log_probs_BC = self._candidates(state, scores)
+        parents = gather_beams(state.live, parents_BC)
+        candidates = extend(parents, state.position_B, tokens_BC, token_log_probs_BC)
         ends_BC = tokens_BC == self.eos_id
 
         # Finish: only ends among the first W, so that a beam of 1 is greedy and a hypothesis must
         # earn its end.
         first = jax.tree.map(lambda x: x[:, :W], candidates)
-        scores_BW = first.ranks_BW / self.divisor(state.position_B + 1)[:, None]
-        if self.coverage_penalty:
-            # Padding gets no attention from any hypothesis, and real positions always get some.
-            seen_BWS = first.coverage_BWS
-            seen_BWS = jnp.where(seen_BWS > 0, jnp.minimum(seen_BWS, 1), 1)
-            scores_BW += self.coverage_penalty * jnp.log(seen_BWS).sum(axis=-1)
+        scores_BW = first.log_probs_BW / self.divisor(state.position_B + 1)[:, None]
         finished = finish(state, first, ends_BC[:, :W], scores_BW)
 
         # Live on.
-        ranks_BW, survivors_BW = jax.lax.top_k(jnp.where(ends_BC, IMPOSSIBLE, ranks_BC), W)
+        log_probs_BC = jnp.where(ends_BC, IMPOSSIBLE, candidates.log_probs_BW)
+        log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
         live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
-        bound_B = ranks_BW[:, 0] / self.divisor(state.limit_B)
+        bound_B = log_probs_BW[:, 0] / self.divisor(state.limit_B)
         worst_B = finished.scores_BN[:, -1]
         if state.wanted_B is not None:
             last_B1 = jnp.clip(state.wanted_B - 1, 0, finished.scores_BN.shape[1] - 1)[:, None]
             worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
-        done_B = (bound_B <= worst_B) | (ranks_BW[:, 0] <= IMPOSSIBLE / 2)
+        done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
             done_B |= ends_BC[:, 0]
-        live = live._replace(ranks_BW=ranks_BW)
+        live = live._replace(log_probs_BW=log_probs_BW)
         return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 
-    def _candidates(
-        self, state: SearchState, scores: NextToken
-    ) -> tuple[Array, Array, Array, Array]:
-        """The 2W best continuations of each sentence: parent beam, token, rank of the whole,
-        log-probability of the token; each [B, 2W].
+    def _candidates(self, state: SearchState, scores: NextToken) -> tuple[Array, Array, Array]:
+        """The 2W best continuations of each sentence: parent beam, token, its log-probability;
+        each [B, 2W].
 
         Each beam's best come from its logits, whose order is that of the log-probabilities: those
         of the whole vocabulary are never written out.
         """
-        logits_RV, normalizer_R1, choosable_RV, maxima_RQ, forced_R, allowed, num_forbidden = scores
-        (B, W), V = state.live.ranks_BW.shape, logits_RV.shape[1]
+        logits_RV, normalizer_R1, maxima_RQ, forced_R, forbidden_RF = scores
+        (B, W), V = state.live.log_probs_BW.shape, logits_RV.shape[1]
         K = min(2 * W, V)
-        values_RK, tokens_RK = top_k(
-            choosable_RV,
-            K,
-            allowed=allowed,
-            num_forbidden=num_forbidden,
-            maxima_RQ=maxima_RQ,
-        )
+        values_RK, tokens_RK = top_k(logits_RV, K, forbidden_RF, maxima_RQ)
         # Where one token is forced it is the only continuation, whatever the rules say.
         forced_R1, first_1K = forced_R[:, None], (jnp.arange(K) == 0)[None]
-        forced_value_R1 = jnp.take_along_axis(choosable_RV, jnp.maximum(forced_R1, 0), axis=1)
+        forced_value_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
         forced_values_RK = jnp.where(first_1K, forced_value_R1, IMPOSSIBLE)
         values_RK = jnp.where(forced_R1 < 0, values_RK, forced_values_RK)
         tokens_RK = jnp.where(forced_R1 < 0, tokens_RK, forced_R1)
-        token_log_probs_RK = jnp.take_along_axis(logits_RV, tokens_RK, axis=1) - normalizer_R1
         # Impossible tokens stay so where the normaliser is as low as they are.
-        gains_RK = jnp.where(values_RK > IMPOSSIBLE / 2, values_RK - normalizer_R1, IMPOSSIBLE)
-        ranks_BWK = state.live.ranks_BW[:, :, None] + gains_RK.reshape(B, W, K)
-        ranks_BX = jnp.maximum(ranks_BWK, IMPOSSIBLE).reshape(B, W * K)
-        ranks_BC, places_BC = jax.lax.top_k(ranks_BX, 2 * W)
+        token_log_probs_RK = jnp.where(
+            values_RK > IMPOSSIBLE / 2, values_RK - normalizer_R1, IMPOSSIBLE
+        )
+        log_probs_BWK = state.live.log_probs_BW[:, :, None] + token_log_probs_RK.reshape(B, W, K)
+        log_probs_BX = jnp.maximum(log_probs_BWK, IMPOSSIBLE).reshape(B, W * K)
+        _, places_BC = jax.lax.top_k(log_probs_BX, 2 * W)
         tokens_BC, token_log_probs_BC = (
             jnp.take_along_axis(x.reshape(B, W * K), places_BC, axis=1)
             for x in (tokens_RK, token_log_probs_RK)
         )
-        return places_BC // K, tokens_BC, ranks_BC, jnp.maximum(token_log_probs_BC, IMPOSSIBLE)
+        return places_BC // K, tokens_BC, token_log_probs_BC

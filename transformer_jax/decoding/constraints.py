@@ -1,11 +1,10 @@
-"""Which tokens may come next, and which are made less likely, in beam search and sampling alike.
+"""Which tokens may come next, in beam search and sampling alike.
 
 Letters as in ``search.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ IMPOSSIBLE = -1e9
 
 @dataclass(frozen=True)
 class Constraints:
-    """Rules for the next token. Probabilities are not normalised again over the allowed tokens:
+    """Rules for the next token. Probabilities are not normalized again over the allowed tokens:
     the log-probabilities that a search reports stay the model's own.
     """
 
@@ -30,62 +29,43 @@ class Constraints:
     """Tokens that are never generated."""
     no_repeat_ngram: int = 0
     """No n-gram of this length occurs twice in a hypothesis (Paulus et al., 2017); 0: off."""
-    repetition_penalty: float = 1.0
-    """Multiplies the log-probability that ranks a token which the hypothesis already has (after
-    Keskar et al., 2019).
-    """
 
     def __post_init__(self) -> None:
         require_at_least(0, min_length=self.min_length, no_repeat_ngram=self.no_repeat_ngram)
-        require_at_least(1, repetition_penalty=self.repetition_penalty)
 
-    def adjust(
-        self,
-        logits_RV: Array,
-        normalizer_R1: Array,
-        *,
-        tokens_RL: Array,
-        position_R: Array,
-        forced_R: Array,
+    def without_repeats(
+        self, logits_RV: Array, *, tokens_RL: Array, position_R: Array, forced_R: Array
     ) -> Array:
-        """Logits to choose by: changed by the rules that depend on what a hypothesis has written.
+        """Logits that are IMPOSSIBLE for tokens that would complete an n-gram again.
 
         Args:
-          normalizer_R1: the log-softmax is ``logits_RV - normalizer_R1``.
           tokens_RL: what each of R hypotheses has written: its first ``position_R`` tokens.
           forced_R: the one token that must come next; negative: any may.
         """
+        if not self.no_repeat_ngram:
+            return logits_RV
+        repeats_RL = _ends_of_repeats(tokens_RL, position_R, self.no_repeat_ngram)
+        banned_RL = repeats_RL & (forced_R[:, None] < 0)
         rows_R1 = jnp.arange(logits_RV.shape[0])[:, None]
-        if self.repetition_penalty != 1:
-            written_RL = jnp.arange(tokens_RL.shape[1])[None] < position_R[:, None]
-            used_RL = jnp.where(written_RL, tokens_RL, tokens_RL[:, :1])
-            old_RL = jnp.take_along_axis(logits_RV, used_RL, axis=1)
-            new_RL = normalizer_R1 + self.repetition_penalty * (old_RL - normalizer_R1)
-            new_RL = jnp.where(position_R[:, None] > 0, new_RL, old_RL)
-            logits_RV = logits_RV.at[rows_R1, used_RL].set(new_RL)
-        if self.no_repeat_ngram:
-            repeats_RL = _ends_of_repeats(tokens_RL, position_R, self.no_repeat_ngram)
-            banned_RL = repeats_RL & (forced_R[:, None] < 0)
-            values_RL = jnp.where(banned_RL, IMPOSSIBLE, jnp.inf)
-            logits_RV = logits_RV.at[rows_R1, tokens_RL].min(values_RL)
-        return logits_RV
+        return logits_RV.at[rows_R1, tokens_RL].min(jnp.where(banned_RL, IMPOSSIBLE, jnp.inf))
 
-    def allowed(
-        self, position_R: Array, *, eos_id: int, pad_id: int
-    ) -> tuple[Callable[[Array], Array], int]:
-        """A function that says which tokens ``ids_RC`` may come next in their rows, those that are
-        not suppressed, not PAD, and not EOS before ``min_length``; and how many tokens it refuses
-        at most. Forced tokens are not asked about.
+    def forbidden(self, position_R: Array, *, eos_id: int, pad_id: int) -> Array:
+        """The tokens that may not come next in each row, unless forced: int32 [R, F], -1 for none.
+        They are the suppressed ones, PAD, and EOS before ``min_length``.
         """
-        never = {*self.suppress} if pad_id == eos_id else {*self.suppress, pad_id}
+        never = sorted({*self.suppress} if pad_id == eos_id else {*self.suppress, pad_id})
+        never_RF = jnp.tile(jnp.array(never, jnp.int32), (position_R.shape[0], 1))
+        if not self.min_length:
+            return never_RF
+        eos_R = jnp.where(position_R < self.min_length, eos_id, -1)
+        return jnp.concatenate([never_RF, eos_R[:, None]], axis=1)
 
-        def allowed(ids_RC: Array) -> Array:
-            ok_RC = (position_R[:, None] >= self.min_length) | (ids_RC != eos_id)
-            for token in never:
-                ok_RC &= ids_RC != token
-            return ok_RC
 
-        return allowed, len({*never, eos_id} if self.min_length else never)
+def masked(x_RC: Array, ids_RC: Array, forbidden_RF: Array) -> Array:
+    """Values of the tokens ``ids_RC``: IMPOSSIBLE for those that are forbidden in their rows."""
+    for f in range(forbidden_RF.shape[1]):
+        x_RC = jnp.where(ids_RC == forbidden_RF[:, f : f + 1], IMPOSSIBLE, x_RC)
+    return x_RC
 
 
 def require_at_least(least: float, **settings: float) -> None:

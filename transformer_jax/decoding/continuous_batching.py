@@ -82,7 +82,7 @@ def search_waiting(
         rows=rows.empty(cache, waiting),
         owner_B=jnp.full(B, Q, jnp.int32),
         next=jnp.int32(0),
-        finished=rows.start(waiting, cache).finished,
+        finished=rows.start(waiting).finished,
     )
     # Up to the last block that has a sentence.
     carry = jax.lax.fori_loop(0, num_blocks, partial(run.search_block, num_blocks), carry)
@@ -111,16 +111,15 @@ class RowSearch:
         """Rows without a sentence, for sentences like ``waiting``, in the rows of ``cache``."""
         B = jax.tree.leaves(cache)[0].shape[0]
         nothing = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), waiting)
-        return Rows(self.start(nothing, cache), cache, jnp.int32(0), jnp.int32(0))
+        return Rows(self.start(nothing), cache, jnp.int32(0), jnp.int32(0))
 
-    def start(self, entries: Waiting, cache: Any) -> SearchState:
+    def start(self, entries: Waiting) -> SearchState:
         """Waiting sentences as they begin."""
         return self.method.start(
             entries.limit_Q,
             max_length=self.max_length,
             prefix_BP=entries.prefix_QP,
             seed_B=entries.seed_Q,
-            attention_BWS=cache.attention_BWS,
             wanted_B=entries.wanted_Q,
         )
 
@@ -128,7 +127,7 @@ class RowSearch:
         """Put these R sentences, of which ``fresh`` is the cache, into rows ``rows_R``. A row
         number of B is skipped; a sentence with a limit of 0 leaves its row idle.
         """
-        started = self.start(entries, rows.cache)
+        started = self.start(entries)
         return rows._replace(
             state=jax.tree.map(
                 lambda old, new: old.at[rows_R].set(new, mode="drop"), rows.state, started
@@ -162,7 +161,6 @@ class RowSearch:
             rows.state,
             rows.cache,
             reorder=lambda cache, parents_BW: cache.reorder(parents_BW),
-            attention=lambda cache: cache.attention_BWS,
         )
         return Rows(
             state,

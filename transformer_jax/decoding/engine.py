@@ -332,20 +332,17 @@ class Engine:
     def method(self, num_hypotheses: int) -> Method:
         """The search that ``config`` asks for."""
         config = self.config
-        rules = config.no_repeat_ngram, config.repetition_penalty
         common: dict[str, Any] = {
             "bos_id": BOS_ID,
             "eos_id": EOS_ID,
             "pad_id": PAD_ID,
             "num_hypotheses": num_hypotheses,
-            "constraints": Constraints(config.min_length, self._suppress, *rules),
+            "constraints": Constraints(config.min_length, self._suppress, config.no_repeat_ngram),
             "length_penalty": config.length_penalty,
             "length_offset": config.length_offset,
         }
         if config.method == "beam":
-            return BeamSearch(
-                **common, beam_size=config.beam_size, coverage_penalty=config.coverage_penalty
-            )
+            return BeamSearch(**common, beam_size=config.beam_size)
         return Sampling(
             **common,
             num_samples=config.beam_size,

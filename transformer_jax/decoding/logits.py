@@ -5,13 +5,11 @@ Letters: R rows, V columns, Q chunks of a row, C columns of some chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.constraints import IMPOSSIBLE
+from transformer_jax.decoding.constraints import masked
 
 _CHUNK_ON_CPU, _CHUNK_ON_GPU = 32, 128
 _MOST_ON_GPU = 16  # for more of the largest than that, XLA sorts whole rows
@@ -32,16 +30,14 @@ def log_sum_exp(x_RV: Array) -> tuple[Array, Array | None]:
 def top_k(
     x_RV: Array,
     k: int,
-    *,
-    allowed: Callable[[Array], Array] | None = None,
-    num_forbidden: int = 0,
+    forbidden_RF: Array | None = None,
     maxima_RQ: Array | None = None,
 ) -> tuple[Array, Array]:
     """``jax.lax.top_k`` of each row, in two exact stages.
 
-    ``allowed(indices_RC)`` says which indices take part in their row, all but ``num_forbidden`` at
-    most; the others count as IMPOSSIBLE. The ``k + num_forbidden`` largest values hold the k
-    largest that take part, so that no second array as wide as ``x_RV`` is written.
+    Indices in ``forbidden_RF`` count as IMPOSSIBLE in their row (-1: none). The k + F largest
+    values hold the k largest that are allowed, so that no second array as wide as ``x_RV`` is
+    written.
 
     The first stage takes chunks by their maxima (``maxima_RQ``, if ``log_sum_exp`` has found them),
     which is several times faster on wide rows. They hold those k values too: of the chunks that go
@@ -49,17 +45,17 @@ def top_k(
     chunks keep the order among equal values: the lowest index first.
     """
 
-    def masked(x_RC: Array, ids_RC: Array) -> Array:
-        return x_RC if allowed is None else jnp.where(allowed(ids_RC), x_RC, IMPOSSIBLE)
-
-    (rows, width), num_chosen, backend = x_RV.shape, k + num_forbidden, jax.default_backend()
+    (rows, width), backend = x_RV.shape, jax.default_backend()
+    if forbidden_RF is None:
+        forbidden_RF = jnp.zeros((rows, 0), jnp.int32)
+    num_chosen = k + forbidden_RF.shape[1]
     chunk = _CHUNK_ON_GPU if backend == "gpu" else _CHUNK_ON_CPU
     num_chunks = -(-width // chunk)
     if backend == "tpu" or num_chunks < 2 * num_chosen:
-        if backend == "cpu" or not num_forbidden or num_chosen > _MOST_ON_GPU:
-            return jax.lax.top_k(masked(x_RV, jnp.arange(width)[None]), k)
+        if backend == "cpu" or num_chosen == k or num_chosen > _MOST_ON_GPU:
+            return jax.lax.top_k(masked(x_RV, jnp.arange(width)[None], forbidden_RF), k)
         x_RC, ids_RC = jax.lax.top_k(x_RV, min(num_chosen, width))
-        values_RK, places_RK = jax.lax.top_k(masked(x_RC, ids_RC), k)
+        values_RK, places_RK = jax.lax.top_k(masked(x_RC, ids_RC, forbidden_RF), k)
         return values_RK, jnp.take_along_axis(ids_RC, places_RK, axis=1)
     if maxima_RQ is None:
         padding = ((0, 0), (0, num_chunks * chunk - width))
@@ -70,7 +66,7 @@ def top_k(
     ids_RKC = jnp.sort(chunks_RK, axis=-1)[:, :, None] * chunk + jnp.arange(chunk)[None, None]
     ids_RC = ids_RKC.reshape(rows, num_chosen * chunk)
     x_RC = jnp.take_along_axis(x_RV, jnp.minimum(ids_RC, width - 1), axis=1)
-    x_RC = jnp.where(ids_RC < width, masked(x_RC, ids_RC), -jnp.inf)
+    x_RC = jnp.where(ids_RC < width, masked(x_RC, ids_RC, forbidden_RF), -jnp.inf)
     values_RK, places_RK = jax.lax.top_k(x_RC, k)
     return values_RK, jnp.take_along_axis(ids_RC, places_RK, axis=1)
 

@@ -36,12 +36,6 @@ class DecodingCache:
     decoders: tuple[DecoderCache, ...]
 
     @property
-    def attention_BWS(self) -> Array | None:
-        """Where the last step looked, if kept: the mean over the Transformers."""
-        each: list[Any] = [decoder.attention_BWS for decoder in self.decoders]
-        return None if each[0] is None else jnp.stack(each).mean(axis=0)
-
-    @property
     def needed_B(self) -> Array:
         """How many positions each sentence's next step must attend to, source and target alike."""
         return self.decoders[0].needed_B
@@ -87,7 +81,6 @@ class DecodingModel:
                     beam_size=self._config.beam_size,
                     max_length=max_length,
                     source_capacity=self._lengths[-1],
-                    keep_attention=self._config.coverage_penalty > 0,
                 )
                 for transformer in self._transformers
             )

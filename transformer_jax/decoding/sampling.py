@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.constraints import IMPOSSIBLE, require_at_least
+from transformer_jax.decoding.constraints import IMPOSSIBLE, masked, require_at_least
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
     Method,
@@ -60,32 +60,30 @@ class Sampling(Method):
         """W: sample w stays in beam w."""
         return self.num_samples
 
-    def advance(
-        self, state: SearchState, scores: NextToken, attention_BWS: Array | None
-    ) -> tuple[SearchState, None]:
+    def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""
-        logits_RV, normalizer_R1, choosable_RV, _, forced_R, allowed, _ = scores
-        allowed_RV = allowed(jnp.arange(logits_RV.shape[1])[None])
-        drawn_R = self._draw(jnp.where(allowed_RV, choosable_RV, IMPOSSIBLE), self._keys(state))
+        logits_RV, normalizer_R1, _, forced_R, forbidden_RF = scores
+        values_RV = masked(logits_RV, jnp.arange(logits_RV.shape[1])[None], forbidden_RF)
+        drawn_R = self._draw(values_RV, self._keys(state))
         is_forced_R = forced_R >= 0
         tokens_R = jnp.where(is_forced_R, forced_R, drawn_R)
         chosen_R1 = tokens_R[:, None]
-        possible_RV = allowed_RV & (choosable_RV > IMPOSSIBLE / 2)
-        possible_R1 = jnp.take_along_axis(possible_RV, chosen_R1, axis=1) | is_forced_R[:, None]
+        value_R1 = jnp.take_along_axis(values_RV, chosen_R1, axis=1)
+        possible_R1 = (value_R1 > IMPOSSIBLE / 2) | is_forced_R[:, None]
         token_log_probs_R1 = jnp.take_along_axis(logits_RV, chosen_R1, axis=1) - normalizer_R1
         token_log_probs_R1 = jnp.where(possible_R1, token_log_probs_R1, IMPOSSIBLE)
         tokens_BW, token_log_probs_BW = (
-            x.reshape(state.live.ranks_BW.shape) for x in (tokens_R, token_log_probs_R1)
+            x.reshape(state.live.log_probs_BW.shape) for x in (tokens_R, token_log_probs_R1)
         )
 
         live = extend(state.live, state.position_B, tokens_BW, token_log_probs_BW)
         ends_BW = tokens_BW == self.eos_id
         divisor_B1 = self.divisor(state.position_B + 1)[:, None]
-        ranks_BW = jnp.where(ends_BW, IMPOSSIBLE, live.ranks_BW)
+        log_probs_BW = jnp.where(ends_BW, IMPOSSIBLE, live.log_probs_BW)
         state = state._replace(
-            live=live._replace(ranks_BW=ranks_BW),
-            finished=finish(state, live, ends_BW, live.ranks_BW / divisor_B1),
-            done_B=(ranks_BW <= IMPOSSIBLE / 2).all(axis=1),
+            live=live._replace(log_probs_BW=log_probs_BW),
+            finished=finish(state, live, ends_BW, live.log_probs_BW / divisor_B1),
+            done_B=(log_probs_BW <= IMPOSSIBLE / 2).all(axis=1),
         )
         return state, None
 

@@ -27,7 +27,6 @@ from transformer_jax.errors import UserError
 Cache = Any
 StepFn = Callable[[Array, Cache], tuple[Array, Cache]]
 Reorder = Callable[[Cache, Array], Cache]
-Attention = Callable[[Cache], Array]
 
 NOT_FORCED = -1
 # Score of a sentence whose logits were NaN, until ``results``; finite, so that it can be sorted.
@@ -43,9 +42,7 @@ class SearchResult(NamedTuple):
     tokens_BNL: Array
     """int32: the tokens, EOS, then PAD."""
     scores_BN: Array
-    """float32: what the hypotheses are ranked by; without further penalties log-probability /
-    ``length_divisor``.
-    """
+    """float32: what the hypotheses are ranked by, log-probability / ``length_divisor``."""
     log_probs_BN: Array
     """float32: sum of the tokens' log-probabilities, EOS included."""
     lengths_BN: Array
@@ -60,13 +57,7 @@ class Beams(NamedTuple):
     tokens_BWL: Array
     token_log_probs_BWL: Array
     log_probs_BW: Array
-    """The model's own log-probability of each."""
-    ranks_BW: Array
-    """What they are compared by: ``log_probs_BW`` unless a penalty changes it; IMPOSSIBLE: none
-    lives there.
-    """
-    coverage_BWS: Array
-    """Attention that each source position got so far; S = 0 without ``attention``."""
+    """IMPOSSIBLE: none lives there."""
 
 
 class SearchState(NamedTuple):
@@ -90,19 +81,15 @@ class NextToken(NamedTuple):
     """What the model and the constraints say of the token after each of R = B * W hypotheses."""
 
     logits_RV: Array
-    """float32."""
+    """float32; IMPOSSIBLE where a token would repeat an n-gram."""
     normalizer_R1: Array
     """The log-softmax is ``logits_RV - normalizer_R1``."""
-    choosable_RV: Array
-    """Logits to choose by: the constraints' adjustments included."""
     maxima_RQ: Array | None
-    """Of ``choosable_RV``, for ``top_k``, if they are known."""
+    """Of ``logits_RV``, for ``top_k``, if they are known."""
     forced_R: Array
     """The only token allowed (the prefix's; EOS at the last position), or NOT_FORCED."""
-    allowed: Callable[[Array], Array]
-    """Which of the tokens ``ids_RC`` may come next where none is forced."""
-    num_forbidden: int
-    """How many ``allowed`` refuses at most."""
+    forbidden_RF: Array
+    """Tokens that may not come next where none is forced; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +131,7 @@ class Method(ABC):
         """W."""
 
     @abstractmethod
-    def advance(
-        self, state: SearchState, scores: NextToken, attention_BWS: Array | None
-    ) -> tuple[SearchState, Array | None]:
+    def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array | None]:
         """Add one token to every live hypothesis. Also gives the parent that each beam continues
         (None: itself). Sets ``done_B`` where no live hypothesis can improve the result.
         """
@@ -173,15 +158,13 @@ class Method(ABC):
         max_length: int,
         prefix_BP: Array,
         seed_B: Array,
-        attention_BWS: Array | None,
         wanted_B: Array | None = None,
     ) -> SearchState:
         """Sentences of which nothing is written yet; ``limit_B`` 0: nothing to search.
-        ``attention_BWS`` says how many source positions there are. Where ``wanted_B`` hypotheses
-        are enough, a beam search stops as soon as it has those; the others may not be the best.
+        Where ``wanted_B`` hypotheses are enough, a beam search stops as soon as it has those; the
+        others may not be the best.
         """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
-        S = 0 if attention_BWS is None else attention_BWS.shape[2]
         N, num_live = self.num_hypotheses or W, W if self.independent else 1
         live_BW = jnp.broadcast_to(
             jnp.where(jnp.arange(W) < num_live, jnp.float32(0), IMPOSSIBLE), (B, W)
@@ -197,9 +180,7 @@ class Method(ABC):
             live=Beams(
                 jnp.full((B, W, L), self.pad_id, jnp.int32),
                 jnp.zeros((B, W, L), jnp.float32),
-                log_probs_BW=live_BW,
-                ranks_BW=live_BW,
-                coverage_BWS=jnp.zeros((B, W, S), jnp.float32),
+                live_BW,
             ),
             finished=SearchResult(
                 jnp.full((B, N, L), self.pad_id, jnp.int32),
@@ -233,7 +214,6 @@ def search(
     prefix_BP: Array | None = None,
     seed_B: Array | None = None,
     reorder: Reorder = gather_beams,
-    attention: Attention | None = None,
 ) -> SearchResult:
     """Search a batch of sentences, each by itself: no result depends on the others.
 
@@ -249,12 +229,9 @@ def search(
       seed_B: for ``Sampling``, a number that makes a sentence's samples its own (default: its row).
       reorder: ``reorder(cache, parents_BW)`` makes beam w continue what was beam
         ``parents_BW[b, w]``. By default axis 1 of every leaf is gathered.
-      attention: ``attention(cache)`` gives where the last step looked: [B, W, S], 0 for padding.
-        ``coverage_penalty`` needs it.
 
     Raises:
-      UserError: a beam wider than the vocabulary, a token id outside it, a ``max_length`` below 1,
-        a ``coverage_penalty`` without ``attention``.
+      UserError: a beam wider than the vocabulary, a token id outside it, a ``max_length`` below 1.
     """
     if max_length < 1:
         raise UserError(f"max_length is {max_length}; expected at least 1.")
@@ -265,11 +242,10 @@ def search(
         max_length=max_length,
         prefix_BP=jnp.zeros((B, 0), jnp.int32) if prefix_BP is None else prefix_BP,
         seed_B=jnp.arange(B) if seed_B is None else seed_B,
-        attention_BWS=None if attention is None else attention(cache),
     )
     state, _ = jax.lax.while_loop(
         lambda carry: ~carry[0].done_B.all(),
-        lambda carry: take_step(method, step_fn, *carry, reorder=reorder, attention=attention),
+        lambda carry: take_step(method, step_fn, *carry, reorder=reorder),
         (state, cache),
     )
     return results(state.finished, method.pad_id)
@@ -282,7 +258,6 @@ def take_step(
     cache: Cache,
     *,
     reorder: Reorder,
-    attention: Attention | None,
 ) -> tuple[SearchState, Cache]:
     """Write one token of every sentence."""
     # A row whose sentence is done may run beyond its end; its input must stay in the vocabulary.
@@ -295,9 +270,9 @@ def take_step(
 
     scores = _next_token(method, state, logits_BWV)
     is_invalid_BW = ~(scores.normalizer_R1 < jnp.inf).reshape(tokens_BW.shape)
-    is_invalid_BW &= state.live.ranks_BW > IMPOSSIBLE / 2
+    is_invalid_BW &= state.live.log_probs_BW > IMPOSSIBLE / 2
     invalid_B = is_invalid_BW.any(axis=1) & ~state.done_B
-    new, parents_BW = method.advance(state, scores, None if attention is None else attention(cache))
+    new, parents_BW = method.advance(state, scores)
     scores_BN = jnp.where(invalid_B[:, None], _INVALID, new.finished.scores_BN)
     length_B = state.position_B + 1
     new = new._replace(
@@ -319,37 +294,31 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
     forced_B1 = jnp.take_along_axis(state.prefix_BP, position_B1, axis=1, mode="clip")
     is_last_B = state.position_B + 1 >= state.limit_B
     forced_R = jnp.repeat(jnp.where(is_last_B, method.eos_id, forced_B1[:, 0]), W)
-    choosable_RV = method.constraints.adjust(
+    choosable_RV = method.constraints.without_repeats(
         logits_RV,
-        normalizer_R1,
         tokens_RL=state.live.tokens_BWL.reshape(B * W, -1),
         position_R=position_R,
         forced_R=forced_R,
     )
-    allowed = method.constraints.allowed(position_R, eos_id=method.eos_id, pad_id=method.pad_id)
+    ends = {"eos_id": method.eos_id, "pad_id": method.pad_id}
+    forbidden_RF = method.constraints.forbidden(position_R, **ends)
     maxima_RQ = maxima_RQ if choosable_RV is logits_RV else None
-    return NextToken(logits_RV, normalizer_R1, choosable_RV, maxima_RQ, forced_R, *allowed)
+    return NextToken(choosable_RV, normalizer_R1, maxima_RQ, forced_R, forbidden_RF)
 
 
 def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW: Array) -> Beams:
     """Add one token to every hypothesis."""
     here_B1L = (jnp.arange(live.tokens_BWL.shape[-1])[None] == position_B[:, None])[:, None]
-    log_probs_BW, ranks_BW = (
-        jnp.maximum(x_BW + token_log_probs_BW, IMPOSSIBLE)
-        for x_BW in (live.log_probs_BW, live.ranks_BW)
-    )
     return Beams(
         jnp.where(here_B1L, tokens_BW[:, :, None], live.tokens_BWL),
         jnp.where(here_B1L, token_log_probs_BW[:, :, None], live.token_log_probs_BWL),
-        log_probs_BW,
-        ranks_BW,
-        live.coverage_BWS,
+        jnp.maximum(live.log_probs_BW + token_log_probs_BW, IMPOSSIBLE),
     )
 
 
 def finish(state: SearchState, new: Beams, ends_BW: Array, scores_BW: Array) -> SearchResult:
     """The N best of the N finished hypotheses and the new ones that end; of equals the older."""
-    may_end_BW = ends_BW & (new.ranks_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
+    may_end_BW = ends_BW & (new.log_probs_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
     ended = SearchResult(
         new.tokens_BWL,
         jnp.where(may_end_BW, scores_BW, IMPOSSIBLE),

@@ -40,8 +40,8 @@ class Translation:
 
     text: str
     score: float
-    """What the search ranks by: log_prob / ((c + length) / (c + 1))^alpha (``DecodingConfig``), if
-    no other penalty is on. Of a line that was translated in segments: the mean of theirs.
+    """What the search ranks by: log_prob / ((c + length) / (c + 1))^alpha (``DecodingConfig``). Of
+    a line that was translated in segments: the mean of theirs.
     """
     log_prob: float
     """Natural logarithm of the probability of all tokens, EOS included."""

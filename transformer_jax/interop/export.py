@@ -54,10 +54,6 @@ def search_notes(
         )
     left_out = {
         "decoding.method 'sample'": decoding.method == "sample",
-        "decoding.repetition_penalty (it works on logits there, on log-probabilities here)": (
-            decoding.repetition_penalty != 1
-        ),
-        "decoding.coverage_penalty": bool(decoding.coverage_penalty),
     }
     return notes + [f"{name} is left out." for name, given in left_out.items() if given]
 

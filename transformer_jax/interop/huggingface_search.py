@@ -22,7 +22,6 @@ _DEFAULTS: dict[str, Any] = {  # of transformers
     "length_penalty": 1.0,
     "min_length": 0,
     "no_repeat_ngram_size": 0,
-    "repetition_penalty": 1.0,
     "bad_words_ids": [],
     "suppress_tokens": [],
     "do_sample": False,
@@ -36,6 +35,7 @@ _NO_COUNTERPART: dict[str, Any] = {
     "num_beam_groups": 1,
     "diversity_penalty": 0,
     "num_return_sequences": 1,
+    "repetition_penalty": 1,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1,
     "min_p": 0,
@@ -105,7 +105,6 @@ def decoding_config(
             length_offset=0.0,
             min_length=min_length,
             no_repeat_ngram=settings["no_repeat_ngram_size"],
-            repetition_penalty=settings["repetition_penalty"],
             suppress=tuple(suppress),
             **sampling,
         )
@@ -130,8 +129,6 @@ def _notes(settings: dict[str, Any], decoding: DecodingConfig) -> list[str]:
             "better."
         )
     sampling = decoding.method == "sample"
-    if decoding.repetition_penalty != 1 and (decoding.beam_size == 1 or sampling):
-        notes.append("repetition_penalty works on logits there, on log-probabilities here.")
     if sampling and decoding.beam_size > 1:
         notes.append(
             f"num_beams {decoding.beam_size} with do_sample: here {decoding.beam_size} samples are "

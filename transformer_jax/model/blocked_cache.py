@@ -166,10 +166,6 @@ class BlockedAttention:
         keys_values = cache.cross_keys, cache.cross_values
         return attend_to_blocks(q_BWHK, *keys_values, self.source_mask_B1S1)
 
-    def source_weights(self, layer: int, q_BWHK: jax.Array) -> jax.Array:
-        """The weights of cross-attention, mean over the heads: float32 [B, W, S]."""
-        return mean_weights(q_BWHK, self.layers[layer].cross_keys, self.source_mask_B1S1)
-
 
 def _ranges(length: int, block: int) -> list[tuple[int, int]]:
     """Where blocks begin and end."""
@@ -253,13 +249,6 @@ def _joined(parts: list[_Partial]) -> jax.Array:
     weighted = (x * factor.swapaxes(2, 3) for x, factor in zip(outs, factors_NBH1W, strict=True))
     out_BHWK = sum(weighted, jnp.zeros_like(outs[0]))
     return out_BHWK / total_BH1W.swapaxes(2, 3)
-
-
-def mean_weights(q_BWHK: jax.Array, keys: Blocks, mask_BHLW: jax.Array) -> jax.Array:
-    """The attention weights over all blocks, mean over the heads: float32 [B, W, L]."""
-    q_BHWK = _scaled(q_BWHK)
-    scores = [_scores(q_BHWK, *block) for block in zip(keys, _split(mask_BHLW, keys), strict=True)]
-    return jax.nn.softmax(jnp.concatenate(scores, axis=2), axis=2).mean(axis=1).swapaxes(1, 2)
 
 
 def _split(x_BHLW: jax.Array, keys: Blocks) -> list[jax.Array]:

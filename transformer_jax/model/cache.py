@@ -34,8 +34,6 @@ class DecoderCache:
     source_mask_BS: jax.Array  # True: a real source token
     ancestors_BWT: jax.Array  # int32; -1: nothing there yet
     position_B: jax.Array  # int32: the number of tokens already taken in
-    # float32: cross-attention of the last step (last layer, mean over heads), if kept
-    attention_BWS: jax.Array | None = None
 
     @property
     def beam_size(self) -> int:
@@ -97,7 +95,7 @@ class DecoderCache:
             position_B=jnp.zeros_like(self.position_B),
         )
 
-    def append(self, written: Sequence[Any], attention_BWS: jax.Array | None) -> DecoderCache:
+    def append(self, written: Sequence[Any]) -> DecoderCache:
         """Add one position; ``written`` is each layer's second result of ``to_history``."""
         beams_1W1 = jnp.arange(self.beam_size, dtype=jnp.int32)[None, :, None]
         positions_1T = jnp.arange(self.max_length, dtype=jnp.int32)[None]
@@ -107,7 +105,6 @@ class DecoderCache:
             keys_values=self.keys_values.append(written, self.position_B),
             ancestors_BWT=jnp.where(is_new_B1T, beams_1W1, self.ancestors_BWT),
             position_B=self.position_B + 1,
-            attention_BWS=attention_BWS,
         )
 
 
@@ -118,7 +115,6 @@ def empty_cache(
     beam_size: int,
     max_length: int,
     source_capacity: int = 0,
-    keep_attention: bool = False,
 ) -> DecoderCache:
     """A cache for ``max_length`` steps over the memory; what later steps add is dropped silently.
 
@@ -139,7 +135,4 @@ def empty_cache(
         source_mask_BS=jnp.pad(source_mask_BS, ((0, 0), (0, padding))),
         ancestors_BWT=jnp.full((batch, beam_size, max_length), _NOT_WRITTEN, jnp.int32),
         position_B=jnp.zeros(batch, jnp.int32),
-        attention_BWS=jnp.zeros((batch, beam_size, length + padding), jnp.float32)
-        if keep_attention
-        else None,
     )

@@ -242,7 +242,7 @@ class DecoderLayer(nnx.Module):
         position_B: jax.Array,
         attend_to_history: Callable[..., tuple[jax.Array, Any]],
         attend_to_source: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, Any, jax.Array]:
+    ) -> tuple[jax.Array, Any]:
         """One decoding step of W hypotheses, on keys and values of the steps before.
 
         Args:
@@ -252,7 +252,7 @@ class DecoderLayer(nnx.Module):
           attend_to_source: given queries, what cross-attention finds.
 
         Returns:
-          The output [B, W, D]; what the cache needs; the queries of cross-attention [B, W, H, K].
+          The output [B, W, D]; what the cache needs.
         """
         y_BWD = self.self_attention_residual.before(x_BWD)
         own_BWHK = self.self_attention.keys_values(y_BWD, position_B[:, None])
@@ -263,7 +263,7 @@ class DecoderLayer(nnx.Module):
         q_BWHK = self.cross_attention.query(self.cross_attention_residual.before(x_BWD))
         y_BWD = self.cross_attention.output(attend_to_source(q_BWHK))
         x_BWD = self.cross_attention_residual.after(x_BWD, y_BWD)
-        return _feed_forward(self, x_BWD), written, q_BWHK
+        return _feed_forward(self, x_BWD), written
 
 
 def _feed_forward(

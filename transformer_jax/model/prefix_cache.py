@@ -81,7 +81,6 @@ class PrefixKeysValues:
             slots_BWT=positions_1T[:, None] * beam_size + ancestors_BWT,
             is_written_BT=positions_1T <= position_B[:, None],
             is_source_BS=_pad(source_mask_BS[:, :length], axis=1),
-            source_capacity=source_mask_BS.shape[1],
             bias_BHT=None if bias_BHT is None else _pad(bias_BHT[:, :, :length], axis=2),
         )
 
@@ -106,7 +105,6 @@ class PrefixAttention:
     slots_BWT: jax.Array  # where each hypothesis finds its own history, its newest token included
     is_written_BT: jax.Array
     is_source_BS: jax.Array
-    source_capacity: int
     bias_BHT: jax.Array | None
 
     def to_history(
@@ -128,14 +126,6 @@ class PrefixAttention:
     def to_source(self, layer: int, q_BWHK: jax.Array) -> jax.Array:
         """Cross-attention, [B, W, H, K]."""
         return _attend(q_BWHK, self._source(layer), self.is_source_BS[:, None, None])
-
-    def source_weights(self, layer: int, q_BWHK: jax.Array) -> jax.Array:
-        """The weights of cross-attention, mean over the heads: float32 [B, W, S]."""
-        k_B1HSK = self._source(layer)[..., : q_BWHK.shape[-1]]
-        weights_BWS = _weights(q_BWHK, k_B1HSK, self.is_source_BS[:, None, None]).mean(axis=2)
-        missing = max(0, self.source_capacity - weights_BWS.shape[2])
-        padded_BWS = jnp.pad(weights_BWS, ((0, 0), (0, 0), (0, missing)))
-        return padded_BWS[:, :, : self.source_capacity]
 
     def _source(self, layer: int) -> jax.Array:
         return self.cache.source[layer][:, None, :, : self.is_source_BS.shape[1]]

@@ -107,14 +107,12 @@ class Decoder(_Stack):
             positions_1T = jnp.arange(cache.max_length)[None]
             bias_BHT = self.relative_bias(cache.position_B[:, None], positions_1T)[:, :, 0]
         attention = cache.attention(length, bias_BHT)
-        written, attention_BWS = [], None
+        written = []
         for i, layer in enumerate(self.sequence):
             attend = partial(attention.to_history, i), partial(attention.to_source, i)
-            x_BWD, of_layer, q_BWHK = layer.step(x_BWD, cache.position_B, *attend)
+            x_BWD, of_layer = layer.step(x_BWD, cache.position_B, *attend)
             written.append(of_layer)
-        if cache.attention_BWS is not None:
-            attention_BWS = attention.source_weights(-1, q_BWHK)
-        return self.normed(x_BWD), cache.append(written, attention_BWS)
+        return self.normed(x_BWD), cache.append(written)
 
 
 class Transformer(nnx.Module):
@@ -323,7 +321,6 @@ class Transformer(nnx.Module):
         beam_size: int,
         max_length: int,
         source_capacity: int = 0,
-        keep_attention: bool = False,
     ) -> DecoderCache:
         """An empty cache; keys and values of the memory are computed here, once a sentence.
 
@@ -332,7 +329,6 @@ class Transformer(nnx.Module):
           max_length: how many steps fit, at least those of the search: later ones are forgotten
             silently.
           source_capacity: source positions to pad S to.
-          keep_attention: each step leaves its cross-attention in ``cache.attention_BWS``.
         """
         return empty_cache(
             [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.sequence],
@@ -340,7 +336,6 @@ class Transformer(nnx.Module):
             beam_size=beam_size,
             max_length=max_length,
             source_capacity=source_capacity,
-            keep_attention=keep_attention,
         )
 
     def decode_step(
