@@ -117,22 +117,26 @@ def test_two_do_not_write_one_file(tmp_path, resume):
         assert kept == 0 and path.read_text() == ""
 
 
-def test_an_error_keeps_what_is_written(tmp_path):
+def test_an_error_keeps_what_is_written(tmp_path, caplog):
+    caplog.set_level("INFO")
     path = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt), open_output(str(path)) as (write, _):
         write(["one"])
         assert path.read_text() == "one\n"
         raise KeyboardInterrupt
+    assert "out keeps what is translated; the same command with --resume" in caplog.text
     with open_output(str(path), resume=True) as (_, kept):
         assert kept == 1
 
 
-def test_a_full_disk_is_told_with_the_file():
+def test_a_full_disk_is_told_with_the_file(caplog):
+    caplog.set_level("INFO")
     with (
         pytest.raises(OSError, match="No space left on device: '/dev/full'"),
         open_output("/dev/full") as (write, _),
     ):
         write(["one"])
+    assert not caplog.text  # a device keeps nothing
 
 
 def test_half_of_a_surrogate_pair_is_written_as_an_escape(tmp_path):

@@ -44,16 +44,16 @@ def open_output(
         return
     with ExitStack() as stack:
         file, kept = stack.enter_context(open(path, "ab", buffering=0)), 0
-        if Path(path).is_file():
+        if regular := Path(path).is_file():
             _lock(Path(path), stack)
             kept, size = complete_sentences(path, numbered=numbered) if resume else (0, 0)
             file.truncate(size)
         try:
             yield partial(_write, file), kept
         except BaseException as error:
-            logger.info(
-                "%s keeps what is translated; the same command with --resume continues it.", path
-            )
+            if regular:
+                said = "%s keeps what is translated; the same command with --resume continues it."
+                logger.info(said, path)
             if isinstance(error, OSError):  # a full disk, for example
                 error.filename = error.filename or path
             raise
