@@ -70,12 +70,14 @@ TRUNK = [
     "decoding.devices",
     "decoding.engine",
     "decoding.live_search",
+    "decoding.workers",
     "decoding.segments",
     "decoding.alignment",
     "decoding.trained_models",
     "decoding.translator",
     "decoding.scoring",
     "decoding.records",
+    "decoding.async_translator",
     "decoding.output_file",
     "evaluation",
     "decoding.flags",
@@ -100,7 +102,7 @@ TRUNK = [
 ]
 # Folders that use only public names and their own files; the trunk and other branches do without.
 BRANCHES = {"attention", "interop", "parsing", "pictures", "report", "serving"}
-UNFINISHED = {"attention", "parsing", "pictures", "report", "serving"}  # must shrink
+UNFINISHED = {"attention", "parsing", "pictures", "report"}  # must shrink
 
 
 # What is above the limits that the tests below check: shorten these lists, never extend them.

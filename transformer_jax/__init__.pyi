@@ -2,7 +2,7 @@
 
 from .attention import SentenceAttention, sentence_attention
 from .checkpoint import load_model, save_model
-from .cli import parse_flags, run_program
+from .cli import flag_values, parse_flags, run_program
 from .compilation_cache import keep_compiled
 from .config import (
     BatchConfig,
@@ -22,13 +22,16 @@ from .data.corpus import Corpus
 from .data.corpus_files import build_corpus
 from .data.loader import load_batches
 from .data.sources import read_lines
+from .decoding.async_translator import AsyncTranslator
 from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
 from .decoding.engine import Engine, Hypothesis, Sentence
 from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
 from .decoding.search import SearchResult, gather_beams, search
+from .decoding.segments import joint
 from .decoding.translator import Request, Translation, Translator
+from .decoding.workers import SearchFailed
 from .errors import UserError, needs_extra, shown
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
@@ -57,6 +60,7 @@ __all__ = [
     "EOS_ID",
     "PAD_ID",
     "UNK_ID",
+    "AsyncTranslator",
     "Batch",
     "BatchConfig",
     "BatchPlan",
@@ -83,6 +87,7 @@ __all__ = [
     "Request",
     "Sampling",
     "Scorer",
+    "SearchFailed",
     "SearchResult",
     "Sentence",
     "SentenceAttention",
@@ -101,7 +106,9 @@ __all__ = [
     "build_corpus",
     "chrf",
     "dot_product_attention",
+    "flag_values",
     "gather_beams",
+    "joint",
     "keep_compiled",
     "learning_rate_schedule",
     "load_batches",

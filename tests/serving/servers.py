@@ -20,9 +20,10 @@ import uvicorn
 from random_models import lines_of_words, write_run
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig
+from transformer_jax.decoding.async_translator import AsyncTranslator
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.app import App
-from transformer_jax.serving.service import Model, Service
+from transformer_jax.serving.service import Service
 
 LINES = lines_of_words(60)
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=32, batch_size=8)
@@ -79,8 +80,9 @@ class Server(NamedTuple):
         """Whether soon no sentence has a row, and none waits."""
         end = time.monotonic() + 20
         while time.monotonic() < end:
-            figures = [lambda w: w.num_busy, lambda w: w.num_waiting]
-            if not any(map(self.service.count, figures)) and not self.service.num_accepted:
+            searches = [model.workers for model in self.service.models.values()]
+            rows = sum(each.num_busy + each.num_waiting for each in searches)
+            if not rows and not self.service.num_accepted:
                 return True
             time.sleep(0.01)
         return False
@@ -108,9 +110,9 @@ def serving(service: Service, translator: Translator, **settings: Any) -> Iterat
         thread.join()
 
 
-def make_model_to_serve(translator: Translator) -> Model:
-    """A ``Model`` with the parameters of ``translator``."""
-    return Model([Translator(translator.models, translator.tokenizer, CONFIG)])
+def make_model_to_serve(translator: Translator) -> AsyncTranslator:
+    """One with the parameters of ``translator``."""
+    return AsyncTranslator(translator.models, translator.tokenizer, CONFIG)
 
 
 def write_served_run(folder: Path, translator: Translator) -> None:

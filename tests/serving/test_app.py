@@ -16,7 +16,7 @@ from servers import LINES, Server, make_model_to_serve, serving
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.translator import Request
 from transformer_jax.serving.flags import Pair
-from transformer_jax.serving.service import Model, Service
+from transformer_jax.serving.service import Service, _split_tag
 from transformer_jax.tokenizer import Tokenizer
 
 FORM = "application/x-www-form-urlencoded"
@@ -282,9 +282,9 @@ def test_each_sentence_gets_the_tag_of_its_text() -> None:
     settings = TokenizerConfig(vocab_size=50, algorithm="unigram", user_defined_symbols=("<2de>",))
     tokenizer = Tokenizer.train(pairs, settings)
     model: Any = SimpleNamespace(translator=SimpleNamespace(tokenizer=tokenizer))
-    assert Model.tagged(model, "<2de> one. two") == ("<2de> ", "one. two")
-    assert Model.tagged(model, "<2de>one") == ("<2de>", "one")
-    assert Model.tagged(model, " one <2de>") == ("", " one <2de>")
+    assert _split_tag("<2de> one. two", model) == ("<2de> ", "one. two")
+    assert _split_tag("<2de>one", model) == ("<2de>", "one")
+    assert _split_tag(" one <2de>", model) == ("", " one <2de>")
 
 
 def test_control_characters_do_no_harm(server: Server) -> None:

@@ -141,7 +141,7 @@ class Translator(TrainedModels):
                 f"num_hypotheses is {num_hypotheses}; "
                 f"expected 1 to decoding.beam_size = {self.config.beam_size}."
             )
-        requests = map(_numbered_request, lines, count(1))
+        requests = map(numbered_request, lines, count(1))
         return chain.from_iterable(
             self._translate(block, num_hypotheses) for block in self.blocks(requests, window)
         )
@@ -208,10 +208,16 @@ class Translator(TrainedModels):
             tuple(hypothesis.token_log_probs),
         )
 
+    def check(self, request: Request) -> None:
+        """``UserError`` unless this line can be translated."""
+        _check_text(request)
+        self.prefix_tokens(request)
+
     def prefix_tokens(self, request: Request) -> list[int]:
         """The token ids that the request forces; ``UserError`` if that cannot be done."""
         [prefix] = self.tokenizer.encode_target([request.prefix])
-        said = f"Line {request.number}: prefix {shown(request.prefix)}"
+        line = f"Line {request.number}: " if request.number else ""
+        said = f"{line}prefix {shown(request.prefix)}"
         if UNK_ID in prefix:
             tokens = shown(" ".join(self.tokenizer.target_tokens(prefix)))
             raise UserError(
@@ -248,11 +254,15 @@ def _join(segments: list[list[Translation]]) -> list[Translation]:
     return joined or [Translation("", unknown, unknown, 0)]
 
 
-def _numbered_request(line: str | Request, place: int) -> Request:
+def numbered_request(line: str | Request, place: int) -> Request:
     """The line as a request that has a number; ``UserError`` unless it is text."""
     request = line if isinstance(line, Request) else Request(line)
     if not request.number:
         request = dataclasses.replace(request, number=place)
-    check_text(request.text, f"Line {request.number}")
-    check_text(request.prefix, f"Line {request.number}: prefix")
+    _check_text(request)
     return request
+
+
+def _check_text(request: Request) -> None:
+    check_text(request.text, f"Line {request.number}" if request.number else "The text")
+    check_text(request.prefix, f"Line {request.number}: prefix" if request.number else "The prefix")

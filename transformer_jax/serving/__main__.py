@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from transformer_jax.cli import run_program
-from transformer_jax.errors import UserError, needs_extra
+from transformer_jax import UserError, needs_extra, run_program
 from transformer_jax.serving.flags import Arguments, Served, checked_flags
 
 if TYPE_CHECKING:
@@ -60,20 +59,19 @@ def _serve(argv: list[str]) -> None:
 def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     import jax
 
-    from transformer_jax.compilation_cache import keep_compiled
-    from transformer_jax.model.layers import use_matmul_precision
-    from transformer_jax.serving.service import Model, Service
+    from transformer_jax import AsyncTranslator, keep_compiled, use_matmul_precision
+    from transformer_jax.serving.service import Service
 
     keep_compiled(arguments.compilation_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # many take less than 1 s
     models = {}
     use_matmul_precision(served[0].config.model)
     for workdir, pair, _, search in served:
-        models[pair] = Model.load(
+        models[pair] = AsyncTranslator.from_workdir(
             workdir,
-            search,
             checkpoint=arguments.checkpoint,
             average=arguments.average,
+            **vars(search),
         )
         log.info("%s: %s from %s", pair, models[pair].translator, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)

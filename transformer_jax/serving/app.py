@@ -20,7 +20,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from transformer_jax.errors import UserError, shown
+from transformer_jax import UserError, shown
 from transformer_jax.serving.limits import BodyLimit, SecurityHeaders
 from transformer_jax.serving.metrics import Measured, Metrics
 from transformer_jax.serving.schema import (

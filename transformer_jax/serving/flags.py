@@ -10,11 +10,15 @@ from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
-from transformer_jax.cli import flag_values, flags_given, parse_flags
-from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.config_io import load_config_file
-from transformer_jax.decoding.flags import checked_workdir
-from transformer_jax.errors import UserError, shown
+from transformer_jax import (
+    Config,
+    DecodingConfig,
+    UserError,
+    flag_values,
+    load_config_file,
+    parse_flags,
+    shown,
+)
 
 COMMON = (
     "workdir",
@@ -88,19 +92,18 @@ class Arguments:
 
 
 def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
-    """The flags, checked, and the models that they ask for.
+    """The flags, and the models that they ask for.
 
     Raises:
-        UserError: values that cannot work, runs that are not there, two models of one pair.
+        UserError: values that cannot work, runs that do not exist, two models of one pair.
     """
-    workdirs = list(map(checked_workdir, flag_values(argv, "workdir")))
-    configs = [load_config_file(f"{workdir}/config.json") for workdir in workdirs]
-    defaults = {"search": configs[0].decoding} if configs else {}
-    arguments = parse_flags(Arguments, argv, defaults=defaults, common=COMMON)
-    arguments = replace(arguments, workdir=tuple(workdirs))
+    arguments = parse_flags(Arguments, argv, common=COMMON)
+    arguments = replace(arguments, workdir=tuple(flag_values(argv, "workdir")))
     _check_values(arguments)
-    typed = {name.replace("-", "_") for name in flags_given(argv)}
-    given = {name: value for name, value in vars(arguments.search).items() if name in typed}
+    from transformer_jax import local_workdir  # loads JAX, which --help does without
+
+    folders = [local_workdir(workdir) for workdir in arguments.workdir]
+    configs = [load_config_file(folder / "config.json") for folder in folders]
     pairs = _pairs(arguments, configs)
     precisions = {config.model.matmul_precision for config in configs}
     if len(precisions) > 1:
@@ -108,10 +111,11 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
             f"model.matmul_precision is {' and '.join(sorted(precisions))} in these runs; expected "
             "one for all models of a process. Serve them from several."
         )
-    return arguments, [
-        Served(workdir, pair, config, replace(config.decoding, **given | {"method": "beam"}))
-        for workdir, pair, config in zip(workdirs, pairs, configs, strict=True)
-    ]
+    served = []
+    for folder, pair, config in zip(folders, pairs, configs, strict=True):
+        search = parse_flags(Arguments, argv, defaults={"search": config.decoding}).search
+        served.append(Served(str(folder), pair, config, replace(search, method="beam")))
+    return arguments, served
 
 
 def _check_values(a: Arguments) -> None:
@@ -119,11 +123,10 @@ def _check_values(a: Arguments) -> None:
         raise UserError("--workdir is missing; expected a work directory written by train.py.")
     if not 0 < a.port < 65536:
         raise UserError(f"port is {a.port}; expected 1 to 65535.")
-    for name in ("max_queue", "max_characters"):
-        if getattr(a, name) < 1:
-            raise UserError(f"{name} is {getattr(a, name)}; expected 1 or more.")
-    if not 0 < a.timeout < math.inf:
-        raise UserError(f"timeout is {a.timeout}; expected seconds, more than 0.")
+    for name in ("max_queue", "max_characters", "timeout"):
+        value = getattr(a, name)
+        if not 0 < value < math.inf:
+            raise UserError(f"{name} is {value}; expected more than 0.")
 
 
 def _pairs(a: Arguments, configs: Sequence[Config]) -> list[Pair]:

@@ -43,11 +43,16 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The figures of the models at this moment."""
         service = self._service
+        searches = [model.workers for model in service.models.values()]
         for name, said, value in (
             ("sentences_accepted", "Sentences of the requests in progress.", service.num_accepted),
-            ("sentences_waiting", "Without a row.", service.count(lambda w: w.num_waiting)),
-            ("rows_busy", "Rows of searches with a sentence.", service.count(lambda w: w.num_busy)),
-            ("rows", "Rows of searches.", service.count(lambda w: w.num_rows)),
+            ("sentences_waiting", "Without a row.", sum(each.num_waiting for each in searches)),
+            (
+                "rows_busy",
+                "Rows of searches with a sentence.",
+                sum(each.num_busy for each in searches),
+            ),
+            ("rows", "Rows of searches.", sum(each.num_rows for each in searches)),
         ):
             yield GaugeMetricFamily(f"transformer_{name}", said, value)
         sentences = CounterMetricFamily(
@@ -57,7 +62,7 @@ class Metrics(Collector):
             "transformer_target_tokens", "Tokens of the best translations.", labels=["pair"]
         )
         for pair, model in service.models.items():
-            sentences.add_metric([str(pair)], model.num_sentences)
+            sentences.add_metric([str(pair)], model.num_lines)
             tokens.add_metric([str(pair)], model.num_tokens)
         yield sentences
         yield tokens

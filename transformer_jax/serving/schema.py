@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from transformer_jax import Translation
 
 CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
 LanguageCode = Annotated[str, StringConstraints(max_length=35)]
+
+
+def _rounded(x: float) -> float | None:
+    return round(x, 4) if math.isfinite(x) else None  # JSON has no infinities
+
+
+Rounded = Annotated[float | None, BeforeValidator(_rounded)]
 
 
 class Query(BaseModel):
@@ -36,12 +47,12 @@ class Hypothesis(BaseModel):
     """One translation of a sentence, as ``decode.py --format jsonl`` writes it."""
 
     translation: str
-    score: float | None
-    log_prob: float | None
+    score: Rounded
+    log_prob: Rounded
     tokens: list[str]
-    token_scores: list[float | None]
+    token_scores: list[Rounded]
     source_tokens: list[str] | None = None
-    alignment: list[list[float | None]] | None = None
+    alignment: list[list[Rounded]] | None = None
 
 
 class Sentence(Hypothesis):
@@ -49,6 +60,34 @@ class Sentence(Hypothesis):
 
     source: str
     hypotheses: list[Hypothesis] | None = None
+
+    @classmethod
+    def of(
+        cls, source: str, translations: Sequence[Translation], *, ranked: bool, attention: bool
+    ) -> Self:
+        """A sentence with its translations, best first; ``ranked``: with all of them."""
+        fields = [_fields(each, attention) for each in translations]
+        hypotheses = [Hypothesis(**each) for each in fields] if ranked else None
+        return cls(source=source, hypotheses=hypotheses, **fields[0])
+
+    def ranked(self, rank: int) -> str:
+        """The translation of this rank, or the last that exists."""
+        hypotheses = self.hypotheses or [self]
+        return hypotheses[min(rank, len(hypotheses) - 1)].translation
+
+
+def _fields(t: Translation, attention: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "translation": t.text,
+        "score": t.score,
+        "log_prob": t.log_prob,
+        "tokens": [*t.tokens, "</s>"] if t.length else [],
+        "token_scores": t.token_log_probs,
+    }
+    if attention:
+        fields["source_tokens"] = t.alignment.source if t.alignment else []
+        fields["alignment"] = t.alignment.weights_TS.tolist() if t.alignment else []
+    return fields
 
 
 class Detected(BaseModel):

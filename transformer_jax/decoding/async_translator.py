@@ -1,0 +1,142 @@
+"""Translation for many asyncio tasks, which share one search on all devices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+
+from transformer_jax.checkpoint import load_model
+from transformer_jax.config import DecodingConfig
+from transformer_jax.config_io import load_config_file
+from transformer_jax.decoding.buckets import Sentence
+from transformer_jax.decoding.devices import devices_for_rows
+from transformer_jax.decoding.engine import Hypothesis
+from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.translator import Request, Translation, Translator, numbered_request
+from transformer_jax.decoding.workers import Workers
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.remote_workdir import local_workdir
+from transformer_jax.tokenizer import Tokenizer
+
+_ALIGNED_TOGETHER = 4
+
+
+class AsyncTranslator:
+    """Translates lines for many tasks at a time, by continuous batching.
+
+    A line gets the tokens that ``Translator`` gives it, at any time and with any neighbours.
+
+    Attributes:
+      config: settings of the search; ``batch_size`` counts the rows of all devices.
+      translator: a ``Translator`` with one device's rows.
+      workers: the search, with the numbers of rows and of sentences that wait.
+      num_lines: lines translated so far.
+      num_tokens: tokens of their best translations.
+    """
+
+    def __init__(
+        self,
+        models: Transformer | Sequence[Transformer],
+        tokenizer: Tokenizer,
+        config: DecodingConfig,
+        *,
+        devices: Sequence[jax.Device] = (),
+    ):
+        """``devices`` must divide ``config.batch_size``; default: all that do.
+
+        Raises:
+          UserError: as ``Translator``.
+        """
+        devices = devices or devices_for_rows(config.batch_size)
+        share = replace(config, batch_size=config.batch_size // len(devices))
+        translators = [Translator(models, tokenizer, share, devices=[each]) for each in devices]
+        self.config, self.translator = config, translators[0]
+        self.workers = Workers([each.engine for each in translators])
+        self.num_lines = self.num_tokens = 0
+        together = replace(config, batch_size=_ALIGNED_TOGETHER)
+        self._scorer = Scorer(self.translator.models, tokenizer, together)
+        self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")
+
+    @classmethod
+    def from_workdir(
+        cls,
+        workdir: str | Path,
+        *,
+        checkpoint: Literal["last", "best"] | int | None = None,
+        average: int | None = None,
+        **settings: Any,
+    ) -> Self:
+        """The model of a training run, on all devices.
+
+        ``workdir`` is a folder or a URL; ``settings`` replace fields of the run's ``decoding``
+        config; ``checkpoint`` and ``average`` choose the parameters as in ``load_model``.
+
+        Raises:
+          UserError: as ``load_model`` and ``Translator``.
+        """
+        folder = local_workdir(workdir)
+        search = replace(load_config_file(folder / "config.json").decoding, **settings)
+        devices = devices_for_rows(search.batch_size)  # before JAX starts
+        _, model, tokenizer = load_model(folder, checkpoint=checkpoint, average=average)
+        return cls(model, tokenizer, search, devices=devices)
+
+    def start(self) -> None:
+        """Compile everything, then begin to work."""
+        self.workers.start()
+        lengths = [length for bucket in self.translator.engine.buckets for length in bucket.lengths]
+        self._scorer.align_tokens([([0] * (length - 1), [0]) for length in lengths])
+
+    def close(self) -> None:
+        """Stop working; lines in progress are cancelled."""
+        self._aligning.shutdown(cancel_futures=True)
+        self.workers.close()
+
+    async def translate(
+        self,
+        line: str | Request,
+        *,
+        num_hypotheses: int = 1,
+        alignments: bool = False,
+        turns: asyncio.Semaphore | None = None,
+    ) -> list[Translation]:
+        """A line's translations, best first, as ``Translator.stream`` gives them; with
+        ``alignments`` as ``Scorer.align`` adds them.
+
+        Each segment that is searched takes one of ``turns``, so that lines which share them leave
+        rows to others (default: half of the rows). A task that is cancelled frees its rows.
+
+        Raises:
+          UserError: as ``Translator.stream``.
+          SearchFailed: the search has stopped for good.
+        """
+        request = numbered_request(line, 1)
+        turns = turns or self.new_turns()
+
+        async def search(segment: Sentence) -> list[Hypothesis]:
+            async with turns:
+                return await self.workers.search(segment, wanted=num_hypotheses)
+
+        async with turns:  # no line is encoded sooner: that holds up all tasks
+            [segments] = self.translator.sentences([request])
+            found = [
+                await self.workers.search(segment, wanted=num_hypotheses)
+                for segment in segments[:1]
+            ]
+        found += await asyncio.gather(*map(search, segments[1:]))
+        translations = self.translator.translations(request, found)
+        self.num_lines += 1
+        self.num_tokens += translations[0].length
+        if not alignments:
+            return translations
+        pairs = [(request.text, translation) for translation in translations]
+        return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
+
+    def new_turns(self) -> asyncio.Semaphore:
+        """Turns for lines that together may have half of the rows."""
+        return asyncio.Semaphore(max(1, self.config.batch_size // 2))
