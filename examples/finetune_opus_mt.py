@@ -49,12 +49,12 @@ def main(
     train_pairs, dev_pairs = pairs_of(text, "train", 20_000), pairs_of(text, "dev", 32)
     rate = 5e-5 if model else 3e-3  # of a random model
     folder = model or make_random_model(workdir / "random", train_pairs)
-    imported = import_huggingface(folder)
-    tj.save_model(workdir / "imported", imported.config, imported.model, imported.tokenizer)
+    imported, untuned, tokenizer = import_huggingface(folder)
+    tj.save_model(workdir / "imported", imported, untuned, tokenizer)
 
     config = replace(
-        imported.config,
-        data=replace(imported.config.data, train=train_pairs),
+        imported,
+        data=replace(imported.data, train=train_pairs),
         batch=tj.BatchConfig(tokens=2048, buckets=1),
         optimizer=tj.OptimizerConfig(peak_learning_rate=rate, warmup_steps=max(steps // 10, 1)),
         training=tj.TrainingConfig(

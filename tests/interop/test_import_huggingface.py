@@ -24,7 +24,14 @@ from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 from transformer_jax import checkpoint
 from transformer_jax.attention import sentence_attention
 from transformer_jax.checkpoint import choose_checkpoints, load_model
-from transformer_jax.config import BatchConfig, DataConfig, ModelConfig, PairsConfig, TrainingConfig
+from transformer_jax.config import (
+    BatchConfig,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    PairsConfig,
+    TrainingConfig,
+)
 from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.segments import split
 from transformer_jax.decoding.translator import Translator
@@ -34,7 +41,6 @@ from transformer_jax.interop.__main__ import main
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
-from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.loop import train
 from transformer_jax.training.workdir import claimed
@@ -322,68 +328,6 @@ def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines)
     )
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"attention_bias": True, "softmax_bias": True, "positions": "split"},
-        {
-            "positions": "learned",
-            "max_positions": 40,
-            "tie_embeddings": "none",
-            "activation": "gelu_tanh",
-        },
-        {"tie_embeddings": "embeddings", "activation": "gelu"},
-    ],
-    ids=["paper", "biases", "learned, untied", "softmax of its own, gelu"],
-)
-def test_export_and_import_give_back_the_model(
-    fields, tmp_path, joint, lines, make, logits
-) -> None:
-    config, model = make(joint, norm_epsilon=1e-5, **fields)
-    export_huggingface(config, model, joint, tmp_path)
-    _check_same(config, model, joint, import_huggingface(tmp_path), lines, logits)
-
-
-def test_export_and_import_of_two_vocabularies(tmp_path, separate, lines, make, logits) -> None:
-    config, model = make(separate, norm_epsilon=1e-5, tie_embeddings="target")
-    export_huggingface(config, model, separate, tmp_path)
-    _check_same(config, model, separate, import_huggingface(tmp_path), lines, logits)
-
-
-def _check_same(
-    config: Any,
-    model: Any,
-    tokenizer: Any,
-    imported: Any,
-    lines: list[str],
-    logits: Callable[..., Any],
-) -> None:
-    assert imported.tokenizer.encode_source(lines) == tokenizer.encode_source(lines)
-    assert imported.tokenizer.joint == tokenizer.joint
-    same = (
-        "vocab_size",
-        "tie_embeddings",
-        "positions",
-        "attention_bias",
-        "softmax_bias",
-        "activation",
-        "norm_epsilon",
-    )
-    assert all(getattr(imported.config.model, name) == getattr(config.model, name) for name in same)
-    assert imported.config.decoding.beam_size == config.decoding.beam_size
-    in_float32 = dataclasses.replace(imported.config.model, dtype="float32")
-    graph, _ = nnx.split(Transformer(in_float32, rngs=nnx.Rngs(9)), nnx.Param)
-    again = nnx.merge(graph, nnx.state(imported.model, nnx.Param))
-    source_BS = np.array([[*tokenizer.encode_source(lines[:1])[0], EOS_ID]])
-    target_BT = np.array([[*tokenizer.encode_target([lines[1].upper()])[0], EOS_ID]])
-    np.testing.assert_allclose(
-        logits(again, source_BS, target_BT)[..., 1:],
-        logits(model, source_BS, target_BT)[..., 1:],
-        atol=1e-4,
-    )
-
-
 def _change_config(**values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         content = json.loads((folder / "config.json").read_text()) | values
@@ -414,6 +358,10 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
             "No weights in .*; expected model.safetensors or pytorch_model.bin",
         ),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "is damaged; fetch it again"),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+            "pytorch_model.bin' cannot be read or is damaged",
+        ),
         (
             _change_tensors(lambda t: t.pop(_FC1)),
             f"lack {_FC1}; expected those that config.json describes",
@@ -453,6 +401,15 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
             _change_config(decoder_start_token_id=999),
             "decoder_start_token_id in .* is 999, which is no id",
         ),
+        (
+            _change_config(pad_token_id=0),
+            "Special tokens in .* expected pad, eos and unk to be diff",
+        ),
+        (
+            _change_config(pad_token_id=1),
+            "Special tokens in .* expected pad, eos and unk to be diff",
+        ),
+        (_change_config(decoder_start_token_id=0), "Special tokens in .* 'start': '</s>'"),
         (_change_config(encoder_layers=3), "lack model.encoder.layers.2.fc1.bias, .* and 13 more"),
     ],
 )
@@ -464,17 +421,35 @@ def test_a_folder_that_is_not_whole_is_refused(change, message, marian, tmp_path
         import_huggingface(folder)
 
 
+def _rename_shared(*names: str) -> Callable[[Path], None]:
+    """Put the tied matrix under other names."""
+    return _change_tensors(lambda t: t.update(dict.fromkeys(names, t.pop("model.shared.weight"))))
+
+
+def _pickle(folder: Path) -> None:
+    """Older files are PyTorch's, name tied matrices more than once, and hold position tables."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
+    sides = [f"model.{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
+    state |= dict.fromkeys([*sides, "lm_head.weight"], state["model.shared.weight"])
+    torch.save(state, folder / "pytorch_model.bin")
+
+
 @pytest.mark.parametrize(
-    "names", [("lm_head.weight",), ("model.decoder.embed_tokens.weight", "lm_head.weight")]
+    "change",
+    [
+        _rename_shared("lm_head.weight"),
+        _rename_shared("model.decoder.embed_tokens.weight", "lm_head.weight"),
+        _pickle,
+    ],
 )
-def test_a_tied_matrix_may_stand_under_any_of_its_names(names, marian, tmp_path) -> None:
+def test_weights_may_be_under_other_names_and_in_another_file(change, marian, tmp_path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(marian, folder)
-    _change_tensors(lambda t: t.update(dict.fromkeys(names, t.pop("model.shared.weight"))))(folder)
-    matrices = [
-        import_huggingface(each).model.target_embedding.matrix[...] for each in (marian, folder)
-    ]
-    np.testing.assert_array_equal(*matrices)
+    change(folder)
+    states = [nnx.state(import_huggingface(each)[1], nnx.Param) for each in (marian, folder)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_both_sides_may_share_an_embedding_that_is_not_the_softmaxs(marian, tmp_path) -> None:
@@ -482,24 +457,10 @@ def test_both_sides_may_share_an_embedding_that_is_not_the_softmaxs(marian, tmp_
     shutil.copytree(marian, folder)
     _change_config(tie_word_embeddings=False)(folder)
     _change_tensors(lambda t: t.update({"lm_head.weight": 2 * t["model.shared.weight"]}))(folder)
-    imported = import_huggingface(folder)
-    assert imported.config.model.tie_embeddings == "embeddings"
-    matrix = imported.model.target_embedding.matrix[...]
-    np.testing.assert_array_equal(imported.model.softmax_matrix[...], 2 * matrix)
-
-
-@pytest.mark.parametrize("pad", ["</s>", "<unk>"])
-def test_padding_may_be_another_symbol_there(pad, marian, tmp_path) -> None:
-    folder = tmp_path / "folder"
-    shutil.copytree(marian, folder)
-    _change_config(pad_token_id=_vocabulary(marian)[pad])(folder)
-    _, model, tokenizer, _ = import_huggingface(folder)
-    assert tokenizer.target_tokens(range(4)) == ["<<pad>>", "<pad>", "</s>", "<unk>"]
-    before = import_huggingface(marian)
-    for ours in (BOS_ID, EOS_ID, UNK_ID):
-        rows = [each.target_embedding.matrix[ours] for each in (model, before.model)]
-        np.testing.assert_array_equal(*rows)
-    assert model.softmax_bias[PAD_ID] < -90
+    config, model, _ = import_huggingface(folder)
+    assert config.model.tie_embeddings == "embeddings"
+    matrix = model.target_embedding.matrix[...]
+    np.testing.assert_array_equal(model.softmax_matrix[...], 2 * matrix)
 
 
 def _with_settings(marian: Path, folder: Path, **settings: Any) -> Path:
@@ -508,57 +469,66 @@ def _with_settings(marian: Path, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_search_settings_are_taken_over_or_named(marian, tmp_path) -> None:
+def test_search_settings_are_imported(marian, tmp_path) -> None:
     some = sorted(_vocabulary(marian))[5]
-    folder = _with_settings(
-        marian,
-        tmp_path / "beam",
-        num_beams=2,
+    settings = {
+        **{"num_beams": 2, "length_penalty": 0.7, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
+        **{"bad_words_ids": [[_vocabulary(marian)[some]]], "renormalize_logits": True},
+        **{"max_length": 512, "diversity_penalty": 0.0, "num_return_sequences": 1, "min_p": None},
+    }
+    expected = DecodingConfig(
+        beam_size=2,
+        length_penalty=0.7,
+        length_offset=0.0,
+        no_repeat_ngram=3,
         min_length=4,
-        repetition_penalty=1.5,
-        length_penalty=-1.0,
-        early_stopping=True,
-        suppress_tokens=[_vocabulary(marian)[some]],
-        encoder_no_repeat_ngram_size=3,
-        diversity_penalty=0.0,
-        min_p=None,
+        suppress=(some,),
     )
-    config, *_, notes = import_huggingface(folder)
-    decoding = config.decoding
-    assert (
-        decoding.method,
-        decoding.beam_size,
-        decoding.min_length,
-    ) == ("beam", 2, 3)
-    assert decoding.suppress == (some,) and decoding.length_penalty == 0
-    said = "\n".join(notes)
-    assert (
-        "left out, since they have no counterpart here: early_stopping True, "
-        "repetition_penalty 1.5, encoder_no_repeat_ngram_size 3." in said
-    )
-    assert "length_penalty is -1 there" in said
-    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
-    decoding = import_huggingface(
-        _with_settings(marian, tmp_path / "sample", **sampling)
-    ).config.decoding
-    assert (decoding.method, decoding.beam_size) == ("sample", 1)
-    assert (decoding.temperature, decoding.top_p, decoding.top_k) == (0.7, 0.9, 50)
-    with pytest.raises(
-        UserError,
-        match=r"generation_config.json' asks for .*decoding.min_length is 60.* Change or remove it",
-    ):
-        import_huggingface(_with_settings(marian, tmp_path / "long", min_new_tokens=60))
+    config, *_ = import_huggingface(_with_settings(marian, tmp_path / "some", **settings))
+    assert config.decoding == expected
+    config, *_ = import_huggingface(_with_settings(marian, tmp_path / "none", num_beams=None))
+    assert config.decoding == DecodingConfig(beam_size=1, length_penalty=1.0, length_offset=0.0)
+    (tmp_path / "some" / "generation_config.json").unlink()  # older folders have config.json alone
+    _change_config(**settings, early_stopping=None)(tmp_path / "some")
+    config, *_ = import_huggingface(tmp_path / "some")
+    assert config.decoding == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("early_stopping", True, "early_stopping in .* is True, which the search"),
+        ("do_sample", True, "do_sample in .* is True"),
+        ("encoder_no_repeat_ngram_size", 3, "encoder_no_repeat_ngram_size in .* is 3"),
+        ("repetition_penalty", 1.5, "repetition_penalty in .* is 1.5"),
+        ("min_length", 4, "min_length in .* is 4"),
+        ("suppress_tokens", [7], r"suppress_tokens in .* is \[7\]"),
+        ("bad_words_ids", [[5], [5, 6]], r"bad_words_ids in .* is \[\[5\], \[5, 6\]\]"),
+        (
+            "length_penalty",
+            -1.0,
+            "generation_config.json': decoding.length_penalty is -1.0.* Change",
+        ),
+        ("min_new_tokens", 60, "generation_config.json': decoding.min_length is 60.* Change it"),
+    ],
+)
+def test_search_settings_without_a_counterpart_are_refused(
+    setting, value, message, marian, tmp_path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        import_huggingface(_with_settings(marian, tmp_path / "folder", **{setting: value}))
 
 
 def test_an_imported_model_can_be_exported_and_imported_again(workdir, tmp_path, lines) -> None:
     config, model, tokenizer = load_model(workdir)
     export_huggingface(config, model, tokenizer, tmp_path)
-    theirs, again = MarianTokenizer.from_pretrained(tmp_path), import_huggingface(tmp_path)
+    theirs = MarianTokenizer.from_pretrained(tmp_path)
+    again, _, tokenizer_again = import_huggingface(tmp_path)
     texts = [*lines, *map(_target, lines), ">>deu<< one", "漢 Ä zzz"]
     assert [theirs(text).input_ids[:-1] for text in texts] == tokenizer.encode_source(texts)
-    assert again.tokenizer.encode_source(texts) == tokenizer.encode_source(texts)
-    assert again.tokenizer.encode_target(texts) == tokenizer.encode_target(texts)
-    assert again.config.decoding.suppress == config.decoding.suppress
+    assert tokenizer_again.encode_source(texts) == tokenizer.encode_source(texts)
+    assert tokenizer_again.encode_target(texts) == tokenizer.encode_target(texts)
+    assert again.decoding.suppress == config.decoding.suppress
 
 
 def test_of_one_checkpoints_folder_only_itself_can_be_chosen(workdir) -> None:
@@ -573,31 +543,9 @@ def test_of_one_checkpoints_folder_only_itself_can_be_chosen(workdir) -> None:
             choose_checkpoints(folder, checkpoint=chosen)
 
 
-def test_pytorch_files_are_read_too(marian, tmp_path) -> None:
-    folder = tmp_path / "folder"
-    shutil.copytree(marian, folder)
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    # Older files name tied matrices more than once, and hold the position table.
-    state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
-    state |= {
-        f"model.{side}.embed_tokens.weight": state["model.shared.weight"]
-        for side in ("encoder", "decoder")
-    }
-    state["lm_head.weight"] = state["model.shared.weight"]
-    torch.save(state, folder / "pytorch_model.bin")
-    first, second = import_huggingface(marian), import_huggingface(folder)
-    np.testing.assert_array_equal(
-        first.model.target_embedding.matrix[...], second.model.target_embedding.matrix[...]
-    )
-    (folder / "pytorch_model.bin").write_bytes(b"no pickle")
-    with pytest.raises(UserError, match="cannot be read"):
-        import_huggingface(folder)
-
-
 def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path, capsys) -> None:
     assert main(["import", "--input", str(marian), "--workdir", str(workdir)]) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     (tmp_path / "marian").mkdir()
     (tmp_path / "marian" / "model.npz").touch()
     for name in (

@@ -10,7 +10,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -100,51 +100,48 @@ def _import(task: Import) -> None:
     from transformer_jax.interop.huggingface_import import import_huggingface
 
     with _new_folder(task.workdir, "workdir") as folder:
-        imported = import_huggingface(Path(task.input))
-        save_model(folder, imported.config, imported.model, imported.tokenizer)
-    for note in imported.notes:
-        logger.info("note: %s", note)
-    workdir = task.workdir
-    logger.info("translate:  python decode.py --workdir %s", workdir)
+        config, model, tokenizer = import_huggingface(Path(task.input))
+        save_model(folder, config, model, tokenizer)
+    logger.info(
+        "note: translations have at most source length + %d tokens (decoding.max_extra_length), "
+        "whatever the limit there.",
+        config.decoding.max_extra_length,
+    )
+    logger.info("translate:  python decode.py --workdir %s", task.workdir)
     logger.info(
         "train on:   python train.py --config %s/config.json --workdir %s --data...",
-        *(workdir, workdir),
+        *(task.workdir, task.workdir),
     )
 
 
 @contextmanager
 def _new_folder(name: str, flag: str) -> Iterator[Path]:
-    """A folder to write into. It gets its ``name`` when the context ends; after an error nothing is
-    left of it.
+    """A folder inside the folder ``name``, which gets its files when the context ends. After an
+    error nothing is left.
 
     ``UserError``, naming ``flag``, unless ``name`` is that of a new or an empty folder. What an
     earlier try left when it was killed does not count.
     """
     if "://" in name:
         raise UserError(f"{flag} is {name!r}; expected a folder on this machine.")
-    final = Path(name).expanduser().absolute()
-    there = final.exists()
-    if there and (
-        not final.is_dir() or any(entry.name != _UNFINISHED for entry in final.iterdir())
-    ):
+    folder = Path(name).expanduser().absolute()
+    unfinished, is_new = folder / _UNFINISHED, not folder.exists()
+    if not is_new and any(entry != unfinished for entry in folder.iterdir()):
         raise UserError(
-            f"{flag} is {name!r}, which is there already; expected a new or empty folder."
+            f"{flag} is {name!r}, which already exists; expected a new or empty folder."
         )
-    # A folder that is there may be a mount point, which no other folder can replace.
-    unfinished = final / _UNFINISHED if there else final.with_name(f".{final.name}{_UNFINISHED}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        if there:
-            for entry in sorted(
-                unfinished.iterdir(), key=lambda entry: (entry.name == "config.json", entry.name)
-            ):
-                entry.rename(final / entry.name)  # what declares the folder whole comes last
-        else:
-            unfinished.rename(final)
+        # config.json declares the folder complete, so it comes last.
+        for entry in sorted(unfinished.iterdir(), key=lambda entry: entry.name == "config.json"):
+            entry.rename(folder / entry.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if is_new:
+            with suppress(OSError):  # it has files
+                folder.rmdir()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import numpy as np
 from transformer_jax import (
     BOS_ID,
     EOS_ID,
-    PAD_ID,
     UNK_ID,
     Config,
     ModelConfig,
@@ -22,11 +21,10 @@ from transformer_jax import (
 )
 from transformer_jax.interop.export import (
     check_fields,
-    length_limits,
-    search_notes,
     tags_of,
     write_sentencepiece,
 )
+from transformer_jax.interop.search_settings import for_ctranslate2, length_limits, search_notes
 from transformer_jax.interop.weights import (
     CTRANSLATE2,
     Form,
@@ -36,10 +34,6 @@ from transformer_jax.interop.weights import (
     with_position_tables,
 )
 
-# CTranslate2 ends a search with a length penalty once beam size x patience translations are
-# finished, however poor, even while a better one is still being written. With 1, its default, its
-# beam search can fall behind greedy search; docs/interop.md has what was measured.
-_PATIENCE = 2.0
 _POSITIONS = 2048  # the length of the table for sinusoids, which have no end here
 _OTHERS: dict[str, tuple[str, Form]] = {
     "source_embedding.matrix": ("encoder/embeddings_0/weight", "same"),
@@ -91,7 +85,7 @@ def export_ctranslate2(
     spec.optimize(quantization="float32")
     spec.save(str(folder))
 
-    settings = _search_settings(config, tokenizer, target_tokens)
+    settings = for_ctranslate2(config, tokenizer)
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     notes = [
         "translate_batch takes its settings as keywords: those of this run are in "
@@ -102,8 +96,7 @@ def export_ctranslate2(
             f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its "
             f"pieces, [{tags[0]!r}, *sp.encode(line, out_type=str)]."
         )
-    stops = f"once {config.decoding.beam_size * _PATIENCE:g} translations are finished"
-    return notes + search_notes(config, "CTranslate2", stops=stops)
+    return notes + search_notes(config, "CTranslate2")
 
 
 def _spec(shape: ModelConfig) -> Any:
@@ -164,22 +157,3 @@ def _fill(spec: Any, tensors: Weights) -> None:
             stem, _, number = part.rpartition("_")
             at = getattr(at, part) if hasattr(at, part) else getattr(at, stem)[int(number)]
         setattr(at, leaf, np.ascontiguousarray(tensor))
-
-
-def _search_settings(
-    config: Config, tokenizer: Tokenizer, target_tokens: list[str]
-) -> dict[str, Any]:
-    """The keywords of ``translate_batch``."""
-    decoding = config.decoding
-    longest_source, longest_target = length_limits(config)
-    suppressed = tokenizer.require_target_ids(decoding.suppress, "decoding.suppress")
-    return {
-        "beam_size": decoding.beam_size,
-        "patience": _PATIENCE,
-        "length_penalty": decoding.length_penalty,
-        "no_repeat_ngram_size": decoding.no_repeat_ngram,
-        "max_input_length": longest_source,
-        "min_decoding_length": decoding.min_length,
-        "max_decoding_length": longest_target,
-        "suppress_sequences": [[target_tokens[i]] for i in (PAD_ID, *suppressed)],
-    }

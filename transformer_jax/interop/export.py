@@ -1,4 +1,4 @@
-"""What all exports share: limits of lengths, what cannot travel exactly, and the vocabulary."""
+"""Checks and files that several exports share."""
 
 from __future__ import annotations
 
@@ -6,56 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformer_jax import Config, ModelConfig, Tokenizer, UserError
-
-
-def length_limits(config: Config) -> tuple[int, int]:
-    """The longest source and the longest translation in tokens, end symbols included, that decoding
-    allows.
-    """
-    source, limit = config.decoding.max_source_length, config.model.position_limit
-    return min(source, limit), min(source + config.decoding.max_extra_length, limit)
-
-
-def search_notes(
-    config: Config,
-    library: str,
-    *,
-    stops: str,
-    long_lines: str = "cuts them off",
-) -> list[str]:
-    """Where the search of ``library`` differs from ours, though it gets the same settings.
-
-    Args:
-        config: the settings.
-        library: its name.
-        stops: when it ends a search with a length penalty.
-        long_lines: what it does with too long a source.
-    """
-    decoding = config.decoding
-    longest_source, longest_target = length_limits(config)
-    notes = [
-        f"translations end at {longest_target} tokens at the latest in {library}, at source length "
-        f"+ {decoding.max_extra_length} here.",
-        f"lines of more than {longest_source} tokens are translated in segments here; {library} "
-        f"{long_lines}.",
-    ]
-    if decoding.length_penalty and decoding.length_offset and decoding.beam_size > 1:
-        c, alpha = decoding.length_offset, f"{decoding.length_penalty:g}"
-        notes.append(
-            f"{library} divides log P by length^{alpha}, decoding here by (({c:g} + length) / "
-            f"{c + 1:g})^{alpha}: hypotheses of different lengths may rank otherwise. Set "
-            "decoding.length_offset to 0 for the same formula."
-        )
-    if decoding.length_penalty and decoding.beam_size > 1:
-        notes.append(
-            f"{library} ends a search {stops}; decoding here ends it when no other translation can "
-            "still score better."
-        )
-    left_out = {
-        "decoding.method 'sample'": decoding.method == "sample",
-    }
-    return notes + [f"{name} is left out." for name, given in left_out.items() if given]
+from transformer_jax import ModelConfig, Tokenizer, UserError
 
 
 def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
@@ -82,23 +33,6 @@ def square_head_width(config: ModelConfig, library: str) -> int:
                 "Narrower heads can be exported."
             )
     return width
-
-
-def check_epsilon(config: ModelConfig, theirs: float, library: str) -> list[str]:
-    """A note where layer norm adds another epsilon there; ``UserError`` where that would show in
-    the output.
-    """
-    if config.norm_epsilon > 1e-5:
-        raise UserError(
-            f"model.norm_epsilon is {config.norm_epsilon:g}; expected at most 1e-05: {library} "
-            f"always adds {theirs:g}."
-        )
-    if config.norm_epsilon == theirs:
-        return []
-    return [
-        f"layer norm adds {theirs:g} to the variance in {library}, {config.norm_epsilon:g} here: "
-        "its output differs by a few 1e-6."
-    ]
 
 
 def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], list[str]]:

@@ -19,15 +19,12 @@ from transformer_jax import (
     UserError,
 )
 from transformer_jax.interop.export import (
-    check_epsilon,
     check_fields,
-    length_limits,
-    search_notes,
     square_head_width,
     tags_of,
     write_sentencepiece,
 )
-from transformer_jax.interop.huggingface_search import generation_config
+from transformer_jax.interop.search_settings import for_transformers, length_limits, search_notes
 from transformer_jax.interop.weights import (
     HUGGING_FACE,
     Form,
@@ -83,12 +80,7 @@ def export_huggingface(
         positions=("interleaved", "split", "learned"),
         encoder_window=(None,),
     )
-    notes = check_epsilon(shape, NORM_EPSILON, "transformers") + search_notes(
-        config,
-        "transformers",
-        stops="when no longer translation is likely to score better",
-        long_lines="cuts them off with truncation=True, and may fail without",
-    )
+    notes = _check_epsilon(shape) + search_notes(config, "transformers")
     weights = plain_weights(model, head_width=square_head_width(shape, "MarianMT"))
     longest = max(_POSITIONS, *length_limits(config))
     if shape.positions == "interleaved":  # MarianMT's own table from here on
@@ -108,12 +100,28 @@ def export_huggingface(
     tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
     # The metadata tells transformers that axes are in PyTorch's order.
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    generation = generation_config(config, tokenizer)
+    generation = for_transformers(config, tokenizer)
     # What from_pretrained needs to pad and to start; search settings are in the other file alone.
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}
     _write_json(folder / "config.json", _config(config, longest) | ids)
     _write_json(folder / "generation_config.json", generation)
     return notes + _write_tokenizer(config, tokenizer, folder)
+
+
+def _check_epsilon(shape: ModelConfig) -> list[str]:
+    """A note where the model's epsilon is not MarianMT's; ``UserError`` where that would show."""
+    epsilon = shape.norm_epsilon
+    if epsilon > NORM_EPSILON:
+        raise UserError(
+            f"model.norm_epsilon is {epsilon:g}; expected at most 1e-05: MarianMT always adds "
+            "1e-05. Export to ctranslate2 instead."
+        )
+    if epsilon == NORM_EPSILON:
+        return []
+    return [
+        f"layer norm adds 1e-05 to the variance in transformers, {epsilon:g} here: its output "
+        "differs by a few 1e-6."
+    ]
 
 
 def other_names(shape: ModelConfig) -> dict[str, tuple[str, Form]]:

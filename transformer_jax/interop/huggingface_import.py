@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,7 @@ from transformer_jax import (
     sinusoidal_positions,
 )
 from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON, other_names
-from transformer_jax.interop.huggingface_search import decoding_config
-from transformer_jax.interop.vocabulary import Arrangement, arrange
+from transformer_jax.interop.search_settings import SEARCH_SETTINGS, from_transformers
 from transformer_jax.interop.weights import (
     HUGGING_FACE,
     Weights,
@@ -42,63 +42,58 @@ _ACTIVATIONS_READ = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 _ACTIVATIONS_READ |= {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-class Imported(NamedTuple):
-    """All that a work directory needs."""
-
-    config: Config
-    model: Transformer
-    tokenizer: Tokenizer
-    notes: list[str]
-
-
-def import_huggingface(folder: Path) -> Imported:
-    """Read a MarianMT folder; ``UserError`` if something is missing, too much, or cannot be
-    expressed here.
+def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
+    """Read a MarianMT folder: of an OPUS-MT model, or one that ``export_huggingface`` wrote.
+    ``save_model`` makes a work directory of what it returns.
 
     Token ids are renumbered, since ours are fixed for PAD, BOS, EOS and UNK; what the model
     computes stays the same.
+
+    Raises:
+      UserError: something is missing, too much, or cannot be expressed here.
     """
     theirs = _read_config(folder)
-    source, target, tokenizer = _read_vocabularies(folder, theirs)
-    there = _model_config(theirs)
-    weights, positions = _read_weights(folder, theirs, there)
-    for name, side in (
-        ("source_embedding.matrix", source),
-        ("target_embedding.matrix", target),
-        ("softmax_matrix", target),
-        ("softmax_bias", target),
+    source_ids, target_ids, special = _read_vocabularies(folder, theirs)
+    source_rows, target_rows = _rows(source_ids, **special), _rows(target_ids, **special)
+    tokenizer = Tokenizer.with_vocabularies(
+        (folder / "source.spm", list(source_rows)), (folder / "target.spm", list(target_rows))
+    )
+    there, weights = _read_weights(folder, theirs, len(source_ids), len(target_ids))
+    for name, rows in (
+        ("source_embedding.matrix", source_rows),
+        ("target_embedding.matrix", target_rows),
+        ("softmax_matrix", target_rows),
+        ("softmax_bias", target_rows),
     ):
         if name in weights:
-            zero_row = np.zeros_like(weights[name][:1])  # for rows that are not there
-            weights[name] = np.concatenate([weights[name], zero_row])[side.rows_V]
-    weights["softmax_bias"] += _NEVER * target.new_V
+            zero_row = np.zeros_like(weights[name][:1])  # for rows that are not there: -1
+            weights[name] = np.concatenate([weights[name], zero_row])[list(rows.values())]
+    weights["softmax_bias"] += _NEVER * (np.array(list(target_rows.values())) < 0)
     biases = [x for name, x in weights.items() if "attention." in name and name.endswith("bias")]
-    table_LD = weights.get("target_embedding.position_matrix")
-    model = dataclasses.replace(
+    shape = dataclasses.replace(
         there,
-        vocab_size=len(target.tokens),
-        source_vocab_size=None if tokenizer.joint else len(source.tokens),
+        vocab_size=len(target_rows),
+        source_vocab_size=None if tokenizer.joint else len(source_rows),
         attention_bias=any(bias.any() for bias in biases),
         softmax_bias=bool(weights["softmax_bias"].any()),
-        positions=positions,
-        max_positions=there.max_positions if table_LD is None else len(table_LD),
     )
-    generation = folder / "generation_config.json"
-    decoding, notes = decoding_config(
-        theirs | _read_json(generation, optional=True),
-        target,
-        generation if generation.exists() else folder / "config.json",
-    )
-    longest = min(256, model.max_positions)
+    file = folder / "generation_config.json"
+    settings = _read_json(file, optional=True)
+    if not settings:  # older folders
+        file = folder / "config.json"
+        settings = {name: theirs[name] for name in SEARCH_SETTINGS & theirs.keys()}
+    tokens = {row: token for token, row in target_rows.items() if token != special["pad"]}
+    decoding = from_transformers(settings, tokens, file)
+    longest = min(256, shape.max_positions)
     config = Config(
-        model=model,
+        model=shape,
         data=DataConfig(max_source_length=longest, max_target_length=longest),
-        tokenizer=TokenizerConfig(vocab_size=len(target.tokens), joint=tokenizer.joint),
+        tokenizer=TokenizerConfig(vocab_size=len(target_rows), joint=tokenizer.joint),
         # to go on gently from trained weights
         optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
         decoding=decoding,
     )
-    return Imported(config, model_of(weights, model), tokenizer, notes)
+    return config, model_of(weights, shape), tokenizer
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -121,8 +116,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         "activation_dropout": 0.0,
     }
     theirs, file = defaults | _read_json(path), repr(str(path))
-    if theirs.get("model_type") != "marian":
-        raise UserError(f"model_type in {file} is {theirs.get('model_type')!r}; expected 'marian'.")
     needed = {*FIELDS, "vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id"}
     missing = [n for n in needed - defaults.keys() if not isinstance(theirs.get(n), int)]
     if missing:
@@ -131,6 +124,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "MarianMT folder."
         )
     required = {
+        "model_type": "marian",
         "scale_embedding": True,
         "normalize_before": False,
         "normalize_embedding": False,
@@ -141,8 +135,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for name, expected in required.items():
         if theirs.get(name, expected) != expected:
             raise UserError(
-                f"{name} in {file} is {theirs[name]!r}; models here have {expected!r}, so it "
-                "cannot be imported."
+                f"{name} in {file} is {theirs[name]!r}; expected {expected!r}, as models here "
+                "have it."
             )
     if theirs["activation_function"] not in _ACTIVATIONS_READ:
         raise UserError(
@@ -152,42 +146,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return theirs
 
 
-def _model_config(theirs: dict[str, Any]) -> ModelConfig:
-    """Their model, with their vocabularies and all biases."""
-    fields = {ours: theirs[name] for name, ours in FIELDS.items()}
-    decoder_layers = fields.pop("decoder_layers")
-    fields["activation"] = _ACTIVATIONS_READ[theirs["activation_function"]]
-    ties = {(True, True): "all", (True, False): "embeddings", (False, True): "target"}
-    tied = theirs["share_encoder_decoder_embeddings"], theirs["tie_word_embeddings"]
-    source_size, target_size = theirs["vocab_size"], theirs["decoder_vocab_size"]
-    return ModelConfig(
-        **fields,
-        vocab_size=target_size,
-        source_vocab_size=None if source_size == target_size else source_size,
-        num_decoder_layers=None if decoder_layers == fields["num_layers"] else decoder_layers,
-        norm_epsilon=NORM_EPSILON,
-        attention_bias=True,
-        softmax_bias=True,
-        tie_embeddings=ties.get(tied, "none"),  # type: ignore[arg-type]
-    )
-
-
 def _read_vocabularies(
     folder: Path, theirs: dict[str, Any]
-) -> tuple[Arrangement, Arrangement, Tokenizer]:
-    """The places of source and target tokens here, and the tokenizer.
-
-    Sets ``decoder_vocab_size``, which means something with two vocabularies only.
-    """
+) -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
+    """Ids of source and target tokens, and the special tokens: pad, start, eos, unk."""
     settings = _read_json(folder / "tokenizer_config.json", optional=True)
     source_ids = target_ids = _read_vocabulary(folder / "vocab.json", theirs["vocab_size"])
     if settings.get("separate_vocabs"):
         size = theirs.get("decoder_vocab_size", theirs["vocab_size"])
         target_ids = _read_vocabulary(folder / "target_vocab.json", size)
-    theirs["decoder_vocab_size"] = len(target_ids)
+    tokens = {id_: token for token, id_ in target_ids.items()}
     unk = settings.get("unk_token", "<unk>")
     special = {"unk": unk["content"] if isinstance(unk, dict) else unk}
-    tokens = {id_: token for token, id_ in target_ids.items()}
     for use, name in (
         ("pad", "pad_token_id"),
         ("eos", "eos_token_id"),
@@ -199,17 +169,39 @@ def _read_vocabularies(
                 "the vocabulary."
             )
         special[use] = tokens[theirs[name]]
-    for use in ("pad", "eos", "unk"):
-        if special[use] not in source_ids or special[use] not in target_ids:
-            raise UserError(
-                f"The vocabulary in {str(folder)!r} lacks {special[use]!r}; expected the tokens of "
-                "padding, the end of a sentence and unknown text, on both sides."
-            )
-    source, target = arrange(source_ids, **special), arrange(target_ids, **special)
-    tokenizer = Tokenizer.with_vocabularies(
-        (folder / "source.spm", source.tokens), (folder / "target.spm", target.tokens)
-    )
-    return source, target, tokenizer
+    distinct = {special["pad"], special["eos"], special["unk"]}
+    known = distinct & source_ids.keys() & target_ids.keys()
+    if len(known) < 3 or special["start"] in (special["eos"], special["unk"]):
+        raise UserError(
+            f"Special tokens in {str(folder)!r} are {special}; expected pad, eos and unk to be "
+            "different tokens of both vocabularies, and start to be pad or another token."
+        )
+    return source_ids, target_ids, special
+
+
+def _rows(
+    vocabulary: dict[str, int], *, pad: str, start: str, eos: str, unk: str
+) -> dict[str, int]:
+    """Our tokens, by our ids, and their rows there; -1: there is none.
+
+    MarianMT decodes from PAD: that row becomes our BOS, and our PAD is new. Nothing ever reads it.
+    """
+    rows = {pad: vocabulary[pad], start: vocabulary.get(start, -1)}
+    if start == pad:
+        rows = {
+            _unused_name("<pad>", vocabulary): -1,
+            _unused_name("<s>", vocabulary): vocabulary[pad],
+        }
+    rows |= {eos: vocabulary[eos], unk: vocabulary[unk]}
+    special = {pad, start, eos, unk}
+    others = sorted(vocabulary.keys() - special, key=vocabulary.__getitem__)
+    return rows | {token: vocabulary[token] for token in others}
+
+
+def _unused_name(wanted: str, taken: Mapping[str, int]) -> str:
+    while wanted in taken:
+        wanted = f"<{wanted}>"
+    return wanted
 
 
 def _read_vocabulary(path: Path, size: int) -> dict[str, int]:
@@ -222,33 +214,67 @@ def _read_vocabulary(path: Path, size: int) -> dict[str, int]:
     return vocabulary
 
 
-def _read_weights(folder: Path, theirs: dict[str, Any], shape: ModelConfig) -> tuple[Weights, Any]:
-    """Plain weights for a model of this shape, with dimensions in our order, and the kind of its
-    positions.
+def _read_weights(
+    folder: Path, theirs: dict[str, Any], source_size: int, target_size: int
+) -> tuple[ModelConfig, Weights]:
+    """Their model, with their vocabularies and all biases, and its plain weights, with dimensions
+    in our order.
     """
     tensors = _read_tensors(folder)
+    fields = {ours: theirs[name] for name, ours in FIELDS.items()}
+    fields["num_decoder_layers"] = fields.pop("decoder_layers")
+    fields["activation"] = _ACTIVATIONS_READ[theirs["activation_function"]]
+    ties = {(True, True): "all", (True, False): "embeddings", (False, True): "target"}
+    tied = theirs["share_encoder_decoder_embeddings"], theirs["tie_word_embeddings"]
+    shape = ModelConfig(
+        **fields,
+        **_take_positions(tensors, theirs),
+        vocab_size=target_size,
+        source_vocab_size=None if source_size == target_size else source_size,
+        norm_epsilon=NORM_EPSILON,
+        attention_bias=True,
+        softmax_bias=True,
+        tie_embeddings=ties.get(tied, "none"),  # type: ignore[arg-type]
+    )
     others, like = other_names(shape), blank_weights(shape)
-    position_names = [f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")]
-    tables = [tensors.pop(name) for name in position_names if name in tensors]
-    tensors.setdefault("final_logits_bias", np.zeros((1, shape.vocab_size), np.float32))
     expected = to_library(like, HUGGING_FACE, others)
-    tied = ["model.decoder.embed_tokens.weight"]
-    if theirs["share_encoder_decoder_embeddings"]:
-        tied += ["model.shared.weight", "model.encoder.embed_tokens.weight"]
-    if theirs["tie_word_embeddings"]:
-        tied += ["lm_head.weight"]
-    _rename_tied(tensors, tied, expected)
+    tensors.setdefault("final_logits_bias", np.zeros((1, target_size), np.float32))
+    kept, _ = others["target_embedding.matrix"]
+    aliases = {"model.shared.weight", "model.decoder.embed_tokens.weight"} - {kept}
+    aliases |= {"model.encoder.embed_tokens.weight"} if shape.shares_embeddings else set()
+    aliases |= {"lm_head.weight"} if shape.ties_softmax else set()
+    for alias in aliases & tensors.keys():  # files have a tied matrix under any of its names
+        tensors.setdefault(kept, tensors.pop(alias))
     check_tensors(
         tensors, expected, f"The weights in {str(folder)!r}", "those that config.json describes"
     )
     weights = from_library(tensors, like, HUGGING_FACE, others)
-    positions = _positions(tables, shape, folder)
-    if positions == "interleaved":  # MarianMT's sinusoids are the paper's with all sines first
+    if (
+        shape.positions == "interleaved"
+    ):  # MarianMT's sinusoids are the paper's with all sines first
         weights = reordered(weights, np.argsort(sines_first(shape.d_model)))
-    if positions == "learned":
-        weights["source_embedding.position_matrix"] = tables[0]
-        weights["target_embedding.position_matrix"] = tables[1]
-    return weights, positions
+    return shape, weights
+
+
+def _take_positions(tensors: Weights, theirs: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the ModelConfig. Takes tables that are sinusoids, MarianMT's or tensor2tensor's,
+    out of ``tensors``: others are learned.
+    """
+    source, target = (f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder"))
+    tables = [tensors[name] for name in (source, target) if name in tensors]
+    length, d_model = len(tables[0]) if tables else 1, theirs["d_model"]
+    sinusoids = {
+        "interleaved": sinusoidal_positions(length, d_model)[:, sines_first(d_model)],
+        "split": sinusoidal_positions(length, d_model, layout="split"),
+    }
+    for kind, table_LD in sinusoids.items():
+        if all(t.shape == table_LD.shape and np.allclose(t, table_LD, atol=1e-3) for t in tables):
+            tensors.pop(source, None)
+            tensors.pop(target, None)
+            return {"positions": kind}
+    if theirs["share_encoder_decoder_embeddings"] and np.array_equal(tables[0], tables[-1]):
+        tensors.pop(source, None)  # here positions are part of an embedding
+    return {"positions": "learned", "max_positions": length}
 
 
 def _read_tensors(folder: Path) -> Weights:
@@ -276,46 +302,6 @@ def _read_tensors(folder: Path) -> Weights:
             f"{str(file)!r} cannot be read or is damaged; fetch it again ({error})."
         ) from None
     return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
-
-
-def _rename_tied(tensors: Weights, names: list[str], expected: Weights) -> None:
-    """Give a tied matrix those of its ``names`` that are expected: files may have it under any of
-    them, or under several.
-    """
-    found = [name for name in names if name in tensors]
-    if not found:
-        return
-    matrix = tensors[found[0]]
-    for name in found:
-        if np.array_equal(tensors[name], matrix):
-            del tensors[name]
-    for name in expected.keys() & set(names):
-        tensors.setdefault(name, matrix)
-
-
-def _positions(tables: list[np.ndarray], shape: ModelConfig, folder: Path) -> str:
-    """Which positions the tables hold: sinusoids, ours or the model's own, or anything else, which
-    is learned.
-    """
-    if not tables:
-        return "interleaved"
-    length, d_model = len(tables[0]), shape.d_model
-    interleaved_LD = sinusoidal_positions(length, d_model)[:, sines_first(d_model)]
-    split_LD = sinusoidal_positions(length, d_model, layout="split")
-    for kind, table_LD in (("interleaved", interleaved_LD), ("split", split_LD)):
-        if all(t.shape == table_LD.shape and np.allclose(t, table_LD, atol=1e-3) for t in tables):
-            return kind
-    if len(tables) != 2 or any(t.shape != (length, d_model) for t in tables):
-        raise UserError(
-            f"The position tables in {str(folder)!r} are not two of width {d_model}; expected one "
-            "for each side."
-        )
-    if shape.shares_embeddings and not np.array_equal(tables[0], tables[1]):
-        raise UserError(
-            f"Encoder and decoder have different learned positions in {str(folder)!r}, but one "
-            "embedding; here positions are part of an embedding, so it cannot be imported."
-        )
-    return "learned"
 
 
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
