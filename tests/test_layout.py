@@ -215,7 +215,7 @@ def test_no_function_has_more_than_10_parameters() -> None:
     [
         "train.py",
         "decode.py",
-        *(f"transformer_jax/{name}" for name in ("attention.py", "pictures", "report")),
+        *(f"transformer_jax/{name}" for name in ("attention.py", "pictures", "report", "serving")),
     ],
 )
 def test_help_needs_no_jax(program: str) -> None:

@@ -40,6 +40,7 @@ FLAGS: dict[str, str] = {
 """Flag of a program, without the dashes: the advice. Flags of ``SETTINGS`` need no entry."""
 
 MODULES: dict[str, str] = {
+    "serving.workers": "use AsyncTranslator of transformer_jax.",
     "training.watchdog": "use faulthandler.dump_traceback_later of Python.",
     "training.tokenize_ahead": (
         "train.py tokenizes the text itself; --tokenizer.model names a trained tokenizer."

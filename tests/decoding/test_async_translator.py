@@ -1,0 +1,93 @@
+"""Lines of many tasks get what ``Translator`` gives them, whenever they come and whoever leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from random_models import lines_of_words, make_model, train_tokenizer, write_run
+
+from transformer_jax import AsyncTranslator, Config, DecodingConfig, Request, Scorer, Translator
+from transformer_jax.errors import UserError
+
+LINES = lines_of_words(30)
+CONFIG = DecodingConfig(beam_size=3, max_extra_length=8, max_source_length=24, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def translator() -> Translator:
+    tokenizer = train_tokenizer(LINES)
+    return Translator(make_model(tokenizer), tokenizer, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def shared(translator: Translator) -> Iterator[AsyncTranslator]:
+    found = AsyncTranslator(translator.models, translator.tokenizer, CONFIG)
+    found.start()
+    yield found
+    found.close()
+
+
+def test_each_task_gets_its_own_lines_translations(translator, shared) -> None:
+    long = " ".join(LINES[:6])  # in segments
+    lines = [*LINES, "", long, Request("one two", prefix="SIX")]
+    count = shared.num_lines
+
+    async def all_at_once():
+        tasks = [asyncio.create_task(shared.translate(x, num_hypotheses=2)) for x in lines]
+        leaving = [asyncio.create_task(shared.translate(x)) for x in LINES]
+        await asyncio.sleep(0.01)
+        for task in leaving:
+            task.cancel()
+        return await asyncio.gather(*tasks)
+
+    found = asyncio.run(all_at_once())
+    for got, expected in zip(found, translator.stream(lines, num_hypotheses=2), strict=True):
+        assert [each.text for each in got] == [each.text for each in expected]
+        assert got[0].tokens == expected[0].tokens
+        assert got[0].log_prob == pytest.approx(expected[0].log_prob, abs=1e-4)
+    assert shared.num_lines - count >= len(lines)
+
+
+def test_alignments_are_those_of_a_scorer(translator, shared) -> None:
+    [plain] = asyncio.run(shared.translate(LINES[3]))
+    assert plain.alignment is None
+    [found] = asyncio.run(shared.translate(LINES[3], alignments=True))
+    scorer = Scorer(translator.models, translator.tokenizer, CONFIG)
+    [expected] = scorer.align([(LINES[3], plain)])
+    assert found.alignment.source == expected.alignment.source
+    assert found.alignment.weights_TS == pytest.approx(expected.alignment.weights_TS, abs=1e-4)
+    [empty] = asyncio.run(shared.translate("", alignments=True))
+    assert empty.alignment is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (5, "Line 1 is 5; expected text"),
+        ("\ud800", "Line 1 is not valid Unicode"),
+        (Request("one", prefix="日本"), "prefix '日本' has tokens that the vocabulary lacks"),
+    ],
+)
+def test_what_no_line_may_be(shared, line, message) -> None:
+    with pytest.raises(UserError, match=message):
+        asyncio.run(shared.translate(line))
+
+
+def test_checks_name_a_line_only_if_it_has_a_number(translator) -> None:
+    with pytest.raises(UserError, match=r"^prefix '日本' has"):
+        translator.check(Request("one", prefix="日本"))
+    with pytest.raises(UserError, match=r"^The text is not valid Unicode"):
+        translator.check(Request("\ud800"))
+    translator.check(Request("one", prefix="SIX"))
+
+
+def test_the_model_of_a_run_with_other_settings(translator, tmp_path) -> None:
+    [model] = translator.models
+    config = Config(model=model.config, decoding=CONFIG)
+    write_run(tmp_path, config, translator.tokenizer, {1: model}, best_step=1)
+    found = AsyncTranslator.from_workdir(tmp_path, beam_size=2)
+    assert found.config == dataclasses.replace(CONFIG, beam_size=2)
+    assert found.workers.num_rows == CONFIG.batch_size
