@@ -491,38 +491,14 @@ class OwnLayer(nn.TransformerEncoderLayer):
     """Might compute anything."""
 
 
-def _custom_encoder(given: TorchModules) -> None:
-    given.transformer.encoder = nn.LSTM(D, D)
+def _set(place: str, value: Any) -> Callable[[TorchModules], None]:
+    """Set an attribute of the transformer: ``encoder.layers.1.norm_first``."""
 
+    def change(given: TorchModules) -> None:
+        module, _, name = place.rpartition(".")
+        setattr(given.transformer.get_submodule(module), name, value)
 
-def _custom_layer(given: TorchModules) -> None:
-    given.transformer.encoder.layers[1] = OwnLayer(D, H, 48, batch_first=True)
-
-
-def _other_norm(given: TorchModules) -> None:
-    given.transformer.decoder.layers[0].norm2 = nn.RMSNorm(D)
-
-
-def _norm_added(given: TorchModules) -> None:
-    given.transformer.encoder.layers[0].self_attn.more = nn.Linear(2, 2)
-
-
-def _other_eps(given: TorchModules) -> None:
-    given.transformer.decoder.norm.eps = 1e-6
-
-
-def _other_heads(given: TorchModules) -> None:
-    given.transformer.encoder.layers[1].self_attn.num_heads = 2
-
-
-def _other_width(given: TorchModules) -> None:
-    given.transformer.encoder.layers[1] = nn.TransformerEncoderLayer(
-        *(D, H, 24, 0.0), batch_first=True
-    )
-
-
-def _no_norm(given: TorchModules) -> None:
-    given.transformer.encoder.norm = None
+    return change
 
 
 def _unknown_activation(given: TorchModules) -> None:
@@ -531,43 +507,59 @@ def _unknown_activation(given: TorchModules) -> None:
             layer.activation = F.mish
 
 
-def _added_keys(given: TorchModules) -> None:
-    given.transformer.decoder.layers[0].multihead_attn = nn.MultiheadAttention(
-        D, H, add_bias_kv=True, batch_first=True
-    )
-
-
-def _zero_key(given: TorchModules) -> None:
-    given.transformer.decoder.layers[0].self_attn.add_zero_attn = True
-
-
-def _no_bias(given: TorchModules) -> None:
-    given.transformer.encoder.layers[1].linear2.bias = None
+ADDED_KEYS = nn.MultiheadAttention(D, H, add_bias_kv=True, batch_first=True)
+NARROW_LAYER = nn.TransformerEncoderLayer(D, H, 24, 0.0, batch_first=True)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_custom_encoder, r"transformer.encoder is a LSTM; expected a torch.nn.TransformerEncoder"),
         (
-            _custom_layer,
+            _set("encoder", nn.LSTM(D, D)),
+            r"transformer.encoder is a LSTM; expected a torch.nn.TransformerEncoder",
+        ),
+        (
+            _set("encoder.layers.1", OwnLayer(D, H, 48, batch_first=True)),
             r"transformer.encoder.layers.1 is a OwnLayer; expected a torch.nn.TransformerEncoderL",
         ),
         (
-            _other_norm,
+            _set("decoder.layers.0.norm2", nn.RMSNorm(D)),
             r"transformer.decoder.layers.0.norm2 is a RMSNorm; expected a torch.nn.LayerNorm",
         ),
-        (_norm_added, "encoder.layers.0.self_attn.more is a Linear; expected nothing there"),
-        (_other_eps, "eps is 1e-05 in transformer.encoder.layers.0.norm1 and 1e-06 in .*r.norm;"),
-        (_other_heads, "num_heads is 4 in .*layers.0.self_attn and 2 in .*layers.1.self_attn"),
-        (_other_width, r"have encoder.layers.1.linear1.bias of shape \(24,\); expected \(48,\)"),
-        (_no_norm, "norm is False in transformer.encoder and True in transformer.decoder"),
+        (
+            _set("encoder.layers.0.self_attn.more", nn.Linear(2, 2)),
+            "encoder.layers.0.self_attn.more is a Linear; expected nothing there",
+        ),
+        (
+            _set("decoder.norm.eps", 1e-6),
+            "eps is 1e-05 in transformer.encoder.layers.0.norm1 and 1e-06 in .*r.norm;",
+        ),
+        (
+            _set("encoder.layers.1.self_attn.num_heads", 2),
+            "num_heads is 4 in .*layers.0.self_attn and 2 in .*layers.1.self_attn",
+        ),
+        (
+            _set("encoder.layers.1", NARROW_LAYER),
+            r"have encoder.layers.1.linear1.bias of shape \(24,\); expected \(48,\)",
+        ),
+        (
+            _set("encoder.norm", None),
+            "norm is False in transformer.encoder and True in transformer.decoder",
+        ),
         (_unknown_activation, "activation in .*encoder.layers.0 is .*mish.*; expected one of relu"),
-        (_added_keys, "The modules have unknown decoder.layers.0.multihead_attn.bias_k"),
-        (_zero_key, "add_zero_attn is True in transformer.decoder.layers.0.self_attn"),
-        (_no_bias, "bias is True in .*linear1.weight and False in .*encoder.layers.1.linear2"),
+        (
+            _set("decoder.layers.0.multihead_attn", ADDED_KEYS),
+            "The modules have unknown decoder.layers.0.multihead_attn.bias_k",
+        ),
+        (
+            _set("decoder.layers.0.self_attn.add_zero_attn", True),
+            "add_zero_attn is True in transformer.decoder.layers.0.self_attn",
+        ),
+        (
+            _set("encoder.layers.1.linear2.bias", None),
+            "bias is True in .*linear1.weight and False in .*encoder.layers.1.linear2",
+        ),
     ],
-    ids=lambda case: case.__name__ if callable(case) else "",
 )
 def test_what_has_no_counterpart_is_refused_with_its_place(
     change: Callable[[TorchModules], None], message: str

@@ -25,10 +25,10 @@ def test_weights_come_back_from_the_names_of_a_library(library, joint, make) -> 
     config, model = make(joint, **FIELDS)
     weights = plain_weights(model)
     others = {
-        "source_embedding.matrix": ("source", "same"),
-        "target_embedding.matrix": ("target", "same"),
-        "softmax_matrix": ("softmax", "transposed"),
-        "softmax_bias": ("bias", "row"),
+        "source_embedding.matrix": "source",
+        "target_embedding.matrix": "target",
+        "softmax_matrix": "softmax",
+        "softmax_bias": "bias",
     }
     tensors = to_library(weights, library, others)
     joined = 10 if library is CTRANSLATE2 else 0  # 4 of each self-attention, 2 of cross-attention

@@ -27,7 +27,6 @@ from transformer_jax.interop.export import (
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits, search_notes
 from transformer_jax.interop.weights import (
     CTRANSLATE2,
-    Form,
     Weights,
     plain_weights,
     to_library,
@@ -35,17 +34,17 @@ from transformer_jax.interop.weights import (
 )
 
 _POSITIONS = 2048  # the length of the table for sinusoids, which have no end here
-_OTHERS: dict[str, tuple[str, Form]] = {
-    "source_embedding.matrix": ("encoder/embeddings_0/weight", "same"),
-    "source_embedding.position_matrix": ("encoder/position_encodings/encodings", "same"),
-    "target_embedding.matrix": ("decoder/embeddings/weight", "same"),
-    "target_embedding.position_matrix": ("decoder/position_encodings/encodings", "same"),
-    "softmax_matrix": ("decoder/projection/weight", "same"),
-    "softmax_bias": ("decoder/projection/bias", "same"),
-    "encoder.final_norm.scale": ("encoder/layer_norm/gamma", "same"),
-    "encoder.final_norm.bias": ("encoder/layer_norm/beta", "same"),
-    "decoder.final_norm.scale": ("decoder/layer_norm/gamma", "same"),
-    "decoder.final_norm.bias": ("decoder/layer_norm/beta", "same"),
+_OTHERS: dict[str, str] = {
+    "source_embedding.matrix": "encoder/embeddings_0/weight",
+    "source_embedding.position_matrix": "encoder/position_encodings/encodings",
+    "target_embedding.matrix": "decoder/embeddings/weight",
+    "target_embedding.position_matrix": "decoder/position_encodings/encodings",
+    "softmax_matrix": "decoder/projection/weight",
+    "softmax_bias": "decoder/projection/bias",
+    "encoder.final_norm.scale": "encoder/layer_norm/gamma",
+    "encoder.final_norm.bias": "encoder/layer_norm/beta",
+    "decoder.final_norm.scale": "decoder/layer_norm/gamma",
+    "decoder.final_norm.bias": "decoder/layer_norm/beta",
 }
 
 

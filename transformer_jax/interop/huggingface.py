@@ -27,7 +27,6 @@ from transformer_jax.interop.export import (
 from transformer_jax.interop.search_settings import for_transformers, length_limits, search_notes
 from transformer_jax.interop.weights import (
     HUGGING_FACE,
-    Form,
     plain_weights,
     reordered,
     sines_first,
@@ -94,6 +93,7 @@ def export_huggingface(
             "again after fine-tuning there."
         )
     tensors = to_library(weights, HUGGING_FACE, other_names(shape))
+    tensors["final_logits_bias"] = tensors["final_logits_bias"][None]  # [1, V]
     if shape.tie_embeddings == "embeddings":  # it ties all three or none
         for side in ("encoder", "decoder"):
             tensors[f"model.{side}.embed_tokens.weight"] = tensors["model.shared.weight"]
@@ -124,17 +124,17 @@ def _check_epsilon(shape: ModelConfig) -> list[str]:
     ]
 
 
-def other_names(shape: ModelConfig) -> dict[str, tuple[str, Form]]:
+def other_names(shape: ModelConfig) -> dict[str, str]:
     """Names of what is outside the layers."""
     shared = shape.shares_embeddings
     target = "model.shared.weight" if shared else "model.decoder.embed_tokens.weight"
     return {
-        "source_embedding.matrix": ("model.encoder.embed_tokens.weight", "same"),
-        "source_embedding.position_matrix": ("model.encoder.embed_positions.weight", "same"),
-        "target_embedding.matrix": (target, "same"),
-        "target_embedding.position_matrix": ("model.decoder.embed_positions.weight", "same"),
-        "softmax_matrix": ("lm_head.weight", "same"),
-        "softmax_bias": ("final_logits_bias", "row"),
+        "source_embedding.matrix": "model.encoder.embed_tokens.weight",
+        "source_embedding.position_matrix": "model.encoder.embed_positions.weight",
+        "target_embedding.matrix": target,
+        "target_embedding.position_matrix": "model.decoder.embed_positions.weight",
+        "softmax_matrix": "lm_head.weight",
+        "softmax_bias": "final_logits_bias",
     }
 
 

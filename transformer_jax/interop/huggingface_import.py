@@ -238,8 +238,9 @@ def _read_weights(
     )
     others, like = other_names(shape), blank_weights(shape)
     expected = to_library(like, HUGGING_FACE, others)
-    tensors.setdefault("final_logits_bias", np.zeros((1, target_size), np.float32))
-    kept, _ = others["target_embedding.matrix"]
+    bias_1V = tensors.get("final_logits_bias", np.zeros((1, target_size), np.float32))
+    tensors["final_logits_bias"] = bias_1V.reshape(-1)
+    kept = others["target_embedding.matrix"]
     aliases = {"model.shared.weight", "model.decoder.embed_tokens.weight"} - {kept}
     aliases |= {"model.encoder.embed_tokens.weight"} if shape.shares_embeddings else set()
     aliases |= {"lm_head.weight"} if shape.ties_softmax else set()

@@ -15,7 +15,6 @@ import numpy as np
 from transformer_jax import ModelConfig, Transformer, UserError
 from transformer_jax.interop.export import check_fields, square_head_width
 from transformer_jax.interop.weights import (
-    Form,
     Library,
     blank_weights,
     check_tensors,
@@ -48,17 +47,17 @@ _LIBRARY = Library(
     layer="{side}.layers.{number}.",
     leaves={"kernel": "weight", "bias": "bias", "norm.scale": "weight", "norm.bias": "bias"},
 )
-_OTHERS: dict[str, tuple[str, Form]] = {
-    "source_embedding.matrix": ("source_embedding.weight", "same"),
-    "source_embedding.position_matrix": ("positions[0]", "same"),
-    "target_embedding.matrix": ("target_embedding.weight", "same"),
-    "target_embedding.position_matrix": ("positions[1]", "same"),
-    "softmax_matrix": ("output.weight", "same"),
-    "softmax_bias": ("output.bias", "same"),
-    "encoder.final_norm.scale": ("encoder.norm.weight", "same"),
-    "encoder.final_norm.bias": ("encoder.norm.bias", "same"),
-    "decoder.final_norm.scale": ("decoder.norm.weight", "same"),
-    "decoder.final_norm.bias": ("decoder.norm.bias", "same"),
+_OTHERS: dict[str, str] = {
+    "source_embedding.matrix": "source_embedding.weight",
+    "source_embedding.position_matrix": "positions[0]",
+    "target_embedding.matrix": "target_embedding.weight",
+    "target_embedding.position_matrix": "positions[1]",
+    "softmax_matrix": "output.weight",
+    "softmax_bias": "output.bias",
+    "encoder.final_norm.scale": "encoder.norm.weight",
+    "encoder.final_norm.bias": "encoder.norm.bias",
+    "decoder.final_norm.scale": "decoder.norm.weight",
+    "decoder.final_norm.bias": "decoder.norm.bias",
 }
 # What nn.Transformer can have, by field of the ModelConfig.
 _HELD: dict[str, tuple[Any, ...]] = {
@@ -133,7 +132,7 @@ def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
     """With copies of the tensors; refuses those that the model lacks or has in another shape."""
     like = blank_weights(config)
     expected = to_library(like, _LIBRARY, _OTHERS)
-    once = {theirs for ours, (theirs, _) in _OTHERS.items() if ours not in like}
+    once = {theirs for ours, theirs in _OTHERS.items() if ours not in like}
     # Biases that no layer has are zeros in plain weights.
     tensors = {name: np.zeros_like(x) for name, x in expected.items() if name.endswith("bias")}
     tensors |= {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +19,6 @@ from flax import nnx
 from transformer_jax import ModelConfig, Transformer, UserError, sinusoidal_positions
 
 Weights = dict[str, np.ndarray]
-Form = Literal["same", "transposed", "row"]
-"""An array as it is here, a matrix with its axes swapped, or a vector as a matrix of one row."""
 
 _SOURCE, _TARGET = "source_embedding.position_matrix", "target_embedding.position_matrix"
 _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+?)\.(kernel|bias|norm\.\w+)")
@@ -48,7 +46,7 @@ _ORDER = list(_PARTS)
 
 
 class Library(NamedTuple):
-    """Names of weights in a library, which has kernels as [O, I]."""
+    """Names of weights in a library; its kernels are [O, I]."""
 
     parts: Mapping[str, str]
     """Names as in ``_PARTS``, after a side where it matters."""
@@ -70,26 +68,23 @@ CTRANSLATE2 = Library(
 )
 
 
-def to_library(
-    weights: Weights, library: Library, others: Mapping[str, tuple[str, Form]]
-) -> Weights:
+def to_library(weights: Weights, library: Library, others: Mapping[str, str]) -> Weights:
     """Plain weights under the names of ``library``; ``others`` has those outside the layers."""
     tensors = {}
-    for theirs, (form, ours) in _names(weights, library, others).items():
-        shares = [_reshape(weights[name], form) for name in ours]
+    for theirs, ours in _names(weights, library, others).items():
+        shares = [_transposed(name, weights[name]) for name in ours]
         tensors[theirs] = np.concatenate(shares) if len(shares) > 1 else shares[0]
     return tensors
 
 
 def from_library(
-    tensors: Weights, like: Weights, library: Library, others: Mapping[str, tuple[str, Form]]
+    tensors: Weights, like: Weights, library: Library, others: Mapping[str, str]
 ) -> Weights:
     """The way back: plain weights with the names of ``like``."""
     weights = {}
-    for theirs, (form, ours) in _names(like, library, others).items():
-        shares = np.split(tensors[theirs], len(ours))
-        for name, share in zip(ours, shares, strict=True):
-            weights[name] = share[0] if form == "row" else _reshape(share, form)
+    for theirs, ours in _names(like, library, others).items():
+        for name, share in zip(ours, np.split(tensors[theirs], len(ours)), strict=True):
+            weights[name] = _transposed(name, share)
     return weights
 
 
@@ -208,30 +203,28 @@ def _widened(x: np.ndarray, axis: int, width: int) -> np.ndarray:
     return np.pad(x, missing) if missing[axis] != (0, 0) else x
 
 
-def _names(
-    weights: Weights, library: Library, others: Mapping[str, tuple[str, Form]]
-) -> dict[str, tuple[Form, list[str]]]:
-    """Each of their names, with the shape there and our names of what it joins."""
-    found: dict[str, tuple[Form, list[str]]] = {}
-    places: list[tuple[int, str, Form, str]] = []
+def _names(weights: Weights, library: Library, others: Mapping[str, str]) -> dict[str, list[str]]:
+    """Each of their names, with our names of what it joins."""
+    found: dict[str, list[str]] = {}
+    places = []
     for ours in weights:
         match = _IN_LAYER.fullmatch(ours)
         if match is None:
-            places.append((0, *others[ours], ours))
+            places.append((0, others[ours], ours))
         else:
             side, number, part, leaf = match.groups()
             prefix = library.layer.format(side=side, number=number)
-            parts = library.parts
-            theirs = (parts.get(part) or parts[f"{side}.{part}"]).format(library.leaves[leaf])
-            form: Form = "transposed" if leaf == "kernel" else "same"
-            places.append((_ORDER.index(part), prefix + theirs, form, ours))
-    for _, theirs, form, ours in sorted(places):
-        found.setdefault(theirs, (form, []))[1].append(ours)
+            theirs = library.parts.get(part) or library.parts[f"{side}.{part}"]
+            name = prefix + theirs.format(library.leaves[leaf])
+            places.append((_ORDER.index(part), name, ours))
+    for _, theirs, ours in sorted(places):
+        found.setdefault(theirs, []).append(ours)
     return found
 
 
-def _reshape(x: np.ndarray, form: Form) -> np.ndarray:
-    return x if form == "same" else x.T if form == "transposed" else x[None]
+def _transposed(name: str, x: np.ndarray) -> np.ndarray:
+    """Kernels are [I, O] here and [O, I] there."""
+    return x.T if name.endswith("kernel") else x
 
 
 def _blank(config: ModelConfig) -> Transformer:
