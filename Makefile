@@ -1,9 +1,9 @@
 # Every target does its own set-up in .venv. PYTHON may name another interpreter (3.11 or newer);
 # run `make clean` before you change it.
 PYTHON ?= python3
-# The accelerator that `make test-gpu` runs on, as JAX calls it (cuda or tpu), and the processes that
-# share it.
+# The accelerator that `make test-gpu` runs on, as JAX calls it (cuda or tpu).
 PLATFORM ?= cuda
+# Processes that run tests: more than cores, as many tests wait for programs that they start.
 WORKERS ?= 4
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -16,8 +16,14 @@ QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_
 	tests/test_launch.py tests/test_tokenizer.py tests/test_evaluation.py tests/data tests/parsing \
 	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/decoding/test_records.py
 
+# The tests of the branches (serving, interop, parsing, report, figures) and of what uses them.
+BRANCHES := tests/interop tests/parsing tests/serving tests/test_attention.py tests/test_pictures.py \
+	tests/test_report.py tests/test_serving_benchmark.py tests/test_wheel.py
+
+PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-gpu lint types unit docs format clean
+.PHONY: help demo quick test test-gpu lint types unit trunk branches docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +34,7 @@ demo: $(VENV)/.installed  ## train on number names for a few minutes, then trans
 	@printf '%s\n' $(NUMBERS) | $(RUN) decode.py --workdir runs/demo
 
 quick: lint types  ## lint, types and the fast tests: about 90 s on 2 cores
-	$(RUN) -m pytest -n 2 --dist loadfile $(QUICK)
+	$(PYTEST) $(QUICK)
 
 test: lint types unit  ## lint, types and every test: what CI runs
 
@@ -42,11 +48,18 @@ lint: $(VENV)/.installed  ## ruff: style and formatting
 types: $(VENV)/.installed  ## mypy
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.installed-compare $(VENV)/.installed-docs  ## every test; also installs PyTorch and CTranslate2 to compare with
-	$(RUN) -m pytest -n 2 --dist loadfile
+unit: $(VENV)/.installed-compare  ## every test; also installs PyTorch and CTranslate2 to compare with
+	$(PYTEST)
+
+trunk: $(VENV)/.installed-compare  ## the tests of settings, data, model, training and decoding
+	$(PYTEST) $(BRANCHES:%=--ignore=%)
+
+branches: $(VENV)/.installed-compare  ## the other tests
+	$(PYTEST) $(BRANCHES)
 
 docs: $(VENV)/.installed-docs  ## the documentation site, in build/site
 	$(RUN) -m sphinx -q -W --keep-going -c docs . build/site
+	$(RUN) docs/check_site.py build/site
 	@echo 'Open build/site/index.html'
 
 format: $(VENV)/.installed  ## rewrite the code in the project's style

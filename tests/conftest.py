@@ -1,16 +1,54 @@
-"""Test settings: eight simulated CPU devices or an accelerator, strict JAX, a compilation cache of
-the tests' own.
+"""Test settings: eight simulated CPU devices or an accelerator, strict JAX, slow files first, a
+compilation cache that outlives the session.
 """
 
 import atexit
+import hashlib
 import os
 import shutil
 import signal
 import tempfile
+import time
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+# Files that take longest, longest first.
+SLOW = [
+    f"tests/{name}.py"
+    for name in (
+        "training/test_processes",
+        "training/test_step",
+        "test_accelerator",
+        "test_notebooks",
+        "model/test_transformer",
+        "training/test_variants",
+        "training/test_loop",
+        "test_library_examples",
+        "decoding/test_engine",
+        "test_examples",
+        "test_decode_cli",
+        "training/test_going_on",
+        "test_benchmarks",
+        "test_wheel",
+        "training/test_checkpoint",
+        "serving/test_app",
+        "model/test_norm_kernel",
+        "decoding/test_translator",
+        "serving/test_program",
+        "training/test_loss",
+        "training/test_start_from",
+        "interop/test_import_huggingface",
+        "interop/test_export",
+        "interop/test_pytorch",
+        "data/test_corpus",
+        "decoding/test_beam_search",
+        "test_tokenizer",
+    )
+]
 
 # The tests run on CPUs, whatever this machine has, unless TEST_PLATFORM names an accelerator (cuda,
 # tpu), as in `make test-gpu`. pytest's workers inherit it.
@@ -34,17 +72,27 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-# What was compiled is kept for what is compiled again: the same step made anew, and the programs
-# that tests start. Each worker has a folder of its own, which goes with it: JAX writes without a
-# lock, and with a size limit, which brings one, slowly.
+# Compiled functions are kept for the next session, and for the other workers and the programs that
+# tests start. JAX writes entries without a lock, so each worker has a folder of its own; what is
+# whole there is linked into the shared folder, which is for one JAX, these flags and this CPU.
+CPU = Path("/proc/cpuinfo")
+FEATURES = [line for line in CPU.read_text().splitlines() if "flags" in line.lower()][:1]
+SETTINGS = [version("jax"), version("jaxlib"), os.environ["XLA_FLAGS"], *FEATURES]
+COMPILED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "compiled"
+SHARED = COMPILED / hashlib.sha256(repr(SETTINGS).encode()).hexdigest()[:16]
+SHARED.mkdir(parents=True, exist_ok=True)
+OWN = Path(tempfile.mkdtemp(dir=COMPILED, prefix="worker-"))
+atexit.register(shutil.rmtree, OWN, ignore_errors=True)
 os.environ |= {
-    "JAX_COMPILATION_CACHE_DIR": tempfile.mkdtemp(prefix="compiled_by_tests_"),
+    "JAX_COMPILATION_CACHE_DIR": str(OWN),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # their folder is part of the keys
 }
 
-import jax
-import pytest
+
+import jax  # noqa: E402  reads what is set above
+import pytest  # noqa: E402
 
 # Programs that tests start run on CPUs: what they show is the same there, and they start faster.
 DEVICE = jax.devices()[0]
@@ -55,8 +103,26 @@ if DEVICE.platform == "cpu" and (asked := os.environ.get("TEST_PLATFORM", "cpu")
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would the programs that
 # they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def exchange_compiled() -> None:
+    """Link new entries of this worker's folder into the shared folder, and the other way round."""
+    own, shared = ({path.name for path in folder.glob("*-cache")} for folder in (OWN, SHARED))
+    for name in own - shared:
+        with suppress(zlib.error, FileExistsError):  # a program may have been killed as it wrote
+            zlib.decompress((OWN / name).read_bytes())
+            os.link(OWN / name, SHARED / name)
+    for name in shared - own:
+        with suppress(FileNotFoundError, FileExistsError):
+            os.link(SHARED / name, OWN / name)
+
+
+for entry in [] if "PYTEST_XDIST_WORKER" in os.environ else COMPILED.glob("*/*-cache"):
+    with suppress(FileNotFoundError):
+        if max(entry.stat().st_atime, entry.stat().st_mtime) < time.time() - 7 * 86400:
+            entry.unlink()
+exchange_compiled()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -75,12 +141,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files come first, so that no worker is left with one at the end (with xdist:
+    `--dist loadfile --no-loadscope-reorder`).
+    """
+    place = {name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(SLOW)))
+
+
 @pytest.fixture(scope="module", autouse=True)
-def few_memory_maps() -> Iterator[None]:
-    """Forget compiled functions when there are many: on a CPU each has memory maps of its own, and
-    Linux aborts a process that asks for more than 65,530.
+def compiled_functions() -> Iterator[None]:
+    """Exchange compiled functions with other workers after each file. Forget those in memory when
+    there are many: on a CPU each has memory maps of its own, and Linux aborts a process that asks
+    for more than 65,530.
     """
     yield
+    exchange_compiled()
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()

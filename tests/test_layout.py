@@ -245,7 +245,14 @@ def test_all_packages_are_installed() -> None:
     assert all((folder / "__init__.py").is_file() for folder in folders)
 
 
-def test_make_quick_names_tests_that_exist() -> None:
+def test_make_names_tests_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    [quick] = re.findall(r"^QUICK := (.*)", makefile, re.MULTILINE)
-    assert all((ROOT / name).exists() for name in quick.split())
+    for variable in ("QUICK", "BRANCHES"):
+        [named] = re.findall(rf"^{variable} := (.*)", makefile, re.MULTILINE)
+        assert all((ROOT / name).exists() for name in named.split())
+
+
+def test_the_api_reference_has_the_public_names() -> None:
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("api", "settings"))
+    documented = re.findall(r"^\.\. auto\w+:: (\w+)", pages, re.MULTILINE)
+    assert sorted(documented) == sorted(transformer_jax.__all__)
