@@ -79,18 +79,15 @@ class ModelConfig(Section, prefix="model."):
     activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"] = "relu"
     """Activation of the feed-forward layers: gelu is exact (by erf), gelu_tanh its approximation.
     swiglu gates silu by a third matrix: d_ff of 2/3 the size has as many parameters."""
-    positions: Literal["interleaved", "split", "learned", "rotary", "relative"] = "interleaved"
+    positions: Literal["interleaved", "split", "learned", "rotary"] = "interleaved"
     """Sinusoids with sine and cosine in turn (the paper) or in two halves (tensor2tensor, Marian);
     learned embeddings (Table 3 E); or, in self-attention alone, queries and keys rotated by their
-    positions (RoFormer) or a learned bias for each distance and head (T5)."""
+    positions (RoFormer)."""
     max_positions: Positive = 1024
     """Rows of the learned position table; the other positions have no limit."""
     encoder_window: Positive | None = None
     """Restricted self-attention (section 4, Table 1): each source token sees so many, itself in the
     middle; None: all."""
-    distinct_layers: Positive | None = None
-    """Layers with parameters of their own in each stack; the others use theirs again, in turn
-    (1 2 1 2 ...). None: all."""
     tie_embeddings: Literal["all", "embeddings", "target", "none"] = "all"
     """One matrix for source embedding, target embedding and softmax (the paper), for the first two
     only, for the last two only, or for none."""
@@ -128,11 +125,6 @@ class ModelConfig(Section, prefix="model."):
             "encoder_window",
             self.encoder_window is None or self.encoder_window % 2 == 1,
             "an odd number: a token and as many on either side",
-        )
-        yield (
-            "distinct_layers",
-            (self.distinct_layers or 1) <= max(self.num_layers, self.decoder_layers),
-            f"at most {max(self.num_layers, self.decoder_layers)}, the number of layers",
         )
         if self.d_model % self.num_heads == 0 or self.d_k:
             yield (

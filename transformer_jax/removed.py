@@ -22,6 +22,10 @@ SETTINGS: dict[str, tuple[Any, str]] = {
         "export to CTranslate2 with int8 where the softmax is too slow (docs/interop.md).",
     ),
     "data.shards": (1, "train.py tokenizes the text itself, on all cores of its machine."),
+    "model.distinct_layers": (
+        None,
+        "lower model.num_layers where the model has too many parameters.",
+    ),
     "training.compilation_cache": (
         "auto",
         "use the flag --compilation-cache of train.py and decode.py.",

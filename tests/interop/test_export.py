@@ -67,9 +67,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         | {"positions": "split", "d_k": 4, "d_v": 6},
         BOTH,
     ),
-    "biases in attention only, shared layers": (
+    "biases in attention only": (
         {"activation": "gelu", "attention_bias": True, "feed_forward_bias": False}
-        | {"norm_bias": False, "distinct_layers": 1},
+        | {"norm_bias": False},
         BOTH,
     ),
     "embeddings tied apart from the softmax": (
@@ -81,7 +81,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"norm": "pre", "norm_type": "rms", "activation": "swiglu", "positions": "rotary"},
         CTRANSLATE2,
     ),
-    "relative": ({"positions": "relative", "d_k": 12}, CTRANSLATE2),
     "two vocabularies": ({"tie_embeddings": "target", "norm_epsilon": 1e-5}, BOTH),
     "two vocabularies, split": ({"tie_embeddings": "target", "positions": "split"}, BOTH),
 }

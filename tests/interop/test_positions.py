@@ -1,15 +1,12 @@
-"""Rotary and relative positions against those of transformers."""
+"""Rotary positions against those of transformers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
-from flax import nnx
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from transformers.models.t5.modeling_t5 import T5Attention
 
-from transformer_jax.model.positions import RelativeBias, rotated
+from transformer_jax.model.positions import rotated
 
 
 def test_rotation_is_that_of_llama() -> None:
@@ -21,15 +18,3 @@ def test_rotation_is_that_of_llama() -> None:
     for x, turned in zip((q, k), theirs, strict=True):
         ours = rotated(jnp.asarray(x), jnp.arange(5)[None])
         np.testing.assert_allclose(ours, turned.transpose(1, 2), atol=1e-5)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_distances_share_the_buckets_of_t5(causal: bool) -> None:
-    bias = RelativeBias(1, causal=causal, rngs=nnx.Rngs(0))
-    bias.table[...] = jnp.arange(32.0)[:, None]  # shows the bucket
-    positions = jnp.arange(300)[None]
-    ahead = np.arange(300)[None] - np.arange(300)[:, None]
-    theirs = T5Attention._relative_position_bucket(
-        torch.tensor(ahead), bidirectional=not causal, num_buckets=32, max_distance=128
-    )
-    np.testing.assert_array_equal(np.asarray(bias(positions, positions))[0, 0], theirs)

@@ -1,13 +1,10 @@
-"""Positions by themselves: sinusoids, rotations, relative bias."""
+"""Positions by themselves: sinusoids, rotations."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from flax import nnx
 
 from transformer_jax.model.positions import (
-    RelativeBias,
     rotated,
     segment_positions,
     sinusoidal_positions,
@@ -56,18 +53,3 @@ def test_rotation_turns_a_dimension_of_each_half() -> None:
     angle = 7 / 10000 ** (2 / 4)
     turned = rotated(jnp.asarray(x), jnp.array([[7]])).ravel()
     np.testing.assert_allclose(turned, [0, np.cos(angle), 0, np.sin(angle)], rtol=1e-5)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_relative_bias_is_that_of_its_distance(causal: bool) -> None:
-    bias = RelativeBias(2, causal=causal, rngs=nnx.Rngs(0))
-    positions = jnp.arange(200)[None]
-    bias_HTS = np.asarray(bias(positions, positions))[0]
-    for distance in (-150, -20, -1, 0, 1, 20, 150):
-        of_distance = np.diagonal(bias_HTS, distance, axis1=1, axis2=2)
-        assert (of_distance == of_distance[:, :1]).all()
-    later = bias_HTS[:, 50, 51:]
-    assert causal == (later == bias_HTS[:, 50, 50:51]).all()  # causal: later keys are masked
-    short = bias_HTS[:, 60, 60:44:-1] if causal else bias_HTS[:, 60, 60:52:-1]
-    assert len(np.unique(short[0])) == short.shape[1]  # each short distance has its own
-    assert (bias_HTS[:, 199, :60] == bias_HTS[:, 199, :1]).all()  # all far ones share one

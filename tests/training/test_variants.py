@@ -30,13 +30,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "positions": "rotary",
         "feed_forward_bias": False,
         "num_layers": 2,
-        "distinct_layers": 1,
     },
-    "relative": {
+    "window": {
         "final_norm": True,
         "norm_bias": False,
         "activation": "gelu",
-        "positions": "relative",
         "tie_embeddings": "embeddings",
         "encoder_window": 5,
     },

@@ -60,13 +60,11 @@ def export_ctranslate2(
     """
     spec = _spec(config.model)
     weights = plain_weights(model)
-    for side in ("encoder", "decoder"):
-        _set_relative_bias(getattr(spec, side), weights.pop(f"{side}.relative_bias.table", None))
     if config.model.activation == "swiglu":  # its first matrix is the one with the activation
         swap = {"inner": "gate", "gate": "inner"}
         swapped = (re.sub("inner|gate", lambda m: swap[m[0]], name) for name in weights)
         weights = dict(zip(swapped, weights.values(), strict=True))
-    if config.model.positions not in ("rotary", "relative"):
+    if config.model.positions != "rotary":
         longest = max(_POSITIONS, *length_limits(config))
         weights = with_position_tables(weights, config.model, longest)
     target_VD = weights["target_embedding.matrix"]  # also what is tied to it
@@ -122,7 +120,6 @@ def _spec(shape: ModelConfig) -> Any:
         "rms_norm": shape.norm_type == "rms",
         "activation": common_spec.Activation[names[shape.activation]],
         "ffn_glu": shape.activation == "swiglu",
-        "relative_attention_bias": shape.positions == "relative",
     }
     if shape.positions == "rotary":
         settings |= {"rotary_dim": 0, "rotary_interleave": False}
@@ -136,13 +133,6 @@ def _spec(shape: ModelConfig) -> Any:
     for side in (encoder, decoder):
         side.pre_norm = shape.norm == "pre"
     return transformer_spec.TransformerSpec(encoder, decoder)
-
-
-def _set_relative_bias(side: Any, table: np.ndarray | None) -> None:
-    if table is not None:
-        for layer in side.layer:
-            layer.self_attention.relative_attention_bias = np.ascontiguousarray(table)
-            layer.self_attention.relative_attention_max_distance = np.int32(128)
 
 
 def _fill(spec: Any, tensors: Weights) -> None:

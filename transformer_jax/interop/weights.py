@@ -110,16 +110,10 @@ def plain_weights(model: Transformer, *, head_width: int | None = None) -> Weigh
 
     Narrower heads are filled up with zeros, and queries scaled so that what is divided by
     sqrt(head_width) has the scores of d_k: an exact copy. Learned positions are as they are added
-    to the scaled embeddings. Layers that share parameters have copies.
+    to the scaled embeddings.
     """
-    flat: Weights = {}
-    for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        names = [_name(path)]
-        if layer := re.fullmatch(r"(encoder|decoder)\.layers\.(\d+)\.(.+)", names[0]):
-            stack = getattr(model, layer[1])
-            numbers = range(int(layer[2]), stack.number, len(stack.layers))
-            names = [f"{layer[1]}.layers.{number}.{layer[3]}" for number in numbers]
-        flat |= dict.fromkeys(names, np.array(x[...]))
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    flat = {_name(path): np.array(x[...]) for path, x in state}
     return _plain(flat, model.config, head_width)
 
 

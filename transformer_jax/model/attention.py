@@ -59,7 +59,6 @@ def dot_product_attention(
     v_BSHK: jax.Array,
     mask_BHTS: jax.Array | None = None,
     *,
-    bias_BHTS: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: DropoutKey = None,
     weights: list[jax.Array] | None = None,
@@ -69,7 +68,6 @@ def dot_product_attention(
     Args:
       mask_BHTS: bool, True where attention is allowed; axes B, H, T may be 1. None allows all. A
         query that sees nothing has equal weights.
-      bias_BHTS: added to the scores q k^T / sqrt(d_k); axes B, H, T may be 1.
       weights: a list to which the weights before dropout are added, float32 [B, H, T, S].
 
     Raises:
@@ -82,10 +80,10 @@ def dot_product_attention(
         )
     arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
     dropped = dropout_rate > 0 and dropout_key is not None
-    if not dropped and weights is None and bias_BHTS is None and attention_kernel.takes(*arrays):
+    if not dropped and weights is None and attention_kernel.takes(*arrays):
         kernel = attention_kernel.short_attention
         return jax.lax.platform_dependent(*arrays, cuda=kernel, default=_plain_attention)
-    return _plain_attention(*arrays, bias_BHTS, dropout_rate, dropout_key, weights)
+    return _plain_attention(*arrays, dropout_rate, dropout_key, weights)
 
 
 def _plain_attention(
@@ -93,15 +91,12 @@ def _plain_attention(
     k_BSHK: jax.Array,
     v_BSHK: jax.Array,
     mask_BHTS: jax.Array | None,
-    bias_BHTS: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: DropoutKey = None,
     weights: list[jax.Array] | None = None,
 ) -> jax.Array:
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
-    if bias_BHTS is not None:
-        scores_BHTS += bias_BHTS
     if mask_BHTS is not None:
         scores_BHTS = jnp.where(mask_BHTS, scores_BHTS, MASKED)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
@@ -181,13 +176,12 @@ class MultiHeadAttention(nnx.Module):
         memory_BSD: jax.Array,
         mask_BHTS: jax.Array | None = None,
         *,
-        bias_BHTS: jax.Array | None = None,
         dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """Let each query position gather from the memory: [B, T, D].
 
-        Self-attention passes one array twice. Mask, bias and ``weights`` are those of
+        Self-attention passes one array twice. Mask and ``weights`` are those of
         ``dot_product_attention``.
         """
         # Before the queries: gradients are added in the reverse order, which is in their bits.
@@ -197,7 +191,6 @@ class MultiHeadAttention(nnx.Module):
             k_BSHK,
             v_BSHK,
             mask_BHTS,
-            bias_BHTS=bias_BHTS,
             dropout_rate=self.dropout,
             dropout_key=dropout_key,
             weights=weights,

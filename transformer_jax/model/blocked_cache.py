@@ -73,20 +73,15 @@ class BlockedKeysValues:
         position_B: jax.Array,
         *,
         length: int | None,
-        bias_BHT: jax.Array | None = None,
     ) -> BlockedAttention:
         """The attention of the next step; ``length`` is not needed."""
+        del position_B, length
         batch, beam_size, _ = ancestors_BWT.shape
         slots_W = jnp.arange(beam_size, dtype=jnp.int32)
         ancestors_BT1W = ancestors_BWT.swapaxes(1, 2)[:, :, None]
         visible_BTWW = ancestors_BT1W == slots_W[None, None, :, None]
         visible_B1LW = visible_BTWW.reshape(batch, 1, -1, beam_size)
-        bias = None
-        if bias_BHT is not None:
-            own_B11 = jnp.minimum(position_B, bias_BHT.shape[2] - 1)[:, None, None]
-            own_BH1 = jnp.take_along_axis(bias_BHT, own_B11, axis=2)
-            bias = jnp.repeat(bias_BHT, beam_size, axis=2)[..., None], own_BH1[..., None]
-        return BlockedAttention(self.layers, visible_B1LW, source_mask_BS[:, None, :, None], bias)
+        return BlockedAttention(self.layers, visible_B1LW, source_mask_BS[:, None, :, None])
 
     def append(
         self, keys_values: Sequence[tuple[jax.Array, jax.Array]], position_B: jax.Array
@@ -144,8 +139,6 @@ class BlockedAttention:
     layers: tuple[LayerCache, ...]
     visible_B1LW: jax.Array
     source_mask_B1S1: jax.Array
-    # of the slots and of the newest position: [B, H, L, 1], [B, H, 1, 1]
-    bias: tuple[jax.Array, jax.Array] | None
 
     def to_history(
         self, layer: int, q_BWHK: jax.Array, own_BWHK: tuple[jax.Array, jax.Array]
@@ -155,9 +148,7 @@ class BlockedAttention:
         """
         cache = self.layers[layer]
         keys_values = cache.self_keys, cache.self_values
-        attended_BWHK = attend_to_blocks(
-            q_BWHK, *keys_values, self.visible_B1LW, own_BWHK=own_BWHK, bias=self.bias
-        )
+        attended_BWHK = attend_to_blocks(q_BWHK, *keys_values, self.visible_B1LW, own_BWHK=own_BWHK)
         return attended_BWHK, own_BWHK
 
     def to_source(self, layer: int, q_BWHK: jax.Array) -> jax.Array:
@@ -189,7 +180,6 @@ def attend_to_blocks(
     mask_BHLW: jax.Array,
     *,
     own_BWHK: tuple[jax.Array, jax.Array] | None = None,
-    bias: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Equation 1 for each hypothesis over the cached positions it can see: [B, W, H, K].
 
@@ -199,15 +189,13 @@ def attend_to_blocks(
 
     A block that a hypothesis does not see weighs exactly 0 for it, computed or skipped.
     """
-    q_BHWK = _scaled(q_BWHK)
+    q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
 
-    def attend(
-        k_BHLK: jax.Array,
-        v_BHLK: jax.Array,
-        mask_BHLW: jax.Array,
-        bias_BHL1: jax.Array | None = None,
-    ) -> _Partial:
-        scores_BHLW = _scores(q_BHWK, k_BHLK, mask_BHLW, bias_BHL1)
+    def attend(k_BHLK: jax.Array, v_BHLK: jax.Array, mask_BHLW: jax.Array) -> _Partial:
+        scores_BHLW = jnp.einsum(
+            "BHLK,BHWK->BHLW", k_BHLK, q_BHWK, preferred_element_type=jnp.float32
+        )
+        scores_BHLW = jnp.where(mask_BHLW, scores_BHLW, MASKED)
         largest_BH1W = scores_BHLW.max(axis=2, keepdims=True)
         weights_BHLW = jnp.exp(scores_BHLW - largest_BH1W)
         out_BHWK = jnp.einsum(
@@ -219,10 +207,9 @@ def attend_to_blocks(
         return largest_BH1W, weights_BHLW.sum(axis=2, keepdims=True), out_BHWK
 
     # The first block is never skipped: it seldom could be, and something must be divided by.
-    blocks = [keys, values, _split(mask_BHLW, keys)]
-    if bias is not None:
-        blocks.append(_split(bias[0], keys))
-    first, *others = zip(*blocks, strict=True)
+    ends = list(itertools.accumulate(k_BHLK.shape[2] for k_BHLK in keys))
+    masks = jnp.split(mask_BHLW, ends[:-1], axis=2)
+    first, *others = zip(keys, values, masks, strict=True)
     parts = [attend(*first)]
     largest_BH1W, total_BH1W, out_BHWK = parts[0]
 
@@ -234,8 +221,6 @@ def attend_to_blocks(
     if own_BWHK is not None:
         k_BHWK, v_BHWK = (x.swapaxes(1, 2).astype(jnp.float32) for x in own_BWHK)
         own_BH1W = (q_BHWK.astype(jnp.float32) * k_BHWK).sum(axis=-1)[:, :, None]
-        if bias is not None:
-            own_BH1W += bias[1]
         parts.insert(0, (own_BH1W, jnp.ones_like(own_BH1W), v_BHWK))
     return _joined(parts).swapaxes(1, 2).astype(q_BWHK.dtype)
 
@@ -249,24 +234,3 @@ def _joined(parts: list[_Partial]) -> jax.Array:
     weighted = (x * factor.swapaxes(2, 3) for x, factor in zip(outs, factors_NBH1W, strict=True))
     out_BHWK = sum(weighted, jnp.zeros_like(outs[0]))
     return out_BHWK / total_BH1W.swapaxes(2, 3)
-
-
-def _split(x_BHLW: jax.Array, keys: Blocks) -> list[jax.Array]:
-    ends = list(itertools.accumulate(k_BHLK.shape[2] for k_BHLK in keys))
-    return jnp.split(x_BHLW, ends[:-1], axis=2)
-
-
-def _scaled(q_BWHK: jax.Array) -> jax.Array:
-    return q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
-
-
-def _scores(
-    q_BHWK: jax.Array,
-    k_BHLK: jax.Array,
-    mask_BHLW: jax.Array,
-    bias_BHL1: jax.Array | None = None,
-) -> jax.Array:
-    scores_BHLW = jnp.einsum("BHLK,BHWK->BHLW", k_BHLK, q_BHWK, preferred_element_type=jnp.float32)
-    if bias_BHL1 is not None:
-        scores_BHLW += bias_BHL1
-    return jnp.where(mask_BHLW, scores_BHLW, MASKED)

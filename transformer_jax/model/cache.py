@@ -57,15 +57,10 @@ class DecoderCache:
         of_source_B = jnp.where(self.source_mask_BS, positions_1S, 0).max(axis=1)
         return jnp.maximum(of_source_B, self.position_B + 1)
 
-    def attention(
-        self, length: int | None = None, bias_BHT: jax.Array | None = None
-    ) -> BlockedAttention | PrefixAttention:
-        """The attention of the next step, over the first ``length`` positions (None: over all).
-
-        ``bias_BHT`` is added to the scores of self-attention.
-        """
+    def attention(self, length: int | None = None) -> BlockedAttention | PrefixAttention:
+        """The attention of the next step, over the first ``length`` positions (None: over all)."""
         state = self.source_mask_BS, self.ancestors_BWT, self.position_B
-        return self.keys_values.attention(*state, length=length, bias_BHT=bias_BHT)
+        return self.keys_values.attention(*state, length=length)
 
     def reorder(self, parents_BW: jax.Array) -> DecoderCache:
         """Beam w continues what was beam ``parents_BW[b, w]``."""

@@ -51,7 +51,7 @@ class Embedding(nnx.Module):
     ) -> jax.Array:
         """[B, L, D] for tokens at these positions (axis B may be 1).
 
-        Rotary and relative positions are the business of attention, and nothing is added here.
+        Rotary positions are the business of attention, and nothing is added here.
 
         Args:
           num_positions: all positions but those of padding are below it.
@@ -63,7 +63,7 @@ class Embedding(nnx.Module):
         # An id outside the vocabulary gives NaN; checkify's index checks find it.
         vectors_BLD = self.matrix[...].at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
         x_BLD = vectors_BLD * d_model**0.5
-        if self.layout in ("rotary", "relative"):
+        if self.layout == "rotary":
             return x_BLD.astype(self.dtype)
         if self.position_matrix is None:
             table_LD = jnp.asarray(sinusoidal_positions(num_positions, d_model, layout=self.layout))
@@ -166,22 +166,17 @@ class EncoderLayer(nnx.Module):
         x_BSD: jax.Array,
         mask_BHSS: jax.Array,
         *,
-        self_bias_BHLL: jax.Array | None = None,
         dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """[B, S, D] to [B, S, D]; without a key nothing is dropped.
 
-        ``self_bias_BHLL`` is added to the attention scores. The attention weights [B, H, S, S] are
-        added to ``weights``, if given.
+        The attention weights [B, H, S, S] are added to ``weights``, if given.
         """
         attention_key, residual_key, *keys = split_key(dropout_key, 4)
         y_BSD = self.self_attention_residual.before(x_BSD)
         y_BSD = self.self_attention(
-            *(y_BSD, y_BSD, mask_BHSS),
-            bias_BHTS=self_bias_BHLL,
-            dropout_key=attention_key,
-            weights=weights,
+            y_BSD, y_BSD, mask_BHSS, dropout_key=attention_key, weights=weights
         )
         x_BSD = self.self_attention_residual.after(x_BSD, y_BSD, dropout_key=residual_key)
         return _feed_forward(self, x_BSD, *keys)
@@ -206,24 +201,20 @@ class DecoderLayer(nnx.Module):
         self_mask_BHTT: jax.Array,
         cross_mask_BHTS: jax.Array,
         *,
-        self_bias_BHLL: jax.Array | None = None,
         dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """[B, T, D] to [B, T, D]; without a key nothing is dropped.
 
-        ``self_bias_BHLL`` is added to the scores of self-attention. The weights of self-attention,
-        then those of cross-attention, are added to ``weights``, if given.
+        The weights of self-attention, then those of cross-attention, are added to ``weights``, if
+        given.
         """
         self_key, cross_key, self_residual_key, cross_residual_key, *keys = split_key(
             dropout_key, 6
         )
         y_BTD = self.self_attention_residual.before(x_BTD)
         y_BTD = self.self_attention(
-            *(y_BTD, y_BTD, self_mask_BHTT),
-            bias_BHTS=self_bias_BHLL,
-            dropout_key=self_key,
-            weights=weights,
+            y_BTD, y_BTD, self_mask_BHTT, dropout_key=self_key, weights=weights
         )
         x_BTD = self.self_attention_residual.after(x_BTD, y_BTD, dropout_key=self_residual_key)
         y_BTD = self.cross_attention(

@@ -66,7 +66,6 @@ class PrefixKeysValues:
         position_B: jax.Array,
         *,
         length: int | None,
-        bias_BHT: jax.Array | None = None,
     ) -> PrefixAttention:
         """The attention of the next step, over the first ``length`` positions."""
         beam_size = ancestors_BWT.shape[1]
@@ -81,7 +80,6 @@ class PrefixKeysValues:
             slots_BWT=positions_1T[:, None] * beam_size + ancestors_BWT,
             is_written_BT=positions_1T <= position_B[:, None],
             is_source_BS=_pad(source_mask_BS[:, :length], axis=1),
-            bias_BHT=None if bias_BHT is None else _pad(bias_BHT[:, :, :length], axis=2),
         )
 
     def append(self, written: Sequence[jax.Array], position_B: jax.Array) -> PrefixKeysValues:
@@ -105,7 +103,6 @@ class PrefixAttention:
     slots_BWT: jax.Array  # where each hypothesis finds its own history, its newest token included
     is_written_BT: jax.Array
     is_source_BS: jax.Array
-    bias_BHT: jax.Array | None
 
     def to_history(
         self, layer: int, q_BWHK: jax.Array, own_BWHK: tuple[jax.Array, jax.Array]
@@ -119,9 +116,8 @@ class PrefixAttention:
         of_heads = jnp.arange(heads)[None, None, :, None]
         own = rows_B[:, None, None, None], of_heads, self.slots_BWT[:, :, None]
         kv_BWHTJ = written_BHLJ.at[own].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        bias_BWHT = None if self.bias_BHT is None else self.bias_BHT[:, None]
         mask_BWHT = self.is_written_BT[:, None, None]
-        return _attend(q_BWHK, kv_BWHTJ, mask_BWHT, bias_BWHT), written_BHLJ
+        return _attend(q_BWHK, kv_BWHTJ, mask_BWHT), written_BHLJ
 
     def to_source(self, layer: int, q_BWHK: jax.Array) -> jax.Array:
         """Cross-attention, [B, W, H, K]."""
@@ -131,12 +127,7 @@ class PrefixAttention:
         return self.cache.source[layer][:, None, :, : self.is_source_BS.shape[1]]
 
 
-def _attend(
-    q_BWHK: jax.Array,
-    kv_BWHLJ: jax.Array,
-    mask_BWHL: jax.Array,
-    bias_BWHL: jax.Array | None = None,
-) -> jax.Array:
+def _attend(q_BWHK: jax.Array, kv_BWHLJ: jax.Array, mask_BWHL: jax.Array) -> jax.Array:
     """Equation 1 for each hypothesis, [B, W, H, K]; axes B, W and H of the others may be 1.
 
     Products are written out as sums, which XLA joins with the gathering, so that nothing gathered
@@ -144,27 +135,16 @@ def _attend(
     The barriers keep XLA from a single kernel, which takes twice as long as these.
     """
     d_k = q_BWHK.shape[-1]
-    weights_BWHL = _weights(q_BWHK, kv_BWHLJ[..., :d_k], mask_BWHL, bias_BWHL)
-    v_BWHLK = jnp.where(mask_BWHL[..., None], kv_BWHLJ[..., d_k:], 0).astype(jnp.float32)
+    k_BWHLK, v_BWHLK = kv_BWHLJ[..., :d_k], kv_BWHLJ[..., d_k:]
+    scaled_BWHK = (q_BWHK * jnp.asarray(d_k**-0.5, q_BWHK.dtype)).astype(jnp.float32)
+    scores_BWHL = _row_major(scaled_BWHK[:, :, :, None] * k_BWHLK.astype(jnp.float32)).sum(axis=-1)
+    scores_BWHL = jax.lax.optimization_barrier(scores_BWHL)
+    weights_BWHL = jax.nn.softmax(jnp.where(mask_BWHL, scores_BWHL, MASKED), axis=-1)
+    v_BWHLK = jnp.where(mask_BWHL[..., None], v_BWHLK, 0).astype(jnp.float32)
     weighted_BWHLK = _row_major(jax.lax.optimization_barrier(weights_BWHL)[..., None] * v_BWHLK)
     *shape_BWH, length, d_v = weighted_BWHLK.shape
     parts = weighted_BWHLK.reshape(*shape_BWH, length // _TOGETHER, _TOGETHER, d_v).sum(axis=4)
     return jax.lax.optimization_barrier(parts).sum(axis=3).astype(q_BWHK.dtype)
-
-
-def _weights(
-    q_BWHK: jax.Array,
-    k_BWHLK: jax.Array,
-    mask_BWHL: jax.Array,
-    bias_BWHL: jax.Array | None = None,
-) -> jax.Array:
-    """The attention weights, float32 [B, W, H, L]."""
-    q_BWHK = (q_BWHK * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)).astype(jnp.float32)
-    scores_BWHL = _row_major(q_BWHK[:, :, :, None] * k_BWHLK.astype(jnp.float32)).sum(axis=-1)
-    scores_BWHL = jax.lax.optimization_barrier(scores_BWHL)
-    if bias_BWHL is not None:
-        scores_BWHL += bias_BWHL
-    return jax.nn.softmax(jnp.where(mask_BWHL, scores_BWHL, MASKED), axis=-1)
 
 
 def _row_major(x: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from transformer_jax.model.layers import (
     embedding_matrix,
 )
 from transformer_jax.model.norms import make_norm
-from transformer_jax.model.positions import RelativeBias, segment_positions
+from transformer_jax.model.positions import segment_positions
 from transformer_jax.special_ids import BOS_ID, PAD_ID
 
 
@@ -34,29 +34,12 @@ class AttentionWeights(NamedTuple):
 
 
 class _Stack(nnx.Module):
-    """N layers, one after another, and perhaps a final norm.
+    """N layers, one after another, and perhaps a final norm."""
 
-    ``layers`` holds those with parameters of their own, ``sequence`` all N.
-    """
-
-    def __init__(
-        self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs, *, causal: bool
-    ):
-        distinct = min(number, config.distinct_layers or number)
-        self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(distinct)])
+    def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
+        self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
         self.final_norm = make_norm(config) if config.has_final_norm else None
-        self.relative_bias = (
-            RelativeBias(config.num_heads, causal=causal, rngs=rngs)
-            if config.positions == "relative"
-            else None
-        )
-        self.number = number
         self.remat = config.remat
-
-    @property
-    def sequence(self) -> list[Any]:
-        """The layers in the order in which they run."""
-        return [self.layers[i % len(self.layers)] for i in range(self.number)]
 
     def __call__(
         self,
@@ -67,14 +50,9 @@ class _Stack(nnx.Module):
     ) -> jax.Array:
         """[B, L, D] to [B, L, D]; the other arguments are those of every layer."""
         remat = self.remat and weights is None  # a list cannot collect from a recomputed layer
-        self_bias_BHLL = None
-        if self.relative_bias is not None:
-            positions_1L = jnp.arange(x_BLD.shape[1])[None]
-            self_bias_BHLL = self.relative_bias(positions_1L, positions_1L)
-        options = {"self_bias_BHLL": self_bias_BHLL, "weights": weights}
-        keys = split_key(dropout_key, self.number)
-        for layer, key in zip(self.sequence, keys, strict=True):
-            run = partial(layer, dropout_key=key, **options)
+        keys = split_key(dropout_key, len(self.layers))
+        for layer, key in zip(self.layers, keys, strict=True):
+            run = partial(layer, dropout_key=key, weights=weights)
             x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
         return self.normed(x_BLD)
 
@@ -88,7 +66,7 @@ class Encoder(_Stack):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads num_layers, what a stack and what a layer reads."""
-        super().__init__(EncoderLayer, config.num_layers, config, rngs, causal=False)
+        super().__init__(EncoderLayer, config.num_layers, config, rngs)
 
 
 class Decoder(_Stack):
@@ -96,19 +74,15 @@ class Decoder(_Stack):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads decoder_layers, what a stack and what a layer reads."""
-        super().__init__(DecoderLayer, config.decoder_layers, config, rngs, causal=True)
+        super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
 
     def step(
         self, x_BWD: jax.Array, cache: DecoderCache, *, length: int | None = None
     ) -> tuple[jax.Array, DecoderCache]:
         """One decoding step: [B, W, D] to [B, W, D], and the cache with one position more."""
-        bias_BHT = None
-        if self.relative_bias is not None:
-            positions_1T = jnp.arange(cache.max_length)[None]
-            bias_BHT = self.relative_bias(cache.position_B[:, None], positions_1T)[:, :, 0]
-        attention = cache.attention(length, bias_BHT)
+        attention = cache.attention(length)
         written = []
-        for i, layer in enumerate(self.sequence):
+        for i, layer in enumerate(self.layers):
             attend = partial(attention.to_history, i), partial(attention.to_source, i)
             x_BWD, of_layer = layer.step(x_BWD, cache.position_B, *attend)
             written.append(of_layer)
@@ -331,7 +305,7 @@ class Transformer(nnx.Module):
           source_capacity: source positions to pad S to.
         """
         return empty_cache(
-            [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.sequence],
+            [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers],
             source_mask_BS,
             beam_size=beam_size,
             max_length=max_length,
