@@ -58,7 +58,6 @@ TRUNK = [
     "checkpoint",
     "remote_workdir",
     "decoding.constraints",
-    "decoding.length_penalty",
     "decoding.logits",
     "decoding.search",
     "decoding.beam_search",

@@ -45,6 +45,7 @@ FLAGS: dict[str, str] = {
 
 MODULES: dict[str, str] = {
     "serving.workers": "use AsyncTranslator of transformer_jax.",
+    "decoding.length_penalty": "import length_divisor from transformer_jax.decoding.search.",
     "training.watchdog": "use faulthandler.dump_traceback_later of Python.",
     "training.tokenize_ahead": (
         "train.py tokenizes the text itself; --tokenizer.model names a trained tokenizer."

@@ -15,9 +15,8 @@ from reference_search import Rules, every_hypothesis, reference_search
 from reference_search import chain as as_model
 
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.length_penalty import length_divisor
 from transformer_jax.decoding.logits import log_sum_exp, top_k
-from transformer_jax.decoding.search import search
+from transformer_jax.decoding.search import length_divisor, search
 from transformer_jax.errors import UserError
 
 PAD, BOS, EOS = 0, 1, 2

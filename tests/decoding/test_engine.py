@@ -351,7 +351,7 @@ def test_token_ids_outside_the_vocabulary(engine, sentence, message):
 
 @pytest.mark.devices(8)
 def test_settings_that_do_not_fit():
-    with pytest.raises(UserError, match="beam_size is 41; expected at most 40"):
+    with pytest.raises(UserError, match="beam_size is 41; expected at most the vocabulary's 40"):
         Engine([make_model(0)], DecodingConfig(beam_size=41))
     with pytest.raises(
         UserError,

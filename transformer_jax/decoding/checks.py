@@ -25,7 +25,11 @@ def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, .
             f"decoding.suppress has {end!r}, without which no translation ends before its longest "
             "length; expected other tokens (decoding.min_length asks for longer translations)."
         )
-    check_beam(config, tokenizer.target_vocab_size)
+    if config.method == "beam" and config.beam_size > tokenizer.target_vocab_size:
+        raise UserError(
+            f"decoding.beam_size is {config.beam_size}; expected at most "
+            f"{tokenizer.target_vocab_size}, the tokens of the vocabulary."
+        )
     return suppress
 
 
@@ -43,12 +47,3 @@ def vocabulary_sizes(models: Sequence[Transformer]) -> tuple[int, int]:
             "vocabulary."
         )
     return sizes[0]
-
-
-def check_beam(config: DecodingConfig, vocab_size: int) -> None:
-    """``UserError`` if the beam is wider than the vocabulary."""
-    if config.method == "beam" and config.beam_size > vocab_size:
-        raise UserError(
-            f"decoding.beam_size is {config.beam_size}; expected at most {vocab_size}, "
-            "the tokens of the vocabulary."
-        )

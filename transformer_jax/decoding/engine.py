@@ -17,7 +17,7 @@ from flax import nnx
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.buckets import Bucket, Layout, Sentence, make_buckets
-from transformer_jax.decoding.checks import check_beam, vocabulary_sizes
+from transformer_jax.decoding.checks import vocabulary_sizes
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import Found, Waiting, search_waiting
 from transformer_jax.decoding.devices import row_shardings
@@ -100,7 +100,7 @@ class Engine:
         self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
         self.parameters = states
         self._suppress = suppress
-        check_beam(config, self._vocab_sizes[1])
+        self.method(num_hypotheses=1).check(self._vocab_sizes[1])
         self._position_limit = min(model.config.position_limit for model in models)
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
@@ -248,7 +248,7 @@ class Engine:
 
         def start(parameters: Any, source: Source) -> Any:
             models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters)]
-            model = DecodingModel(models, (longest,), self.config)
+            model = DecodingModel(models, (longest,), self.config.beam_size)
             return model.start_cache(source, max_length=self.longest_target(longest))
 
         return jax.eval_shape(start, self.parameters if parameters is None else parameters, source)
@@ -317,7 +317,7 @@ class Engine:
             with_cast_weights(nnx.merge(graph, each))
             for graph, each in zip(self._graphs, parameters, strict=True)
         ]
-        model = DecodingModel(transformers, bucket.lengths, self.config)
+        model = DecodingModel(transformers, bucket.lengths, self.config.beam_size)
         found, cache = search_waiting(
             method,
             model,

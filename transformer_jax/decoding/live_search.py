@@ -158,7 +158,7 @@ class LiveSearch(Generic[T]):
 
     def _search(self, parameters: Any) -> RowSearch:
         models = list(map(nnx.merge, self._graphs, parameters))
-        model = DecodingModel(models, self.bucket.lengths, self._engine.config)
+        model = DecodingModel(models, self.bucket.lengths, self._engine.config.beam_size)
         longest = self._engine.longest_target(self.bucket.lengths[-1])
         return RowSearch(self._method, model, longest)
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from transformer_jax.config import DecodingConfig
 from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import PAD_ID
@@ -63,9 +62,9 @@ class DecodingModel:
         self,
         transformers: Sequence[Transformer],
         lengths: tuple[int, ...],
-        config: DecodingConfig,
+        beam_size: int,
     ):
-        self._transformers, self._lengths, self._config = transformers, lengths, config
+        self._transformers, self._lengths, self._beam_size = transformers, lengths, beam_size
 
     def start_cache(self, source: Source, *, max_length: int = 0) -> DecodingCache:
         """Encode a block of sentences. With ``max_length`` 0 the cache is for ``replace_rows``
@@ -78,7 +77,7 @@ class DecodingModel:
                 transformer.start_cache(
                     transformer.encode(tokens_BS),
                     tokens_BS != PAD_ID,
-                    beam_size=self._config.beam_size,
+                    beam_size=self._beam_size,
                     max_length=max_length,
                     source_capacity=self._lengths[-1],
                 )

@@ -17,7 +17,7 @@ from flax import nnx
 from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.devices import row_shardings
-from transformer_jax.decoding.length_penalty import length_divisor
+from transformer_jax.decoding.search import length_divisor
 from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError, shown

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints, require_at_least
-from transformer_jax.decoding.length_penalty import length_divisor
 from transformer_jax.decoding.logits import log_sum_exp
 from transformer_jax.errors import UserError
 
@@ -191,6 +190,16 @@ class Method(ABC):
             ),
             done_B=limit_B <= 0,
         )
+
+
+def length_divisor(
+    lengths: Array | int, length_penalty: float, length_offset: float = 5.0
+) -> Array:
+    """The length penalty ((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14: c = 5; the
+    paper's section 6.1 takes alpha = 0.6).
+    """
+    lengths = jnp.asarray(lengths, jnp.float32)
+    return ((length_offset + lengths) / (length_offset + 1)) ** length_penalty
 
 
 def gather_beams(tree: Any, parents_BW: Array) -> Any:
