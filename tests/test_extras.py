@@ -20,6 +20,8 @@ USES = {  # what fails without the packages of an extra
     "[*read_pairs(transformer_jax.PairsConfig('tfds', ('x',), (), 'a', 'b'))]",
     "paper": "from transformer_jax.evaluation import check_bleu_language\n"
     "check_bleu_language('de')",
+    "interop": "from transformer_jax.interop.huggingface import export_huggingface\n"
+    "export_huggingface(None, None, None, None)",
     "gcs": "from transformer_jax.storage import to_path; to_path('gs://bucket/run')",
     "s3": "from transformer_jax.storage import to_path; to_path('s3://bucket/run')",
 }

@@ -18,6 +18,7 @@ from transformer_jax import (
     Tokenizer,
     Transformer,
     UserError,
+    needs_extra,
 )
 from transformer_jax.interop.export import (
     check_fields,
@@ -104,12 +105,8 @@ def _spec(shape: ModelConfig) -> Any:
             f"model.d_v is {shape.head_width_v}; expected at most d_k = {shape.head_width_k}: "
             "CTranslate2 knows one head width, and rotary positions turn all of it."
         )
-    try:
+    with needs_extra("interop"):
         from ctranslate2.specs import common_spec, transformer_spec
-    except ImportError as error:
-        raise UserError(
-            f"Exporting to CTranslate2 needs its Python package: pip install ctranslate2 ({error})."
-        ) from None
     names = {
         **{"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh"},
         **{"silu": "SWISH", "swiglu": "SWISH"},

@@ -17,6 +17,7 @@ from transformer_jax import (
     Tokenizer,
     Transformer,
     UserError,
+    needs_extra,
 )
 from transformer_jax.interop.export import (
     check_fields,
@@ -61,13 +62,8 @@ def export_huggingface(
     ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Token ids
     stay what they are.
     """
-    try:
+    with needs_extra("interop"):
         from safetensors.numpy import save_file
-    except ImportError as error:
-        raise UserError(
-            "Exporting to Hugging Face's format needs the package: pip install safetensors "
-            f"({error})."
-        ) from None
     shape = config.model
     check_fields(
         shape,

@@ -19,6 +19,7 @@ from transformer_jax import (
     TokenizerConfig,
     Transformer,
     UserError,
+    needs_extra,
     sinusoidal_positions,
 )
 from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON, other_names
@@ -287,17 +288,21 @@ def _read_tensors(folder: Path) -> Weights:
         )
     try:
         if file == safetensors:
-            from safetensors.flax import load_file
-
+            with needs_extra("interop"):
+                from safetensors.flax import load_file
             tensors = load_file(file)
         else:
             import torch
 
             read = torch.load(file, map_location="cpu", weights_only=True)
             tensors = {name: tensor.float().numpy() for name, tensor in read.items()}
-    except ImportError as error:
-        packages = "safetensors" if file == safetensors else "torch, or fetch model.safetensors"
-        raise UserError(f"Reading {file.name} needs pip install {packages} ({error}).") from None
+    except UserError:
+        raise
+    except ModuleNotFoundError:
+        raise UserError(
+            f"Reading {file.name} needs PyTorch. Install it with: pip install torch. Or fetch "
+            "model.safetensors."
+        ) from None
     except Exception as error:  # many types, which the packages do not export everywhere
         raise UserError(
             f"{str(file)!r} cannot be read or is damaged; fetch it again ({error})."
