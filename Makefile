@@ -8,7 +8,7 @@ WORKERS ?= 4
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-NUMBERS := 'forty-two' 'seventeen thousand, six hundred and eight' \
+NUMBERS := 'forty-two' 'Seventeen thousand, six hundred and eight.' \
 	'nine hundred and ninety-nine thousand and one'
 
 # What `make quick` runs: no training runs, no engine, no other toolkit.

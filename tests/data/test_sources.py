@@ -250,17 +250,40 @@ def test_tfds_without_tensorflow(tmp_path, tfds_name):
 # Number names
 
 
+def plain(name):
+    return name.lower().removesuffix(".")
+
+
+def style(name):
+    """Whether it begins with a capital letter, and ends with a full stop."""
+    return name[0].isupper(), name.endswith(".")
+
+
 def test_numbers_are_num2words_and_splits_are_disjoint():
     train, dev, test = (
         list(read_pairs(PairsConfig(kind="numbers", split=split, limit=limit)))
-        for split, limit in (("train", 980_000), ("dev", None), ("test", None))
+        for split, limit in (("train", 982_934), ("dev", None), ("test", None))
     )
-    assert (len(train), len(dev), len(test)) == (980_000, 10_000, 10_000)
-    everything = dict(train) | dict(dev) | dict(test)
-    assert len(everything) == 1_000_000  # so all of them differ and no number is in two splits
+    assert (len(train), len(dev), len(test)) == (982_934, 10_000, 10_000)
+    everything = {plain(source): plain(target) for source, target in train + dev + test}
+    splits = [{plain(source) for source, _ in pairs} for pairs in (train, dev, test)]
+    assert list(map(len, splits)) == [980_000, 10_000, 10_000]
+    assert len(everything) == 1_000_000  # so no number is in two splits
     assert everything["forty-two"] == "zweiundvierzig"
     for n in [*range(0, 1102), *range(1000, 1_000_000, 9973), 100_000, 101_000, 100_001, 999_999]:
         assert everything[num2words(n)] == num2words(n, lang="de")
+
+
+@pytest.mark.parametrize("split", ["train", "dev", "test"])
+def test_half_of_the_numbers_have_a_capital_and_half_a_full_stop(split):
+    pairs = list(read_pairs(PairsConfig(kind="numbers", split=split)))
+    styles = Counter(style(source) for source, _ in pairs)
+    assert len(styles) == 4 and min(styles.values()) > 0.24 * len(pairs)
+    assert all(style(source) == style(target) for source, target in pairs)
+    words = Counter(plain(source) for source, _ in pairs)
+    repeated = {name for name, count in words.items() if count > 1}
+    assert {words[name] for name in repeated} == ({4} if split == "train" else set())
+    assert all("thousand" not in name for name in repeated)
 
 
 def test_numbers_are_the_same_each_time_and_limited():
@@ -270,6 +293,9 @@ def test_numbers_are_the_same_each_time_and_limited():
     assert len(more) == 100_000
     # Pinned: another order would put other numbers into dev and test.
     assert few[0] == ("one hundred and seventy-five", "einhundertfünfundsiebzig")
+    assert few[3] == ("One hundred and seventy-five.", "Einhundertfünfundsiebzig.")
+    test = list(read_pairs(PairsConfig(kind="numbers", split="test", limit=3)))
+    assert test[2][0] == "Six hundred and eighty-eight thousand, six hundred and ninety-four"
     with pytest.raises(UserError, match=r"limit is 10001; expected at most 10000 for split 'test'"):
         read_pairs(PairsConfig(kind="numbers", split="test", limit=10_001))
 

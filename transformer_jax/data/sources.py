@@ -109,10 +109,12 @@ def pairs_fingerprint(config: PairsConfig, root: str = "", *, directory: Path | 
         config.split,
         config.limit,
     ]
-    if config.kind == "tfds":
+    if config.kind == "numbers":
+        fields += ["capitals, full stops"]  # a new name for each change of the generated pairs
+    elif config.kind == "tfds":
         examples = _tfds_examples(config, root)
         fields += [examples.dataset_info.full_name, len(examples)]
-    elif config.kind != "numbers":
+    else:
         memory = directory / "digests" if directory else None
         fields += [digest(path, memory) for side in zip(*files_of(config, root)) for path in side]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
@@ -293,14 +295,19 @@ _KINDS: dict[str, tuple[Callable[..., Iterator[tuple[_Line, ...]]], Callable[...
 def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
     """Numbers below a million in a fixed random order; dev and test are kept out of train.
 
-    In train those below 1,000 come first: they are a thousandth of all, but the first that people
-    try.
+    As people type them: on both sides half of the pairs begin with a capital letter and half end
+    with a full stop, independently of each other. In train the numbers below 1,000 come first, in
+    all four styles: they are a thousandth of all, but the first that people try.
     """
-    # of all generators, the one whose stream is frozen
-    order = np.random.RandomState(0).permutation(_NUMBERS)
+    random = np.random.RandomState(0)  # of all generators, the one whose stream is frozen
+    order = random.permutation(_NUMBERS)
     test, dev, train = np.split(order, [_NUMBERS_HELD_OUT, 2 * _NUMBERS_HELD_OUT])
-    train = np.concatenate([train[train < 1000], train[train >= 1000]])
+    small, large = train[train < 1000], train[train >= 1000]
+    train = np.concatenate([np.repeat(small, 4), large])
     numbers = {"train": train, "dev": dev, "test": test}[config.split]
+    styles = random.randint(4, size=_NUMBERS)[numbers]
+    if config.split == "train":
+        styles[: 4 * len(small)] = np.tile(np.arange(4), len(small))
     limit = config.limit or min(_NUMBERS_DEFAULT, len(numbers))
     if limit > len(numbers):
         raise UserError(
@@ -308,8 +315,15 @@ def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
             "'numbers'."
         )
     return (
-        (_name(n, "en", ", ", " and "), _name(n, "de", "", "")) for n in map(int, numbers[:limit])
+        (_styled(_name(n, "en", ", ", " and "), style), _styled(_name(n, "de", "", ""), style))
+        for n, style in zip(numbers[:limit].tolist(), styles[:limit].tolist())
     )
+
+
+def _styled(name: str, style: int) -> str:
+    if style & 1:
+        name = name[0].upper() + name[1:]
+    return f"{name}." if style & 2 else name
 
 
 def _name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:
