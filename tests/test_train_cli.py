@@ -115,34 +115,6 @@ def test_unknown_flag_names_the_nearest(
             ["--workdir", "w", "--batch.tokens", "100"],
             "batch.tokens is 100; expected at least 2048",
         ),
-        (
-            ["--workdir", "w", "--model.vocab-size", "9"],
-            "--model.vocab-size has no effect: training takes it from the tokenizer; "
-            "expected --tokenizer.vocab-size",
-        ),
-        (
-            [
-                "--workdir",
-                "w",
-                "--data.train.kind",
-                "jsonl",
-                "--data.train.source",
-                "a",
-                "--data.train.target",
-                "b",
-            ],
-            "--data.train.target has no effect as data.train.kind is jsonl; "
-            "expected --data.train.kind text with it",
-        ),
-        (
-            ["--workdir", "w", "--data.train.kind", "numbers", "--data.train.source=a"],
-            "--data.train.source has no effect as data.train.kind is numbers; expected",
-        ),
-        (
-            ["--workdir", "w", "--data.dev.split", "test"],
-            "--data.dev.split has no effect as data.dev.kind is text; "
-            "expected --data.dev.kind tfds or numbers",
-        ),
         (["--workdir", "/dev/null/w", "--data.train.kind", "numbers"], "'/dev/null/w'"),
     ],
 )

@@ -13,9 +13,8 @@ from typing import Annotated
 
 import tyro
 
-from transformer_jax.cli import config_in_flags, flags_given, parse_flags, run_program
+from transformer_jax.cli import config_in_flags, parse_flags, run_program
 from transformer_jax.config import Config, Processes
-from transformer_jax.errors import UserError
 
 COMMON = (
     "workdir",
@@ -39,15 +38,6 @@ COMMON = (
     "settings.training.checkpoint_every",
     "settings.seed",
 )
-
-
-_KINDS_WITH = {
-    "source": ("text", "tsv", "jsonl", "tfds"),
-    "target": ("text",),
-    "source-field": ("tsv", "jsonl", "tfds"),
-    "target-field": ("tsv", "jsonl", "tfds"),
-    "split": ("tfds", "numbers"),
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(argv: list[str]) -> int:
     arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
-    _refuse_flags_without_effect(flags_given(argv), arguments.settings)
     # JAX is imported only after the flags are checked, so that --help and errors come at once.
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.distributed import is_first, start
@@ -108,22 +97,6 @@ def _train(argv: list[str]) -> int:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         raise
     return 128 + signal.Signals[summary["stopped_by"]] if summary["stopped_by"] else 0
-
-
-def _refuse_flags_without_effect(flags: set[str], config: Config) -> None:
-    if sizes := flags & {"model.vocab-size", "model.source-vocab-size"}:
-        raise UserError(
-            f"--{min(sizes)} has no effect: training takes it from the tokenizer; expected "
-            "--tokenizer.vocab-size instead."
-        )
-    for name in ("train", "dev", "test"):
-        kind = getattr(config.data, name).kind
-        for flag, kinds in _KINDS_WITH.items():
-            if f"data.{name}.{flag}" in flags and kind not in kinds:
-                raise UserError(
-                    f"--data.{name}.{flag} has no effect as data.{name}.kind is {kind}; expected "
-                    f"--data.{name}.kind {' or '.join(kinds)} with it."
-                )
 
 
 if __name__ == "__main__":

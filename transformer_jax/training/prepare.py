@@ -202,9 +202,7 @@ def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
             "There is nothing to train on; expected data.train.source and data.train.target (text "
             "files), another data.train.kind, or a --config."
         )
-    for pairs in (data.train, data.dev, data.test):
-        if pairs.is_given:
-            check_files(pairs, data.root)
+    check_files(data.train, data.root)
     check_bleu_tokenizer(training.bleu_tokenize)
     check_bleu_language(training.bleu_language)
     dev, test = (_read_all(config, name) for name in ("dev", "test"))
