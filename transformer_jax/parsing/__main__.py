@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -20,10 +22,7 @@ from typing import TextIO
 
 import tyro
 
-from transformer_jax.cli import run_program
-from transformer_jax.data.files import expanded
-from transformer_jax.data.sources import read_lines
-from transformer_jax.errors import UserError
+from transformer_jax import UserError, read_lines, run_program
 from transformer_jax.parsing.bracketing import bracket_score
 from transformer_jax.parsing.generated import Language, recombined
 from transformer_jax.parsing.trees import (
@@ -151,8 +150,18 @@ def _check_at_least(name: str, value: int, least: int) -> None:
 
 
 def _parses(names: Iterable[str]) -> Iterator[Parse]:
-    files = [file for name in names for file in expanded(name)]
-    return chain.from_iterable(map(read_parses, files))
+    return chain.from_iterable(map(read_parses, [file for name in names for file in _files(name)]))
+
+
+def _files(name: str) -> list[str]:
+    """The file of this name, or all files that match a glob, sorted."""
+    path = os.path.expanduser(name)
+    if not glob.has_magic(path) or os.path.exists(path):
+        return [path]
+    matches = sorted(glob.glob(path, recursive=True))
+    if not (files := [match for match in matches if os.path.isfile(match)]):
+        raise UserError(f"{name!r} matches no file; expected at least one.")
+    return files
 
 
 def _write(output: str, parses: Iterable[Parse], *, numbered: bool) -> str:

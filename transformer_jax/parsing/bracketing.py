@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
-from transformer_jax.errors import UserError
+from transformer_jax import UserError
 from transformer_jax.parsing.trees import Constituent, Parse
 
 _PUNCTUATION = {",", ":", "``", "''", "."}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from random import Random
 from typing import NamedTuple
 
-from transformer_jax.errors import UserError
+from transformer_jax import UserError
 from transformer_jax.parsing.trees import Constituent, Parse
 
 LABELS = "SABCDEFG"

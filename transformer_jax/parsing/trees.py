@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from transformer_jax.data.sources import read_lines
-from transformer_jax.errors import UserError
-from transformer_jax.storage import AnyPath
+from transformer_jax import UserError, read_lines
 
 WORD = "XX"
 """Stands for any word in a sequence."""
@@ -99,7 +98,7 @@ class _Node:
     has_children: bool = False
 
 
-def read_parses(file: str | AnyPath) -> Iterator[Parse]:
+def read_parses(file: str | Path) -> Iterator[Parse]:
     """The trees of a treebank file in Penn's format (``.gz`` too), as parsers are compared on them.
 
     Left out are traces, constituents that have nothing else, the root above S, and all of a label
@@ -197,7 +196,7 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
     ), faultless
 
 
-def _not_a_tree(file: str | AnyPath, line: int, found: str) -> UserError:
+def _not_a_tree(file: str | Path, line: int, found: str) -> UserError:
     return UserError(
         f"{file}, line {line}: {found}; expected trees such as "
         "( (S (NP (DT the) (NN dog)) (VP (VBZ barks))) )."
