@@ -18,7 +18,7 @@ QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_
 
 # The tests of the branches (serving, interop, parsing, report, figures) and of what uses them.
 BRANCHES := tests/interop tests/parsing tests/serving tests/test_attention.py tests/test_pictures.py \
-	tests/test_report.py tests/test_serving_benchmark.py tests/test_wheel.py
+	tests/test_benchmarks.py tests/test_report.py tests/test_wheel.py
 
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

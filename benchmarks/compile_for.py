@@ -1,49 +1,38 @@
 """Compile a recipe's training step and search for a GPU or TPU that this machine does not have.
 
-    pip install '.[tpu]'
     python -m benchmarks.compile_for --device v5e:2x4 --config configs/wmt14_base.py
-    pip install '.[cuda]'
-    python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py
+    python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py --table
 
-``--device`` is a TPU topology (v5e:2x2, v6e:4x4, v5p:2x2x1, ...), h100, h200 or a100 (with :N for N
-of them in one machine), or cpu, for this machine's own. Any field of the config may be given as a
-flag, as with train.py; the vocabulary has the size that ``tokenizer.vocab_size`` asks for. Prints
-one JSON object:
+It needs ``pip install '.[tpu]'`` or ``'.[cuda]'``. Any field of the config may be given as a flag,
+as with train.py; the vocabulary has ``tokenizer.vocab_size`` tokens. Prints one JSON object:
 
-- ``memory_mb``, of one device: what a compiled function is given (``arguments``), what it allocates
-  in between (``temporary``), and which of its results reuse an argument's memory (``in_place``).
-  The first two together must fit.
-- ``flops``, of one device, as XLA counts them; a loop counts once. None if XLA does not say.
-- ``collectives``: how many, and how many MB of each type, one device sends in a step.
-- ``copied_caches``: how often a step of the search copies or gathers a whole block of keys or
-  values, which it should not, and the same for the loops around the steps, which encode sentences
-  and put them into rows.
+- ``memory_mb``, of one device: arguments, what is allocated in between (``temporary``), and results
+  that reuse an argument's memory (``in_place``). The first two together must fit.
+- ``collectives``: how many, and how many MB of each type, one device gets in a step.
 - ``parts``, of a training step on a GPU: kernels, GB read and written and TFLOP of each part of the
-  model, and for an H200 an estimate of the milliseconds (``benchmarks/parts.py``). ``--table``
-  prints this alone, in Markdown.
-- ``steps``, of a search on a GPU: for each loop that takes steps the kernels of a step, the GB that
-  it reads and writes, and how many of those are keys and values read from the caches.
-  ``host_loops``: loops whose condition the host evaluates; none, as the engine asks XLA for one
-  CUDA graph.
+  model, and the estimated milliseconds on an H200. ``--table`` prints these alone, in Markdown.
+- ``copied_caches``: how often a search copies or gathers a whole block of keys or values: never.
 
-Compiling uses one core here: half a minute to three. For a GPU nothing is tuned, because tuning
-runs kernels: all matrix products are Triton's, where on the machine itself XLA takes cuBLAS for
-those that it does better. No figure here was measured.
+A kernel belongs to a part by its name in the program (``jax.named_scope``) and by its work. Kernels
+of a loop count as often as it turns, once if XLA does not know. The estimate is a fixed time, plus
+the longest of what a kernel's bytes, matmuls and integer operations take. For an absent GPU XLA
+tunes nothing: all matmuls are Triton's, never cuBLAS's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import re
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -53,86 +42,263 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from benchmarks import hlo
-from benchmarks.kernels import kernels, step_loops
-from benchmarks.parts import RATES, by_part, markdown
+from benchmarks.in_turn import Answer, Table, markdown
+from transformer_jax import Batch, Config, Engine, Transformer, UserError, batch_sharding, make_mesh
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
-from transformer_jax.config import Config
-from transformer_jax.data.batching import Batch
-from transformer_jax.decoding.engine import Engine
-from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer
-from transformer_jax.sharding import batch_sharding, check_rows, make_mesh
 from transformer_jax.training.step import make_step_functions
 
-# compute capability, multiprocessors, shared bytes of each and of a block, GB/s, GB, GHz, L2 bytes,
-# name
-_GPUS = {
-    "a100": ((8, 0), 108, 167_936, 166_912, 2039, 80, 1.41, 41_943_040, "NVIDIA A100-SXM4-80GB"),
-    "h100": ((9, 0), 132, 233_472, 232_448, 3352, 80, 1.98, 52_428_800, "NVIDIA H100 80GB HBM3"),
-    "h200": ((9, 0), 132, 233_472, 232_448, 4800, 141, 1.98, 52_428_800, "NVIDIA H200"),
+_GPUS = {  # GB/s, GB, name
+    "h100": (3352, 80, "NVIDIA H100 80GB HBM3"),
+    "h200": (4800, 141, "NVIDIA H200"),
 }
-# assumed of driver and toolkit; CUDA graphs hold matrix products and loops from 12.3 on
-_CUDA = (12, 9)
+_TARGET = """
+    gpu_device_info {{
+      cuda_compute_capability {{ major: 9 minor: 0 }}
+      threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+      fpus_per_core: 128 core_count: 132 clock_rate_ghz: 1.98 l2_cache_size: 52428800
+      shared_memory_per_block: 49152 shared_memory_per_core: 233472
+      shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536
+      registers_per_block_limit: 65536
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: {0}000000000 device_memory_size: {1}000000000
+      driver_version: "12.9.0" kernel_mode_driver_version: "12.9.0" runtime_version: "12.9.0"
+      compile_time_toolkit_version: "12.9.0"
+    }}
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }}
+    runtime_version {{ major: 12 minor: 9 }} device_description_str: "{2}"
+"""
+# H200: 0.82 of what a copy (4.3 TB/s) and 0.84 of what a matmul of 8192 x 8192 (715 TFLOP/s)
+# reached there; 132 multiprocessors x 64 lanes x 1.98 GHz
+H200_RATES = {"bytes": 3.5e12, "flops": 600e12, "integer_operations": 16.7e12}
+_LAUNCH = 1.5e-6  # seconds that each kernel takes at least
+
+_OPERATION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$", re.M)
+_ARRAY = re.compile(r"\b((?:pred|bf|[fsu])(\d*))\[([\d,]*)\]")
+_COLLECTIVE = re.compile(
+    r" = (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_FREE = re.compile(  # these launch nothing
+    "parameter|constant|tuple|get-tuple-element|bitcast|partition-id|after-all|opt-barrier|.*-done"
+)
+_MOVING = re.compile("transpose|copy|slice|dynamic-slice|concatenate")
+_COPYING = re.compile("copy|gather|transpose|concatenate|pad|select")
+_INTEGER = re.compile("add|subtract|multiply|xor|or|and|shift-left|shift-right-logical")
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Compile the training step and the search for a device that need not be here."""
-
-    device: str
-    """TPU topology such as v5e:2x4, or h100, h200, a100 (h100:8 for eight of them), or cpu."""
-    config: str = ""
-    """Config file, as in configs/; without one: the paper's base model."""
-    length: int = 32
-    """Tokens of a sentence on either side, in the training batch; the rows follow from
-    batch.tokens.
-    """
-    only: Literal["train_step", "search"] | None = None
-    """Compile one of the two."""
-    table: bool = False
-    """Print the training step's parts as a Markdown table instead."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+def arrays(text: str) -> list[tuple[str, tuple[int, ...], int]]:
+    """Type, shape and bytes of the arrays in this text, such as ``(f32[8,512], bf16[8])``."""
+    found = []
+    for dtype, bits, lengths in _ARRAY.findall(text):
+        shape = tuple(int(n) for n in lengths.split(",") if n)
+        found.append((dtype, shape, int(bits or 8) // 8 * prod(shape)))
+    return found
 
 
-def main() -> int:
-    """Compile the training step and the search, and print what they need."""
-    return run_program(_main)
+class Operation(NamedTuple):
+    """A line of HLO."""
+
+    root: bool
+    name: str
+    type: str
+    kind: str
+    operands: tuple[str, ...]
+    attributes: str
+    number: int = 0  # of a parameter
+
+    @property
+    def bytes(self) -> int:
+        """Of the result."""
+        return sum(size for _, _, size in arrays(self.type))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the result's first array."""
+        return arrays(self.type)[0][1]
+
+    @property
+    def calls(self) -> list[str]:
+        """The computations that it runs."""
+        return re.findall(r"(?:calls|body|condition|to_apply)=%([\w.\-]+)", self.attributes)
+
+    @property
+    def is_matmul(self) -> bool:
+        """Also one of a library."""
+        return self.kind == "dot" or bool(re.search("__cublas|matmul", self.attributes))
+
+    def flops(self, left: Operation) -> float:
+        """Of a matmul, whose left operand is given."""
+        axes = re.search(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', self.attributes)
+        contracted = [left.shape[int(x)] for x in re.findall(r"\d+", axes[1] if axes else "")]
+        return 2.0 * prod(self.shape) * prod(contracted)
 
 
-def _main() -> int:
-    arguments = parse_flags(Arguments, defaults=config_in_flags(sys.argv[1:]))
-    on_gpu = arguments.device.partition(":")[0] in _GPUS
-    if arguments.table and not (on_gpu and arguments.only != "search"):
-        raise UserError(
-            f"--table shows the parts of a training step on a GPU; expected --device "
-            f"{' or '.join(_GPUS)}, not {arguments.device}, and no --only search."
-        )
-    # the tokenizer says how many, as in training
-    config, size = arguments.settings, arguments.settings.tokenizer.vocab_size
-    sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
-    with tempfile.TemporaryDirectory() as folder:
-        platform, devices = _devices(arguments.device, Path(folder))
-        with running_on(platform, devices):
-            report: dict[str, Any] = {"device": devices[0].device_kind, "devices": len(devices)}
-            if arguments.only != "search":
-                report["train_step"] = _train_step(config, devices, arguments)
-            if arguments.only != "train_step":
-                report["search"] = _search(config, platform, devices[0], Path(folder))
-    if arguments.table:
-        print(markdown(report["train_step"]["parts"]))
-    else:
-        print(json.dumps(report, indent=2))
-    return 0
+Computation = dict[str, Operation]
+Program = dict[str, Computation]
+
+
+def computations(program: str) -> Program:
+    """The operations of each computation by name; the entry is ``ENTRY``."""
+    every = {}
+    for text in re.split(r"\n(?=%|ENTRY)", program):
+        found = {}
+        for root, name, type_, kind, operands, attributes in _OPERATION.findall(text):
+            names = tuple(re.findall(r"%([\w.\-]+)", operands))
+            number = int(operands) if kind == "parameter" else 0
+            found[name] = Operation(bool(root), name, type_, kind, names, attributes, number)
+        every[text.split()[0].lstrip("%")] = found
+    return every
+
+
+def shares(inside: Computation) -> Callable[[str], float]:
+    """The share of an array's elements that the results need: slices and gathers need few."""
+
+    @cache
+    def share(name: str) -> float:
+        users = [x for x in inside.values() if name in x.operands]
+        total = float(inside[name].root or not users)
+        for user in users:
+            whole = user.operands[0] == name
+            if whole and user.kind in {"slice", "dynamic-slice", "gather"}:
+                total += share(user.name) * user.bytes / inside[name].bytes
+            elif not (whole and user.kind in {"dynamic-update-slice", "scatter"}):  # in place
+                total += share(user.name)
+        return min(1.0, total)
+
+    return share
+
+
+class Kernel:
+    """What one launch does, and how often it is launched."""
+
+    def __init__(self, every: Program, around: Computation, operation: Operation, launches: int):
+        """``around``: the computation that the operation stands in."""
+        self.name, self.launches = operation.name, launches
+        inner = {
+            name: Operation(False, name, around[name].type, "parameter", (), "", number)
+            for number, name in enumerate(operation.operands)
+        } | {operation.name: operation._replace(root=True)}
+        if operation.kind in {"fusion", "fusion-start"}:
+            inner = every[operation.calls[0]]
+        operations, share = list(inner.values()), shares(inner)
+        self.reads = dict.fromkeys(operation.operands, 0.0)  # bytes
+        for x in operations:
+            if x.kind == "parameter":
+                self.reads[operation.operands[x.number]] += x.bytes * share(x.name)
+        [root] = [x for x in operations if x.root]
+        self.written, results = 0, set()  # bytes; what makes them
+        for x in [inner[x] for x in root.operands] if root.kind == "tuple" else [root]:
+            while x.kind == "bitcast":  # another view of an array
+                x = inner[x.operands[0]]
+            # a slice put into an array counts alone, a scatter twice
+            put = {"dynamic-update-slice": 1, "scatter": 2}.get(x.kind)
+            self.written += put * inner[x.operands[put]].bytes if put else x.bytes
+            results.add(x.kind)
+        self.bytes = sum(self.reads.values()) + self.written
+        unsigned = [x for x in operations if x.type.startswith(("u32", "u64"))]
+        self.integer_operations = sum(prod(x.shape) for x in unsigned if _INTEGER.fullmatch(x.kind))
+        # What XLA made by itself has no name: its neighbors' then.
+        near = [operation, *reversed(operations), *(around[x] for x in operation.operands)]
+        near += [x for x in around.values() if operation.name in x.operands]
+        found = (re.search(r'op_name="([^"]+)"', x.attributes) for x in near)
+        self.source = next((x[1] for x in found if x), "")
+        self.flops, self.kind = 0.0, "rest"
+        if {"xor", "shift-right-logical"} <= {x.kind for x in operations}:
+            self.kind = "random"
+        elif operation.kind == "custom-call":
+            self.kind = "custom"
+        elif "transpose" in operation.name or all(map(_MOVING.fullmatch, results)):
+            self.kind = "move"
+        for x in operations:
+            if x.is_matmul:
+                self.flops += x.flops(inner[x.operands[0]])
+                # only a weight's gradient is smaller than both operands
+                small = prod(x.shape) < min(prod(inner[y].shape) for y in x.operands[:2])
+                self.kind = "weight gradient" if small else "matmul"
+
+
+def kernels(program: str) -> list[Kernel]:
+    """What a compiled function launches; loops as often as they turn."""
+    every = computations(program)
+
+    def launched(around: Computation, times: int) -> Iterator[Kernel]:
+        for operation in around.values():
+            if operation.kind in {"while", "call"}:
+                turns = re.search(r'known_trip_count":\{"n":"(\d+)"', operation.attributes)
+                body = every[operation.calls[-1]]
+                yield from launched(body, times * int(turns[1] if turns else 1))
+            elif not _FREE.fullmatch(operation.kind):
+                yield Kernel(every, around, operation, times)
+
+    return list(launched(every["ENTRY"], 1))
+
+
+def part(kernel: Kernel) -> str:
+    """The part of the training step that a kernel belongs to."""
+    names, kind = set(re.findall(r"\w+", kernel.source)), kernel.kind
+    attention, matmul = "dot_product_attention" in names, kind in ("matmul", "weight gradient")
+    rules = {
+        "loss: matmuls": "loss" in names and matmul,
+        "loss: rest": "loss" in names,
+        "random bits": kind == "random",
+        "embedding": "embedding" in names,
+        "attention: matmuls": attention and matmul,
+        "matmuls: forward": matmul and "transpose" not in names,
+        "matmuls: weight gradient": kind == "weight gradient",
+        "matmuls: input gradient": matmul,
+        "attention: custom kernels": attention and kind == "custom",
+        "attention: transposes": kind == "move" and "jvp" in names,
+        "attention: softmax": attention,
+        # a weight is converted to bfloat16
+        "optimizer and casts": "jvp" not in names or kernel.name.startswith("wrapped_convert"),
+        "feed-forward: bias and activation": "feed_forward" in names,
+        # and what joins the gradients of the branches that begin there
+        "norms and dropout": True,
+    }
+    return next(name for name, holds in rules.items() if holds)
+
+
+def by_part(kernels: Iterable[Kernel], rates: Mapping[str, float]) -> Table:
+    """Kernels, GB, TFLOP and milliseconds of each part, and of all."""
+    table: Table = {}
+    for kernel in kernels:
+        work = max(getattr(kernel, name) / rate for name, rate in rates.items())
+        figures = {"kernels": 1, "gb": kernel.bytes / 1e9, "tflop": kernel.flops / 1e12}
+        figures["ms"] = 1e3 * (_LAUNCH + work)
+        for name in part(kernel), "all":
+            row = table.setdefault(name, dict.fromkeys(figures, 0))
+            for column, amount in figures.items():
+                row[column] += kernel.launches * amount
+    return table
+
+
+def copied(
+    every: Program, names: Iterable[str], shapes: Collection[tuple[int, ...]]
+) -> list[Operation]:
+    """Operations that write an array of one of these shapes anew and compute nothing."""
+    inside = [x for name in names for x in every[name].values() if _COPYING.fullmatch(x.kind)]
+    return [x for x in inside if x.shape in shapes]
+
+
+def collectives(program: str) -> Table:
+    """By kind and type: how many there are, and the MB of what one device gets of them."""
+    found: Table = {}
+    for result, kind in _COLLECTIVE.findall(program):
+        sizes: Counter[str] = Counter()
+        for dtype, _, size in arrays(result):
+            sizes[f"{kind} {dtype}"] += size
+        for name, size in sizes.items():
+            row = found.setdefault(name, {"count": 0, "mb": 0.0})
+            row["count"] += 1
+            row["mb"] += size / 1e6
+    return found
 
 
 @contextmanager
 def running_on(platform: str, devices: list[Any]) -> Iterator[None]:
     """The code finds these devices where it asks what it runs on."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(jax, "default_backend", return_value=platform))
-        stack.enter_context(mock.patch.object(jax, "device_count", return_value=len(devices)))
+        told = {"default_backend": lambda: platform, "device_count": lambda: len(devices)}
+        stack.enter_context(mock.patch.multiple(jax, **told))
         if platform == "gpu":  # where Pallas looks
             gpu = AbstractDevice(devices[0].device_kind, devices[0].core_count, platform)
             mesh = AbstractMesh((), (), abstract_device=gpu)
@@ -140,137 +306,95 @@ def running_on(platform: str, devices: list[Any]) -> Iterator[None]:
         yield
 
 
-def _devices(name: str, folder: Path) -> tuple[str, list[Any]]:
+def gpus(name: str, count: int = 1) -> list[Any]:
+    """GPUs in one machine, to compile for; ``NotImplementedError`` without JAX's CUDA package."""
+    settings = {"target_config": _TARGET.format(*_GPUS[name]), "topology": f"1x1x{count}"}
+    return list(topologies.get_topology_desc(platform="cuda", **settings).devices)
+
+
+def find_devices(name: str) -> tuple[str, list[Any]]:
     """The platform, and devices to compile for but not to run on."""
     kind, _, count = name.partition(":")
-    if kind in _GPUS:
-        flags = "--xla_gpu_autotune_level=0"
-        dumps = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*search_bucket.*"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} {dumps}"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # nobody to ask
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     jax.config.update("jax_platforms", "cpu")
     if kind == "cpu":
         return "cpu", jax.devices()
     try:
         if kind in _GPUS:
             return "gpu", gpus(kind, int(count or 1))
-        return "tpu", list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return "tpu", list(topologies.get_topology_desc(name, "tpu").devices)
+    except (RuntimeError, ValueError) as error:
         raise UserError(
             f"--device {name}: {str(error).splitlines()[0]} Expected one of {', '.join(_GPUS)}, "
-            "cpu, or a TPU topology like "
-            "v5e:2x4, with JAX's package for it installed: pip install '.[cuda]' or '.[tpu]'."
+            "cpu, or a TPU topology like v5e:2x4, with JAX's package for it installed: pip install "
+            "'.[cuda]' or '.[tpu]'."
         ) from error
 
 
-def gpus(name: str, count: int = 1) -> list[Any]:
-    """So many of a kind in one machine, to compile for.
+@dataclass(frozen=True)
+class Arguments:
+    """Compile the training step and the search for a device that need not be here."""
 
-    Raises:
-      NotImplementedError: JAX's package for CUDA is not installed.
-    """
-    shape = f"1x1x{count}"  # partitions, machines, GPUs of each
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_target(name), topology=shape
-    )
-    return list(topology.devices)
-
-
-def _target(name: str) -> str:
-    """A GPU as XLA's GpuTargetConfigProto, in text."""
-    (major, minor), cores, shared, shared_block, bandwidth, memory, clock, l2_cache, description = (
-        _GPUS[name]
-    )
-    driver, toolkit = f'"{_CUDA[0]}.{_CUDA[1]}.0"', f"{{ major: {_CUDA[0]} minor: {_CUDA[1]} }}"
-    return f"""
-        gpu_device_info {{
-          cuda_compute_capability {{ major: {major} minor: {minor} }}
-          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-          fpus_per_core: {128 if major > 8 else 64} core_count: {cores}
-          clock_rate_ghz: {clock} l2_cache_size: {l2_cache}
-          shared_memory_per_block: 49152 shared_memory_per_core: {shared}
-          shared_memory_per_block_optin: {shared_block}
-          registers_per_core_limit: 65536 registers_per_block_limit: 65536
-          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-          memory_bandwidth: {bandwidth}000000000 device_memory_size: {memory}000000000
-          driver_version: {driver} kernel_mode_driver_version: {driver}
-          runtime_version: {driver} compile_time_toolkit_version: {driver}
-        }}
-        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} runtime_version {toolkit}
-        device_description_str: "{description}"
-    """
+    device: str
+    """TPU topology such as v5e:2x4, or h100, h200 (h100:8 for eight of them), or cpu."""
+    config: str = ""
+    """Config file, as in configs/; without one: the paper's base model."""
+    length: int = 32
+    """Tokens of a sentence on either side of the training batch, whose rows fill batch.tokens."""
+    table: bool = False
+    """Compile the training step alone and print its parts as a Markdown table."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def _train_step(config: Config, devices: list[Any], arguments: Arguments) -> dict[str, Any]:
-    gpu, length = arguments.device.partition(":")[0], arguments.length
-    mesh = make_mesh(config.mesh, devices)
-    multiple = config.batch.row_multiple
-    check_rows(mesh, multiple, config.optimizer.accumulate_steps)
-    rows = max(multiple, config.batch.tokens // length // multiple * multiple)
+def main() -> None:
+    """Compile the training step and the search, and print what they need."""
+    arguments = parse_flags(Arguments, defaults=config_in_flags(sys.argv[1:]))
+    config, size = arguments.settings, arguments.settings.tokenizer.vocab_size
+    sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}
+    config = replace(config, model=replace(config.model, **sizes))
+    platform, devices = find_devices(arguments.device)
+    report: Answer = {"device": devices[0].device_kind, "devices": len(devices)}
+    with running_on(platform, devices):
+        report["train_step"] = step = _train_step(config, devices, arguments.length)
+        if not arguments.table:
+            report["search"] = _search(config, devices[0])
+    parts = step.get("parts") if arguments.table else None
+    print(markdown(parts) if parts else json.dumps(report, indent=2))
+
+
+def _train_step(config: Config, devices: list[Any], length: int) -> Answer:
+    mesh, batch = make_mesh(config.mesh, devices), config.batch
+    rows = batch.tokens // length // batch.row_multiple * batch.row_multiple
     side = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=batch_sharding(mesh))
     functions = make_step_functions(config, mesh)
-    lowered = functions.train_step.lower(functions.abstract_state, Batch(side, side))  # type: ignore[attr-defined]
-    compiled, figures = _compile(lowered)
-    if gpu in _GPUS:
-        figures["parts"] = by_part(kernels(compiled.as_text()), RATES.get(gpu))
-    return {
-        "rows": rows,
-        "length": length,
-        "mesh": dict(mesh.shape),
-        **figures,
-        "collectives": hlo.collectives(compiled.as_text()),
-    }
-
-
-def _search(config: Config, platform: str, device: Any, folder: Path) -> dict[str, Any]:
-    """On one device: searches on several are as many of these."""
-    engine = Engine([Transformer(config.model, rngs=nnx.Rngs(0))], config.decoding)
-    bucket = engine.buckets[0]
-    compiled, figures = _compile(engine.lowered(bucket, sharding=SingleDeviceSharding(device)))
-    text, hypotheses = compiled.as_text(), bucket.rows * config.decoding.beam_size
-    step = hlo.innermost_loop(text, hypotheses=hypotheses, vocab_size=config.model.vocab_size)
-    blocks = {x.shape for x in jax.tree.leaves(engine.cache_shapes(bucket)) if len(x.shape) == 4}
-    # what is fused is written nowhere
-    loops = {name for name in hlo.computations(text) if "fused" not in name}
-    copied = {
-        "a_step": len(hlo.moved(text, loops & step, blocks)),
-        "a_hand_over": len(hlo.moved(text, loops - step, blocks)),
-    }
-    figures |= {
-        "rows": bucket.rows,
-        "longest_source": bucket.lengths[-1],
-        "copied_caches": copied,
-    }
-    if platform == "gpu":
-        thunks = next(folder.glob("*search_bucket*thunk_sequence_after_thunk_passes.txt"))
-        figures["host_loops"] = hlo.host_loops(thunks.read_text())
-        figures["steps"] = [
-            {
-                "kernels": sum(kernel.launches for kernel in launched),
-                "gb": round(sum(kernel.launches * kernel.bytes for kernel in launched) / 1e9, 3),
-                "cache_gb": round(read / 1e9, 3),
-            }
-            for launched, read in step_loops(text, blocks)
-        ]
+    lowered = functions.train_step.lower(functions.abstract_state, Batch(side, side))
+    text, figures = _compile(lowered)
+    figures |= {"rows": rows, "mesh": dict(mesh.shape), "collectives": collectives(text)}
+    if devices[0].platform == "gpu":
+        figures["parts"] = by_part(kernels(text), H200_RATES)
     return figures
 
 
-def _compile(lowered: Any) -> tuple[Any, dict[str, Any]]:
-    begin, begin_cpu = time.perf_counter(), time.process_time()
+def _search(config: Config, device: Any) -> Answer:
+    """On one device: searches on several are as many of these."""
+    engine = Engine([Transformer(config.model, rngs=nnx.Rngs(0))], config.decoding)
+    bucket = engine.buckets[0]
+    text, figures = _compile(engine.lowered(bucket, sharding=SingleDeviceSharding(device)))
+    every = computations(text)
+    caches = {x.shape for x in jax.tree.leaves(engine.cache_shapes(bucket)) if len(x.shape) == 4}
+    written = [name for name in every if "fused" not in name]  # what is fused is written nowhere
+    return figures | {"rows": bucket.rows, "copied_caches": len(copied(every, written, caches))}
+
+
+def _compile(lowered: Any) -> tuple[str, Answer]:
+    begin = time.perf_counter()
     compiled = lowered.compile()
-    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
-    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
-    return compiled, {
-        "compile_seconds": round(seconds, 1),
-        "compile_cpu_seconds": round(cpu_seconds, 1),
-        "memory_mb": {
-            "arguments": round(memory.argument_size_in_bytes / 1e6, 2),
-            "temporary": round(memory.temp_size_in_bytes / 1e6, 2),
-            "in_place": round(memory.alias_size_in_bytes / 1e6, 2),
-        },
-        "flops": costs.get("flops"),
-    }
+    seconds, memory = time.perf_counter() - begin, compiled.memory_analysis()
+    names = {"arguments": "argument", "temporary": "temp", "in_place": "alias"}
+    sizes = {name: getattr(memory, f"{x}_size_in_bytes") / 1e6 for name, x in names.items()}
+    return compiled.as_text(), {"compile_seconds": seconds, "memory_mb": sizes}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

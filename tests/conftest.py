@@ -22,7 +22,6 @@ SLOW = [
     for name in (
         "training/test_processes",
         "training/test_step",
-        "test_accelerator",
         "test_notebooks",
         "model/test_transformer",
         "training/test_variants",

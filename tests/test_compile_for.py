@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import jax
@@ -15,9 +16,11 @@ import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks import compile_for, hlo
-from benchmarks.kernels import computations, kernels
+from benchmarks import compile_for
+from benchmarks.compile_for import by_part, collectives, computations, kernels
+from benchmarks.in_turn import markdown
 from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
 from transformer_jax.model.layers import FeedForward
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loss import smoothed_cross_entropy
@@ -43,10 +46,10 @@ def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
             "64",
         ],
     )
-    assert compile_for.main() == 0
+    compile_for.main()
     report = json.loads(capsys.readouterr().out)
     step, search = report["train_step"], report["search"]
-    assert (report["devices"], step["rows"], step["length"], step["mesh"]["data"]) == (8, 32, 80, 8)
+    assert (report["devices"], step["rows"], step["mesh"]["data"]) == (8, 32, 8)
     parameters = 64 * 16 + (4 + 8) * 16 * 16 + 2 * (2 * 16 * 32 + 32 + 16) + 5 * 2 * 16
     # with two moments of Adam's
     assert 0 <= step["memory_mb"]["arguments"] - 3 * 4 * parameters / 1e6 < 0.01
@@ -58,51 +61,13 @@ def test_the_report_on_the_devices_that_are_here(monkeypatch, capsys):
         < 0.002
     )
     # the tests' own XLA flags bring copies
-    assert search["copied_caches"].keys() == {"a_step", "a_hand_over"}
-    assert search["rows"] == 32
+    assert search["rows"] == 32 and search["copied_caches"] >= 0
 
 
 @pytest.mark.parametrize("device", ["h3000", "v9:2x2"])
-def test_a_device_that_is_none(device, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["compile_for", "--device", device])
-    assert compile_for.main() == 2
-    assert f"--device {device}" in capsys.readouterr().err
-
-
-THUNKS = """\
-000: kCommandBuffer [source       | next=022 (1)]
-    001: kCustomKernel [source | sink] before grid: [1, 1, 1]
-022: kWhile         [prev=000 (1) | next=000 (1)]
-condition:
-    023: kCustomKernel [source | sink] more
-  body:
-    000: kCommandBuffer [source       | next=953 (1) ]
-        024: kCustomKernel [source | sink] encode
-    953: kWhile         [prev=000 (1) | next=1252 (1)]
-condition:
-        954: kCustomKernel [source | sink] go_on
-      body:
-        000: kCommandBuffer [source | sink]
-            955: kCublasLtMatmul [source | sink] kCublasLtMatmul
-            956: kCopy [source | sink] kCopy
-        957: kCustomKernel [source | sink] after
-    958: kCustomKernel [source | sink] collect
-"""
-
-
-@pytest.mark.parametrize("flags", ["--device v5e:2x2", "--device h200 --only search"])
-def test_a_table_of_what_has_no_parts_is_refused(flags, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["compile_for", "--table", *flags.split()])
-    assert compile_for.main() == 2
-    assert "--table shows the parts of a training step on a GPU" in capsys.readouterr().err
-
-
-def test_loops_that_the_host_controls():
-    assert hlo.host_loops(THUNKS) == 2
-    one_graph = "000: kCommandBuffer [source | sink]\n" + "".join(
-        f"    {line}\n" for line in THUNKS.splitlines()[2:]
-    )
-    assert hlo.host_loops(one_graph) == 0
+def test_a_device_that_is_none(device):
+    with pytest.raises(UserError, match=f"--device {device}: "):
+        compile_for.find_devices(device)
 
 
 def test_collectives_count_what_devices_hand_over():
@@ -113,7 +78,7 @@ ENTRY %main () -> f32[] {
   %c = f32[1000]{0} all-gather(%z), dimensions={0}
 }
 """
-    assert hlo.collectives(program) == {
+    assert collectives(program) == {
         "all-gather f32": {"count": 1, "mb": 0.004},
         "all-reduce bf16": {"count": 1, "mb": 0.016},
         "all-reduce f32": {"count": 2, "mb": 0.26},
@@ -154,12 +119,12 @@ def test_the_loss_reads_its_logits_twice_and_pads_nothing(for_h200):
         _array(784, 32, dtype=jnp.int32),
     )
     found = kernels(text)
-    logits = next(kernel for kernel in found if kernel.kind == "product")
+    logits = next(kernel for kernel in found if kernel.kind == "matmul")
     others = [kernel for kernel in found if not kernel.flops]
     reading = [x for x in others if max(x.reads.values(), default=0) >= logits.written]
     # for the sums; for the gradient, written in their place
     assert [x.written > logits.written / 2 for x in reading] == [False, True]
-    padded = [x for each in computations(text).values() for x in each.operations.values()]
+    padded = [x for each in computations(text).values() for x in each.values()]
     assert not [x for x in padded if x.kind == "pad" and x.bytes > 1e6]
 
 
@@ -173,8 +138,8 @@ def test_relu_is_computed_once(for_h200):
 
     x_BLD = _array(784, 32, 512)
     text = for_h200(gradient, parameters, x_BLD, x_BLD)
-    operations = [x for each in computations(text).values() for x in each.operations.values()]
-    maxima = [x for x in operations if x.kind == "maximum" and x.elements == 784 * 32 * 2048]
+    operations = [x for each in computations(text).values() for x in each.values()]
+    maxima = [x for x in operations if x.kind == "maximum" and prod(x.shape) == 784 * 32 * 2048]
     assert len(maxima) == 1
 
 
@@ -198,3 +163,98 @@ def test_random_bits_of_a_step_are_drawn_once(for_h200):
     assert len(drawing) == 1
     # 16 bits an element, and threefry, which makes 64 at a time, wastes none
     assert drawing[0].integer_operations < 40 * dropped
+
+
+# 3 turns of a loop, which takes a slice of %chunks, multiplies and puts a row into %rows; then the
+# product of 2 x 8 tokens, split along the sum; and random bits
+PROGRAM = """\
+HloModule jit_step
+
+%take (chunks: bf16[3,8,4]) -> bf16[8,4] {
+  %chunks = bf16[3,8,4]{2,1,0} parameter(0)
+  %start = s32[] constant(0)
+  %slice = bf16[1,8,4]{2,1,0} dynamic-slice(%chunks, %start, %start, %start), dynamic_slice_sizes={1,8,4}
+  ROOT %flat = bf16[8,4]{1,0} bitcast(%slice)
+}
+
+%logits (left: bf16[8,4], right: bf16[10,4]) -> f32[8,10] {
+  %left = bf16[8,4]{1,0} parameter(0)
+  %right = bf16[10,4]{1,0} parameter(1)
+  ROOT %dot = f32[8,10]{1,0} dot(%left, %right), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+%put (rows: f32[3,8,10], row: f32[8,10]) -> f32[3,8,10] {
+  %rows = f32[3,8,10]{2,1,0} parameter(0)
+  %row = f32[8,10]{1,0} parameter(1)
+  %one = f32[1,8,10]{2,1,0} bitcast(%row)
+  %first = s32[] constant(0)
+  ROOT %put.1 = f32[3,8,10]{2,1,0} dynamic-update-slice(%rows, %one, %first, %first, %first)
+}
+
+%split (left.1: bf16[2,8,4], right.1: bf16[2,8,6]) -> f32[2,4,6] {
+  %left.1 = bf16[2,8,4]{2,1,0} parameter(0)
+  %right.1 = bf16[2,8,6]{2,1,0} parameter(1)
+  ROOT %dot.1 = f32[2,4,6]{2,1,0} dot(%left.1, %right.1), lhs_batch_dims={0}, lhs_contracting_dims={1}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+}
+
+%bits (count: u32[100]) -> u32[100] {
+  %count = u32[100]{0} parameter(0)
+  %shift = u32[100]{0} shift-right-logical(%count, %count)
+  ROOT %mix = u32[100]{0} xor(%shift, %count)
+}
+
+%body (state: (bf16[3,8,4], bf16[10,4], f32[3,8,10])) -> (bf16[3,8,4], bf16[10,4], f32[3,8,10]) {
+  %state = (bf16[3,8,4]{2,1,0}, bf16[10,4]{1,0}, f32[3,8,10]{2,1,0}) parameter(0)
+  %all = bf16[3,8,4]{2,1,0} get-tuple-element(%state), index=0
+  %weights = bf16[10,4]{1,0} get-tuple-element(%state), index=1
+  %sums = f32[3,8,10]{2,1,0} get-tuple-element(%state), index=2
+  %taken = bf16[8,4]{1,0} fusion(%all), kind=kLoop, calls=%take
+  %product = f32[8,10]{1,0} fusion(%taken, %weights), kind=kCustom, calls=%logits, metadata={op_name="jit(step)/jvp(loss)/while/dot_general"}
+  %written = f32[3,8,10]{2,1,0} fusion(%sums, %product), kind=kLoop, calls=%put, metadata={op_name="jit(step)/jvp(loss)/while/add"}
+  ROOT %next = (bf16[3,8,4]{2,1,0}, bf16[10,4]{1,0}, f32[3,8,10]{2,1,0}) tuple(%all, %weights, %written)
+}
+
+ENTRY %main (x: (bf16[3,8,4], bf16[10,4], f32[3,8,10]), y: bf16[2,8,4], z: bf16[2,8,6], n: u32[100]) -> f32[2,4,6] {
+  %x = (bf16[3,8,4]{2,1,0}, bf16[10,4]{1,0}, f32[3,8,10]{2,1,0}) parameter(0)
+  %y = bf16[2,8,4]{2,1,0} parameter(1)
+  %z = bf16[2,8,6]{2,1,0} parameter(2)
+  %n = u32[100]{0} parameter(3)
+  %while = (bf16[3,8,4]{2,1,0}, bf16[10,4]{1,0}, /*index=2*/f32[3,8,10]{2,1,0}) while(%x), condition=%more, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %random = u32[100]{0} fusion(%n), kind=kLoop, calls=%bits, metadata={op_name="jit(step)/jvp(residual)/dropout/xor"}
+  ROOT %gradient = f32[2,4,6]{2,1,0} fusion(%y, %z), kind=kCustom, calls=%split, metadata={op_name="jit(step)/transpose(jvp(feed_forward))/BLF,FD->BLD/transpose"}
+}
+"""  # noqa: E501
+
+
+def test_kernels_of_loops_slices_and_matmuls():
+    found = {kernel.name: kernel for kernel in kernels(PROGRAM)}
+    assert {name: kernel.launches for name, kernel in found.items()} == {
+        "taken": 3,
+        "product": 3,
+        "written": 3,
+        "random": 1,
+        "gradient": 1,
+    }
+    assert found["taken"].bytes == 2 * 2 * 8 * 4  # one slice, not all three
+    assert found["written"].bytes == 2 * 4 * 8 * 10  # in place
+    assert found["product"].bytes == 2 * (8 * 4 + 10 * 4) + 4 * 8 * 10
+    assert found["product"].flops == 2 * 8 * 10 * 4
+    assert found["gradient"].flops == 2 * 4 * 6 * 16
+    assert found["random"].integer_operations == 200
+    kinds = [found[name].kind for name in ("product", "gradient", "random", "taken")]
+    assert kinds == ["matmul", "weight gradient", "random", "move"]
+
+
+def test_parts_and_their_times():
+    table = by_part(kernels(PROGRAM), {"bytes": 1e9, "flops": 1e9, "integer_operations": 1e6})
+    assert {name: row["kernels"] for name, row in table.items()} == {
+        "loss: matmuls": 3,
+        "loss: rest": 6,  # the slice has no name of its own; its user has
+        "matmuls: weight gradient": 1,
+        "random bits": 1,
+        "all": 11,
+    }
+    assert table["random bits"]["ms"] == pytest.approx(1e3 * (1.5e-6 + 200 / 1e6))
+    # the matmul takes longer than its bytes
+    assert table["loss: matmuls"]["ms"] == pytest.approx(3e3 * (1.5e-6 + 640e-9))
+    assert "| all | 11 |" in markdown(table)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
-from benchmarks.hlo import collectives
+from benchmarks.compile_for import collectives
 from transformer_jax.config import MeshConfig
 from transformer_jax.model.attention import attention_mask, dot_product_attention
 from transformer_jax.model.attention_kernel import short_attention, takes

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import hlo
+from benchmarks.compile_for import collectives
 from transformer_jax.config import (
     BatchConfig,
     Config,
@@ -188,7 +188,7 @@ def test_devices_do_not_hand_layers_around(
     def crossing_mb(rows: int) -> float:
         side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
         program = run.train_step.lower(run.abstract_state, Batch(side, side)).compile()  # type: ignore[attr-defined]
-        return sum(figures["mb"] for figures in hlo.collectives(program.as_text()).values())
+        return sum(figures["mb"] for figures in collectives(program.as_text()).values())
 
     layer_mb = (512 - 64) / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
     assert crossing_mb(512) - crossing_mb(64) < layer_mb
@@ -206,7 +206,7 @@ def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
     def crossing(rows: int) -> dict[str, dict[str, float]]:
         side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
         compiled = run.train_step.lower(run.abstract_state, Batch(side, side)).compile()  # type: ignore[attr-defined]
-        return hlo.collectives(compiled.as_text())
+        return collectives(compiled.as_text())
 
     few, many = crossing(64), crossing(512)
     assert set(few) == set(many) == {"all-reduce f32", "all-gather f32"}

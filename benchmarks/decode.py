@@ -1,0 +1,260 @@
+"""Speed of decoding: ours, CTranslate2, Hugging Face ``generate``, and another checkout.
+
+    python -m benchmarks.decode --batch-sizes 1 32                  # base, random weights
+    python -m benchmarks.decode --workdir W --input F --batch-sizes 32
+    python -m benchmarks.decode --against ../older --engines ours
+
+All engines have the same weights and inputs, longest first. The time is from token ids to token
+ids, without tokenizing and loading. Ours gets all sentences in one call, as does CTranslate2 with
+``--workdir``; the others get a batch at a time.
+
+*Random weights*: source lengths are like newstest2014's under a joint BPE of 32,000 tokens
+(log-normal, mean 27.7 with the end symbol). Every output is one token longer than its source: ours
+suppresses the end symbol and stops at its limit. No other engine can force the length of one
+sentence, so there all sentences of a batch get their mean. ``same`` counts equal outputs among
+sentences of the same forced length, without the last position, where ours has the end symbol.
+Random weights make near-ties, between which float rounding decides; with a beam so does the last
+position, where the others may have any token.
+
+*A trained model* (``--workdir``): every engine stops by itself, at most 50 tokens after the
+source's length (ours: each sentence's own, Hugging Face: the longest of the batch, CTranslate2:
+of the file). Tokens are those of each engine's best outputs and their end symbols.
+
+The length penalty divides by length^0.6 everywhere (ours: ``length_offset`` 0). CTranslate2
+runs on CPUs, in float32 or int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.in_turn import Answer, Engine, Table, absolute, finish, measure, parser, workers
+from transformer_jax import EOS_ID, PAD_ID, Config, DecodingConfig, load_config_file
+
+Ids = list[list[int]]
+Search = Callable[[], Ids]
+
+
+def numbered_tokens(vocab_size: int) -> Any:
+    """Stands in for the tokenizer of a model of random weights: what exports ask of one."""
+    names = ["<pad>", "<s>", "</s>", "<unk>", *(f"p{i}" for i in range(4, vocab_size))]
+    sizes = {"source_vocab_size": vocab_size, "target_vocab_size": vocab_size}
+    found = SimpleNamespace(
+        source_model=b"", target_model=None, joint=True, imported=False, **sizes
+    )
+    found.source_tokens = found.target_tokens = lambda ids: [names[i] for i in ids]
+    found.require_target_ids = lambda *_: []
+    return found
+
+
+def load(job: Answer) -> tuple[Config, Any, Any]:
+    """Config, model and tokenizer: a trained one, or random weights, the same in every process."""
+    from flax import nnx
+
+    from transformer_jax import Transformer, load_model
+
+    if job["workdir"]:
+        _, model, tokenizer = load_model(job["workdir"])
+    else:
+        config = load_config_file(job["config"])
+        shape = replace(config.model, vocab_size=config.tokenizer.vocab_size)
+        model = Transformer(shape, rngs=nnx.Rngs(0))
+        tokenizer = numbered_tokens(shape.vocab_size)
+    decoding = DecodingConfig(
+        beam_size=job["beam_size"],
+        length_penalty=0.6,
+        length_offset=0.0,
+        max_extra_length=job["extra"],
+        batch_size=job["batch_size"],
+    )
+    return Config(model=model.config, decoding=decoding), model, tokenizer
+
+
+def export(job: Answer) -> Engine:
+    """Write the model, the names of its tokens and the sources into ``job["folder"]``."""
+    from transformer_jax.data.sources import read_lines
+    from transformer_jax.interop.ctranslate2 import export_ctranslate2
+    from transformer_jax.interop.huggingface import export_huggingface
+
+    config, model, tokenizer = load(job)
+    folder, count = Path(job["folder"]), job["sentences"]
+    if job["workdir"]:
+        source = tokenizer.encode_source(list(islice(read_lines(job["input"]), count)))
+    else:
+        rng = np.random.default_rng(0)
+        lengths = rng.lognormal(3.196, 0.513, count).clip(3, 98).astype(int)
+        source = [rng.integers(4, config.model.vocab_size, n - 1).tolist() for n in lengths]
+    found = {
+        "ids": sorted(filter(None, source), key=len, reverse=True),
+        "source": tokenizer.source_tokens(range(tokenizer.source_vocab_size)),
+        "target": tokenizer.target_tokens(range(tokenizer.target_vocab_size)),
+    }
+    (folder / "source.json").write_text(json.dumps(found))
+    if set(job["engines"]) != {"ours"}:
+        for write in (export_ctranslate2, export_huggingface):
+            place = folder / write.__name__
+            place.mkdir()
+            write(config, model, tokenizer, place)
+    return dict
+
+
+def ours(job: Answer, ids: Ids) -> Search:
+    """``transformer_jax.Engine``, all sentences in one call."""
+    from transformer_jax.decoding import devices, engine
+
+    places = devices.devices_for_rows(job["batch_size"])  # first: it may decide how JAX starts
+    config, model, _ = load(job)
+    suppress = () if job["workdir"] else (EOS_ID,)
+    searcher = engine.Engine([model], config.decoding, suppress=suppress, devices=places)
+    sentences = [engine.Sentence(x) for x in ids]
+    return lambda: [best.tokens for best, *_ in searcher.search(sentences)]
+
+
+def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
+    """Neighbors of like length, and the output length that they share."""
+    for i in range(0, len(ids), job["batch_size"]):
+        batch = ids[i : i + job["batch_size"]]
+        mean = round(float(np.mean([len(x) + 1 + job["extra"] for x in batch])))
+        yield batch, None if job["workdir"] else mean
+
+
+def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
+    """``ctranslate2.Translator``: one call, which sorts and cuts by itself, or a call a batch."""
+    import ctranslate2
+
+    folder = Path(job["folder"])
+    names = json.loads((folder / "source.json").read_text())
+    target_ids = {token: i for i, token in enumerate(names["target"])}
+    translator = ctranslate2.Translator(
+        str(folder / "export_ctranslate2"),
+        compute_type="int8" if int8 else "float32",
+        inter_threads=1,
+        intra_threads=job["threads"],
+    )
+
+    def search() -> Ids:
+        results = []
+        for batch, length in [(ids, None)] if job["workdir"] else batches(job, ids):
+            results += translator.translate_batch(
+                [[names["source"][i] for i in sentence] for sentence in batch],
+                beam_size=job["beam_size"],
+                length_penalty=0.6,
+                max_batch_size=job["batch_size"],
+                max_input_length=0,
+                min_decoding_length=length or 1,
+                max_decoding_length=length or 1 + len(ids[0]) + job["extra"],
+                suppress_sequences=[[names["target"][PAD_ID]]],  # ours never writes it
+            )
+        return [[target_ids[token] for token in x.hypotheses[0]] for x in results]
+
+    return search
+
+
+def huggingface(job: Answer, ids: Ids) -> Search:
+    """``MarianMTModel.generate``, a call a batch."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+    import transformers
+
+    torch.set_num_threads(job["threads"])
+    transformers.logging.set_verbosity_error()
+    on_gpu = torch.cuda.is_available()
+    model = transformers.MarianMTModel.from_pretrained(
+        Path(job["folder"]) / "export_huggingface",
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+    )
+    model.to("cuda" if on_gpu else "cpu")
+    model.generation_config.forced_eos_token_id = None  # as in CTranslate2
+
+    def search() -> Ids:
+        results = []
+        for batch, length in batches(job, ids):
+            rows = [torch.tensor([*x, EOS_ID]) for x in batch]
+            input_ids = torch.nn.utils.rnn.pad_sequence(rows, True, PAD_ID).to(model.device)
+            with torch.inference_mode():
+                found = model.generate(
+                    input_ids=input_ids,
+                    attention_mask=(input_ids != PAD_ID).long(),
+                    num_beams=job["beam_size"],
+                    length_penalty=0.6,
+                    do_sample=False,
+                    min_new_tokens=length,
+                    max_new_tokens=length or 1 + len(batch[0]) + job["extra"],
+                )
+            special = PAD_ID, EOS_ID
+            results += [[i for i in row if i not in special] for row in found[:, 1:].tolist()]
+        return results
+
+    return search
+
+
+OTHERS: dict[str, Callable[[Answer, Ids], Search]] = {
+    "ctranslate2": partial(ctranslate2, int8=False),
+    "ctranslate2_int8": partial(ctranslate2, int8=True),
+    "huggingface": huggingface,
+}
+
+
+def start(name: str, job: Answer) -> Engine:
+    """The engine of this name; ``ImportError`` where its package is missing."""
+    if name == "export":
+        return export(job)
+    ids = json.loads((Path(job["folder"]) / "source.json").read_text())["ids"]
+    search = OTHERS.get(name, ours)(job, ids)
+    last = -1 if name in OTHERS and not job["workdir"] else None  # where ours has EOS
+
+    def run() -> Answer:
+        outputs = [x[:last] for x in search()]
+        return {"outputs": outputs, "tokens": sum(len(x) + 1 for x in outputs)}
+
+    return run
+
+
+def main() -> None:
+    """Measure each batch size, and report."""
+    flags = parser(__doc__)
+    add = flags.add_argument
+    add("--config", default="wmt14_base", help="recipe of random weights; default: wmt14_base")
+    add("--workdir", type=absolute, help="a trained model, with --input")
+    add("--input", type=absolute, help="text to translate")
+    add("--sentences", type=int, default=128)
+    add("--beam-size", type=int, default=4)
+    add("--batch-sizes", type=int, nargs="+", default=[1, 32, 128, 512])
+    add("--engines", nargs="+", choices=["ours", *OTHERS], default=["ours", *OTHERS])
+    arguments = flags.parse_args()
+    if bool(arguments.workdir) != bool(arguments.input):
+        flags.error("--workdir and --input go together")
+    table: Table = {}
+    extra = 50 if arguments.workdir else 1
+    for size in arguments.batch_sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            job = vars(arguments) | {"folder": folder, "batch_size": size, "extra": extra}
+            with workers("decode", ["export"], job | {"against": None}):
+                pass
+            with workers("decode", arguments.engines, job) as engines:
+                found, rounds = measure(
+                    engines, arguments.rounds, lambda x: x["tokens"] / x["seconds"], "tokens/s"
+                )
+        expected = next(iter(rounds[-1].values()))["outputs"]
+        for name, row in found.items():
+            pairs = list(zip(expected, rounds[-1][name]["outputs"], strict=True))
+            pairs = [(a, b) for a, b in pairs if arguments.workdir or len(a) == len(b)]
+            row["same"] = f"{sum(a == b for a, b in pairs):,} of {len(pairs):,}"
+            row["first run, s"] = rounds[0][name]["seconds"]
+            table[f"batch {size}, {name}"] = row
+    finish(table, None, arguments)
+
+
+if __name__ == "__main__":
+    main()
