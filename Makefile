@@ -17,8 +17,8 @@ QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_
 	tests/model/test_attention.py tests/decoding/test_beam_search.py tests/decoding/test_records.py
 
 # The tests of the branches (serving, interop, parsing, report, figures) and of what uses them.
-BRANCHES := tests/interop tests/parsing tests/serving tests/test_attention.py tests/test_pictures.py \
-	tests/test_benchmarks.py tests/test_report.py tests/test_wheel.py
+BRANCHES := tests/interop tests/parsing tests/serving tests/test_benchmarks.py tests/test_figures.py \
+	tests/test_report.py tests/test_wheel.py
 
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

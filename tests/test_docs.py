@@ -108,7 +108,7 @@ def test_the_readme_map_names_every_module_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("page", "files", "called"),
     [
-        ("decoding", ("decoding/flags", "attention"), "decode.py"),
+        ("decoding", ("decoding/flags", "figures/__main__"), "decode.py"),
         ("serving", ("serving/flags", "decoding/flags"), "transformer-serve"),
     ],
 )

@@ -79,8 +79,8 @@ def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> 
         run("finetune_opus_mt", workdir=tmp_path / "opus", steps=80)
 
 
-def test_pictures(run: Callable[..., str], tmp_path: Path) -> None:
-    printed = run("pictures", folder=tmp_path / "new")
+def test_figures(run: Callable[..., str], tmp_path: Path) -> None:
+    printed = run("figures", folder=tmp_path / "new")
     assert printed.splitlines() == [
         f"{tmp_path}/new/{name}.svg" for name in ("positions", "schedule")
     ]

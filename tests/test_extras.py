@@ -20,6 +20,9 @@ USES = {  # what fails without the packages of an extra
     "[*read_pairs(transformer_jax.PairsConfig('tfds', ('x',), (), 'a', 'b'))]",
     "paper": "from transformer_jax.evaluation import check_bleu_language\n"
     "check_bleu_language('de')",
+    "figures": "from transformer_jax.figures import schedule_picture; schedule_picture({})",
+    "report": "from transformer_jax.report.__main__ import _run\n"
+    "_run(['--workdir', '.', '--output', 'report.html'])",
     "interop": "from transformer_jax.interop.huggingface import export_huggingface\n"
     "export_huggingface(None, None, None, None)",
     "gcs": "from transformer_jax.storage import to_path; to_path('gs://bucket/run')",

@@ -1,6 +1,5 @@
 """What `from transformer_jax import ...` offers, for `__init__.py`, type checkers and editors."""
 
-from .attention import SentenceAttention, sentence_attention
 from .checkpoint import load_model, save_model
 from .cli import flag_values, parse_flags, run_program
 from .compilation_cache import keep_compiled
@@ -21,8 +20,9 @@ from .data.batching import Batch, BatchPlan
 from .data.corpus import Corpus
 from .data.corpus_files import build_corpus
 from .data.loader import load_batches
-from .data.sources import read_lines
+from .data.sources import read_lines, read_pairs
 from .decoding.async_translator import AsyncTranslator
+from .decoding.attention_weights import SentenceAttention, sentence_attention
 from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
 from .decoding.engine import Engine, Hypothesis, Sentence
@@ -39,13 +39,6 @@ from .model.cache import DecoderCache
 from .model.layers import DecoderLayer, EncoderLayer, FeedForward, use_matmul_precision
 from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
-from .pictures.drawing import (
-    attention_lines,
-    attention_maps,
-    positions_picture,
-    save_picture,
-    schedule_picture,
-)
 from .remote_workdir import local_workdir
 from .sharding import batch_sharding, make_mesh, state_shardings
 from .special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
@@ -98,8 +91,6 @@ __all__ = [
     "Translation",
     "Translator",
     "UserError",
-    "attention_lines",
-    "attention_maps",
     "attention_mask",
     "batch_sharding",
     "bleu",
@@ -119,12 +110,10 @@ __all__ = [
     "make_optimizer",
     "needs_extra",
     "parse_flags",
-    "positions_picture",
     "read_lines",
+    "read_pairs",
     "run_program",
     "save_model",
-    "save_picture",
-    "schedule_picture",
     "search",
     "sentence_attention",
     "shown",

@@ -24,9 +24,6 @@ from transformer_jax.removed import advice_for_flag
 
 T = TypeVar("T")
 
-PICTURES = (".svg", ".png", ".pdf")
-"""Endings of the pictures that programs can write."""
-
 COMPILING = "compiling"
 """Name of threads that a program does not wait for when it ends."""
 
@@ -118,6 +115,7 @@ def parse_flags(
 
     Args:
       arguments: a dataclass, perhaps of dataclasses; the docstrings under its fields are the help.
+        A union of dataclasses: a subcommand for each.
       argv: flags; None: those of this process.
       defaults: values of fields, in place of the defaults that ``arguments`` declares.
       common: fields, such as ``settings.model.d_ff``; empty: all.
@@ -128,14 +126,16 @@ def parse_flags(
     for flag in sorted(flags_given(argv)):
         if advice := advice_for_flag(flag):
             raise UserError(f"--{flag} was removed: {advice}")
+    spec = sys.modules["__main__"].__spec__
+    prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
+    if not dataclasses.is_dataclass(arguments):
+        return tyro.cli(arguments, prog=prog, args=argv)
     values = {
         field.name: tyro.MISSING
         for field in dataclasses.fields(arguments)  # type: ignore[arg-type]
         if field.default is field.default_factory is dataclasses.MISSING
     }
     default = arguments(**values | dict(defaults or {}))
-    spec = sys.modules["__main__"].__spec__
-    prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     if asked := {"-h", "--help"} & set(argv):
         topic = "".join(argv[argv.index(asked.pop()) + 1 :][:1])
         selection = _selection(default, _fields_to_show(list(flatten(default)), topic, common))
@@ -203,19 +203,6 @@ def flags_given(argv: Sequence[str]) -> set[str]:
     """The names of the flags in ``argv``, such as ``model.d-ff``."""
     flags = (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
     return {flag.replace("_", "-") for flag in flags}
-
-
-def check_output(name: str, *, endings: Sequence[str] = ()) -> None:
-    """``UserError`` unless a file of this name, which ``--output`` gives, can be made, and has one
-    of the ``endings`` (if there are any).
-    """
-    path = Path(name).absolute()
-    if endings and path.suffix not in endings:
-        raise UserError(
-            f"output is {name!r}; expected a name that ends in one of {', '.join(endings)}."
-        )
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"output is {name!r}; expected the name of a file in a folder that exists.")
 
 
 def parse_shard(shard: str) -> tuple[int, int]:

@@ -34,6 +34,9 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 """Field of ``Config``: its old default and the advice. A config.json loads with the default."""
 
 FLAGS: dict[str, str] = {
+    "query": "use --only with numbers of tokens, from 1.",
+    "source-tokens": "draw slices of the arrays with transformer_jax.figures.attention_maps.",
+    "target-tokens": "draw slices of the arrays with transformer_jax.figures.attention_maps.",
     "api-keys": "let a reverse proxy check keys, as docs/serving.md shows.",
     "requests-per-minute": "let a reverse proxy limit rates, as docs/serving.md shows.",
     "join": "join the outputs of --shard with `paste -d '\\n'` (docs/decoding.md, Long jobs).",
@@ -53,6 +56,8 @@ MODULES: dict[str, str] = {
     "table3": (
         "train the rows by train.py --config table3:ROW and collect them by examples/table3.py."
     ),
+    "attention": "use `python -m transformer_jax.figures attention` and sentence_attention.",
+    "pictures": "use `python -m transformer_jax.figures` and transformer_jax.figures.",
     "interop.marian": "use interop.ctranslate2 or interop.huggingface.",
     "decoding.learn_shortlist": "export to CTranslate2 with int8 where the softmax is too slow.",
 }

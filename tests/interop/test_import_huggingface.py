@@ -22,7 +22,6 @@ from safetensors.numpy import load_file, save_file
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
 from transformer_jax import checkpoint
-from transformer_jax.attention import sentence_attention
 from transformer_jax.checkpoint import choose_checkpoints, load_model
 from transformer_jax.config import (
     BatchConfig,
@@ -33,6 +32,7 @@ from transformer_jax.config import (
     TrainingConfig,
 )
 from transformer_jax.config_io import load_config_file
+from transformer_jax.decoding.attention_weights import sentence_attention
 from transformer_jax.decoding.segments import split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError

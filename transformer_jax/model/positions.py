@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.errors import UserError
+
 
 def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleaved") -> np.ndarray:
     """Sinusoidal position vectors, float32 [length, d_model] (section 3.5).
 
     ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the
     same, as in the paper. ``split``: all sines, then all cosines, with tensor2tensor's wavelengths
-    10000^(i / (d_model / 2 - 1)).
+    10000^(i / (d_model / 2 - 1)). ``UserError`` if d_model is odd.
     """
+    if d_model < 0 or d_model % 2:
+        raise UserError(f"d_model is {d_model}; expected a positive even number.")
     half = d_model // 2
     exponents = np.arange(half) / (half if layout == "interleaved" else max(half - 1, 1))
     angles = np.arange(length)[:, None] * 10000.0 ** -exponents[None, :]

@@ -1,1 +1,1 @@
-"""A page about training runs: curves, figures, translations, attention, settings."""
+"""A page about training runs: curves, results, translations, attention, settings."""

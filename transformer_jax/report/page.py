@@ -1,107 +1,74 @@
-"""The page: pictures and tables, laid out by the template page.html."""
+"""The page, laid out by the template page.html."""
 
 from __future__ import annotations
 
-import base64
 import difflib
-import shlex
-import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, StrictUndefined
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
-from transformer_jax.attention import READABLE, Kind, SentenceAttention
-from transformer_jax.pictures.drawing import (
-    attention_maps,
-    curves_picture,
-    distinct_colours,
-    picture_bytes,
-)
-from transformer_jax.report.facts import by_label, environment, figures, settings, text, versions
-from transformer_jax.report.runs import Run, number
-from transformer_jax.report.samples import Samples
+from transformer_jax.report.charts import curves_chart, heat_maps
+from transformer_jax.report.facts import by_label, environment, results, settings
+from transformer_jax.report.runs import Run
 
 _CURVES = {
-    "Loss": ("loss", "dev_loss"),
-    "Perplexity": ("perplexity", "dev_perplexity"),
-    "BLEU": ("", "dev_bleu"),
-    "Learning rate": ("learning_rate", ""),
-    "Gradient norm": ("gradient_norm", ""),
-    "Tokens a second": ("tokens_per_second", ""),
-    "Share of real tokens, target side": ("target_fill", ""),
+    "Loss": ("loss", "dev_loss", "linear"),
+    "Perplexity": ("perplexity", "dev_perplexity", "log"),
+    "BLEU": ("", "dev_bleu", "linear"),
+    "Learning rate": ("learning_rate", "", "linear"),
+    "Gradient norm": ("gradient_norm", "", "log"),
+    "Tokens per second": ("tokens_per_second", "", "linear"),
 }
-"""By title a figure of entries of training, and one of evaluations."""
-
-_MAPS: dict[Kind, str] = {
-    "cross": "From translation to source",
-    "encoder": "Within the source",
-    "decoder": "Within the translation",
+"""Title: fields of training and evaluation entries, scale."""
+_MAPS: dict[str, Literal["encoder", "decoder", "cross"]] = {
+    "From translation to source": "cross",
+    "Within the source": "encoder",
+    "Within the translation": "decoder",
 }
 
 
-def page(runs: Sequence[Run], samples: Samples) -> bytes:
+def page(runs: Sequence[Run]) -> bytes:
     """The report of these runs, as HTML."""
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    jinja.filters |= {"quote": lambda path: shlex.quote(str(path)), "number": number, "text": text}
     template = jinja.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    pairs = dict.fromkeys(pair for run in runs for pair in run.translations)
     html = template.render(
         runs=runs,
-        now=text(time.time(), "date"),
-        colours=[to_hex(colour) for colour in distinct_colours(len(runs))],
+        now=f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}",
+        colors=[to_hex(f"C{place}") for place, _ in enumerate(runs)],
         curves=list(_curves(runs)),
-        figures=by_label(runs, figures),
-        environment=by_label(runs, environment),
+        results=by_label([results(run) for run in runs]),
+        environment=by_label([environment(run) for run in runs]),
         settings=settings(runs),
-        versions=[versions(run) for run in runs],
-        translations=[
-            (pair, [(name, word_diff(pair[1], found)) for name, found in by_run.items()])
-            for pair, by_run in samples.translations.items()
-        ],
+        pairs=pairs,
+        word_diff=word_diff,
         attention=[
-            (which, {title: _map(found, kind) for kind, title in _MAPS.items()})
-            for which, found in samples.attention.items()
+            (run.name, text, {title: heat_maps(*found.of(kind)) for title, kind in _MAPS.items()})
+            for run in runs
+            for text, found in run.attention.items()
         ],
     )
     return html.encode(errors="replace")  # halves of surrogate pairs
 
 
 def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
-    """Titles, pictures and what they show in words."""
-    for title, names in _CURVES.items():
+    """Titles, images and their descriptions."""
+    for title, (train, dev, scale) in _CURVES.items():
         curves, said = [], []
-        for run, colour in zip(runs, distinct_colours(len(runs))):
-            for kind, name in zip(("train", "dev"), names):
+        for place, run in enumerate(runs):
+            for kind, name in (("train", train), ("dev", dev)):
                 steps, values = run.curve(kind, name)
-                if not steps:
-                    continue
-                pale = kind == "train" and names[1]
-                style: dict[str, Any] = {"color": colour, "alpha": 0.7 if pale else 1}
-                style["marker"] = "." if kind == "dev" or len(steps) == 1 else ""
-                curves.append((steps, values, style | {"linewidth": 1.2 if pale else 1.6}))
-                ends = dict.fromkeys([(steps[0], values[0]), (steps[-1], values[-1])])
-                told = (f"{value:.4g} at step {step:.0f}" for step, value in ends)
-                said.append(f"{run.name} ({kind}): {', '.join(told)}")
+                if steps:
+                    style: dict[str, Any] = {"color": f"C{place}"}
+                    style |= {"marker": "."} if kind == "dev" else {"alpha": 0.6}
+                    curves.append((steps, values, style))
+                    said.append(f"{run.name} ({kind}): {values[-1]:.4g} at step {steps[-1]:.0f}")
         if curves:
-            yield title, _svg(curves_picture(curves)), f"{title} by step. {'; '.join(said)}."
-
-
-def _map(attention: SentenceAttention, kind: Kind) -> tuple[str, str]:
-    """A picture of the last layer's heads, and what it shows in words."""
-    queries, keys, weights_NHTS = attention.of(kind)
-    view = queries[:READABLE], keys[:READABLE], weights_NHTS[..., :READABLE, :READABLE]
-    strongest_T = weights_NHTS[-1].mean(axis=0).argmax(axis=-1)
-    looks = (f"{token} to {keys[place]}" for token, place in zip(queries, strongest_T))
-    said = f"Each row's largest weight, on average over heads: {', '.join(looks)}."
-    return _svg(attention_maps(*view, layers=[-1])), said
-
-
-def _svg(figure: Figure) -> str:
-    """A data URL: in an image its names and styles do not mix with the page's."""
-    return f"data:image/svg+xml;base64,{base64.b64encode(picture_bytes(figure, 'svg')).decode()}"
+            yield title, curves_chart(curves, scale), f"{title} by step. {'; '.join(said)}."
 
 
 def word_diff(reference: str, translation: str) -> list[tuple[str, str]]:

@@ -1,10 +1,10 @@
-"""Pictures of the positional encoding (paper section 3.5) and of the learning rate (section 5.3).
+"""Figures of the positional encoding (paper section 3.5) and of the learning rate (section 5.3).
 
-    python examples/pictures.py
+    python examples/figures.py
 
 writes positions.svg, the sinusoids, and schedule.svg, the learning rate for two widths and two
 warm-ups, and prints their names. Both are matplotlib figures, to be changed before they are saved.
-`python -m transformer_jax.pictures --help` draws the same from the command line.
+`python -m transformer_jax.figures --help` draws the same from the command line.
 """
 
 from pathlib import Path
@@ -13,10 +13,11 @@ import numpy as np
 import tyro
 
 import transformer_jax as tj
+from transformer_jax.figures import positions_picture, save_picture, schedule_picture
 
 
 def main(folder: Path = Path()) -> None:
-    positions = tj.positions_picture(tj.sinusoidal_positions(100, 128))
+    positions = positions_picture(tj.sinusoidal_positions(100, 128))
     positions.axes[0].set_title("sine and cosine in turn", fontsize=9)
 
     steps, curves = np.arange(1, 20_001), {}
@@ -27,8 +28,8 @@ def main(folder: Path = Path()) -> None:
         curves[name] = steps, np.asarray(rate(steps - 1))
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in {"positions": positions, "schedule": tj.schedule_picture(curves)}.items():
-        tj.save_picture(figure, folder / f"{name}.svg")
+    for name, figure in {"positions": positions, "schedule": schedule_picture(curves)}.items():
+        save_picture(figure, folder / f"{name}.svg")
         print(folder / f"{name}.svg")
 
 

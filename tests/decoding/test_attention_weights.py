@@ -1,0 +1,109 @@
+"""Attention weights of a sentence: the model's own, computed as the paper says."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from random_models import lines_of_words, make_model, train_tokenizer
+
+from transformer_jax import (
+    DecodingConfig,
+    Transformer,
+    Translator,
+    UserError,
+    attention_mask,
+    sentence_attention,
+)
+from transformer_jax.special_ids import BOS_ID, EOS_ID
+
+LINES = lines_of_words(12)
+DECODING = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def translator():
+    tokenizer = train_tokenizer(LINES)
+    model = make_model(tokenizer, num_layers=2, num_decoder_layers=3)
+    return Translator(model, tokenizer, DECODING)
+
+
+def test_weights_are_those_of_the_model_without_padding(translator):
+    text, target = LINES[2], LINES[3].upper()
+    found = sentence_attention(translator, text, target=target)
+    [model], tokenizer = translator.models, translator.tokenizer
+    [source], [labels] = tokenizer.encode_source([text]), tokenizer.encode_target([target])
+    assert found.source == (*tokenizer.source_tokens(source), "</s>")
+    assert found.target == (*tokenizer.target_tokens(labels), "</s>")
+    expected = nnx.jit(Transformer.attention_weights)(
+        model, jnp.array([[*source, EOS_ID]]), jnp.array([[*labels, EOS_ID]])
+    )
+    for name in ("encoder", "decoder", "cross"):
+        queries, keys, weights_NHTS = found.of(name)
+        layers = getattr(expected, name)
+        assert weights_NHTS.shape == (len(layers), 2, len(queries), len(keys))
+        assert weights_NHTS.dtype == np.float32
+        np.testing.assert_allclose(weights_NHTS.sum(axis=-1), 1, atol=1e-6)
+        np.testing.assert_allclose(weights_NHTS, np.concatenate(layers), atol=1e-6)
+    assert found.of("decoder")[1] == ("<s>", *found.target[:-1])
+    assert not np.triu(found.decoder_NHTT, 1).any()
+
+
+def test_weights_of_the_first_layers_are_computed_as_the_paper_says(translator):
+    """softmax(q k^T / sqrt(d_k)) in NumPy, from the embeddings."""
+    found = sentence_attention(translator, "one two", target="TWO")
+    [model], tokenizer = translator.models, translator.tokenizer
+    for kind, tokens in (
+        ("encoder", [*tokenizer.encode_source(["one two"])[0], EOS_ID]),
+        ("decoder", [BOS_ID, *tokenizer.encode_target(["TWO"])[0]]),
+    ):
+        ids_1L = jnp.array([tokens])
+        embedding = model.source_embedding if kind == "encoder" else model.target_embedding
+        x_1LD = embedding(ids_1L, jnp.arange(len(tokens))[None], num_positions=len(tokens))
+        first = getattr(model, kind).layers[0].self_attention
+        q_LHK, k_LHK = np.asarray(first.query(x_1LD)[0]), np.asarray(first.key(x_1LD)[0])
+        scores_HLL = np.einsum("qhk,shk->hqs", q_LHK, k_LHK) / np.sqrt(q_LHK.shape[-1])
+        real_1L = jnp.ones_like(ids_1L)
+        mask = attention_mask(real_1L, real_1L, causal=kind == "decoder")
+        exp_HLL = np.exp(scores_HLL) * np.asarray(mask)[0]
+        expected = exp_HLL / exp_HLL.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(found.of(kind)[2][0], expected, atol=1e-6)
+
+
+def test_without_a_target_it_is_what_the_beam_search_finds(translator):
+    [[best]] = translator.stream(["three four"])
+    found = sentence_attention(translator, "three four")
+    assert found.target == (*best.tokens, "</s>")
+
+
+def test_an_ensemble_has_no_attention_of_its_own(translator):
+    both = Translator(translator.models * 2, translator.tokenizer, DECODING)
+    with pytest.raises(UserError, match="has 2 models; expected one"):
+        sentence_attention(both, "one")
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "message"),
+    [
+        ("  ", None, "text is '  '; expected a sentence."),
+        ("one " * 2000, None, "text has 2001 tokens, EOS included; expected at most 1024."),
+        ("one", "ONE " * 2000, "target has 2001 tokens, EOS included; expected at most 1024."),
+        (b"one", None, "text is b'one'; expected text (a str)."),
+        ("one", "\ud800", "target is not valid Unicode; expected whole characters."),
+    ],
+)
+def test_refused_sentences(translator, text, target, message):
+    with pytest.raises(UserError) as error:
+        sentence_attention(translator, text, target=target)
+    assert str(error.value) == message
+
+
+def test_npz_has_the_tokens_and_all_weights(translator, tmp_path):
+    found = sentence_attention(translator, "one two three")
+    found.save(tmp_path / "a.npz")
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert set(arrays) == {"source", "target", "encoder", "decoder", "cross"}
+        assert (*arrays["source"],) == found.source and (*arrays["target"],) == found.target
+        for kind in ("encoder", "decoder", "cross"):
+            np.testing.assert_array_equal(arrays[kind], found.of(kind)[2])

@@ -1,0 +1,277 @@
+"""Figures: what they show, and the program that draws them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from random_models import lines_of_words, make_model, train_tokenizer
+
+from transformer_jax import (
+    Config,
+    DecodingConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    Translator,
+    UserError,
+    learning_rate_schedule,
+    save_model,
+    sentence_attention,
+)
+from transformer_jax.config_io import to_json
+from transformer_jax.figures import __main__ as program
+from transformer_jax.figures import (
+    attention_lines,
+    attention_maps,
+    positions_picture,
+    save_picture,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+DRAWINGS = (attention_maps, attention_lines)
+
+
+def weights(*shape: int) -> np.ndarray:
+    exponentials = np.exp(2 * np.random.default_rng(0).normal(size=shape))
+    return (exponentials / exponentials.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def labels(ticks):
+    return [label.get_text() for label in ticks]
+
+
+def texts_in(svg: Path) -> list[str]:
+    elements = ElementTree.parse(svg).getroot().iter("{http://www.w3.org/2000/svg}text")
+    return [(element.text or "").strip() for element in elements]
+
+
+def test_a_map_has_the_weights_of_its_layer_and_head():
+    weights_NHTS = weights(2, 3, 4, 5)
+    figure = attention_maps("abcd", "vwxyz", weights_NHTS, layers=[-1], heads=[3, 1])
+    maps = figure.axes[:-1]  # the last is the color bar
+    assert [axes.get_title() for axes in maps] == ["layer 2, head 3", "layer 2, head 1"]
+    for axes, head in zip(maps, (2, 0), strict=True):
+        [image] = axes.images
+        np.testing.assert_array_equal(image.get_array(), weights_NHTS[1, head])
+        assert image.get_clim() == (0, weights_NHTS[1, [0, 2]].max())
+        assert labels(axes.get_xticklabels()) == [*"vwxyz"]
+    assert labels(maps[0].get_yticklabels()) == [*"abcd"]
+
+
+@pytest.mark.parametrize("draw", DRAWINGS)
+def test_weights_of_another_shape_are_refused(draw):
+    for shape in ((2, 3, 2), (1, 1, 2, 3), (0, 1, 3, 2)):
+        with pytest.raises(UserError, match=r"weights_NHTS is of shape .*\(layers, heads, 3, 2\)"):
+            draw("abc", "de", np.ones(shape))
+
+
+def test_a_line_is_as_opaque_as_its_weight_and_has_its_heads_color():
+    weights_NHTS = np.maximum(weights(1, 2, 3, 4), 0.03)
+    weights_NHTS[0, 1, 2, 3] = 0.001  # too faint to be drawn
+    figure = attention_lines("abc", "wxyz", weights_NHTS, heads=[2], only=[1, -1])
+    [axes] = figure.axes
+    [lines] = axes.collections
+    shades = lines.get_edgecolor()
+    assert len(shades) == 2 * 4 - 1
+    largest = weights_NHTS[0, 1, [0, 2]].max()
+    np.testing.assert_allclose(shades[:4, 3], weights_NHTS[0, 1, 0] / largest, rtol=1e-6)
+    ends = [(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (2, 1), (2, 2)]
+    assert [(*segment[:, 1],) for segment in lines.get_segments()] == ends
+    orange = matplotlib.colors.to_rgb("tab:orange")
+    assert {tuple(shade[:3]) for shade in shades} == {orange}
+    [legend] = figure.legends
+    assert legend.get_title().get_text() == f"largest weight {largest:.2g}"
+    [line] = legend.get_lines()
+    assert matplotlib.colors.to_rgb(line.get_color()) == orange
+    assert labels(legend.get_texts()) == ["head 2"]
+    assert labels(axes.texts) == [f" {token} " for token in "abcwxyz"]
+
+
+@pytest.mark.parametrize("draw", DRAWINGS)
+@pytest.mark.parametrize(("length", "heads"), [(1, 1), (5, 8), (60, 1)])
+def test_no_text_leaves_the_figure(draw, length, heads):
+    tokens = [f"▁token{i}" for i in range(length)]
+    figure = draw(tokens, tokens, weights(1, heads, length, length), title="title")
+    figure.draw_without_rendering()
+    drawn = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+    boxes = [text.get_window_extent() for text in drawn if text.get_text().strip() in tokens]
+    assert len(boxes) >= 2 * length
+    width, height = figure.bbox.size
+    for box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+
+
+@pytest.mark.parametrize("draw", DRAWINGS)
+def test_svg_has_any_script_as_text(draw, tmp_path):
+    tokens = ["▁我", "爱", "مرحبا", "🙂", "$x^2$", "<s>&"]
+    save_picture(draw(tokens, tokens, weights(1, 1, 6, 6)), tmp_path / "a.svg")
+    texts = texts_in(tmp_path / "a.svg")
+    assert all(texts.count(token) == 2 for token in tokens)
+
+
+def test_the_same_figure_is_the_same_file(tmp_path):
+    for name in ("a.svg", "b.svg", "a.pdf", "b.pdf"):
+        save_picture(attention_lines("ab", "cd", weights(1, 1, 2, 2)), tmp_path / name)
+    for ending in ("svg", "pdf"):
+        first, second = (tmp_path / f"{name}.{ending}" for name in "ab")
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_positions_are_drawn_with_zero_in_the_middle():
+    table_LD = weights(3, 4) - 0.3
+    [image] = positions_picture(table_LD).axes[0].images
+    np.testing.assert_array_equal(image.get_array(), table_LD)
+    low, high = image.get_clim()
+    assert -low == high == np.abs(table_LD).max()
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    lines = lines_of_words(12)
+    tokenizer = train_tokenizer(lines)
+    model = make_model(tokenizer, num_layers=2, num_decoder_layers=3)
+    decoding = DecodingConfig(beam_size=2, max_extra_length=6, max_source_length=16, batch_size=1)
+    config = Config(model=model.config, decoding=decoding)
+    save_model(folder, config, model, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def translator(workdir):
+    found = Translator.from_workdir(workdir, batch_size=1)
+    found.translate(["one"])  # compiles, and says so, before any program runs
+    return found
+
+
+@pytest.fixture
+def draw(workdir, translator, tmp_path, monkeypatch, capsys):
+    """Run ``attention``: (exit status, its output file, stderr). The model is loaded once."""
+    monkeypatch.setattr(Translator, "from_workdir", lambda *_, **__: translator)
+
+    def run(*flags, text="one two three", output="a.svg"):
+        file = tmp_path / output
+        where = ["--workdir", str(workdir), "--text", text, "--output", str(file)]
+        status = program.main(["attention", *where, *map(str, flags)])
+        return status, file, capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
+def test_maps_of_every_layer_and_head_with_their_tokens(draw, translator, kind):
+    status, file, err = draw("--kind", kind)
+    assert (status, err) == (0, "")
+    texts = texts_in(file)
+    queries, keys, weights_NHTS = sentence_attention(translator, "one two three").of(kind)
+    layers, heads = weights_NHTS.shape[:2]
+    for layer in range(1, layers + 1):
+        for head in range(1, heads + 1):
+            assert f"layer {layer}, head {head}" in texts
+    for token in {*queries, *keys}:
+        assert texts.count(token) == layers * queries.count(token) + heads * keys.count(token)
+
+
+def test_lines_of_chosen_layers_heads_and_tokens(draw, translator):
+    flags = ("--kind", "encoder", "--style", "lines", "--layers", -1, "--heads", 2)
+    status, whole, _ = draw(*flags, output="whole.svg")
+    _, one, _ = draw(*flags, "--only", 2, output="one.svg")
+    assert status == 0
+    texts = texts_in(whole)
+    assert "layer 2" in texts and "layer 1" not in texts
+    assert "head 2" in texts and "head 1" not in texts
+    source = sentence_attention(translator, "one two three").source
+    assert [text for text in texts if text in source] == [*source, *source]
+
+    def lines(file):
+        return len(re.findall(r'clip-path="url', file.read_text()))
+
+    assert 0 < lines(one) < lines(whole)
+
+
+@pytest.mark.parametrize(
+    ("output", "start"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.npz", b"PK")]
+)
+def test_other_formats(draw, output, start):
+    status, file, _ = draw("--style", "lines", output=output)
+    assert status == 0 and file.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--heads", "3"], "head is 3; expected 1 to 2, or -1 (the last) to -2."),
+        (["--layers", "0"], "layer is 0; expected 1 to 3, or -1 (the last) to -3."),
+        (["--style", "lines", "--only", "99"], "query is 99; expected 1 to "),
+        (["--text", "  "], "text is '  '; expected a sentence."),
+        (["--output", "a.gif"], "output is 'a.gif'; expected a .svg, .png or .pdf file."),
+        (["--output", "no/folder/a.svg"], "'no/folder/"),
+        (["--query", "one"], "--query was removed: use --only"),
+    ],
+)
+def test_wrong_flags_are_one_line(draw, flags, message):
+    status, file, err = draw(*flags)
+    assert status == 2 and not file.exists()
+    assert err.splitlines()[-1].startswith(f"error: {message}")
+
+
+def test_the_program_reads_a_work_directory(workdir, tmp_path, capsys):
+    file = tmp_path / "a.svg"
+    flags = ["--text", "one two", "--target", "TWO", "--output", str(file), "--heads", "1"]
+    assert program.main(["attention", "--workdir", str(workdir), *flags]) == 0
+    assert "▁TWO" in texts_in(file)
+    assert program.main(["attention", "--workdir", str(tmp_path), *flags]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_program_draws_positions(tmp_path, capsys):
+    file = tmp_path / "p.svg"
+    flags = "positions", "--length", "5", "--output"
+    assert program.main([*flags, str(file), "--d-model", "8"]) == 0
+    assert {"dimension", "position"} <= {*texts_in(file)}
+    for wrong, message in {
+        ("--d-model", "7"): "d_model is 7; expected a positive even number.",
+        ("--length", "0"): "table_LD has the shape (0, 512); expected (length, d_model).",
+    }.items():
+        assert program.main([*flags, str(file), *wrong]) == 2
+        assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_program_draws_the_schedule_of_configs(tmp_path):
+    config = Config(
+        optimizer=OptimizerConfig(warmup_steps=10, peak_learning_rate=0.5, decay="cosine"),
+        training=TrainingConfig(steps=30),
+    )
+    (file := tmp_path / "c.json").write_text(to_json(config))
+    steps, rates = program._learning_rate(config)
+    schedule = learning_rate_schedule(config.optimizer, 512, 30)
+    np.testing.assert_array_equal(steps, range(1, 31))
+    np.testing.assert_allclose(rates, [schedule(step - 1) for step in steps], rtol=1e-6)
+    steps, rates = program._learning_rate(Config())
+    assert steps[rates.argmax()] == 4000 and steps[-1] == Config().training.steps
+
+    output = tmp_path / "s.svg"
+    flags = ["schedule", "--output", str(output), "--config", str(file), "demo"]
+    assert program.main(flags) == 0
+    assert {str(file), "demo", "learning rate", "step"} <= {*texts_in(output)}
+    assert program.main(["schedule", "--output", str(output)]) == 0
+    assert "base" in texts_in(output)
+
+
+def test_documented_commands_work(draw, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    documents = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    lines = "".join(documents).replace("\\\n", " ").splitlines()
+    command = r" {4}python -m transformer_jax\.figures (.*?)(?:  #.*)?"
+    commands = {found[1] for line in lines if (found := re.fullmatch(command, line))}
+    assert len(commands) >= 6
+    for number, flags in enumerate(commands):
+        words = shlex.split(flags.replace("--layers 5", "--layers 2"))
+        place = words.index("--output") + 1
+        words[place] = str(tmp_path / f"{number}{Path(words[place]).suffix}")
+        assert program.main(words) == 0 and Path(words[place]).is_file()

@@ -1,0 +1,111 @@
+"""Attention weights of a sentence and its translation."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from transformer_jax.decoding.buckets import padded_length
+from transformer_jax.decoding.trained_models import check_text
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.storage import write_atomically
+
+_LONGEST = 1024  # memory grows with the square
+_attention_weights = nnx.jit(Transformer.attention_weights)
+
+
+@dataclass(frozen=True)
+class SentenceAttention:
+    """A sentence, its translation, and the attention weights of every layer and head, float32.
+
+    Tokens have EOS last. Each row of weights sums to 1.
+    """
+
+    source: tuple[str, ...]
+    target: tuple[str, ...]
+    encoder_NHSS: np.ndarray
+    decoder_NHTT: np.ndarray
+    """Row t is the position that predicts token t; column t is the token before it."""
+    cross_NHTS: np.ndarray
+
+    def of(
+        self, kind: Literal["encoder", "decoder", "cross"]
+    ) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
+        """Queries (rows), keys (columns) and weights [N, H, queries, keys] of one kind.
+
+        Decoder and cross-attention have as queries the tokens that are predicted. The decoder reads
+        the target shifted right, so its keys begin with ``<s>``.
+        """
+        return {
+            "encoder": (self.source, self.source, self.encoder_NHSS),
+            "decoder": (self.target, ("<s>", *self.target[:-1]), self.decoder_NHTT),
+            "cross": (self.target, self.source, self.cross_NHTS),
+        }[kind]
+
+    def save(self, output: str | Path) -> None:
+        """Write a NumPy file (.npz) of the fields, without the shapes in their names."""
+        names = {name.partition("_")[0]: value for name, value in vars(self).items()}
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **names)
+        write_atomically(Path(output), buffer.getvalue())
+
+
+def sentence_attention(
+    translator: Translator, text: str, *, target: str | None = None
+) -> SentenceAttention:
+    """The attention weights of a pass over ``text`` and its translation, without dropout.
+
+    Args:
+      target: the translation; None: the best that the translator finds.
+
+    Raises:
+      UserError: a translator of several models; text that is empty or too long.
+    """
+    check_text(text, "text")
+    if not text.strip():
+        raise UserError(f"text is {text!r}; expected a sentence.")
+    if len(translator.models) > 1:
+        raise UserError(
+            f"The translator has {len(translator.models)} models; expected one: an ensemble has no "
+            "attention weights of its own."
+        )
+    [model], tokenizer = translator.models, translator.tokenizer
+    [source] = tokenizer.encode_source([text])
+    longest = min(_LONGEST, model.config.position_limit)
+    source_1S = _padded("text", source, longest)
+    if target is None:
+        [[translation]] = translator.stream([text])
+        found = tokenizer.target_ids(translation.tokens)
+    else:
+        check_text(target, "target")
+        [found] = tokenizer.encode_target([target])
+    weights = _attention_weights(model, source_1S, _padded("target", found, longest))
+    encoder_NHSS, decoder_NHTT, cross_NHTS = (np.concatenate(layers) for layers in weights)
+    S, T = len(source) + 1, len(found) + 1
+    return SentenceAttention(
+        (*tokenizer.source_tokens(source), "</s>"),
+        (*tokenizer.target_tokens(found), "</s>"),
+        encoder_NHSS[..., :S, :S],
+        decoder_NHTT[..., :T, :T],
+        cross_NHTS[..., :T, :S],
+    )
+
+
+def _padded(name: str, tokens: Sequence[int], longest: int) -> jax.Array:
+    """The tokens and EOS in one of few lengths, as each length is compiled; int [1, L]."""
+    length = len(tokens) + 1
+    if length > longest:
+        raise UserError(f"{name} has {length} tokens, EOS included; expected at most {longest}.")
+    padding = [PAD_ID] * (min(padded_length(length, 16), longest) - length)
+    return jnp.array([[*tokens, EOS_ID, *padding]])

@@ -1,0 +1,187 @@
+"""Figures in matplotlib: attention, the positional encoding, the learning rate."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from transformer_jax import UserError, needs_extra, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FONT = 8  # points
+_CELL = 0.17  # inches for a token
+_FAINTEST = 0.02  # of the largest weight; fainter lines are not drawn
+
+
+def attention_maps(
+    queries: Sequence[str],
+    keys: Sequence[str],
+    weights_NHTS: np.ndarray,
+    *,
+    layers: Sequence[int] = (),
+    heads: Sequence[int] = (),
+    title: str = "",
+) -> Figure:
+    """A heat map for each layer and head: the weight of each key (column) for each query (row).
+
+    Args:
+      queries, keys: T and S tokens.
+      weights_NHTS: attention weights of N layers and H heads. All maps have one color scale.
+      layers, heads: selection, from 1 as in the paper; -1 is the last. Default: all.
+
+    Raises:
+      UserError: no such layer or head; weights of another shape; matplotlib is not installed.
+    """
+    layers, heads = _selected(weights_NHTS, queries, keys, layers, heads)
+    largest = weights_NHTS[np.ix_(layers, heads)].max()
+    width, height = (0.3 + _CELL * max(len(tokens), 6) for tokens in (keys, queries))
+    figure = _figure(2 + width * len(heads), 1 + height * len(layers))
+    grid = figure.subplots(len(layers), len(heads), sharex=True, sharey=True, squeeze=False)
+    for axes, (layer, head) in zip(grid.flat, product(layers, heads)):
+        image = axes.imshow(weights_NHTS[layer, head], vmin=0, vmax=largest, cmap="Blues")
+        axes.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=_FONT)
+    style: Any = {"fontsize": _FONT, "parse_math": False}
+    for axes in grid[-1]:
+        axes.set_xticks(range(len(keys)), keys, rotation=90, **style)
+    for axes in grid[:, 0]:
+        axes.set_yticks(range(len(queries)), queries, **style)
+    figure.colorbar(image, ax=grid, label="weight")
+    figure.suptitle(title, **style)
+    return figure
+
+
+def attention_lines(
+    queries: Sequence[str],
+    keys: Sequence[str],
+    weights_NHTS: np.ndarray,
+    *,
+    layers: Sequence[int] = (),
+    heads: Sequence[int] = (),
+    only: Sequence[int] = (),
+    title: str = "",
+) -> Figure:
+    """Lines as in the paper's figures 3 to 5, from each query (left) to the keys it attends to.
+
+    Opacity is proportional to weight, up to the largest that is drawn. Each head has its color,
+    each layer its two columns of tokens.
+
+    Args:
+      only: the queries whose lines are drawn, from 1; -1 is the last. Default: all.
+      queries, keys, weights_NHTS, layers, heads: as in ``attention_maps``.
+    """
+    layers, heads, only = _selected(weights_NHTS, queries, keys, layers, heads, only)
+    largest = weights_NHTS[np.ix_(layers, heads, only)].max()
+    length = max(len(queries), len(keys))
+    figure = _figure(3 * len(layers), 1 + _CELL * length)
+    style: Any = {"fontsize": _FONT, "parse_math": False}
+
+    from matplotlib import colormaps
+    from matplotlib.collections import LineCollection
+
+    colors = colormaps["tab10" if weights_NHTS.shape[1] <= 10 else "tab20"]
+    for axes, layer in zip(figure.subplots(1, len(layers), squeeze=False)[0], layers):
+        for place, head in enumerate(heads):
+            # Heads lie side by side, so that none hides another.
+            shift = 0.6 * ((place + 0.5) / len(heads) - 0.5)
+            lines, opacity = [], []
+            for t, s in product(only, range(len(keys))):
+                if (weight := weights_NHTS[layer, head, t, s] / largest) >= _FAINTEST:
+                    lines.append([(0, t + shift), (1, s + shift)])
+                    opacity.append(weight)
+            axes.add_collection(LineCollection(lines, color=colors(head % 20), alpha=opacity))
+            axes.plot([], [], color=colors(head % 20), label=f"head {head + 1}")  # for the legend
+        for x, tokens, side in ((0, queries, "right"), (1, keys, "left")):
+            for y, token in enumerate(tokens):
+                axes.text(x, y, f" {token} ", ha=side, va="center", **style)
+        axes.set_title(f"layer {layer + 1}", fontsize=_FONT)
+        axes.set_ylim(length - 0.5, -0.5)
+        axes.axis("off")
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        title=f"largest weight {largest:.2g}",
+        loc="outside lower center",
+        ncols=4,
+    )
+    figure.suptitle(title, **style)
+    return figure
+
+
+def positions_picture(table_LD: np.ndarray) -> Figure:
+    """Position vectors, such as ``sinusoidal_positions``: red below 0, blue above."""
+    if table_LD.ndim != 2 or not table_LD.size:
+        raise UserError(f"table_LD has the shape {table_LD.shape}; expected (length, d_model).")
+    figure = _figure(7, 4)
+    axes = figure.subplots()
+    largest = np.abs(table_LD).max()
+    image = axes.imshow(table_LD, vmin=-largest, vmax=largest, cmap="RdBu", aspect="auto")
+    axes.set(xlabel="dimension", ylabel="position")
+    figure.colorbar(image)
+    return figure
+
+
+def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
+    """Learning rates: the steps, from 1, and the rates of each named curve."""
+    figure = _figure(7, 4)
+    axes = figure.subplots()
+    for name, (steps, rates) in curves.items():
+        axes.plot(steps, rates, label=name)
+    axes.set(xlabel="step", ylabel="learning rate")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.legend()
+    return figure
+
+
+def save_picture(figure: Figure, output: str | Path) -> None:
+    """Write a figure as .svg, .png or .pdf. In SVG text stays text, in the viewer's fonts.
+
+    Raises:
+      UserError: another ending of ``output``.
+    """
+    import matplotlib
+
+    form, buffer = Path(output).suffix[1:], io.BytesIO()
+    if form not in ("svg", "png", "pdf"):
+        raise UserError(f"output is {str(output)!r}; expected a .svg, .png or .pdf file.")
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "transformer_jax"}
+    undated: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        if form == "svg":
+            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        figure.savefig(buffer, format=form, metadata=undated.get(form), dpi=150)
+    write_atomically(Path(output), buffer.getvalue())
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure; inches, but no more than memory has pixels for."""
+    with needs_extra("figures"):
+        from matplotlib.figure import Figure
+    return Figure(figsize=(min(width, 100), min(height, 100)), layout="constrained")
+
+
+def _selected(
+    weights_NHTS: np.ndarray, queries: Sequence[str], keys: Sequence[str], *numbers: Sequence[int]
+) -> list[list[int]]:
+    """Layers, heads and queries, from 0, by their numbers from 1; no numbers: all of them."""
+    shape = weights_NHTS.shape
+    if len(shape) != 4 or shape[2:] != (len(queries), len(keys)) or not weights_NHTS.size:
+        raise UserError(
+            f"weights_NHTS is of shape {shape}; expected (layers, heads, {len(queries)}, "
+            f"{len(keys)}), for {len(queries)} queries and {len(keys)} keys."
+        )
+    found = []
+    for what, chosen, total in zip(("layer", "head", "query"), numbers, shape):
+        for number in chosen:
+            if not 1 <= abs(number) <= total:
+                raise UserError(
+                    f"{what} is {number}; expected 1 to {total}, or -1 (the last) to -{total}."
+                )
+        found.append([n - 1 if n > 0 else total + n for n in chosen] or [*range(total)])
+    return found

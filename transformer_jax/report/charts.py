@@ -1,0 +1,51 @@
+"""Figures of the page: curves, and heat maps of attention. The page is their background."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+
+def curves_chart(curves: Iterable[tuple[Sequence[float], Sequence[float], Any]], scale: str) -> str:
+    """Curves by step as a data URL: steps, values, style; the scale is linear or log."""
+    figure = Figure(figsize=(4.4, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for steps, values, style in curves:
+        axes.plot(steps, values, **style)
+    axes.set(xlabel="step", yscale=scale)
+    axes.grid(alpha=0.3)
+    return _data_url(figure)
+
+
+def heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndarray) -> str:
+    """The last layer as a data URL, a map for each head: queries (rows) attend to keys (columns).
+
+    Of a long sentence the first 60 tokens are drawn.
+    """
+    weights_HTS = weights_NHTS[-1, :, :60, :60]
+    heads, T, S = weights_HTS.shape
+    size = 2 + heads * (0.3 + 0.17 * max(S, 6)), 1 + 0.17 * max(T, 6)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(1, heads, sharey=True, squeeze=False)[0]
+    style: Any = {"fontsize": 8, "parse_math": False}
+    for head, axes in enumerate(grid):
+        image = axes.imshow(weights_HTS[head], vmin=0, vmax=weights_HTS.max(), cmap="Blues")
+        axes.set_title(f"head {head + 1}", fontsize=8)
+        axes.set_xticks(range(S), keys[:S], rotation=90, **style)
+    grid[0].set_yticks(range(T), queries[:T], **style)
+    figure.colorbar(image, ax=grid, label="weight")
+    return _data_url(figure)
+
+
+def _data_url(figure: Figure) -> str:
+    """The figure as an image, whose names and styles do not mix with those of the page."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(buffer, format="svg", transparent=True)
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
