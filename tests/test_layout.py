@@ -40,7 +40,6 @@ TRUNK = [
     "data.corpus",
     "data.corpus_files",
     "data.packing",
-    "data.windows",
     "data.bucketing",
     "data.batching",
     "data.loader",

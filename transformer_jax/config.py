@@ -331,10 +331,6 @@ class BatchConfig(Section, prefix="batch."):
     row_multiple: Positive = 8
     """Every batch has a multiple of this many rows. It must itself be a multiple of mesh.data x
     mesh.fsdp x optimizer.accumulate_steps."""
-    window: Positive = 2**24
-    """Corpora with more pairs than this are cut into windows, each with its share of every file,
-    and used window by window in random order. Pairs share batches only within a window. This bounds
-    the memory for planning batches: about 30 bytes a pair of the window (packed: 65)."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 SETTINGS: dict[str, tuple[Any, str]] = {
+    "batch.window": (
+        2**24,
+        "batches are planned over the whole corpus, in about 30 bytes of memory a pair.",
+    ),
     "decoding.coverage_penalty": (
         0.0,
         "raise decoding.length_penalty where translations leave out parts of the source.",

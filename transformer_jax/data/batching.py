@@ -2,33 +2,22 @@
 
 Rows stand in buckets, one for each shape of batch. In the bucketed layout a row is one pair and its
 bucket the cheapest shape that holds it; in the packed layout a row is several pairs and there is
-one bucket. The pairs are cut into windows of at most ``batch.window`` (``windows.py``); shapes are
-those of the whole corpus. Bucket b of window w, with n_wb rows, is an endless stream: one fresh
-permutation of its rows after another, one an epoch. Its batch k is rows [k B_b, (k+1) B_b) of the
-stream, so every batch is full and no pair is ever lost. Epoch e takes the windows in an order
-shuffled anew, and of each the batches k of each bucket with floor(e n_wb / B_b) <= k <
-floor((e+1) n_wb / B_b), in an order shuffled across buckets. Steps before an epoch, and before a
-window in it, are thus sums over the n_wb, and resuming needs the step alone. A bucket with fewer
-rows than a batch comes once in several epochs; a corpus smaller than a batch repeats its pairs
-within one.
+one bucket. Bucket b, with n_b rows, is an endless stream: one fresh permutation of its rows after
+another, one an epoch. Its batch k is rows [k B_b, (k+1) B_b) of the stream, so every batch is full
+and no pair is ever lost. Epoch e takes the batches k of each bucket with floor(e n_b / B_b) <= k <
+floor((e+1) n_b / B_b), in an order shuffled across buckets. Steps before an epoch are thus a sum
+over the n_b, and resuming needs the step alone. A bucket with fewer rows than a batch comes once in
+several epochs; a corpus smaller than a batch repeats its pairs within one.
 
-With K stored segmentations epoch e uses segmentation e mod K; rows, buckets and n_wb then follow
+With K stored segmentations epoch e uses segmentation e mod K; rows, buckets and n_b then follow
 from that.
-
-In memory are the n_wb and the rows of one window, made when a step first needs it. Counting takes
-one pass over the lengths (packed: packing every window once); with more than one window the counts
-are kept beside the corpus.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,26 +27,21 @@ from transformer_jax.data.bucketing import (
     batch_rows,
     bucket_table,
     choose_shapes,
-    count_lengths,
+    length_histogram,
     packed_shape,
-    rows_per_bucket,
     total_lengths,
 )
 from transformer_jax.data.corpus import Corpus, ranges
 from transformer_jax.data.packing import pack
-from transformer_jax.data.windows import windows_of
 from transformer_jax.errors import UserError
-from transformer_jax.storage import write_atomically
 
-_Counts = tuple[list[tuple[int, int]], np.ndarray, tuple[int, int]]
 Array = Any  # a NumPy array as the plan makes it, a jax.Array as the loader hands it on
 
-_FORMAT = 2  # of stored counts: raise it when the same corpus and config would give others
 _STEPS_LOOKED_AT = 5000  # for the first of each shape: seconds
 _LENGTH_STEP = 16  # ``whole_corpus`` rounds lengths up to a multiple of this: few shapes to compile
 
 # What a random permutation is for; part of its seed.
-_OF_BATCHES, _OF_ROWS, _OF_PACKING, _OF_WINDOWS = range(4)
+_OF_BATCHES, _OF_ROWS, _OF_PACKING = range(3)
 
 
 class Batch(NamedTuple):
@@ -74,9 +58,10 @@ class Batch(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A window's rows in one segmentation, bucket by bucket.
+    """The corpus' rows in one segmentation, bucket by bucket.
 
-    Row r holds the pairs ``pairs_N[row_starts[r] : row_starts[r + 1]]`` of the window.
+    Row r holds the pairs ``pairs_N[row_starts[r] : row_starts[r + 1]]``; bucket b the rows from
+    ``bucket_starts[b]`` to ``bucket_starts[b + 1] - 1``.
     """
 
     pairs_N: np.ndarray
@@ -87,12 +72,12 @@ class _Rows(NamedTuple):
 class BatchPlan:
     """The batches of a corpus by step. Safe to use from threads.
 
-    Memory: that of one window's rows, made again when a step leads to another window: 4 bytes for
-    each pair and segmentation and up to 16 for each pair; several times that while they are made.
+    Memory: about 30 bytes a pair (packed: 65) while rows are made, and 12 more for each further
+    segmentation; then half of that or less.
     """
 
     def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
-        """Choose shapes and count rows; takes seconds for millions of pairs.
+        """Choose shapes and make rows; takes seconds for ten million pairs.
 
         Raises ``UserError`` if the corpus is empty, the token budget is smaller than
         ``row_multiple`` of its longest rows, or (packed) a sentence is longer than a row.
@@ -103,32 +88,35 @@ class BatchPlan:
                 "in data."
             )
         self.packed = config.layout == "packed"
-        self._corpus, self._config, self._seed = corpus, config, seed
-        self._windows = windows_of(corpus, config.window)
-        self._rows = functools.lru_cache(maxsize=1)(self._make_rows)
-        self._widths, rows_MKb, tokens = self._stored_counts()
+        self._corpus, self._seed = corpus, seed
+        lengths_2KN = corpus.lengths(0, corpus.num_pairs)
+        histogram = length_histogram(lengths_2KN)
+        if self.packed:
+            widths = [packed_shape(histogram, config)]
+        else:
+            widths = choose_shapes(histogram, config, epochs=corpus.num_samples)
         self.shapes: tuple[tuple[int, int, int], ...] = tuple(
-            (batch_rows(S, T, config), S, T) for S, T in self._widths
+            (batch_rows(S, T, config), S, T) for S, T in widths
         )
         """(B, S, T) of every batch there is, smallest S + T first; each is compiled once."""
         self._B = np.array(self.shapes)[:, 0]
+        self._rows = self._make_rows(lengths_2KN, widths)
         # Rows in the buckets' streams before each epoch of a cycle through the segmentations, and
         # after its end.
-        self._before_KMb = _cumulative(rows_MKb.swapaxes(0, 1))
-        per_cycle = self._before_KMb[-1].sum(0)
+        self._before_Kb = _cumulative(np.array([np.diff(r.bucket_starts) for r in self._rows]))
+        per_cycle = self._before_Kb[-1]
         self.steps_per_epoch = float((per_cycle / self._B).sum()) / corpus.num_samples
         """Mean over epochs; may be below 1."""
-        padded = (per_cycle @ np.array(self._widths)).tolist()
+        tokens, padded = total_lengths(histogram), (per_cycle @ np.array(widths)).tolist()
         self.fill = (tokens[0] / padded[0], tokens[1] / padded[1])
         """Shares of real tokens among source and target positions, over all batches."""
         # For this epoch and its neighbours, which prefetching and batches at an epoch's ends need.
-        self._order_of_windows = functools.lru_cache(maxsize=3)(self._permute_windows)
         self._order_of_batches = functools.lru_cache(maxsize=3)(self._permute_batches)
         self._order_of_rows = functools.lru_cache(maxsize=3 * len(self.shapes))(self._permute_rows)
 
     def shape(self, step: int) -> tuple[int, int, int]:
         """(B, S, T) of a step's batch."""
-        _, bucket, _ = self._locate(step)
+        bucket, _ = self._locate(step)
         return self.shapes[bucket]
 
     def first_uses(self, start: int, stop: int) -> dict[tuple[int, int, int], int]:
@@ -156,19 +144,19 @@ class BatchPlan:
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The batch of a step (from 0), or only ``rows`` of it, as NumPy arrays."""
-        window, bucket, k = self._locate(step)
+        bucket, k = self._locate(step)
         B, S, T = self.shapes[bucket]
         stream = np.arange(k * B, (k + 1) * B)[rows]
-        sequences, pairs_per_row = self._sequences(window, bucket, stream)
+        sequences, pairs_per_row = self._sequences(bucket, stream)
         batch = _fill_batch(self._corpus, sequences, pairs_per_row, S, T)
         return batch if self.packed else Batch(batch.source_BS, batch.target_BT)
 
-    # Where a step stands: epoch, window, bucket, batch of the bucket.
+    # Where a step stands: epoch, bucket, batch of the bucket.
 
     def _batches_before(self, epoch: int) -> np.ndarray:
-        """Batches that each window and bucket has had before an epoch, [M, b]."""
+        """Batches that each bucket has had before an epoch, [b]."""
         cycle, v = divmod(epoch, self._corpus.num_samples)
-        return (cycle * self._before_KMb[-1] + self._before_KMb[v]) // self._B
+        return (cycle * self._before_Kb[-1] + self._before_Kb[v]) // self._B
 
     def _steps_before(self, epoch: int) -> int:
         return int(self._batches_before(epoch).sum())
@@ -177,52 +165,37 @@ class BatchPlan:
         """The one epoch with _steps_before(epoch) <= step < _steps_before(epoch + 1)."""
         if step < 0:
             raise IndexError(f"step is {step}; expected 0 or more")
-        # Whole batches lag the even rate by less than one for each bucket of each window, and by
-        # less than one cycle.
-        lag = self._before_KMb[0].size
+        # Whole batches lag the even rate by less than one for each bucket, and by less than one
+        # cycle.
+        lag = len(self.shapes)
         beyond = int((step + lag) / self.steps_per_epoch) + self._corpus.num_samples + 2
         return bisect.bisect_right(range(beyond), step, key=self._steps_before) - 1
 
-    def _locate(self, step: int) -> tuple[int, int, int]:
+    def _locate(self, step: int) -> tuple[int, int]:
         epoch = self._epoch_of_step(step)
+        buckets, ks = self._order_of_batches(epoch)
         at = step - self._steps_before(epoch)
-        windows, steps_before = self._order_of_windows(epoch)
-        place = int(np.searchsorted(steps_before, at, side="right")) - 1
-        window = int(windows[place])
-        buckets, ks = self._order_of_batches(epoch, window)
-        at -= int(steps_before[place])
-        return window, int(buckets[at]), int(ks[at])
+        return int(buckets[at]), int(ks[at])
 
-    def _permute_windows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        steps_M = (self._batches_before(epoch + 1) - self._batches_before(epoch)).sum(1)
-        order = self._permutation(len(steps_M), _OF_WINDOWS, epoch)
-        return order, _cumulative(steps_M[order])
-
-    def _permute_batches(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-        first_b, end_b = (self._batches_before(e)[window] for e in (epoch, epoch + 1))
+    def _permute_batches(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        first_b, end_b = self._batches_before(epoch), self._batches_before(epoch + 1)
         buckets = np.repeat(np.arange(len(self.shapes)), end_b - first_b)
-        order = self._permutation(len(buckets), _OF_BATCHES, epoch, window=window)
+        order = permutation(len(buckets), self._seed, _OF_BATCHES, epoch)
         return buckets[order], ranges(first_b, end_b - first_b)[order]
 
-    def _permute_rows(self, epoch: int, window: int, bucket: int) -> np.ndarray:
+    def _permute_rows(self, epoch: int, bucket: int) -> np.ndarray:
         v = epoch % self._corpus.num_samples
-        first, end = self._before_KMb[v : v + 2, window, bucket].tolist()
-        return self._permutation(end - first, _OF_ROWS, epoch, bucket, window=window)
+        first, end = self._before_Kb[v : v + 2, bucket].tolist()
+        return permutation(end - first, self._seed, _OF_ROWS, epoch, bucket)
 
-    def _permutation(self, n: int, *purpose: int, window: int = 0) -> np.ndarray:
-        # Window 0 has no number in its seeds, so that small corpora have those of a single window.
-        return permutation(n, self._seed, *purpose, *((window,) if window else ()))
+    # Which sequences stand in a row.
 
-    # Which sequences stand in a window's rows.
-
-    def _sequences(
-        self, window: int, bucket: int, stream: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _sequences(self, bucket: int, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The corpus' sequences at these positions of a bucket's stream, and how many each row
         holds.
         """
         N, K = self._corpus.num_pairs, self._corpus.num_samples
-        before_K = self._before_KMb[:, window, bucket]
+        before_K = self._before_Kb[:, bucket]
         cycle, rest = np.divmod(stream, before_K[-1])
         v = np.searchsorted(before_K, rest, side="right") - 1
         epochs, place = cycle * K + v, rest - before_K[v]
@@ -230,63 +203,28 @@ class BatchPlan:
         # The stream rises, but its positions may be asked for backwards: each epoch's rows keep
         # their place in the batch.
         for epoch in dict.fromkeys(epochs.tolist()):
-            here, rows = np.flatnonzero(epochs == epoch), self._rows(window)[epoch % K]
-            order = self._order_of_rows(epoch, window, bucket)
+            here, rows = np.flatnonzero(epochs == epoch), self._rows[epoch % K]
+            order = self._order_of_rows(epoch, bucket)
             row = rows.bucket_starts[bucket] + order[place[here]]
             pairs_per_row[here] = count = rows.row_starts[row + 1] - rows.row_starts[row]
             pairs = rows.pairs_N[ranges(rows.row_starts[row], count)]
-            sequences.append(epoch % K * N + self._windows[window].pairs(pairs))
+            sequences.append(epoch % K * N + pairs.astype(np.int64))
         return np.concatenate(sequences), pairs_per_row
 
-    def _make_rows(self, window: int) -> list[_Rows]:
-        """The window's rows in each segmentation."""
-        s_KN, t_KN = self._windows[window].lengths()
-        N, rows = s_KN.shape[1], []
-        one_each, table = np.arange(N + 1, dtype=np.int32), bucket_table(self._widths)
-        for v, (s_N, t_N) in enumerate(zip(s_KN, t_KN)):
+    def _make_rows(self, lengths_2KN: np.ndarray, widths: list[tuple[int, int]]) -> list[_Rows]:
+        """The rows in each segmentation."""
+        N, rows = self._corpus.num_pairs, []
+        one_each, table = np.arange(N + 1, dtype=np.int32), bucket_table(widths)
+        for v, (s_N, t_N) in enumerate(zip(*lengths_2KN)):
             if self.packed:
-                order = self._permutation(N, _OF_PACKING, v, window=window)
-                pairs_N, starts = _grouped(pack(s_N, t_N, *self._widths[0], order))
-                rows.append(_Rows(pairs_N, starts.astype(np.int32), np.zeros(1, np.int64)))
+                order = permutation(N, self._seed, _OF_PACKING, v)
+                pairs_N, row_starts = _grouped(pack(s_N, t_N, *widths[0], order))
+                row_starts = row_starts.astype(np.int32)
+                rows.append(_Rows(pairs_N, row_starts, np.array([0, len(row_starts) - 1])))
             else:
-                pairs_N, bucket_starts = _grouped(table[s_N, t_N])
+                pairs_N, bucket_starts = _grouped(table[s_N, t_N], len(widths))
                 rows.append(_Rows(pairs_N, one_each, bucket_starts))
         return rows
-
-    # How many rows all windows have.
-
-    def _count(self) -> _Counts:
-        """(S, T) of each bucket; rows in each window, segmentation and bucket, [M, K, b]; source
-        and target tokens.
-        """
-        counts_MKST = count_lengths(self._windows)
-        total = counts_MKST.sum((0, 1))
-        if self.packed:
-            self._widths = [packed_shape(total, self._config)]
-            windows = range(len(self._windows))
-            rows_MKb = np.array(
-                [[[len(rows.row_starts) - 1] for rows in self._rows(w)] for w in windows]
-            )
-        else:
-            self._widths = choose_shapes(total, self._config, epochs=self._corpus.num_samples)
-            rows_MKb = rows_per_bucket(counts_MKST, self._widths)
-        return self._widths, rows_MKb, total_lengths(total)
-
-    def _stored_counts(self) -> _Counts:
-        """``_count``, or what it found the last time: kept beside a corpus of several windows."""
-        directory = self._corpus.directory
-        if directory is None or len(self._windows) == 1:
-            return self._count()
-        settings = [_FORMAT, self._corpus.fingerprint, dataclasses.asdict(self._config), self._seed]
-        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
-        path = directory / f"counts-{key}.json"
-        with suppress(OSError, ValueError):
-            widths, rows_MKb, tokens = json.loads(path.read_text())
-            return widths, np.array(rows_MKb), tokens
-        widths, rows_MKb, tokens = self._count()
-        with suppress(OSError):  # what is not stored is only slower
-            write_atomically(path, json.dumps([widths, rows_MKb.tolist(), tokens]))
-        return widths, rows_MKb, tokens
 
 
 def whole_corpus(corpus: Corpus, *, tokens: int, row_multiple: int) -> Iterator[Batch]:
@@ -347,10 +285,12 @@ def _fill_rows(
     return tokens_BL, segments_BL
 
 
-def _grouped(group_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Members of group 0, then of 1, ..., int32 [N], and where each group starts."""
+def _grouped(group_N: np.ndarray, groups: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Members of group 0, then of 1, ..., int32 [N], and where each starts and the last ends, of at
+    least so many groups.
+    """
     members = np.argsort(group_N, kind="stable").astype(np.int32)
-    return members, _cumulative(np.bincount(group_N))
+    return members, _cumulative(np.bincount(group_N, minlength=groups))
 
 
 def _cumulative(counts: np.ndarray) -> np.ndarray:

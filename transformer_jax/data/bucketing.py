@@ -9,7 +9,6 @@ from itertools import product
 import numpy as np
 
 from transformer_jax.config import BatchConfig
-from transformer_jax.data.windows import Window
 from transformer_jax.errors import UserError
 
 
@@ -22,33 +21,13 @@ def default_buckets(platform: str) -> int:
     return 12 if platform == "cpu" else 8
 
 
-def count_lengths(windows: list[Window]) -> np.ndarray:
-    """How many pairs have s source and t target tokens, int64 [M, K, S, T], in each of M windows
-    and K segmentations. Reads the lengths once, a block at a time.
-    """
-    counts_MKST = np.zeros((len(windows), windows[0].corpus.num_samples, 1, 1), np.int64)
-    for m, window in enumerate(windows):
-        for s_KN, t_KN in window.blocks():
-            old_S, old_T = counts_MKST.shape[2:]
-            S, T = max(old_S, int(s_KN.max()) + 1), max(old_T, int(t_KN.max()) + 1)
-            if (old_S, old_T) != (S, T):
-                wider = ((0, 0), (0, 0), (0, S - old_S), (0, T - old_T))
-                counts_MKST = np.pad(counts_MKST, wider)
-            cells_KN = s_KN.astype(np.int64) * T + t_KN
-            for counts_ST, cells_N in zip(counts_MKST[m], cells_KN):
-                counts_ST += np.bincount(cells_N, minlength=S * T).reshape(S, T)
-    return counts_MKST
-
-
-def rows_per_bucket(counts_MKST: np.ndarray, widths: list[tuple[int, int]]) -> np.ndarray:
-    """Pairs in each bucket, int64 [M, K, b]."""
-    buckets = bucket_table(widths).ravel()
-    rows_MKb = np.apply_along_axis(
-        lambda counts: np.bincount(buckets, counts, len(widths)),
-        -1,
-        counts_MKST.reshape(*counts_MKST.shape[:2], -1),
-    )
-    return rows_MKb.astype(np.int64)
+def length_histogram(lengths_2KN: np.ndarray) -> np.ndarray:
+    """How many pairs, in all segmentations, have s source and t target tokens: int64 [S, T]."""
+    S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
+    counts = np.zeros(S * T, np.int64)
+    for s_N, t_N in zip(*lengths_2KN):
+        counts += np.bincount(s_N.astype(np.int64) * T + t_N, minlength=S * T)
+    return counts.reshape(S, T)
 
 
 def bucket_table(widths: list[tuple[int, int]]) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +41,6 @@ class Corpus:
     """Pairs: read, kept, and left out as empty, too_long, ratio, invalid_utf8."""
     num_samples: int = 1
     """K."""
-    directory: Path | None = None
-    """Where what is computed from a large corpus is kept; None: nowhere."""
 
     @property
     def source_lengths(self) -> np.ndarray:

@@ -243,7 +243,6 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
             num_pairs=manifest["num_pairs"],
             statistics=manifest["statistics"],
             num_samples=manifest["num_samples"],
-            directory=directory,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
