@@ -28,16 +28,6 @@ from transformer_jax.storage import cache_folder, is_url, kind_of, local_path, l
 log = logging.getLogger(__name__)
 
 
-def require_folder(name: str, flag: str = "workdir") -> Path:
-    """The path of a folder, given by ``flag``, that cannot be a URL."""
-    if is_url(name):
-        raise UserError(
-            f"{flag} is {name!r}; expected a folder: only train.py and programs that read a "
-            "finished run take URLs."
-        )
-    return local_path(name)
-
-
 def local_workdir(workdir: str | Path) -> Path:
     """A work directory, or one checkpoint of it, to read from; a URL is copied to this machine."""
     if not is_url(str(workdir)):

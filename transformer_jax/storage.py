@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import importlib
-import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from transformer_jax.errors import UserError, needs_extra, shown
 
@@ -119,12 +118,3 @@ def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool
             log.warning("%s is on a file system without locks: use it from one process.", path)
             held = False
         yield held
-
-
-def object_or_empty(text: str) -> dict[str, Any]:
-    """The JSON object in a text; empty if there is none, as in a line that a kill cut short."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
