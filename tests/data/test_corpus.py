@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from transformer_jax import storage
 from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.data import corpus_files, files, tokenize
+from transformer_jax.data import corpus_files, tokenize
 from transformer_jax.data.corpus import COUNTS, Corpus, Sequences
 from transformer_jax.data.corpus_files import build_corpus
 from transformer_jax.data.sources import read_pairs
@@ -148,15 +148,6 @@ def test_a_finished_corpus_is_opened_not_built(tmp_path, monkeypatch):
     again = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert again.fingerprint == first.fingerprint and again.statistics == first.statistics
     assert sequences(again, "target") == sequences(first, "target")
-
-
-def test_opening_does_not_read_the_text_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
-    config, data = from_text(tmp_path, PAIRS[:20])
-    first = build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
-    monkeypatch.setattr(files.hashlib, "file_digest", None)
-    again = build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
-    assert sequences(again, "source") == sequences(first, "source")
 
 
 def test_several_files_are_one_text_in_which_equal_lines_are_segmented_differently(tmp_path):

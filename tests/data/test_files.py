@@ -1,14 +1,10 @@
-"""Globs stand for sorted files that pair up; digests are of contents, also where they are
-remembered.
-"""
+"""Globs stand for sorted files that pair up; a text is known by its content."""
 
 import os
 
 import pytest
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.data import files
-from transformer_jax.data.files import digest
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.errors import UserError
 
@@ -73,21 +69,14 @@ def test_globs_that_match_nothing_or_not_alike(folder):
         check_files(PairsConfig("text", ("part-*.en",), ("extra.de",)), str(folder))
 
 
-def test_digests_are_remembered_until_the_file_changes(folder, monkeypatch):
-    file, memory = folder / "extra.en", folder / "digests"
-    first = digest(file, memory)
-    assert not memory.exists()  # the file is too new to be sure that it stays
-    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1.0)
-    assert digest(file, memory) == first
-    [record] = memory.iterdir()
-    record.write_text("f" * 64)
-    assert digest(file, memory) == "f" * 64
-    record.write_text("f" * 63)
-    assert digest(file, memory) == first == record.read_text()
-    state = file.stat()
+def test_a_text_is_known_by_its_content(folder):
+    config, file = PairsConfig("text", SOURCES, TARGETS), folder / "extra.en"
+    before, state = pairs_fingerprint(config, str(folder)), file.stat()
     file.write_text("extra en 1\nextra en 3\n")  # of the same size, and made to look as old
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert digest(file, memory) == digest(file) != first
+    assert pairs_fingerprint(config, str(folder)) != before
+    file.write_text("extra en 1\nextra en 2\n")
+    assert pairs_fingerprint(config, str(folder)) == before
 
 
 def test_what_is_no_file_is_called_what_it_is(folder):

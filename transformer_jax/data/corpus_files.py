@@ -82,13 +82,13 @@ def prepare_corpus(workdir: Path, config: Config, tokenizer: Tokenizer, name: st
 
 
 def corpus_folder(workdir: Path, config: Config) -> Path:
-    """Where tokenised text and the hashes of its files are kept."""
+    """Where tokenised text is kept."""
     return local_path(config.data.cache) if config.data.cache else workdir / "corpus"
 
 
 def _open_or_build(job: TokeniseJob, directory: Path) -> Corpus:
     directory.mkdir(parents=True, exist_ok=True)
-    fingerprint = job.fingerprint(directory)
+    fingerprint = job.fingerprint()
     if corpus := open_corpus(directory, fingerprint):
         return corpus
     _remove_stale(directory)

@@ -1,21 +1,14 @@
-"""Which files a text consists of, on disk or in an object store, and hashes of their contents."""
+"""Which files a text consists of, on disk or in an object store."""
 
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import os
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from transformer_jax.config import PairsConfig
 from transformer_jax.errors import UserError
 from transformer_jax.storage import AnyPath, is_url, kind_of, remote_path
-
-_DIGEST_CHARACTERS = 64
-_SETTLED_SECONDS = 10.0  # more than the coarsest clock of a file system
 
 
 def expanded(name: str, root: str = "") -> list[AnyPath]:
@@ -69,38 +62,3 @@ def files_of(config: PairsConfig, root: str) -> list[tuple[AnyPath, ...]]:
             )
         files += zip(*sides)
     return files
-
-
-def digest(file: AnyPath, memory: Path | None = None) -> str:
-    """SHA-256 (hex) of a file's content; ``memory`` is a folder that remembers it by name, size and
-    time of change.
-
-    A file that changed in the last seconds is not remembered: a second change might leave its time
-    as it was.
-    """
-    state = _state(file)
-    record = memory / state if memory and state else None
-    if record:
-        with suppress(OSError):
-            if len(known := record.read_text()) == _DIGEST_CHARACTERS:
-                return known
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-    settled = not isinstance(file, Path) or time.time() - file.stat().st_ctime > _SETTLED_SECONDS
-    if record and settled and _state(file) == state:
-        with suppress(OSError):  # what is not remembered is only slower
-            record.parent.mkdir(parents=True, exist_ok=True)
-            record.write_text(found)  # if a crash tears it, it is too short
-    return found
-
-
-def _state(file: AnyPath) -> str:
-    """Another one when the content has changed; empty if that is unknown."""
-    if isinstance(file, Path):
-        stat = file.stat()
-        state = [str(file.absolute()), stat.st_size, stat.st_ctime_ns]
-    elif file.protocol in ("http", "https"):
-        return ""
-    else:
-        state = [str(file), str(file.fs.ukey(file.path))]
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()

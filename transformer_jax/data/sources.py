@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import chain, islice, zip_longest
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.data.files import digest, files_of
+from transformer_jax.data.files import files_of
 from transformer_jax.errors import UserError, needs_extra, shown
 from transformer_jax.storage import AnyPath, kind_of, to_path
 
@@ -94,12 +93,9 @@ def json_object(line: str, where: str, field: str) -> dict[str, Any]:
     return values
 
 
-def pairs_fingerprint(config: PairsConfig, root: str = "", *, directory: Path | None = None) -> str:
+def pairs_fingerprint(config: PairsConfig, root: str = "") -> str:
     """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names
     or dates.
-
-    ``directory``, that of the corpus, remembers those of files in ``digests``, so that large ones
-    are not read again: see ``files.digest``.
     """
     check_files(config, root)
     fields: list[Any] = [
@@ -115,9 +111,13 @@ def pairs_fingerprint(config: PairsConfig, root: str = "", *, directory: Path | 
         examples = _tfds_examples(config, root)
         fields += [examples.dataset_info.full_name, len(examples)]
     else:
-        memory = directory / "digests" if directory else None
-        fields += [digest(path, memory) for side in zip(*files_of(config, root)) for path in side]
+        fields += [_hash(path) for side in zip(*files_of(config, root)) for path in side]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def _hash(path: AnyPath) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def check_files(config: PairsConfig, root: str = "") -> None:

@@ -61,12 +61,12 @@ class TokeniseJob:
     num_samples: int = 1
     seed: int = 0
 
-    def fingerprint(self, directory: Path) -> str:
+    def fingerprint(self) -> str:
         """SHA-256 (hex) of the text, the settings and the format; see ``pairs_fingerprint``."""
         data = self.data
         settings: list[object] = [
             (_FORMAT, _CHUNK_PAIRS, _CHUNK_CHARACTERS),
-            pairs_fingerprint(self.pairs, data.root, directory=directory),
+            pairs_fingerprint(self.pairs, data.root),
             self.tokenizer.fingerprint,
             (
                 data.max_source_length,

@@ -29,7 +29,7 @@ from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.bucketing import default_buckets
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.corpus_files import corpus_folder, prepare_corpus
+from transformer_jax.data.corpus_files import prepare_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.decoding.checks import check_decoding
@@ -228,8 +228,7 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
     if tokenizer is not None:
         origin = tokenizer.fingerprint
     else:
-        directory = corpus_folder(workdir, config)
-        origin = pairs_fingerprint(config.data.train, config.data.root, directory=directory)
+        origin = pairs_fingerprint(config.data.train, config.data.root)
     noted = workdir / "tokenizer.origin"
     if has_tokenizer(workdir) and (not noted.is_file() or noted.read_text() == origin):
         return Tokenizer.load(workdir)
