@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
-import tyro
-
-from transformer_jax import UserError, run_program
+from transformer_jax import UserError, parse_flags, run_program
 
 logger = logging.getLogger("transformer_jax.interop")
 
@@ -66,12 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> None:
-    task = tyro.cli(
-        Export | Import,  # type: ignore[arg-type]
-        prog="python -m transformer_jax.interop",
-        args=argv,
-        description="Take a trained model to another library, or bring one here.",
-    )
+    task = parse_flags(cast(type[Any], Export | Import), argv)
     if isinstance(task, Export):
         _export(task)
     else:

@@ -17,7 +17,6 @@ from transformer_jax import (
     ModelConfig,
     Tokenizer,
     Transformer,
-    UserError,
     needs_extra,
 )
 from transformer_jax.interop.export import (
@@ -100,11 +99,9 @@ def export_ctranslate2(
 def _spec(shape: ModelConfig) -> Any:
     """An empty model of this shape; ``UserError`` for what CTranslate2 cannot compute."""
     check_fields(shape, "CTranslate2", encoder_window=(None,))
-    if shape.positions == "rotary" and shape.head_width_v > shape.head_width_k:
-        raise UserError(
-            f"model.d_v is {shape.head_width_v}; expected at most d_k = {shape.head_width_k}: "
-            "CTranslate2 knows one head width, and rotary positions turn all of it."
-        )
+    if shape.positions == "rotary":
+        # It turns the whole width, filled up or not.
+        check_fields(shape, "CTranslate2", d_k=(None, shape.d_model // shape.num_heads))
     with needs_extra("interop"):
         from ctranslate2.specs import common_spec, transformer_spec
     names = {
@@ -120,9 +117,6 @@ def _spec(shape: ModelConfig) -> Any:
     }
     if shape.positions == "rotary":
         settings |= {"rotary_dim": 0, "rotary_interleave": False}
-    head_width = max(shape.head_width_k, shape.head_width_v)
-    if head_width * shape.num_heads != shape.d_model:  # older versions do not know it
-        settings["head_dim"] = head_width
     encoder = transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **settings)
     decoder = transformer_spec.TransformerDecoderSpec(
         shape.decoder_layers, shape.num_heads, **settings

@@ -20,21 +20,6 @@ def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]
             )
 
 
-def square_head_width(config: ModelConfig, library: str) -> int:
-    """d_model / num_heads, for a library that knows no other width; ``UserError`` where the model's
-    heads are wider.
-    """
-    width = config.d_model // config.num_heads
-    for name, ours in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
-        if ours > width or config.d_model % config.num_heads:
-            raise UserError(
-                f"model.{name} is {ours}; expected at most model.d_model / model.num_heads = "
-                f"{config.d_model} / {config.num_heads}, the only head width that {library} has. "
-                "Narrower heads can be exported."
-            )
-    return width
-
-
 def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], list[str]]:
     """Write source.spm and target.spm into ``folder``; returns the source and the target tokens, by
     their ids.

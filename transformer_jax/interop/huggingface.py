@@ -21,7 +21,6 @@ from transformer_jax import (
 )
 from transformer_jax.interop.export import (
     check_fields,
-    square_head_width,
     tags_of,
     write_sentencepiece,
 )
@@ -76,7 +75,7 @@ def export_huggingface(
         encoder_window=(None,),
     )
     notes = _check_epsilon(shape) + search_notes(config, "transformers")
-    weights = plain_weights(model, head_width=square_head_width(shape, "MarianMT"))
+    weights = plain_weights(model)
     longest = max(_POSITIONS, *length_limits(config))
     if shape.positions == "interleaved":  # MarianMT's own table from here on
         weights = reordered(weights, sines_first(shape.d_model))
@@ -170,15 +169,11 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> list
         "separate_vocabs": separate,
     }
     _write_json(folder / "tokenizer_config.json", settings)
-    differ = [
-        tag
-        for tag in tags_of(source_tokens)
-        if tokenizer.source_tokens(tokenizer.encode_source([tag])[0]) != [tag]
-    ]
-    if not differ:
+    tags = tags_of(source_tokens)
+    if tokenizer.imported or not tags:
         return []
     return [
-        f"MarianTokenizer takes {', '.join(differ[:3])} off a line before it cuts it: no '▁' comes "
+        f"MarianTokenizer takes {', '.join(tags[:3])} off a line before it cuts it: no '▁' comes "
         "before it, as here."
     ]
 

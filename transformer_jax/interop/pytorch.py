@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from transformer_jax import ModelConfig, Transformer, UserError
-from transformer_jax.interop.export import check_fields, square_head_width
+from transformer_jax.interop.export import check_fields
 from transformer_jax.interop.weights import (
     Library,
     blank_weights,
@@ -45,7 +45,6 @@ _LIBRARY = Library(
         "decoder.feed_forward_residual": "norm3.{}",
     },
     layer="{side}.layers.{number}.",
-    leaves={"kernel": "weight", "bias": "bias", "norm.scale": "weight", "norm.bias": "bias"},
 )
 _OTHERS: dict[str, str] = {
     "source_embedding.matrix": "source_embedding.weight",
@@ -58,13 +57,6 @@ _OTHERS: dict[str, str] = {
     "encoder.final_norm.bias": "encoder.norm.bias",
     "decoder.final_norm.scale": "decoder.norm.weight",
     "decoder.final_norm.bias": "decoder.norm.bias",
-}
-# What nn.Transformer can have, by field of the ModelConfig.
-_HELD: dict[str, tuple[Any, ...]] = {
-    "activation": ("relu", "gelu", "gelu_tanh", "silu"),
-    "norm_type": ("layer",),
-    "positions": ("interleaved", "split", "learned"),
-    "encoder_window": (None,),
 }
 
 
@@ -157,12 +149,16 @@ def to_torch(model: Transformer) -> TorchModules:
     from torch import nn
 
     config = model.config
-    check_fields(config, "torch.nn.Transformer", **_HELD)
-    width = square_head_width(config, "torch.nn.Transformer")
-    tensors = {
-        name: torch.tensor(x)
-        for name, x in to_library(plain_weights(model, head_width=width), _LIBRARY, _OTHERS).items()
-    }
+    check_fields(
+        config,
+        "torch.nn.Transformer",
+        activation=tuple(_activations()),
+        norm_type=("layer",),
+        positions=("interleaved", "split", "learned"),
+        encoder_window=(None,),
+    )
+    weights = to_library(plain_weights(model), _LIBRARY, _OTHERS)
+    tensors = {name: torch.tensor(x) for name, x in weights.items()}
     target = nn.Embedding.from_pretrained(tensors["target_embedding.weight"], freeze=False)
     source = target
     if "source_embedding.weight" in tensors:
@@ -272,8 +268,6 @@ def _check_classes(transformer: nn.Transformer) -> None:
                 f"{f'a torch.nn.{expected.__name__}' if expected else 'nothing there'}: what other "
                 "classes compute is not known."
             )
-        if name in ("encoder", "decoder") and not len(module.layers):
-            raise UserError(f"{place} has no layers; expected one or more.")
         if getattr(module, "add_zero_attn", False):
             raise UserError(
                 f"add_zero_attn is True in {place}; expected False, as attention is here."

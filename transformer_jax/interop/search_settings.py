@@ -93,10 +93,7 @@ def from_transformers(
         if name in names and value is not None:
             fields[names[name]] = value
     suppress = [tokens[i] for [i] in settings.get("bad_words_ids") or [] if i in tokens]
-    try:
-        return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(dict.fromkeys(suppress)))
-    except UserError as error:
-        raise UserError(f"{str(file)!r}: {error} Change it there.") from None
+    return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(dict.fromkeys(suppress)))
 
 
 def length_limits(config: Config) -> tuple[int, int]:

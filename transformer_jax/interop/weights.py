@@ -52,19 +52,18 @@ class Library(NamedTuple):
     """Names as in ``_PARTS``, after a side where it matters."""
     layer: str
     """What a name in a layer begins with, with {side} and {number}."""
-    leaves: dict[str, str]
-    """By ours (kernel, bias, norm.scale, norm.bias): what stands for {}."""
+    norm: tuple[str, str] = ("weight", "bias")
+    """What stands for {} in a norm: scale and bias. Elsewhere it is weight or bias."""
 
 
 HUGGING_FACE = Library(
     parts={ours: theirs[0] for ours, theirs in _PARTS.items()},
     layer="model.{side}.layers.{number}.",
-    leaves={"kernel": "weight", "bias": "bias", "norm.scale": "weight", "norm.bias": "bias"},
 )
 CTRANSLATE2 = Library(
     parts={ours: theirs[1] for ours, theirs in _PARTS.items()},
     layer="{side}/layer_{number}/",
-    leaves={"kernel": "weight", "bias": "bias", "norm.scale": "gamma", "norm.bias": "beta"},
+    norm=("gamma", "beta"),
 )
 
 
@@ -104,17 +103,24 @@ def check_tensors(tensors: Weights, expected: Weights, where: str, expectation: 
             )
 
 
-def plain_weights(model: Transformer, *, head_width: int | None = None) -> Weights:
-    """The plain weights of ``model``, the heads of every attention ``head_width`` wide (default:
-    the larger of d_k, d_v).
+def plain_weights(model: Transformer) -> Weights:
+    """The plain weights of ``model``, every head d_model / num_heads wide: other libraries have no
+    other width.
 
-    Narrower heads are filled up with zeros, and queries scaled so that what is divided by
-    sqrt(head_width) has the scores of d_k: an exact copy. Learned positions are as they are added
-    to the scaled embeddings.
+    Narrower heads are filled up with zeros, and queries scaled so that what is divided by the root
+    of the width has the scores of d_k: an exact copy. Learned positions are as they are added to
+    the scaled embeddings. ``UserError`` where heads are wider.
     """
+    config = model.config
+    for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
+        if width * config.num_heads > config.d_model or config.d_model % config.num_heads:
+            raise UserError(
+                f"model.{name} is {width}; expected at most model.d_model / model.num_heads = "
+                f"{config.d_model} / {config.num_heads}, a whole number: other libraries have no "
+                "wider heads."
+            )
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    flat = {_name(path): np.array(x[...]) for path, x in state}
-    return _plain(flat, model.config, head_width)
+    return _plain({_name(path): np.array(x[...]) for path, x in state}, config)
 
 
 def blank_weights(config: ModelConfig) -> Weights:
@@ -122,7 +128,7 @@ def blank_weights(config: ModelConfig) -> Weights:
     zero = np.float32(0)
     shapes = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
     blank = {_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes}
-    return _plain(blank, config, None)
+    return _plain(blank, config)
 
 
 def model_of(weights: Weights, config: ModelConfig) -> Transformer:
@@ -170,8 +176,8 @@ def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
     return changed
 
 
-def _plain(flat: Weights, config: ModelConfig, head_width: int | None) -> Weights:
-    width = head_width or max(config.head_width_k, config.head_width_v)
+def _plain(flat: Weights, config: ModelConfig) -> Weights:
+    width = config.d_model // config.num_heads
     weights: Weights = {"softmax_bias": np.zeros(config.vocab_size, np.float32)}
     for name, x in flat.items():
         heads = re.search(r"_attention\.(query|key|value)\.", name)
@@ -209,7 +215,8 @@ def _names(weights: Weights, library: Library, others: Mapping[str, str]) -> dic
             side, number, part, leaf = match.groups()
             prefix = library.layer.format(side=side, number=number)
             theirs = library.parts.get(part) or library.parts[f"{side}.{part}"]
-            name = prefix + theirs.format(library.leaves[leaf])
+            scale, bias = library.norm if leaf.startswith("norm") else ("weight", "bias")
+            name = prefix + theirs.format(bias if leaf.endswith("bias") else scale)
             places.append((_ORDER.index(part), name, ours))
     for _, theirs, ours in sorted(places):
         found.setdefault(theirs, []).append(ours)
