@@ -18,7 +18,7 @@ from transformer_jax.sharding import make_mesh
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
-from transformer_jax.training.step import init_state, make_step_functions
+from transformer_jax.training.step import StepConfig, init_state, make_step_functions
 
 RECIPE = runpy.run_path(str(recipe_path("table3")))
 ROWS, change = RECIPE["ROWS"], RECIPE["change"]
@@ -127,7 +127,7 @@ def test_a_row_trains_resumes_and_translates(
     # Not compiled, which takes longer; as copies, because the step gives up what it is given.
     before = jax.tree.map(
         lambda x, place: jax.device_put(np.array(x), place.sharding),
-        init_state(config, jax.numpy.uint32(0)),
+        init_state(StepConfig.of(config), jax.numpy.uint32(0)),
         functions.abstract_state,
     )
     state, metrics = functions.train_step(before, batch)

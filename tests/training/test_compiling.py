@@ -26,6 +26,7 @@ from transformer_jax.training import compiling
 from transformer_jax.training.compiling import CompileAhead, Job, memory_needed
 from transformer_jax.training.loop import train
 from transformer_jax.training.reporting import Reporter
+from transformer_jax.training.step import shared_functions
 
 
 def job(name: str, step: int, size: int = 2, **others: Any) -> Job:
@@ -46,6 +47,7 @@ def compiled() -> Iterator[list[tuple[str, str]]]:
         if event.endswith("backend_compile_duration"):
             found.append((fun_name, threading.current_thread().name))
 
+    shared_functions.cache_clear()  # those of other tests are compiled already
     jax.monitoring.register_event_duration_secs_listener(note)
     yield found
     jax.monitoring.unregister_event_duration_listener(note)

@@ -3,8 +3,8 @@ schedule.
 """
 
 import dataclasses
-import functools
 import re
+from collections.abc import Iterator
 
 import chex
 import jax
@@ -35,6 +35,7 @@ from transformer_jax.training.step import (
     TrainState,
     accumulated_gradients,
     make_step_functions,
+    shared_functions,
 )
 
 CONFIG = Config(
@@ -64,7 +65,6 @@ def batch(seed: int = 0, rows: int = 16) -> Batch:
     return Batch(source, target)
 
 
-@functools.cache
 def step_functions(config: Config, devices: int = 1) -> StepFunctions:
     return make_step_functions(config, make_mesh(config.mesh, jax.devices()[:devices]))
 
@@ -111,8 +111,11 @@ def test_numbers_of_three_steps() -> None:
 
 
 def test_seeds_share_a_compiled_step() -> None:
-    """So that the second of several runs finds it in the compilation cache."""
+    """In one process, and in the compilation cache, where the program's text is the key."""
     steps = [step_functions(dataclasses.replace(CONFIG, seed=seed)) for seed in (0, 7)]
+    assert steps[0].train_step is steps[1].train_step
+    shared_functions.cache_clear()
+    steps[1] = step_functions(dataclasses.replace(CONFIG, seed=7))
     texts = {each.train_step.lower(each.abstract_state, batch()).as_text() for each in steps}
     assert len(texts) == 1
     run = steps[0]
@@ -142,11 +145,14 @@ def test_losses_are_those_of_one_device(
 
 
 @pytest.fixture
-def masks_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def masks_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dropout as on GPUs."""
     monkeypatch.setattr(
         "transformer_jax.model.transformer.draw", lambda *given, ahead: draw(*given, ahead=True)
     )
+    shared_functions.cache_clear()
+    yield
+    shared_functions.cache_clear()
 
 
 @pytest.mark.devices(8)
@@ -155,10 +161,8 @@ def masks_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_losses_are_the_same_with_masks_drawn_ahead(
     mesh: tuple[int, int, int], on_one_device: list[float]
 ) -> None:
-    step_functions.cache_clear()
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(*mesh))
     several, _ = losses(config, int(np.prod(mesh)))
-    step_functions.cache_clear()
     np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
 
 

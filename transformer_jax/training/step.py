@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
 
-from transformer_jax.config import Config
+from transformer_jax.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.data.batching import Batch
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import batch_sharding, gathered, replicated, state_shardings
@@ -50,10 +50,34 @@ class StepMetrics(NamedTuple):
     bad_in_a_row: jax.Array
 
 
+class StepConfig(NamedTuple):
+    """All settings that the compiled functions depend on."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    steps: int
+    label_smoothing: float
+    smoothing_over: Literal["all", "others"]
+    r_drop: float
+
+    @classmethod
+    def of(cls, config: Config) -> StepConfig:
+        """The settings of a run that its compiled functions depend on."""
+        training = config.training
+        return cls(
+            model=config.model,
+            optimizer=config.optimizer,
+            steps=training.steps,
+            label_smoothing=training.label_smoothing,
+            smoothing_over=training.smoothing_over,
+            r_drop=training.r_drop,
+        )
+
+
 class StepFunctions(NamedTuple):
     """The compiled functions of a run and the shardings that they expect."""
 
-    init: Callable[[], TrainState]
+    init: Callable[..., TrainState]  # jit: () -> TrainState
     train_step: Any  # jit: (TrainState, Batch) -> (TrainState, StepMetrics); donates the old state
     eval_step: Any  # jit: (Parameters, Batch) -> LossSums
     abstract_state: TrainState  # shapes, types and shardings, for restoring
@@ -61,15 +85,24 @@ class StepFunctions(NamedTuple):
 
 
 def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
-    """Compile init, train_step and eval_step for this config on this mesh, when first called."""
+    """Compile init, train_step and eval_step for this config on this mesh, when first called.
+
+    Runs in one process share compiled functions if their ``StepConfig`` and mesh are equal.
+    """
+    functions = shared_functions(StepConfig.of(config), mesh)
+    return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
+
+
+@lru_cache(maxsize=8)
+def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
+    """The functions of all runs with these settings; ``init`` takes the seed."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))))
-    seed = np.uint32(config.seed)
-    shapes = jax.eval_shape(partial(init_state, config), seed)
+    shapes = jax.eval_shape(partial(init_state, config), np.uint32(0))
     shardings = state_shardings(shapes, mesh)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
     inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
     return StepFunctions(
-        init=partial(jax.jit(partial(init_state, config), out_shardings=shardings), seed),
+        init=jax.jit(partial(init_state, config), out_shardings=shardings),
         train_step=jax.jit(
             partial(train_step, **inputs),
             donate_argnums=0,
@@ -90,7 +123,7 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     )
 
 
-def init_state(config: Config, seed: jax.Array) -> TrainState:
+def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
     """The state before the first step, its parameters drawn from the seed."""
     model = Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -107,7 +140,7 @@ def init_state(config: Config, seed: jax.Array) -> TrainState:
 
 
 def train_step(
-    state: TrainState, batch: Batch, *, config: Config, graph: Any, mesh: Mesh
+    state: TrainState, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
 ) -> tuple[TrainState, StepMetrics]:
     """One update, or none where loss or gradient are not finite; and the step's figures."""
     dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
@@ -136,7 +169,7 @@ def train_step(
         (state.parameters, state.optimizer, state.ema),
     )
     bad = (~finite).astype(jnp.int32)
-    schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.training.steps)
+    schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.steps)
     state = TrainState(
         step=state.step + 1,
         parameters=parameters,
@@ -157,7 +190,7 @@ def train_step(
 
 
 def eval_step(
-    parameters: Parameters, batch: Batch, *, config: Config, graph: Any, mesh: Mesh
+    parameters: Parameters, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
 ) -> LossSums:
     """The sums of a batch without dropout."""
     parameters = gathered(parameters, mesh)
@@ -169,12 +202,12 @@ def loss_and_sums(
     batch: Batch,
     dropout_key: jax.Array | None,
     *,
-    config: Config,
+    config: StepConfig,
     graph: Any,
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
     """The summed loss of a batch, and all sums; without a key no dropout and no R-Drop."""
-    r_drop = 0.0 if dropout_key is None else config.training.r_drop
+    r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # each row twice, one after the other, for two draws of dropout
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
     model = nnx.merge(graph, parameters)
@@ -190,8 +223,8 @@ def loss_and_sums(
         hidden_BTD,
         model.output_matrix_VD,
         batch.target_BT,
-        label_smoothing=config.training.label_smoothing,
-        smoothing_over=config.training.smoothing_over,
+        label_smoothing=config.label_smoothing,
+        smoothing_over=config.smoothing_over,
         bias_V=model.output_bias_V,
         mesh=mesh,
         r_drop=r_drop,
@@ -237,5 +270,5 @@ def moving_average(
     return optax.incremental_update(parameters, ema, 1 - decay_now)
 
 
-def _optimizer(config: Config) -> optax.GradientTransformation:
-    return make_optimizer(config.optimizer, config.model.d_model, config.training.steps)
+def _optimizer(config: StepConfig) -> optax.GradientTransformation:
+    return make_optimizer(config.optimizer, config.model.d_model, config.steps)
