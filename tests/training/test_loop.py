@@ -236,48 +236,6 @@ def test_a_run_whose_first_step_failed_gets_another_config(tmp_path: Path) -> No
         pass
 
 
-def test_unequal_test_files_are_named_before_training(tmp_path: Path) -> None:
-    (tmp_path / "long").write_text("one\ntwo\n")
-    (tmp_path / "short").write_text("eins\n")
-    test = PairsConfig("text", ("long",), ("short",))
-    config = dataclasses.replace(
-        tiny(), data=dataclasses.replace(tiny().data, test=test, root=str(tmp_path))
-    )
-    with pytest.raises(UserError, match="has 2 lines and .* has 1"):
-        train(config, tmp_path / "run", devices=ONE)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("section", "fields", "message"),
-    [
-        ("training", {"bleu_tokenize": "ko-mecab"}, "BLEU tokenisation 'ko-mecab'"),
-        ("training", {"bleu_language": "german"}, "bleu_language is 'german'; expected .* de, "),
-        ("data", {"dev": PairsConfig("text", ("short",), ("long",))}, "has 1 line"),
-        ("data", {"test": PairsConfig("text", ("empty",), ("empty",))}, "data.test has no pairs"),
-    ],
-)
-def test_what_is_wrong_is_named_before_the_tokenizer_is_trained(
-    tmp_path: Path, section: str, fields: dict[str, Any], message: str
-) -> None:
-    for name, text in {"short": "1\n", "long": "1\n2\n", "empty": ""}.items():
-        (tmp_path / name).write_text(text)
-    train_text = PairsConfig("text", ("long",), ("long",))
-    data = dataclasses.replace(tiny().data, train=train_text, root=str(tmp_path))
-    config = dataclasses.replace(tiny(bleu_every=0), data=data)
-    changed = dataclasses.replace(getattr(config, section), **fields)
-    with pytest.raises(UserError, match=message):
-        train(dataclasses.replace(config, **{section: changed}), tmp_path / "run", devices=ONE)
-    assert not (tmp_path / "run").exists()
-
-
-def test_wrong_decoding_settings_are_named_before_training(tmp_path: Path) -> None:
-    decoding = dataclasses.replace(tiny().decoding, suppress=("no-such-token",))
-    with pytest.raises(UserError, match="decoding.suppress has 'no-such-token'"):
-        train(dataclasses.replace(tiny(), decoding=decoding), tmp_path / "run", devices=ONE)
-    assert not entries(tmp_path / "run")
-
-
 def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:
     other = dataclasses.replace(whole(), seed=1, model=dataclasses.replace(whole().model, d_ff=64))
     with pytest.raises(
@@ -301,20 +259,6 @@ def test_a_folder_where_nothing_was_trained_is_taken_over(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="tokenizer.vocab_size is 50000"):
         train(too_large, tmp_path / "run", devices=ONE)
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 1
-
-
-def test_a_missing_dev_file_is_named_before_work_starts(tmp_path: Path) -> None:
-    dev = PairsConfig("text", ("none.en",), ("none.de",))
-    config = dataclasses.replace(tiny(), data=dataclasses.replace(tiny().data, dev=dev))
-    with pytest.raises(UserError, match="File 'none.en' does not exist"):
-        train(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="is not empty and holds no config.json"):
-        train(tiny(), tmp_path)
 
 
 def test_a_loss_that_stays_non_finite_stops_the_run(tmp_path: Path) -> None:

@@ -134,10 +134,3 @@ def test_an_imported_model_and_another_to_start_from(general: Path, tmp_path: Pa
     start = dataclasses.replace(config.training, start_from=str(general))
     with pytest.raises(UserError, match="holds an imported model.*\n  training.start_from: ''"):
         train(dataclasses.replace(config, training=start), tmp_path, devices=ONE)
-
-
-def test_no_model_to_begin_with(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"training.start_from is '.*nowhere': .* holds no checkpoint"
-    ):
-        train(_own_text(tmp_path, tmp_path / "nowhere"), tmp_path / "run", devices=ONE)
