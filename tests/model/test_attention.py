@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from reference import against_reference
 
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import (
@@ -20,10 +21,18 @@ def _random(*shape: int, seed: int = 0) -> jax.Array:
 
 def test_attention_is_equation_1() -> None:
     q, k, v = _random(1, 3, 1, 4, seed=1), _random(1, 5, 1, 4, seed=2), _random(1, 5, 1, 6, seed=3)
-    out = dot_product_attention(q, k, v, jnp.ones((1, 1, 3, 5), bool))
-    scores = np.asarray(q)[0, :, 0] @ np.asarray(k)[0, :, 0].T / np.sqrt(4)
-    weights = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(out[0, :, 0], weights @ np.asarray(v)[0, :, 0], rtol=1e-5, atol=1e-6)
+
+    def equation_1(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = q[0, :, 0] @ k[0, :, 0].T / np.sqrt(4)
+        weights = jnp.exp(scores) / jnp.exp(scores).sum(axis=1, keepdims=True)
+        return (weights @ v[0, :, 0])[None, :, None]
+
+    against_reference(
+        lambda *qkv: dot_product_attention(*qkv, jnp.ones((1, 1, 3, 5), bool)),
+        equation_1,
+        (q, k, v),
+        {"rtol": 1e-5, "atol": 1e-6},
+    )
 
 
 def test_one_visible_position_gives_its_value() -> None:

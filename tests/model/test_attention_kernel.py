@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from reference import against_reference, with_gradients
 
 from benchmarks.compile_for import collectives
 from transformer_jax.config import MeshConfig
@@ -46,8 +47,7 @@ def _with_gradients(
     attention: Callable[..., jax.Array], mask: jax.Array, inputs: list[jax.Array]
 ) -> list[np.ndarray]:
     *arrays, cotangent = inputs
-    out, gradient = jax.vjp(lambda *x: attention(*x, mask), *arrays)
-    return [np.asarray(x, np.float32) for x in (out, *gradient(cotangent))]
+    return with_gradients(lambda *x: attention(*x, mask), arrays, cotangent)
 
 
 def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
@@ -60,10 +60,14 @@ def test_the_kernels_are_attention_and_its_gradient(shape: tuple[int, ...]) -> N
     mask = attention_mask(_packed(T), _packed(S, first=0))
     if T == S:
         mask = attention_mask(_packed(T), _packed(T), causal=True)
-    inputs = _inputs(*shape)
-    ours, plain = (_with_gradients(f, mask, inputs) for f in (_kernel, dot_product_attention))
-    for x, expected in zip(ours, plain, strict=True):
-        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5)
+    *arrays, cotangent = _inputs(*shape)
+    against_reference(
+        lambda *x: _kernel(*x, mask),
+        lambda *x: dot_product_attention(*x, mask),
+        arrays,
+        {"rtol": 1e-4, "atol": 1e-5},
+        cotangent=cotangent,
+    )
 
 
 def test_bfloat16_is_about_as_exact_as_plain_attention() -> None:

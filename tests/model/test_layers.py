@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from reference import against_reference
 from runs import ONE, no_evaluation, tiny
 
 from transformer_jax.config import ModelConfig
@@ -70,8 +71,11 @@ def test_swiglu_is_its_formula() -> None:
     gate, inner, output = (
         part.kernel[...] for part in (layer.gate, layer.inner, layer.output) if part is not None
     )
-    np.testing.assert_allclose(
-        layer(x), (jax.nn.silu(x @ gate) * (x @ inner)) @ output, rtol=1e-5, atol=1e-6
+    against_reference(
+        layer,
+        lambda x: (jax.nn.silu(x @ gate) * (x @ inner)) @ output,
+        [x],
+        {"rtol": 1e-5, "atol": 1e-6},
     )
 
 

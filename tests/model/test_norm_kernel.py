@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
+from reference import against_reference, with_gradients
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model import norm_kernel
@@ -43,18 +44,23 @@ def _with_gradients(
     function: Callable[..., jax.Array], inputs: list[jax.Array]
 ) -> list[np.ndarray]:
     x, y, keep, scale, bias, cotangent = inputs
-    out, gradient = jax.vjp(
-        lambda x, y, *of_norm: function(x, y, keep, *of_norm), x, y, scale, bias
-    )
-    return [np.asarray(array, np.float32) for array in (out, *gradient(cotangent))]
+    return with_gradients(_keeping(function, keep), (x, y, scale, bias), cotangent)
+
+
+def _keeping(function: Callable[..., jax.Array], keep: jax.Array) -> Callable[..., jax.Array]:
+    return lambda x, y, *of_norm: function(x, y, keep, *of_norm)
 
 
 @pytest.mark.parametrize("rows, length", [(2, 32), (1, 1), (5, 13)])
 def test_the_kernels_are_dropout_residual_and_norm(rows: int, length: int) -> None:
-    inputs = _inputs(rows, length)
-    ours, plain = (_with_gradients(f, inputs) for f in (_kernel, _plain))
-    for x, expected in zip(ours, plain, strict=True):
-        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=2e-5)
+    x, y, keep, scale, bias, cotangent = _inputs(rows, length)
+    against_reference(
+        _keeping(_kernel, keep),
+        _keeping(_plain, keep),
+        (x, y, scale, bias),
+        {"rtol": 1e-4, "atol": 2e-5},
+        cotangent=cotangent,
+    )
 
 
 def test_bfloat16_is_as_exact_as_the_plain_layers() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.test_util import check_grads
+from reference import against_reference
 
 from transformer_jax.model.norms import LayerNorm, RMSNorm
 
@@ -16,9 +17,11 @@ def test_layer_norm_is_its_formula(epsilon: float) -> None:
     x = np.asarray(0.5 * jax.random.normal(jax.random.key(0), (2, 3, 8)))
     norm = LayerNorm(8, epsilon=epsilon)
     norm.scale[...], norm.bias[...] = jnp.arange(1.0, 9.0), jnp.arange(8.0)
-    normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon)
-    np.testing.assert_allclose(
-        norm(x), normal * np.arange(1, 9) + np.arange(8), rtol=1e-5, atol=1e-5
+    against_reference(
+        norm,
+        lambda x: _plain_norm(x, jnp.arange(1.0, 9.0), jnp.arange(8.0), epsilon),
+        [x],
+        {"rtol": 1e-5, "atol": 1e-5},
     )
     low = norm(jnp.asarray(x, jnp.bfloat16))
     assert low.dtype == jnp.bfloat16
@@ -79,8 +82,14 @@ def test_rms_norm_is_its_formula() -> None:
     x = 3 * np.asarray(jax.random.normal(jax.random.key(0), (2, 3, 8))) + 1
     norm = RMSNorm(8, epsilon=0.5)
     norm.scale[...] = jnp.arange(1.0, 9.0)
-    expected = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 0.5) * np.arange(1, 9)
-    np.testing.assert_allclose(norm(x), expected, rtol=1e-5)
+    scale = np.arange(1.0, 9.0, dtype=np.float32).reshape(1, 1, 8)
+    against_reference(
+        norm,
+        lambda x: x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 0.5) * scale,
+        [x],
+        {"rtol": 1e-5},
+        of_gradients={"rtol": 1e-5, "atol": 1e-5},
+    )
     assert norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
