@@ -62,8 +62,7 @@ def export_ctranslate2(
     weights = plain_weights(model)
     if config.model.activation == "swiglu":  # its first matrix is the one with the activation
         swap = {"inner": "gate", "gate": "inner"}
-        swapped = (re.sub("inner|gate", lambda m: swap[m[0]], name) for name in weights)
-        weights = dict(zip(swapped, weights.values(), strict=True))
+        weights = {re.sub("inner|gate", lambda m: swap[m[0]], n): x for n, x in weights.items()}
     if config.model.positions != "rotary":
         longest = max(_POSITIONS, *length_limits(config))
         weights = with_position_tables(weights, config.model, longest)

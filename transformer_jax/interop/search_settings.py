@@ -80,8 +80,6 @@ def from_transformers(
     Raises:
       UserError: the search here does not have a setting, or not its value.
     """
-    names = {theirs: ours for ours, (theirs, _, _) in _NAMES.items()}
-    fields: dict[str, Any] = {ours: default for ours, (_, default, _) in _NAMES.items()}
     for name, value in settings.items():
         several = name == "bad_words_ids" and any(len(ids) != 1 for ids in value or [])
         is_off = not value or (value == 1 and value is not True)
@@ -90,8 +88,10 @@ def from_transformers(
                 f"{name} in {str(file)!r} is {value!r}, which the search here does not support. "
                 "Remove it there."
             )
-        if name in names and value is not None:
-            fields[names[name]] = value
+    given = {name: value for name, value in settings.items() if value is not None}
+    fields: dict[str, Any] = {
+        ours: given.get(theirs, default) for ours, (theirs, default, _) in _NAMES.items()
+    }
     suppress = [tokens[i] for [i] in settings.get("bad_words_ids") or [] if i in tokens]
     return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(dict.fromkeys(suppress)))
 
