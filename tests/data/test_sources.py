@@ -262,9 +262,9 @@ def style(name):
 def test_numbers_are_num2words_and_splits_are_disjoint():
     train, dev, test = (
         list(read_pairs(PairsConfig(kind="numbers", split=split, limit=limit)))
-        for split, limit in (("train", 982_934), ("dev", None), ("test", None))
+        for split, limit in (("train", 990_146), ("dev", None), ("test", None))
     )
-    assert (len(train), len(dev), len(test)) == (982_934, 10_000, 10_000)
+    assert (len(train), len(dev), len(test)) == (990_146, 10_000, 10_000)
     everything = {plain(source): plain(target) for source, target in train + dev + test}
     splits = [{plain(source) for source, _ in pairs} for pairs in (train, dev, test)]
     assert list(map(len, splits)) == [980_000, 10_000, 10_000]
@@ -280,10 +280,21 @@ def test_half_of_the_numbers_have_a_capital_and_half_a_full_stop(split):
     styles = Counter(style(source) for source, _ in pairs)
     assert len(styles) == 4 and min(styles.values()) > 0.24 * len(pairs)
     assert all(style(source) == style(target) for source, target in pairs)
-    words = Counter(plain(source) for source, _ in pairs)
-    repeated = {name for name, count in words.items() if count > 1}
-    assert {words[name] for name in repeated} == ({4} if split == "train" else set())
-    assert all("thousand" not in name for name in repeated)
+
+
+def test_numbers_below_2000_are_in_train_in_all_styles_and_small_ones_more_often():
+    train, dev, test = (
+        Counter(source for source, _ in read_pairs(PairsConfig(kind="numbers", split=split)))
+        for split in ("train", "dev", "test")
+    )
+    assert {*dev.values(), *test.values()} == {1}
+    held_out = {plain(source) for source in [*dev, *test]}
+    for n in range(2000):
+        name = num2words(n)
+        counts = {train[styled] for styled in (name, name.capitalize(), f"{name}.")}
+        counts |= {train[f"{name.capitalize()}."]}
+        assert counts == {0 if name in held_out else 1 + 200 // (n + 1)}, n
+    assert train["zero"] == 201 and train["two hundred"] == train["one thousand and one"] == 1
 
 
 def test_numbers_are_the_same_each_time_and_limited():

@@ -106,7 +106,7 @@ def pairs_fingerprint(config: PairsConfig, root: str = "") -> str:
         config.limit,
     ]
     if config.kind == "numbers":
-        fields += ["capitals, full stops"]  # a new name for each change of the generated pairs
+        fields += ["small ones again"]  # a new name for each change of the generated pairs
     elif config.kind == "tfds":
         examples = _tfds_examples(config, root)
         fields += [examples.dataset_info.full_name, len(examples)]
@@ -296,13 +296,14 @@ def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
     """Numbers below a million in a fixed random order; dev and test are kept out of train.
 
     As people type them: on both sides half of the pairs begin with a capital letter and half end
-    with a full stop, independently of each other. In train the numbers below 1,000 come first, in
-    all four styles: they are a thousandth of all, but the first that people try.
+    with a full stop, independently of each other. In train the numbers below 2,000 come first, in
+    all four styles, and again by Zipf's law: they are few, but the first that people try.
     """
     random = np.random.RandomState(0)  # of all generators, the one whose stream is frozen
     order = random.permutation(_NUMBERS)
     test, dev, train = np.split(order, [_NUMBERS_HELD_OUT, 2 * _NUMBERS_HELD_OUT])
-    small, large = train[train < 1000], train[train >= 1000]
+    small, large = train[train < 2000], train[train >= 2000]
+    small = np.concatenate([small, np.repeat(small, 200 // (small + 1))])
     train = np.concatenate([np.repeat(small, 4), large])
     numbers = {"train": train, "dev": dev, "test": test}[config.split]
     styles = random.randint(4, size=_NUMBERS)[numbers]
