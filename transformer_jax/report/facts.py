@@ -8,10 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from transformer_jax import Config
-from transformer_jax.report.runs import Run, is_number
+from transformer_jax.report.runs import Run
 
-_ENVIRONMENT = ("devices", "processes", "cpu", "cpu_cores", "platform", "python", "versions")
-_ELSEWHERE = {"kind", "time", "environment", *_ENVIRONMENT}  # no results
+_SETTINGS = "Different between the runs", "Not the default", "The default"
 
 
 def results(run: Run) -> dict[str, str]:
@@ -20,22 +19,17 @@ def results(run: Run) -> dict[str, str]:
     for name, best in (("dev_loss", min), ("dev_bleu", max)):
         if values := run.curve("dev", name)[1]:
             facts[f"best {name}"] = _text(best(values))
-    latest: dict[str, Any] = {}
-    for entry in run.entries:
-        latest |= entry
-        if is_number(entry.get("time")):
-            when = datetime.fromtimestamp(min(abs(entry["time"]), 2e11), UTC)  # dates end there
-            facts["last entry"] = f"{when:%Y-%m-%d %H:%M UTC}"
-    return facts | _flat({name: latest[name] for name in latest if name not in _ELSEWHERE})
+    latest = run.latest()
+    if time := latest.get("time"):
+        facts["last entry"] = f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M UTC}"
+    # summary.json repeats the fields of the environment.
+    elsewhere = {"kind", "time", "environment", *latest.get("environment", {})}
+    return facts | _flat({name: latest[name] for name in latest if name not in elsewhere})
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Hardware and versions at the last start or at the end."""
-    latest: dict[str, Any] = {}
-    for entry in run.entries:
-        given = entry.get("environment", entry)
-        latest |= given if isinstance(given, dict) else {}
-    return _flat({name: latest[name] for name in _ENVIRONMENT if name in latest})
+    """Hardware and versions at the last start."""
+    return _flat(run.latest().get("environment", {}))
 
 
 def by_label(columns: Sequence[dict[str, str]]) -> list[list[str]]:
@@ -44,22 +38,14 @@ def by_label(columns: Sequence[dict[str, str]]) -> list[list[str]]:
     return [[label, *(column.get(label, "") for column in columns)] for label in labels]
 
 
-def settings(runs: Sequence[Run]) -> dict[str, list[list[str]]]:
+def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
     """Tables of settings, first those that differ: name, the value of each run, the default."""
-    *columns, defaults = (
-        _flat(dataclasses.asdict(config)) if config else {}
-        for config in (*(run.config for run in runs), Config())
-    )
-    tables: dict[str, list[list[str]]] = {
-        "Different between the runs": [],
-        "Not the default": [],
-        "The default": [],
-    }
-    different, chosen, unchanged = tables.values()
-    for row in by_label([*columns, defaults]) if any(columns) else ():
-        values = {value for value, column in zip(row[1:], columns) if column}
-        rows = different if len(values) > 1 else unchanged if values <= {row[-1]} else chosen
-        rows.append(row)
+    tables: dict[str, list[list[str]]] = {title: [] for title in _SETTINGS}
+    columns = [_flat(dataclasses.asdict(config)) for config in (*configs, Config())]
+    for row in by_label(columns) if configs else ():
+        _, *values, default = row
+        differs, chosen = len({*values}) > 1, values[0] != default
+        tables[_SETTINGS[0 if differs else 1 if chosen else 2]].append(row)
     return {title: rows for title, rows in tables.items() if rows}
 
 

@@ -29,21 +29,26 @@ class Run:
     translations: dict[tuple[str, str], str] = field(default_factory=dict)
     attention: dict[str, SentenceAttention] = field(default_factory=dict)
 
-    def curve(self, kind: str, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a field in the entries of a kind, where it is a number."""
-        known = [e for e in self.entries if e["kind"] == kind and is_number(e.get(name))]
+    def curve(self, kind: str, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a field in the entries of a kind. Values that are not finite are null
+        in the files and left out.
+        """
+        known = [e for e in self.entries if e["kind"] == kind and e.get(name) is not None]
         return [entry["step"] for entry in known], [entry[name] for entry in known]
+
+    def latest(self) -> dict[str, Any]:
+        """The latest value of each field."""
+        return {name: value for entry in self.entries for name, value in entry.items()}
 
     @property
     def status(self) -> str:
         """For example "finished, step 4 of 4"."""
+        latest = self.latest()
         how = "unfinished"
-        if self.entries and (end := self.entries[-1])["kind"] == "end":
-            how = f"stopped by {end['stopped_by']}" if end.get("stopped_by") else "finished"
-        step = max((entry["step"] for entry in self.entries), default=0)
-        return f"{how}, step {step:,.0f}" + (
-            f" of {self.config.training.steps:,}" if self.config else ""
-        )
+        if latest.get("kind") == "end":
+            how = f"stopped by {by}" if (by := latest.get("stopped_by")) else "finished"
+        steps = f" of {self.config.training.steps:,}" if self.config else ""
+        return f"{how}, step {latest.get('step', 0):,}{steps}"
 
 
 def read_run(location: str) -> Run:
@@ -57,36 +62,31 @@ def read_run(location: str) -> Run:
         run.problems.append(str(error))
     lines = _read(run, "metrics.jsonl").splitlines()
     for place, entry in enumerate(map(_object, lines), 1):
-        if isinstance(entry.get("kind"), str) and is_number(entry.get("step")):
+        if {"kind", "step"} <= entry.keys():
             run.entries.append(entry)
         else:
             run.problems.append(f"metrics.jsonl, line {place} of {len(lines)}, is corrupt.")
     if text := _read(run, "summary.json"):
         summary = _object(text)
-        step = summary.get("steps")
-        if is_number(step) and all(step >= entry["step"] for entry in run.entries):
-            run.entries.append(summary | {"kind": "end", "step": step})
+        if summary.get("steps", -1) >= run.latest().get("step", 0):
+            run.entries.append(summary | {"kind": "end", "step": summary["steps"]})
         else:
             run.problems.append("summary.json is left out: it is corrupt, or training went on.")
     return run
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value of an entry is a finite number, and not so large that it must be corrupt."""
-    return isinstance(value, int | float) and abs(value) < 1e24
-
-
 def _read(run: Run, name: str) -> str:
     try:
-        return (run.workdir / name).read_bytes().decode(errors="replace")
+        return (run.workdir / name).read_text("utf-8", "replace")
     except OSError as error:
         run.problems.append(f"{name} cannot be read: {error.strerror}.")
         return ""
 
 
 def _object(text: str) -> dict[str, Any]:
+    """The object that the text holds; empty if the text is corrupt."""
     try:
         values = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return values if isinstance(values, dict) else {}
