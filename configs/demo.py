@@ -13,8 +13,8 @@ from transformer_jax.config import (
 
 
 def get_config() -> Config:
-    """100,000 pairs of numbers below a million, half with a capital letter and half with a full
-    stop; no dev or test number is in a training pair.
+    """100,000 pairs of numbers below a million, small ones more often, half with a capital letter
+    and half with a full stop; no dev or test number is in a training pair.
     """
     return Config(
         model=ModelConfig(d_model=128, d_ff=512, num_heads=4, num_layers=2, dropout=0.0),
