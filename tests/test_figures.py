@@ -89,7 +89,7 @@ def test_a_line_is_as_opaque_as_its_weight_and_has_its_heads_color():
     [line] = legend.get_lines()
     assert matplotlib.colors.to_rgb(line.get_color()) == orange
     assert labels(legend.get_texts()) == ["head 2"]
-    assert labels(axes.texts) == [f" {token} " for token in "abcwxyz"]
+    assert labels(axes.texts) == [*"abcwxyz"]
 
 
 @pytest.mark.parametrize("draw", DRAWINGS)
@@ -101,6 +101,7 @@ def test_no_text_leaves_the_figure(draw, length, heads):
     drawn = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
     boxes = [text.get_window_extent() for text in drawn if text.get_text().strip() in tokens]
     assert len(boxes) >= 2 * length
+    boxes += [legend.get_window_extent() for legend in figure.legends]
     width, height = figure.bbox.size
     for box in boxes:
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height

@@ -117,6 +117,7 @@ def test_results_are_those_of_the_files(report, run):
         "versions.jax": "0.11.2",
     }
     assert {name: rows[name][0] for name in expected} == expected
+    assert not {"name", "seconds", "step"} & rows.keys()
     assert not problems(page) and "Translations" not in page
 
 

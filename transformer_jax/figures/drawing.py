@@ -98,9 +98,9 @@ def attention_lines(
                     opacity.append(weight)
             axes.add_collection(LineCollection(lines, color=colors(head % 20), alpha=opacity))
             axes.plot([], [], color=colors(head % 20), label=f"head {head + 1}")  # for the legend
-        for x, tokens, side in ((0, queries, "right"), (1, keys, "left")):
+        for x, tokens, side in ((-0.03, queries, "right"), (1.03, keys, "left")):
             for y, token in enumerate(tokens):
-                axes.text(x, y, f" {token} ", ha=side, va="center", **style)
+                axes.text(x, y, token, ha=side, va="center", **style)
         axes.set_title(f"layer {layer + 1}", fontsize=_FONT)
         axes.set_ylim(length - 0.5, -0.5)
         axes.axis("off")
@@ -108,7 +108,9 @@ def attention_lines(
         *axes.get_legend_handles_labels(),
         title=f"largest weight {largest:.2g}",
         loc="outside lower center",
-        ncols=4,
+        ncols=3 * len(layers),
+        fontsize=_FONT,
+        title_fontsize=_FONT,
     )
     figure.suptitle(title, **style)
     return figure

@@ -23,7 +23,7 @@ def results(run: Run) -> dict[str, str]:
     if time := latest.get("time"):
         facts["last entry"] = f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M UTC}"
     # summary.json repeats the fields of the environment.
-    elsewhere = {"kind", "time", "environment", *latest.get("environment", {})}
+    elsewhere = {"kind", "step", "time", "environment", *latest.get("environment", {})}
     return facts | _flat({name: latest[name] for name in latest if name not in elsewhere})
 
 
