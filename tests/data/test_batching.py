@@ -97,7 +97,7 @@ def test_every_pair_comes_in_turn(layout, seed, num_pairs, num_samples, cycles):
     for (B, S, T), count in times.items():
         if layout == "bucketed":  # all that a bucket is to bring, known from the lengths
             order = sorted(plan.shapes, key=lambda shape: (shape[1] + shape[2], shape[1:]))
-            sizes = zip(corpus.source_lengths.ravel(), corpus.target_lengths.ravel())
+            sizes = zip(corpus.lengths()[0].ravel(), corpus.lengths()[1].ravel())
             bucket = [
                 next(shape for shape in order if s <= shape[1] and t <= shape[2]) for s, t in sizes
             ]
@@ -117,7 +117,7 @@ def test_batches_are_full_within_budget_and_of_listed_shapes(layout, num_samples
     config = small_config(layout)
     plan = BatchPlan(corpus, config, seed=0)
     assert len(plan.shapes) <= (config.buckets if layout == "bucketed" else 1)
-    s, t = corpus.source_lengths.ravel(), corpus.target_lengths.ravel()
+    s, t = corpus.lengths()[0].ravel(), corpus.lengths()[1].ravel()
     for step in range(100):
         batch, (B, S, T) = plan.batch(step), plan.shape(step)
         assert (B, S, T) in plan.shapes

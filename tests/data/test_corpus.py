@@ -90,8 +90,8 @@ def test_corpus_holds_the_pairs_in_order(tmp_path):
     tokens, offsets = corpus.sides[0]
     assert tokens.dtype == np.uint16 and isinstance(tokens, np.memmap)
     assert offsets.dtype == np.int64
-    assert corpus.target_lengths.dtype == np.int32 and corpus.target_lengths.shape == (1, 3000)
-    assert corpus.target_lengths[0].tolist() == list(map(len, targets))
+    assert corpus.lengths()[1].dtype == np.int32 and corpus.lengths()[1].shape == (1, 3000)
+    assert corpus.lengths()[1][0].tolist() == list(map(len, targets))
     assert corpus.statistics == {
         "read": 3000,
         "kept": 3000,
@@ -104,7 +104,7 @@ def test_corpus_holds_the_pairs_in_order(tmp_path):
 
 def test_segmentations_differ_but_say_the_same(tmp_path):
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path, **SAMPLED)
-    assert corpus.num_samples == 3 and corpus.source_lengths.shape == (3, 3000)
+    assert corpus.num_samples == 3 and corpus.lengths()[0].shape == (3, 3000)
     for side, decode in (("source", TOKENIZER.decode_source), ("target", TOKENIZER.decode_target)):
         versions = sequences(corpus, side)
         texts = [pair[side == "target"] for pair in PAIRS]
@@ -154,7 +154,7 @@ def test_several_files_are_one_text_in_which_equal_lines_are_segmented_different
     config, data = from_text(tmp_path, PAIRS[:300])
     twice = dataclasses.replace(config, source=("source",) * 2, target=("target",) * 2)
     corpus = build_corpus(twice, TOKENIZER, data, tmp_path / "twice", sampling=0.3)
-    lengths = corpus.source_lengths[0].reshape(2, -1)
+    lengths = corpus.lengths()[0][0].reshape(2, -1)
     assert corpus.statistics["read"] == 600 and (lengths[0] != lengths[1]).any()
     from_text(tmp_path, PAIRS[:300] * 2)
     whole = build_corpus(config, TOKENIZER, data, tmp_path / "whole", sampling=0.3)
@@ -221,9 +221,9 @@ def test_ratio_is_of_tokens_plus_five(tmp_path):
 def test_a_pair_too_long_in_one_segmentation_is_left_out_of_all(tmp_path):
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(max_target_length=20), tmp_path, **SAMPLED)
     free = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path, **SAMPLED)
-    fits = (free.target_lengths <= 20).all(0)
+    fits = (free.lengths()[1] <= 20).all(0)
     # for some pairs it depends on the segmentation
-    assert 0 < fits.sum() < (free.target_lengths <= 20).any(0).sum()
+    assert 0 < fits.sum() < (free.lengths()[1] <= 20).any(0).sum()
     assert corpus.statistics["too_long"] == (~fits).sum()
     kept = [
         [ids for ids, fit in zip(version, fits, strict=True) if fit]
@@ -512,10 +512,9 @@ def test_any_sequences_and_lengths_can_be_read(pairs, data):
         sides.append(Sequences(np.array(list(chain(*found)), np.uint16), np.array(ends, np.int64)))
         expected.append(found)
     corpus = Corpus("", tuple(sides), N, dict.fromkeys(COUNTS, N), 2)
-    start, stop = sorted((data.draw(st.integers(0, N)), data.draw(st.integers(0, N))))
-    found = corpus.lengths(start, stop)
+    found = corpus.lengths()
     assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, lengths[:, :, start:stop])
+    np.testing.assert_array_equal(found, lengths)
     some = data.draw(st.lists(st.integers(0, 2 * N - 1)) if N else st.just([]))
     for side, read in enumerate((corpus.source, corpus.target)):
         tokens, their_lengths = read(np.array(some, np.int64))
@@ -535,10 +534,10 @@ def test_tokens_are_wide_enough(tmp_path, monkeypatch):
 def test_corpus_from_lists():
     corpus = Corpus.from_lists([[4, 5], []], [[6], [7, 8, 9]])
     assert sequences(corpus, "source") == [[[4, 5, EOS_ID], [EOS_ID]]]
-    assert corpus.target_lengths.tolist() == [[2, 4]]
+    assert corpus.lengths()[1].tolist() == [[2, 4]]
     assert corpus.statistics["kept"] == corpus.num_pairs == 2
     assert corpus.fingerprint != Corpus.from_lists([[4], [5]], [[6], [7, 8, 9]]).fingerprint
-    assert Corpus.from_lists([], []).source_lengths.shape == (1, 0)
+    assert Corpus.from_lists([], []).lengths()[0].shape == (1, 0)
     with pytest.raises(UserError, match="There are 1 sources and 2 targets"):
         Corpus.from_lists([[4]], [[5], [6]])
 

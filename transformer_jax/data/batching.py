@@ -89,7 +89,7 @@ class BatchPlan:
             )
         self.packed = config.layout == "packed"
         self._corpus, self._seed = corpus, seed
-        lengths_2KN = corpus.lengths(0, corpus.num_pairs)
+        lengths_2KN = corpus.lengths()
         histogram = length_histogram(lengths_2KN)
         if self.packed:
             widths = [packed_shape(histogram, config)]
@@ -255,7 +255,7 @@ def whole_corpus_shapes(
 
 def _padded_lengths(corpus: Corpus) -> np.ndarray:
     """The length, source or target, to which ``whole_corpus`` pads each pair."""
-    longest_N = corpus.lengths(0, corpus.num_pairs)[:, 0].max(0)
+    longest_N = corpus.lengths()[:, 0].max(0)
     return np.minimum(-(-longest_N // _LENGTH_STEP) * _LENGTH_STEP, longest_N.max())
 
 

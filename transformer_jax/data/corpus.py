@@ -42,24 +42,10 @@ class Corpus:
     num_samples: int = 1
     """K."""
 
-    @property
-    def source_lengths(self) -> np.ndarray:
-        """int32 [K, N], EOS counted."""
-        return self.lengths(0, self.num_pairs)[0]
-
-    @property
-    def target_lengths(self) -> np.ndarray:
-        """int32 [K, N], EOS counted."""
-        return self.lengths(0, self.num_pairs)[1]
-
-    def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Source and target lengths of pairs start to stop, int32 [2, K, stop - start]."""
-        result = np.empty((2, self.num_samples, stop - start), np.int32)
-        for side, (_, offsets) in enumerate(self.sides):
-            for v in range(self.num_samples):
-                first = v * self.num_pairs
-                result[side, v] = np.diff(offsets[first + start : first + stop + 1])
-        return result
+    def lengths(self) -> np.ndarray:
+        """Source and target lengths, EOS counted: int32 [2, K, N]."""
+        lengths = np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides])
+        return lengths.reshape(2, self.num_samples, self.num_pairs)
 
     def source(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source tokens of these sequences, one after another, and the sequences' lengths."""

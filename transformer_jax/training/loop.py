@@ -17,7 +17,6 @@ from transformer_jax.config import Config
 from transformer_jax.data.loader import load_batches
 from transformer_jax.distributed import from_first, is_first, wait_for_others
 from transformer_jax.errors import UserError
-from transformer_jax.model.layers import compute_dtype
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
 from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead, step_name, training_jobs
@@ -243,13 +242,13 @@ class _Loop:
             "epochs": run.plan.epoch(self._step),
             "bad_steps": int(self._state.bad_steps),
             **totals(self._progress),
-            "training_flops": training_flops(
-                run.config,
-                run.train_corpus,
-                self._progress,
-                devices=[device.device_kind for device in run.mesh.devices.flat],
-                dtype=compute_dtype(run.config.model).name,
-            ),
+            "training_flops": {
+                "counted": training_flops(
+                    run.config,
+                    run.train_corpus,
+                    tokens=self._progress.source_tokens + self._progress.target_tokens,
+                )
+            },
             "first_step_seconds": self._first_step_seconds,
             "compiled": {"shapes": self.compile_ahead.done, "seconds": self.compile_ahead.seconds},
             "peak_memory_bytes": peak_memory_bytes(),
