@@ -13,7 +13,7 @@ from itertools import islice
 import pytest
 
 from transformer_jax.decoding.output_file import complete_sentences, open_output
-from transformer_jax.decoding.records import OutputFormat, Records
+from transformer_jax.decoding.records import OutputFormat, read_records
 from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
@@ -36,7 +36,7 @@ def run(source, path, *, nbest=1, format="text", stop=None, shard=(0, 1), resume
     sentences. Returns how many sentences were kept.
     """
     form = OutputFormat(format, nbest=nbest)
-    records = Records(source, format, shard=shard)
+    records = read_records(source, format, shard=shard)
     numbered = form.lines_per_sentence > 1
     with (
         contextlib.suppress(Killed),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.decoding.alignment import Alignment
-from transformer_jax.decoding.records import OutputFormat, Record, Records
+from transformer_jax.decoding.records import OutputFormat, Record, read_records
 from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError
@@ -26,11 +26,11 @@ def stream(*lines):
 
 
 def objects(*values, **options):
-    return Records(stream(*map(json.dumps, values)), "jsonl", **options)
+    return read_records(stream(*map(json.dumps, values)), "jsonl", **options)
 
 
 def test_plain_lines_are_taken_as_they_are():
-    records = list(Records(stream("one", "", '{"text": "two"}')))
+    records = list(read_records(stream("one", "", '{"text": "two"}')))
     assert records == [
         Record(text, number=number) for number, text in enumerate(("one", "", '{"text": "two"}'), 1)
     ]
@@ -68,7 +68,7 @@ def test_objects_give_text_and_prefix():
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 def test_a_faulty_line_is_named_and_loses_nothing_before_it(line, message, size):
     good = json.dumps({"text": "x"})
-    found = blocks(Records(stream(good, good, line, good), "jsonl"), size)
+    found = blocks(read_records(stream(good, good, line, good), "jsonl"), size)
     given = []
     with pytest.raises(UserError, match=message):
         given.extend(record.number for block in found for record in block)
@@ -77,37 +77,37 @@ def test_a_faulty_line_is_named_and_loses_nothing_before_it(line, message, size)
 
 def test_a_prefix_of_null_is_none():
     """As tables have it that give every line all fields."""
-    [record] = Records(stream('{"text": "x", "prefix": null}'), "jsonl")
+    [record] = read_records(stream('{"text": "x", "prefix": null}'), "jsonl")
     assert (record.text, record.prefix) == ("x", "")
 
 
 def test_shards_share_the_lines():
     lines = [f"line {i}" for i in range(11)]
-    shards = [[(r.number, r.text) for r in Records(stream(*lines), shard=(i, 3))] for i in range(3)]
+    shards = [
+        [(r.number, r.text) for r in read_records(stream(*lines), shard=(i, 3))] for i in range(3)
+    ]
     assert sorted(line for shard in shards for line in shard) == list(enumerate(lines, 1))
     assert [number for number, _ in shards[1]] == [2, 5, 8, 11]
 
 
 def test_a_shard_does_not_parse_the_lines_of_others():
     good = json.dumps({"text": "x"})
-    assert len(list(Records(stream(good, "{", good), "jsonl", shard=(0, 2)))) == 2
+    assert len(list(read_records(stream(good, "{", good), "jsonl", shard=(0, 2)))) == 2
 
 
-def test_a_file_is_read_again(tmp_path):
+def test_a_packed_file(tmp_path):
     path = tmp_path / "in.gz"
     path.write_bytes(gzip.compress(b"one\ntwo\n"))
-    records = Records(path)
-    assert [r.text for r in records] == [r.text for r in records] == ["one", "two"]
+    assert [r.text for r in read_records(path)] == ["one", "two"]
     path.write_bytes(gzip.compress(b"one\n\xff\n"))
     with pytest.raises(UserError, match="line 2"):
-        list(Records(path))
+        list(read_records(path))
 
 
 def test_a_stream_is_read_as_far_as_it_is_asked_for():
     file = stream("one", "two", "three")
-    records = Records(file)
+    records = read_records(file)
     assert file.tell() == 0
-    records = iter(records)
     assert next(records).text == "one" and [r.text for r in records] == ["two", "three"]
 
 
@@ -138,16 +138,28 @@ def test_targets_go_with_their_lines(tmp_path, kind):
 
     def read(**options):
         source = lines if kind == "file" else io.BytesIO(lines.read_bytes())
-        return [(r.number, r.text, r.target) for r in Records(source, targets=targets, **options)]
+        for r in read_records(source, targets=targets, **options):
+            given.append((r.number, r.text, r.target))
 
-    assert read() == [(1, "one", "eins"), (2, "two", "zwei"), (3, "three", "drei")]
-    assert read(shard=(1, 2)) == [(2, "two", "zwei")]
-    targets.write_text("eins\nzwei\n")
-    with pytest.raises(UserError, match="has 3 lines and .*targets has 2; expected as many"):
-        read()
-    targets.write_text("eins\n" * 9)
-    with pytest.raises(UserError, match="has 3 lines and .*targets has 9; expected as many"):
-        read()
+    given = []
+    read()
+    assert given == [(1, "one", "eins"), (2, "two", "zwei"), (3, "three", "drei")]
+    given = []
+    read(shard=(1, 2))
+    assert given == [(2, "two", "zwei")]
+    for text, options, message in [
+        ("eins\nzwei\n", {}, "targets has no line 3, but .* has; expected as many"),
+        ("eins\n" * 9, {}, "has no line 4, but .*targets has; expected as many"),
+        ("eins\n" * 9, {"shard": (1, 2)}, "has no line 4, but .*targets has"),
+        ("eins\n", {"shard": (0, 2)}, "targets has no line 3, but"),
+    ]:
+        targets.write_text(text)
+        given = []
+        with pytest.raises(UserError, match=message):
+            read(**options)
+        lines_there = range(1, min(4, 1 + text.count("\n")))
+        first, step = options.get("shard", (0, 1))
+        assert [number for number, *_ in given] == list(lines_there)[first::step]
 
 
 BEST = Translation("ja gut", -1.23456, -2.5, 3, ("▁ja", "▁gut"), (-1.0, -1.25, -0.25))
@@ -168,7 +180,7 @@ RECORD = Record("yes fine", number=5)
 
 
 def json_lines(output, line, translations):
-    [record] = Records([line.encode()], "jsonl")
+    [record] = read_records([line.encode()], "jsonl")
     [written] = output.lines(record, translations)
     return written
 

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeAlias
 
 from transformer_jax.cli import parse_shard
@@ -16,7 +16,7 @@ from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.flags import Arguments
 from transformer_jax.decoding.output_file import open_output
-from transformer_jax.decoding.records import OutputFormat, Record, Records
+from transformer_jax.decoding.records import OutputFormat, Record, read_records
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.trained_models import blocks
 from transformer_jax.decoding.translator import Translation, Translator
@@ -24,11 +24,9 @@ from transformer_jax.errors import UserError
 from transformer_jax.evaluation import (
     check_bleu_language,
     check_bleu_tokenizer,
-    check_pairs,
     evaluate,
 )
 from transformer_jax.model.layers import use_matmul_precision
-from transformer_jax.storage import kind_of, to_path
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +40,27 @@ def run_job(arguments: Arguments, config: Config) -> None:
 
     Raises:
         UserError: the flags do not fit the model, or the input has a fault. What comes before a
-            fault in a stream is written.
+            fault is written.
         OSError: a file cannot be read or written.
     """
     keep_compiled(arguments.compilation_cache)
     use_matmul_precision(config.model)
-    asked = arguments.evaluation
+    asked, files = arguments.evaluation, arguments.files
     tokenize = asked.bleu_tokenize or config.training.bleu_tokenize
     language = asked.bleu_language or config.training.bleu_language
-    if asked.reference is not None:  # before hours of work
-        check_bleu_tokenizer(tokenize)
+    shard, references = parse_shard(files.shard) if files.shard else (0, 1), None
+    if asked.reference is not None:
+        check_bleu_tokenizer(tokenize)  # before hours of work
         check_bleu_language(language)
+        references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
     job = _Job(arguments)
-    records, references = job.open_records()
+    records = read_records(
+        files.input or sys.stdin.buffer,
+        files.format,
+        files.text_field,
+        shard=shard,
+        targets=asked.score,
+    )
     start = time.perf_counter()
     best = job.write_answers(records, keep_best=references is not None)
     job.report(time.perf_counter() - start)
@@ -66,21 +72,18 @@ class _Job:
     """The flags, and the models that they ask for.
 
     Attributes:
-      models: what came from the work directories.
-      translator: that, unless targets are scored.
-      scorer: that, if targets are scored; with alignments another one of the same models.
+      models: a scorer if targets are scored.
+      aligner: the same models as a scorer, if alignments are asked for.
     """
 
     def __init__(self, arguments: Arguments):
         self.files, self.results = arguments.files, arguments.results
-        self.evaluation, search = arguments.evaluation, arguments.search
-        self.shard = parse_shard(self.files.shard) if self.files.shard else (0, 1)
-        scoring, jsonl = self.evaluation.score is not None, self.files.format == "jsonl"
+        search, scoring = arguments.search, arguments.evaluation.score is not None
         self.format = OutputFormat(
             self.files.format,
             nbest=1 if scoring else self.results.nbest,
             scores=scoring,
-            token_scores=self.results.token_scores or (scoring and jsonl),
+            token_scores=self.results.token_scores or scoring,
             alignments=self.results.alignments,
         )
         devices = devices_for_rows(search.batch_size)
@@ -93,42 +96,16 @@ class _Job:
             **vars(search),
         )
         self.models = models
-        self.translator = models if isinstance(models, Translator) else None
-        self.scorer = models if isinstance(models, Scorer) else None
+        self.aligner = models if isinstance(models, Scorer) else None
         if self.results.alignments and isinstance(models, Translator):
-            self.scorer = Scorer(models.models, models.tokenizer, models.config, devices=devices)
-        if self.results.alignments and self.scorer is not None:
-            self.scorer.check_layer(self.results.alignment_layer)
+            self.aligner = Scorer(models.models, models.tokenizer, models.config, devices=devices)
 
-    def open_records(self) -> tuple[Iterable[Record], list[str] | None]:
-        """The input, and its reference translations.
-
-        A file is read to its end, so that its faults show before any work; a stream is held in
-        memory if that is to be done.
-        """
-        files, reference, target = self.files, self.evaluation.reference, self.evaluation.score
-        source = files.input or sys.stdin.buffer
-        records: Iterable[Record] = Records(
-            source, files.format, files.text_field, self.shard, target
-        )
-        if isinstance(source, str) and kind_of(to_path(source)) != "other":
-            count = sum(1 for _ in self._checked(records))
-        elif reference is None and target is None:
-            return self._checked(records), None
-        else:
-            records = list(self._checked(records))
-            count = len(records)
-        if reference is None:
-            return records, None
-        references = list(islice(read_lines(reference), self.shard[0], None, self.shard[1]))
-        check_pairs(range(count), references)
-        return records, references
-
-    def write_answers(self, records: Iterable[Record], *, keep_best: bool) -> list[str]:
+    def write_answers(self, records: Iterator[Record], *, keep_best: bool) -> list[str]:
         """Read a block, answer it, write it; returns the best texts if they are to be kept."""
         files, window, best = self.files, 1 if self.files.one_by_one else self.files.window, []
         start = reported = time.perf_counter()
         numbered = self.format.lines_per_sentence > 1
+        first = list(islice(records, 1))  # an input that cannot be read leaves the output as it is
         with open_output(files.output, resume=files.resume, numbered=numbered) as (write, kept):
             if kept and keep_best:
                 raise UserError(
@@ -136,7 +113,8 @@ class _Job:
                     "one run; leave --resume or --reference out."
                 )
             done = kept
-            for block in self.models.blocks(_skip(records, kept, files.output), window):
+            left = map(self._checked, _skip(chain(first, records), kept, files.output))
+            for block in self.models.blocks(left, window):
                 for record, translations in self._answers(block):
                     write(self.format.lines(record, translations))
                     if keep_best:
@@ -147,59 +125,49 @@ class _Job:
                     logger.info("%d lines in %.0f s.", done - kept, reported - start)
         return best
 
-    def _checked(self, records: Iterable[Record]) -> Iterator[Record]:
-        """The records; ``UserError`` at one whose prefix cannot be forced."""
-        for record in records:
-            if record.prefix and self.translator is not None:
-                self.translator.prefix_tokens(record)
-            yield record
+    def _checked(self, record: Record) -> Record:
+        """The record, unless its prefix cannot be forced: what comes before it is written first."""
+        if record.prefix and isinstance(self.models, Translator):
+            self.models.prefix_tokens(record)
+        return record
 
     def _answers(self, block: list[Record]) -> Iterable[Answer]:
         """Each record with its translations, best first, or its scored target; with alignments if
         they are asked for.
         """
-        if self.translator is not None:
+        if isinstance(self.models, Translator):
             nbest, window = self.format.nbest, len(block)
-            translations = list(self.translator.stream(block, num_hypotheses=nbest, window=window))
+            translations = list(self.models.stream(block, num_hypotheses=nbest, window=window))
         else:
-            assert self.scorer is not None
-            pairs = [(record.text, record.target) for record in block]
-            numbers = [record.number for record in block]
-            translations = [[scored] for scored in self.scorer.score(pairs, numbers=numbers)]
+            scored = self.models.score((record.text, record.target) for record in block)
+            translations = [[translation] for translation in scored]
         answers = zip(block, translations, strict=True)
         return self._aligned(answers) if self.results.alignments else answers
 
     def _aligned(self, answers: Iterable[Answer]) -> Iterator[Answer]:
-        assert self.scorer is not None
-        for some in blocks(answers, self.scorer.config.batch_size):  # weights take much memory
+        assert self.aligner is not None
+        for some in blocks(answers, self.aligner.config.batch_size):  # weights take much memory
             pairs = [(record.text, t) for record, translations in some for t in translations]
-            aligned = iter(self.scorer.align(pairs, layer=self.results.alignment_layer))
+            aligned = iter(self.aligner.align(pairs, layer=self.results.alignment_layer))
             for record, translations in some:
                 yield record, list(islice(aligned, len(translations)))
 
     def report(self, seconds: float) -> None:
         """Log what did not go as it should, and how long it took."""
-        counts, compiled = list[tuple[int, str]](), 0
-        if self.translator is not None:
-            compiled += self.translator.engine.num_compiled
-            empty = "lines could not be translated; their output is empty"
-            counts.append((self.translator.num_failed, empty))
-            counts.append((self.translator.num_split, "lines were translated in segments"))
-        if self.scorer is not None:
-            compiled += self.scorer.num_compiled
-            unscored = "lines were too long to be scored; their figure is nan"
-            counts.append((self.scorer.num_failed, unscored))
-        for count, what in counts:
-            if count:
-                logger.warning("%d %s.", count, what)
-        logger.info("%.1f s; functions compiled: %d.", seconds, compiled)
+        if isinstance(self.models, Translator):
+            for count, what in (
+                (self.models.num_failed, "could not be translated; their output is empty"),
+                (self.models.num_split, "were translated in segments"),
+            ):
+                if count:
+                    logger.warning("%d lines %s.", count, what)
+        logger.info("%.1f s.", seconds)
 
 
-def _skip(records: Iterable[Record], count: int, output: str | None) -> Iterator[Record]:
+def _skip(records: Iterator[Record], count: int, output: str | None) -> Iterator[Record]:
     """The records after the ``count`` whose output is there already."""
     if count:
         logger.info("%d sentences were there already.", count)
-    records = iter(records)
     if (skipped := sum(1 for _ in islice(records, count))) < count:
         raise UserError(
             f"{output} has {count} sentences already, the input only {skipped}; "
