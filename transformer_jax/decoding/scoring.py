@@ -18,7 +18,7 @@ from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.devices import row_shardings
 from transformer_jax.decoding.search import length_divisor
-from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
+from transformer_jax.decoding.trained_models import TrainedModels, check_text
 from transformer_jax.decoding.translator import Translation
 from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
@@ -58,22 +58,18 @@ class Scorer(TrainedModels):
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
-    def score(
-        self, pairs: Iterable[tuple[str, str]], *, numbers: Sequence[int] = ()
-    ) -> list[Translation]:
+    def score(self, pairs: Iterable[tuple[str, str]]) -> list[Translation]:
         """Each (source, target), in order, as a ``Translation``: the target with its
         log-probabilities, EOS included.
 
         Empty lines are scored too: as EOS alone. A pair with a sentence of more than ``longest``
-        tokens gets NaN for its figures, with a warning. ``numbers`` are the lines' numbers in
-        messages (default: from 1).
+        tokens gets NaN for its figures, with a warning.
 
         Raises:
             UserError: what is no pair, a source or target that is no text.
         """
         pairs = list(pairs)
-        numbers = numbers or range(1, len(pairs) + 1)
-        for number, texts in zip(numbers, pairs, strict=True):
+        for number, texts in enumerate(pairs, 1):
             if isinstance(texts, str) or len(texts) != 2:
                 raise UserError(
                     f"Line {number} is {shown(texts)}; expected a pair of texts, (source, target)."
@@ -82,19 +78,11 @@ class Scorer(TrainedModels):
                 check_text(text, f"Line {number}: {side}")
         sources = self.tokenizer.encode_source([source for source, _ in pairs])
         targets = self.tokenizer.encode_target([target for _, target in pairs])
-        tokens = list(zip(sources, targets, strict=True))
-        scored = iter(self.score_tokens(list(filter(self.fits, tokens))))
-        translations = []
-        for number, (_, text), pair in zip(numbers, pairs, tokens, strict=True):
-            if self.fits(pair):
-                log_probs = next(scored)
-            else:
-                self.num_failed += 1
-                problem = self._too_long(pair)
-                warn_first(self.num_failed, "Line %d is not scored: %s", number, problem)
-                log_probs = np.full(len(pair[1]) + 1, np.nan)
-            translations.append(self._translation(text, pair[1], log_probs))
-        return translations
+        scored = self.score_tokens(list(zip(sources, targets, strict=True)))
+        return [
+            self._translation(text, tokens, log_probs)
+            for (_, text), tokens, log_probs in zip(pairs, targets, scored, strict=True)
+        ]
 
     def align(
         self, pairs: Sequence[tuple[str, Translation]], *, layer: int = -1
@@ -107,68 +95,72 @@ class Scorer(TrainedModels):
         sources = self.tokenizer.encode_source([source for source, _ in pairs])
         targets = [self.tokenizer.target_ids(translation.tokens) for _, translation in pairs]
         tokens = list(zip(sources, targets, strict=True))
-        chosen = [i for i, pair in enumerate(tokens) if pair[1] and self.fits(pair)]
-        weights = self.align_tokens([tokens[i] for i in chosen], layer=layer)
-        aligned = [translation for _, translation in pairs]
-        for i, weights_TS in zip(chosen, weights, strict=True):
-            texts = pairs[i][0], aligned[i].text
-            found = alignment(self.tokenizer, texts, tokens[i], weights_TS)
-            aligned[i] = replace(aligned[i], alignment=found)
+        aligned = []
+        for (source, translation), ids, weights_TS in zip(
+            pairs, tokens, self.align_tokens(tokens, layer=layer), strict=True
+        ):
+            if weights_TS is not None and translation.tokens:
+                found = alignment(self.tokenizer, (source, translation.text), ids, weights_TS)
+                translation = replace(translation, alignment=found)
+            aligned.append(translation)
         return aligned
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
-        """Natural log-probability of each target's tokens and, last, of EOS; float32. Tokens are
-        given without EOS.
-
-        Raises:
-            UserError: a pair that does not fit (``fits``).
+        """Natural log-probability of each target's tokens and, last, of EOS; float32, NaN for a
+        pair that is too long. Tokens are given without EOS.
         """
         rows = self._in_batches(partial(self._log_probs_BT, self.parameters), pairs)
-        return [row[: len(target) + 1] for row, (_, target) in zip(rows, pairs, strict=True)]
+        return [
+            np.full(len(target) + 1, np.nan, np.float32) if row is None else row[: len(target) + 1]
+            for row, (_, target) in zip(rows, pairs, strict=True)
+        ]
 
     def align_tokens(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int = -1
-    ) -> list[np.ndarray]:
+    ) -> list[np.ndarray | None]:
         """Each pair's soft alignment, float32 [T, S], both with EOS last: row t is where token t of
-        the target looked.
+        the target looked. None for a pair that is too long.
 
         Mean over the heads of decoder layer ``layer`` (and over the models); each row sums to 1.
 
         Raises:
-            UserError: no such layer, or a pair that does not fit (``fits``).
+            UserError: no such layer.
         """
-        self.check_layer(layer)
-        run = partial(self._weights_BTS, self.parameters, layer=layer)
-        return [
-            weights[: len(target) + 1, : len(source) + 1]
-            for weights, (source, target) in zip(self._in_batches(run, pairs), pairs, strict=True)
-        ]
-
-    def check_layer(self, layer: int) -> None:
-        """``UserError`` unless the decoder has this layer; negative ones count from the last."""
         if not -self._layers <= layer < self._layers:
             raise UserError(
                 f"The alignment layer is {layer}; expected {-self._layers} to {self._layers - 1}, "
                 "one of the decoder's layers."
             )
+        rows = self._in_batches(partial(self._weights_BTS, self.parameters, layer=layer), pairs)
+        return [
+            None if weights is None else weights[: len(target) + 1, : len(source) + 1]
+            for weights, (source, target) in zip(rows, pairs, strict=True)
+        ]
 
     def _in_batches(
         self,
         run: Callable[[jax.Array, jax.Array], jax.Array],
         pairs: Sequence[tuple[Tokens, Tokens]],
-    ) -> list[np.ndarray]:
+    ) -> list[np.ndarray | None]:
         """The rows of ``run(source_BS, target_BT)``, called with pairs of similar length, in the
-        order of ``pairs``.
+        order of ``pairs``; None, with a warning, for one that is too long.
         """
-        for number, pair in enumerate(pairs, 1):
-            if not self.fits(pair):
-                raise UserError(f"Pair {number} is too long: {self._too_long(pair)}")
-        lengths = [min(padded_length(1 + max(map(len, pair)), 16), self.longest) for pair in pairs]
+        lengths = [1 + max(map(len, pair)) for pair in pairs]
+        fitting = [i for i, length in enumerate(lengths) if length <= self.longest]
+        if len(fitting) < len(pairs):
+            logger.warning(
+                "%d of %d pairs have more than %d source or target tokens, EOS included, and are "
+                "left out.",
+                len(pairs) - len(fitting),
+                len(pairs),
+                self.longest,
+            )
+        padded = [min(padded_length(length, 16), self.longest) for length in lengths]
         running = []
         # The device gets the longest first, and all batches before the first result is awaited.
-        longest_first = sorted(range(len(pairs)), key=lambda i: -lengths[i])
-        for length, same in groupby(longest_first, key=lambda i: lengths[i]):
-            rows = min(self.config.batch_size, self.config.batch_size * _FULL_LENGTH // length)
+        fitting.sort(key=lambda i: -padded[i])
+        for length, same in groupby(fitting, key=lambda i: padded[i]):
+            rows = self.config.batch_size * _FULL_LENGTH // max(length, _FULL_LENGTH)
             rows = max(1, rows // self._shares) * self._shares
             while batch := list(islice(same, rows)):
                 sides_2BL = np.full((2, rows, length), PAD_ID, np.int32)
@@ -176,10 +168,11 @@ class Scorer(TrainedModels):
                     for side_BL, tokens in zip(sides_2BL, pairs[i], strict=True):
                         side_BL[row, : len(tokens) + 1] = [*tokens, EOS_ID]
                 running.append((batch, run(*jax.device_put(tuple(sides_2BL), self._rows))))
-        rows_of: dict[int, np.ndarray] = {}
+        found: list[np.ndarray | None] = [None] * len(pairs)
         for batch, result in running:
-            rows_of |= zip(batch, np.asarray(result), strict=False)  # the other rows are padding
-        return [rows_of[i] for i in range(len(pairs))]
+            for i, row in zip(batch, np.asarray(result), strict=False):  # the others are padding
+                found[i] = row
+        return found
 
     def _score_batch(
         self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array
@@ -217,18 +210,6 @@ class Scorer(TrainedModels):
             length,
             tokens=tuple(self.tokenizer.target_tokens(tokens)),
             token_log_probs=tuple(map(float, log_probs)),
-        )
-
-    def fits(self, pair: tuple[Tokens, Tokens]) -> bool:
-        """Whether source and target, given without EOS, have at most ``longest`` tokens with it."""
-        return max(map(len, pair)) < self.longest
-
-    def _too_long(self, pair: tuple[Tokens, Tokens]) -> str:
-        lengths = " and ".join(str(len(tokens) + 1) for tokens in pair)
-        learned = " = model.max_positions: this model's positions are learned and end there"
-        return (
-            f"{lengths} source and target tokens, EOS included; "
-            f"expected at most {self.longest}{learned if self.longest < _LONGEST else ''}."
         )
 
 

@@ -25,12 +25,7 @@ _MOST_WARNINGS = 10
 
 
 class TrainedModels:
-    """What ``Translator`` and ``Scorer`` share: the models of one or several training runs.
-
-    Attributes:
-      num_failed: how many lines have no result: the search found nothing, or the line is too long
-        to be scored.
-    """
+    """What ``Translator`` and ``Scorer`` share: the models of one or several training runs."""
 
     def __init__(
         self,
@@ -57,7 +52,6 @@ class TrainedModels:
             )
         self.tokenizer = tokenizer
         self.config = DecodingConfig() if config is None else config
-        self.num_failed = 0
         self._set_up(models, devices)
 
     def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:

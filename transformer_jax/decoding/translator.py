@@ -64,6 +64,7 @@ class Translator(TrainedModels):
 
     Attributes:
       engine: the search itself, over token ids, with its compiled shapes and counts.
+      num_failed: for how many lines the search found nothing.
       num_split: how many lines were translated in segments.
     """
 
@@ -77,7 +78,7 @@ class Translator(TrainedModels):
                 f"model.max_positions = {positions}, where this model's learned positions end."
             )
         self.engine = Engine(models, self.config, suppress=suppress, devices=devices)
-        self.num_split = 0
+        self.num_failed = self.num_split = 0
 
     def __repr__(self) -> str:
         count = len(self.engine.parameters)
