@@ -65,14 +65,14 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     keep_compiled(arguments.compilation_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # many take less than 1 s
     models = {}
-    use_matmul_precision(served[0].config.model)
-    for workdir, pair, _, search in served:
+    for workdir, pair, search in served:
         models[pair] = AsyncTranslator.from_workdir(
             workdir,
             checkpoint=arguments.checkpoint,
             average=arguments.average,
             **vars(search),
         )
+        use_matmul_precision(models[pair].translator.models[0].config)  # one for all of them
         log.info("%s: %s from %s", pair, models[pair].translator, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 

@@ -206,8 +206,6 @@ async def _query(request: Request) -> Query:
         raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
     except UnicodeError:
         raise UserError("The form or a URL parameter is not UTF-8; expected UTF-8.") from None
-    except HTTPException as error:  # a broken form
-        raise UserError(f"The form cannot be read: {error.detail}") from None
 
 
 def _is_foreign(request: Request) -> bool:

@@ -49,7 +49,6 @@ class Served(NamedTuple):
 
     workdir: str
     pair: Pair
-    config: Config
     search: DecodingConfig
     """The run's, with what the flags say in place of it; always beam search."""
 
@@ -114,7 +113,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     served = []
     for folder, pair, config in zip(folders, pairs, configs, strict=True):
         search = parse_flags(Arguments, argv, defaults={"search": config.decoding}).search
-        served.append(Served(str(folder), pair, config, replace(search, method="beam")))
+        served.append(Served(str(folder), pair, replace(search, method="beam")))
     return arguments, served
 
 

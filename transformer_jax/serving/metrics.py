@@ -55,17 +55,14 @@ class Metrics(Collector):
             ("rows", "Rows of searches.", sum(each.num_rows for each in searches)),
         ):
             yield GaugeMetricFamily(f"transformer_{name}", said, value)
-        sentences = CounterMetricFamily(
-            "transformer_sentences", "Sentences translated.", labels=["pair"]
-        )
-        tokens = CounterMetricFamily(
-            "transformer_target_tokens", "Tokens of the best translations.", labels=["pair"]
-        )
-        for pair, model in service.models.items():
-            sentences.add_metric([str(pair)], model.num_lines)
-            tokens.add_metric([str(pair)], model.num_tokens)
-        yield sentences
-        yield tokens
+        for name, said, field in (
+            ("sentences", "Sentences translated.", "num_lines"),
+            ("target_tokens", "Tokens of the best translations.", "num_tokens"),
+        ):
+            total = CounterMetricFamily(f"transformer_{name}", said, labels=["pair"])
+            for pair, model in service.models.items():
+                total.add_metric([str(pair)], getattr(model, field))
+            yield total
 
 
 class Measured:

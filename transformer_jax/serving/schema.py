@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from transformer_jax import Translation
 
 CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
-LanguageCode = Annotated[str, StringConstraints(max_length=35)]
 
 
 def _rounded(x: float) -> float | None:
@@ -27,8 +26,8 @@ class Query(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     q: str | list[str] = Field(description="A text, or several.", examples=["A man sleeps."])
-    source: LanguageCode = Field("auto", description="Its language; auto: the only one there is.")
-    target: LanguageCode = Field(description="The language to translate into.", examples=["de"])
+    source: str = Field("auto", description="Its language; auto: the only one there is.")
+    target: str = Field(description="The language to translate into.", examples=["de"])
     format: Literal["text"] = Field("text", description="HTML is not supported.")
     alternatives: int = Field(0, ge=0, description="Other translations, fewer than the beam size.")
     api_key: str = Field("", description="Ignored.")

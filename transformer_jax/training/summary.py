@@ -65,18 +65,10 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Name, family and widest vectors of the CPU: virtual machines hide the exact name, and speed
-    depends on the vectors.
-    """
+    """The CPU's name, or its kind where the system does not tell the name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].split("\n")
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine()
-    pairs = (line.partition(":") for line in lines)
-    known = {key.strip(): value.strip() for key, _, value in pairs}
-    parts = [known.get("model name", platform.machine())]
-    if "cpu family" in known:
-        parts.append(f"family {known['cpu family']}")
-    features = known.get("flags", known.get("Features", "")).split()
-    vectors = ("avx512f", "avx2", "avx", "sve", "asimd")
-    return ", ".join([*parts, *[each for each in vectors if each in features][:1]])
+    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
