@@ -121,11 +121,12 @@ class Service:
         _refuse_above(
             self.max_characters, sum(map(len, [*query.texts, query.prefix])), "characters"
         )
+        texts = []
         for text in query.texts:
             model.translator.check(Request(text, query.prefix))
-        tagged = [_split_tag(text, model) for text in query.texts]
-        cuts = [cut(rest, language=pair.source, split=query.split) for _, rest in tagged]
-        coming = sum(len(each.sentences) for each in cuts)
+            tag, rest = _split_tag(text, model)
+            texts.append((tag, cut(rest, language=pair.source, split=query.split)))
+        coming = sum(len(its_cut.sentences) for _, its_cut in texts)
         _refuse_above(self.max_queue, coming, "sentences")
         if self.num_accepted + coming > self.max_queue:
             raise Refused(
@@ -135,7 +136,7 @@ class Service:
                 limit=self.max_queue,
                 retry_after=1,
             )
-        return Answering(self, query, pair, cuts, [tag for tag, _ in tagged])
+        return Answering(self, query, pair, texts, coming)
 
 
 def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:
@@ -166,15 +167,15 @@ class Answering:
         service: Service,
         query: Query,
         pair: Pair,
-        cuts: Sequence[Cut],
-        tags: Sequence[str],
+        texts: Sequence[tuple[str, Cut]],
+        coming: int,
     ):
-        """``tags`` stand before each sentence of their texts. The sentences count as accepted until
-        this is answered, or gone.
+        """``texts``: each one's tag, which stands before all of its sentences, and the rest of it.
+
+        The sentences, ``coming``, count as accepted until this is answered, or gone.
         """
-        self.query, self.pair, self.cuts, self._tags = query, pair, cuts, tags
+        self.query, self.pair, self._texts = query, pair, texts
         self._model = service.models[pair]
-        coming = sum(len(each.sentences) for each in cuts)
         service.num_accepted += coming
         self._release = weakref.finalize(self, service.release, coming)
         self._turns = self._model.new_turns()  # one request leaves rows to others
@@ -188,7 +189,7 @@ class Answering:
         """Each sentence of the one text, and what stands before its translation, in order; last
         the answer.
         """
-        [its_cut] = self.cuts
+        [(_, its_cut)] = self._texts
         async with self._translating() as [tasks]:
             done: list[Sentence] = []
             for index, task in enumerate(tasks):
@@ -202,7 +203,7 @@ class Answering:
         query, count = self.query, self.query.alternatives
         ranked = [
             [its_cut.joined([each.ranked(rank) for each in of_text]) for rank in range(1 + count)]
-            for its_cut, of_text in zip(self.cuts, sentences, strict=True)
+            for (_, its_cut), of_text in zip(self._texts, sentences, strict=True)
         ]
         others = [[text for text in dict.fromkeys(texts) if text != texts[0]] for texts in ranked]
         alternatives = others if count else None
@@ -224,7 +225,7 @@ class Answering:
                 asyncio.create_task(self._translate(sentence, tag, "" if i else self.query.prefix))
                 for i, sentence in enumerate(its_cut.sentences)
             ]
-            for tag, its_cut in zip(self._tags, self.cuts, strict=True)
+            for tag, its_cut in self._texts
         ]
         try:
             yield tasks
