@@ -8,9 +8,10 @@ import random_models
 from random_models import lines_of_words, train_tokenizer
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.alignment import Alignment, word_numbers
+from transformer_jax.decoding.alignment import Alignment, alignment, word_numbers
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translation
+from transformer_jax.special_ids import UNK_ID
 
 LINES = lines_of_words(12)
 TARGETS = [line.upper() for line in reversed(LINES)]
@@ -100,3 +101,20 @@ def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer
     tokens = zip(alignment.source, alignment.source_words, strict=False)
     assert {number for token, number in tokens if token != "▁"} == {0, 2}
     assert set(alignment.target_words) == {0, 2}
+
+
+def test_an_unknown_token_is_a_word_of_its_own():
+    """Written as ⁇, which this vocabulary encodes as two question marks."""
+    lines = ["why ? who ?? what ???", *LINES]
+    tokenizer = train_tokenizer(lines)
+    tokens = [*tokenizer.encode_target(["ONE"])[0], UNK_ID, *tokenizer.encode_target(["A TWO"])[0]]
+    text = tokenizer.decode_target(tokens)
+    assert (
+        text.split() == ["ONE", "⁇", "A", "TWO"] and UNK_ID not in tokenizer.encode_target(["⁇"])[0]
+    )
+    found = alignment(tokenizer, ("", text), ([], tokens), np.ones((len(tokens) + 1, 1)))
+    names = zip(found.target, found.target_words, strict=False)
+    assert [number for name, number in names if name == "<unk>"] == [1]
+    assert found.target_words == sorted(found.target_words) and set(found.target_words) == {
+        *range(4)
+    }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.decoding.segments import joint
 from transformer_jax.tokenizer import Tokenizer
 
 
@@ -44,7 +45,13 @@ def alignment(
         (texts[1], tokens[1], tokenizer.encode_target, tokenizer.target_tokens),
     ):
         sides.append(tuple(names(ids)))
-        words.append(word_numbers(sides[-1], map(names, encode(text.split()))))
+        its_words = text.split()
+        encoded = [
+            # SentencePiece writes <unk> as ⁇, which may be encoded as two question marks.
+            ["<unk>"] if word == "⁇" else names(ids)
+            for word, ids in zip(its_words, encode(its_words), strict=True)
+        ]
+        words.append(word_numbers(sides[-1], encoded))
     source, target = sides
     return Alignment((*source, "</s>"), (*target, "</s>"), weights_TS, *words)
 
@@ -53,29 +60,15 @@ def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[
     """The number, from 0, of the word of a text that each of its tokens ends in.
 
     Words are what white space separates. Tokens are those of normalised text, where a word may have
-    become several or none; so ``words`` has the tokens of each word, encoded by itself.
+    become several or none; so ``words`` has the tokens of each word, encoded by itself: they spell
+    the same letters.
     """
-    numbers = [
-        number
-        for number, its_tokens in enumerate(words)
-        for _ in range(max(_normalized_words(its_tokens), default=-1) + 1)
-    ]
-    return [
-        numbers[min(max(word, 0), len(numbers) - 1)] if numbers else 0
-        for word in _normalized_words(tokens)
-    ]
+    ends = list(accumulate(map(_letters, words)))
+    so_far = accumulate(_letters([token]) for token in tokens)
+    return [min(bisect_left(ends, max(1, end)), max(0, len(ends) - 1)) for end in so_far]
 
 
-def _normalized_words(tokens: Sequence[str]) -> list[int]:
-    """``word_numbers`` in the normalised text that the tokens spell; -1 before the first word."""
-    text, before, words = "", "", []
-    for token in tokens:
-        if token == "</s>":  # where segments of a long line are joined
-            text += joint(text)
-        elif token == "<unk>":
-            text += " ⁇ "  # as SentencePiece writes it
-        else:
-            text += (token.removeprefix("▁") if before == "</s>" else token).replace("▁", " ")
-        before = token
-        words.append(len(text.split()) - 1)
-    return words
+def _letters(tokens: Sequence[str]) -> int:
+    """How many letters tokens spell, without spaces; what the vocabulary lacks counts as one."""
+    special = {"</s>": 0, "<unk>": 1}
+    return sum(special.get(token, len(token.replace("▁", ""))) for token in tokens)
