@@ -453,7 +453,7 @@ def test_what_other_flags_imply(workdir):
         (("--shard", "2/2"), "shard is '2/2'; expected i/n with i from 0 to n - 1"),
         (("--window", 0), "window is 0; expected a positive number"),
         (("--nbest", 0), "nbest is 0; expected a positive number"),
-        (("--nbest", 3), "nbest is 3; expected at most 2, the value of --beam-size"),
+        (("--nbest", 3), "num_hypotheses is 3; expected 1 to decoding.beam_size = 2"),
         (("--beam-size", 0), "decoding.beam_size is 0"),
         (("--beam-size", 31), "decoding.beam_size is 31"),
         (("--checkpoint", 15), "checkpoint is 15; expected last, best, or one of the steps 10, 20"),
@@ -506,7 +506,7 @@ def test_a_named_pipe_is_read_once(decode, expected, tmp_path):
 def test_wrong_flags_are_refused_before_jax_is_loaded(workdir):
     code = "import sys; from transformer_jax.decoding.__main__ import main\n"
     code += "status = main(sys.argv[1:]); sys.exit('jax' in sys.modules or status != 2)"
-    for flags in (("--beam-size", "0"), ("--output", "x.gz"), ("--nbest", "3")):
+    for flags in (("--beam-size", "0"), ("--output", "x.gz"), ("--nbest", "0")):
         command = [sys.executable, "-c", code, "--workdir", str(workdir), *flags]
         assert subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0, flags
 

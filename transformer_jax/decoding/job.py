@@ -61,9 +61,8 @@ def run_job(arguments: Arguments, config: Config) -> None:
         shard=shard,
         targets=asked.score,
     )
-    start = time.perf_counter()
     best = job.write_answers(records, keep_best=references is not None)
-    job.report(time.perf_counter() - start)
+    job.report()
     if references is not None:
         print(evaluate(best, references, tokenize=tokenize, language=language), file=sys.stderr)
 
@@ -112,7 +111,7 @@ class _Job:
                     f"{files.output} has {kept} sentences already, and --reference needs all in "
                     "one run; leave --resume or --reference out."
                 )
-            done = kept
+            done = 0
             left = map(self._checked, _skip(chain(first, records), kept, files.output))
             for block in self.models.blocks(left, window):
                 for record, translations in self._answers(block):
@@ -122,7 +121,8 @@ class _Job:
                 done += len(block)
                 if time.perf_counter() - reported > _SECONDS_BETWEEN_REPORTS:
                     reported = time.perf_counter()
-                    logger.info("%d lines in %.0f s.", done - kept, reported - start)
+                    logger.info("%d lines in %.0f s.", done, reported - start)
+            logger.info("%d lines in %.1f s.", done, time.perf_counter() - start)
         return best
 
     def _checked(self, record: Record) -> Record:
@@ -136,8 +136,7 @@ class _Job:
         they are asked for.
         """
         if isinstance(self.models, Translator):
-            nbest, window = self.format.nbest, len(block)
-            translations = list(self.models.stream(block, num_hypotheses=nbest, window=window))
+            translations = list(self.models.stream(block, num_hypotheses=self.format.nbest))
         else:
             scored = self.models.score((record.text, record.target) for record in block)
             translations = [[translation] for translation in scored]
@@ -152,8 +151,8 @@ class _Job:
             for record, translations in some:
                 yield record, list(islice(aligned, len(translations)))
 
-    def report(self, seconds: float) -> None:
-        """Log what did not go as it should, and how long it took."""
+    def report(self) -> None:
+        """Log what did not go as it should."""
         if isinstance(self.models, Translator):
             for count, what in (
                 (self.models.num_failed, "could not be translated; their output is empty"),
@@ -161,7 +160,6 @@ class _Job:
             ):
                 if count:
                     logger.warning("%d lines %s.", count, what)
-        logger.info("%.1f s.", seconds)
 
 
 def _skip(records: Iterator[Record], count: int, output: str | None) -> Iterator[Record]:

@@ -74,8 +74,8 @@ def _from_json(line: str, where: str, text_field: str, number: int) -> Record:
             f"{where} has no field {text_field!r}; expected text there (--text-field "
             f"names another one). Fields of this line: {names}."
         )
-    text, prefix = values[text_field], values.get("prefix")
-    prefix = "" if prefix is None else prefix  # null: tables give every line all fields
+    # A table gives every line all fields: a prefix may be null.
+    text, prefix = values[text_field], values.get("prefix") or ""
     check_text(text, f"{where}: field {text_field!r}")
     check_text(prefix, f"{where}: field 'prefix'")
     return Record(text.replace("\n", " "), prefix.replace("\n", " "), number, values)

@@ -44,11 +44,9 @@ class Scorer(TrainedModels):
       longest: tokens that a sentence may have, EOS included: 4,096, or the number of learned
         positions.
       parameters: the models', a list of what ``nnx.to_pure_dict`` gives.
-      num_compiled: how many functions have been compiled so far.
     """
 
     def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
-        self.num_compiled = 0
         self._layers = min(model.config.decoder_layers for model in models)
         self.longest = min(_LONGEST, *(model.config.position_limit for model in models))
         self._shares = max(1, len(devices))
@@ -177,28 +175,22 @@ class Scorer(TrainedModels):
     def _score_batch(
         self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array
     ) -> jax.Array:
-        self._count(source_BS, "scoring")
+        logger.info("Compiling the scoring of %d pairs of up to %d tokens.", *source_BS.shape)
         each = [
             _label_log_probs(model, model.hidden(source_BS, target_BT), target_BT)
             for model in map(nnx.merge, self._graphs, parameters)
         ]
-        if len(each) == 1:
-            return each[0]
         return jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
 
     def _align_batch(
         self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array, *, layer: int
     ) -> jax.Array:
-        self._count(source_BS, "alignment")
+        logger.info("Compiling the alignment of %d pairs of up to %d tokens.", *source_BS.shape)
         each = [
             model.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
             for model in map(nnx.merge, self._graphs, parameters)
         ]
         return jnp.stack(each).mean(axis=0)
-
-    def _count(self, source_BS: jax.Array, what: str) -> None:
-        self.num_compiled += 1  # runs once for each shape, when it is traced
-        logger.info("Compiling the %s of %d pairs of up to %d tokens.", what, *source_BS.shape)
 
     def _translation(self, text: str, tokens: Tokens, log_probs: np.ndarray) -> Translation:
         log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)

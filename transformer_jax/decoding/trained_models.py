@@ -107,19 +107,18 @@ def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
     A ``UserError`` while reading is raised after the items before it were given.
     """
     block: list[T] = []
-    fault = None
     try:
         for item in items:
             block.append(item)
             if len(block) == size:
                 yield block
                 block = []
-    except UserError as error:
-        fault = error
+    except UserError:
+        if block:
+            yield block
+        raise
     if block:
         yield block
-    if fault is not None:
-        raise fault
 
 
 def check_text(text: object, name: str) -> None:
