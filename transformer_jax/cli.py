@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import dataclasses
 import logging
 import os
@@ -25,7 +24,7 @@ from transformer_jax.removed import advice_for_flag
 T = TypeVar("T")
 
 COMPILING = "compiling"
-"""Name of threads that a program does not wait for when it ends."""
+"""Prefix of the names of threads that a program does not wait for when it ends."""
 
 
 def run_program(work: Callable[[], int | None]) -> int:
@@ -36,7 +35,11 @@ def run_program(work: Callable[[], int | None]) -> int:
     logged at INFO and above go to stderr.
     """
     status = _do(work)
-    atexit.register(_end_now, status)
+    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+        # Nothing can stop them, and a large function takes minutes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     return status
 
 
@@ -62,16 +65,6 @@ def _do(work: Callable[[], int | None]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _end_now(status: int) -> None:
-    """If threads are still compiling, end without them: nothing can stop them, and a large function
-    takes minutes.
-    """
-    if any(thread.name == COMPILING for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 @contextmanager

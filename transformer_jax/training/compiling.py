@@ -1,20 +1,18 @@
-"""Compiles what the coming steps will need, in threads, while the steps before them run.
+"""Compiles a run's functions in a thread pool, in the order in which steps need them.
 
-The plan knows every shape before the first step. What is compiled here goes into the jitted
-function's own cache, where a call finds it: whoever calls such a function need not know. Only XLA's
-part runs in parallel; tracing holds Python's lock.
+The plan knows every shape before the first step. JAX keeps a compiled function in the cache of the
+jitted function, where the call finds it, so the caller only waits.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,177 +38,142 @@ _SECONDS_BETWEEN_POLLS = 0.1
 
 
 class Job(NamedTuple):
-    """A jitted function to be compiled for one shape."""
+    """A jitted function to compile for one shape."""
 
     name: str  # such as "training step of 64 rows of 40 + 40 tokens"
-    step: int  # the step before which it is needed
     lower: Callable[[], jax.stages.Lowered]
     remedy: str  # settings that help if it does not fit into the device's memory
     beside: int = 0  # bytes on each device that are in use then and no argument of the function
 
 
 class CompiledJob(NamedTuple):
-    """What became of a job."""
+    """The result of a job."""
 
     name: str
     seconds: float  # from tracing to the compiled function
-    memory_bytes: int  # on each device, with all that is there at that time
+    memory_bytes: int  # on each device, with everything that is there at that time
 
 
 class CompileAhead:
-    """Compiles jobs in the order in which steps need them.
-
-    With several processes nothing runs ahead, as they must compile together: each job is done when
-    it is waited for.
+    """Compiles jobs in their order while training runs.
 
     Attributes:
-      finished: what was compiled since the caller last looked and took it.
+      finished: results that the caller has not taken yet.
+      seconds: from the start to the last result.
     """
 
-    def __init__(self, jobs: Iterable[Job], *, devices: Sequence[jax.Device]):
-        """Starts at once; ``devices`` are those that the functions run on."""
-        first: dict[str, Job] = {}
-        for job in sorted(jobs, key=lambda job: job.step):
-            first.setdefault(job.name, job)
-        self._waiting = dict(reversed(first.items()))  # the next is taken from the end
-        self._results: dict[str, Future[None]] = {name: Future() for name in self._waiting}
-        self._tracing = threading.Lock()
-        self._failure: BaseException | None = None
-        self._memory = memory_limit(devices)
-        self._together = jax.process_count() > 1
+    def __init__(
+        self, jobs: Iterable[Job], *, devices: Sequence[jax.Device], poll: Callable[[], bool]
+    ):
+        """Starts at once. The functions run on ``devices``. ``wait`` calls ``poll`` several times a
+        second and stops waiting when it returns True.
+        """
+        self._jobs = {job.name: job for job in jobs}
+        self._poll, self._memory = poll, memory_limit(devices)
+        self._futures: dict[str, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix=COMPILING)
+        self._tracing = threading.Lock()  # side by side, the first would be traced as late as all
+        self._ahead = jax.process_count() == 1  # several processes must compile together
         self._on_gpu = devices[0].platform == "gpu"
-        # Tuning a kernel waits for its GPU to be idle, and a step's exchange for other GPUs: at the
-        # same time they could wait for each other.
-        self._all_first = self._on_gpu and len(devices) > 1 and not self._together
-        self._began, self._last = time.monotonic(), 0.0
+        # Tuning a kernel waits for its GPU to be idle, and a step's collectives wait for the other
+        # GPUs: at the same time they could wait for each other.
+        self._all_first = self._on_gpu and len(devices) > 1
         self.finished: deque[CompiledJob] = deque()
-        if not self._together:
-            for _ in range(min(num_threads(), len(first))):
-                threading.Thread(target=self._work, name=COMPILING, daemon=True).start()
+        self.began, self.seconds = time.monotonic(), 0.0
+        if self._ahead:
+            for job in self._jobs.values():
+                self._submit(job)
 
     @property
     def total(self) -> int:
-        """How many there are to compile."""
-        return len(self._results)
+        """The number of functions to compile."""
+        return len(self._jobs)
 
     @property
     def done(self) -> int:
-        """How many are compiled."""
-        return sum(result.done() for result in self._results.values())
+        """The number of compiled functions."""
+        return sum(future.done() for future in self._futures.values())
 
-    @property
-    def seconds(self) -> float:
-        """From the start until now, or until the last was compiled."""
-        return self._last if self.done == self.total else time.monotonic() - self._began
-
-    def is_compiled(self, name: str) -> bool:
-        """Whether no call of the function of this name has to wait."""
-        return all(result.done() for result in self._needed(name))
-
-    def wait(self, name: str, *, poll: Callable[[], bool]) -> bool:
-        """Wait until the function of this name is compiled; False if ``poll``, called all the time,
-        says to stop. What no job is about is compiled by its caller.
-
-        Raises as ``check`` does.
-        """
-        if self._together and (job := self._waiting.pop(name, None)):
-            self._do(job)
-        for result in self._needed(name):
-            while not result.done():
-                self.check()
-                if poll():
-                    return False
-                wait([result], timeout=_SECONDS_BETWEEN_POLLS)
-        self.check()
-        return True
-
-    def check(self) -> None:
-        """Raise the error of a job that failed; it names the function.
+    def wait(self, name: str) -> bool:
+        """Wait until the function of this name is compiled; returns False if ``poll`` says to stop.
+        A function without a job is compiled by its caller.
 
         Raises:
-          UserError: it does not fit into the device's memory, or the compiler failed.
+          UserError: a function does not fit into the device's memory, or the compiler failed.
         """
-        if self._failure is not None:
-            raise self._failure
+        if name in self._jobs and name not in self._futures:
+            self._submit(self._jobs[name])
+        needed = [
+            future for each, future in self._futures.items() if self._all_first or each == name
+        ]
+        while True:
+            ready, stop = all(future.done() for future in needed), self._poll()
+            for future in self._futures.values():
+                if future.done():
+                    future.result()  # raises the error of a job that failed, whichever it is
+            if ready or stop:
+                return ready
+            wait(needed, timeout=_SECONDS_BETWEEN_POLLS)
 
     def close(self) -> None:
-        """Start no more jobs. A job at work ends by itself; nobody waits for it."""
-        self._waiting.clear()
+        """Start no more jobs. A running job ends on its own; nobody waits for it."""
+        running = [each for each in self._futures.values() if not (each.cancel() or each.done())]
+        self._pool.shutdown(wait=not running)  # idle threads end at once
 
-    def _needed(self, name: str) -> list[Future[None]]:
-        """The results that a call of this function waits for."""
-        names = list(self._results) if self._all_first else [name]
-        return [self._results[each] for each in names if each in self._results]
+    def _submit(self, job: Job) -> None:
+        self._futures[job.name] = self._pool.submit(self._compile, job)
 
-    def _work(self) -> None:
-        while self._waiting and self._failure is None:
-            try:
-                _, job = self._waiting.popitem()
-            except KeyError:  # another thread was faster
-                return
-            self._do(job)
-
-    def _do(self, job: Job) -> None:
+    def _compile(self, job: Job) -> None:
         try:
             with self._tracing:
                 began = time.monotonic()
                 lowered = job.lower()
             needed = memory_needed(lowered.compile()) + job.beside
-            self._check_memory(job, needed)
+        except UserError:
+            raise
         except Exception as error:
-            self._note_failure(job, error)
-        else:
-            now = time.monotonic()
-            self._last = max(self._last, now - self._began)
-            self.finished.append(CompiledJob(job.name, now - began, needed))
-        self._results[job.name].set_result(None)
-
-    def _note_failure(self, job: Job, error: Exception) -> None:
-        reason = " ".join(str(error).split())[:400]
-        if isinstance(error, UserError):
-            self._failure = error
-        elif self._on_gpu and not self._together and "RESOURCE_EXHAUSTED" in reason:
-            # Kernels are tuned in memory that the steps leave, which is more between them.
-            log.warning("No memory to compile the %s while training runs.", job.name)
-        else:
-            self._failure = UserError(
+            reason = " ".join(str(error).split())[:400]
+            if self._ahead and self._on_gpu and "RESOURCE_EXHAUSTED" in reason:
+                # Kernels are tuned in the memory that running steps leave; later there may be more.
+                log.warning("No memory to compile the %s while training runs.", job.name)
+                return
+            raise UserError(
                 f"The {job.name} could not be compiled: {reason or type(error).__name__}. Expected "
                 "a version of JAX that compiles it; try another (pip install -U jax), or report it."
-            )
-            self._failure.__cause__ = error
-
-    def _check_memory(self, job: Job, needed: int) -> None:
+            ) from error
         if self._memory is not None and needed > self._memory:
             raise UserError(
                 f"The {job.name} needs {needed / 1e9:.1f} GB of each device's memory (as compiled, "
                 f"and with all else that is there); expected at most the "
                 f"{self._memory / 1e9:.1f} GB that JAX has there. {job.remedy}"
             )
+        now = time.monotonic()
+        self.seconds = now - self.began
+        self.finished.append(CompiledJob(job.name, now - began, needed))
 
 
 def training_jobs(run: Prepared) -> list[Job]:
-    """The training steps still to come, each shape once."""
+    """The training steps still to come, each shape once, in the order of first use."""
     functions, rows = run.functions, batch_sharding(run.mesh)
 
     def lower(shape: tuple[int, int, int]) -> jax.stages.Lowered:
         batch = abstract_batch(shape, rows, packed=run.plan.packed)
         return functions.train_step.lower(functions.abstract_state, batch)
 
-    first_uses = run.plan.first_uses(int(run.state.step), run.config.training.steps)
     saved = bytes_on_device(functions.abstract_state)  # a copy is saved while steps run
     return [
-        Job(step_name(shape), step, partial(lower, shape), LESS_MEMORY, saved)
-        for shape, step in first_uses.items()
+        Job(step_name(shape), partial(lower, shape), LESS_MEMORY, saved)
+        for shape in run.plan.first_uses(int(run.state.step), run.config.training.steps)
     ]
 
 
 def step_name(shape: tuple[int, int, int], kind: str = "training") -> str:
-    """What the step on batches of this shape is called."""
+    """The name of the step on batches of this shape."""
     return "{} step of {} rows of {} + {} tokens".format(kind, *shape)
 
 
 def num_threads() -> int:
-    """How many functions to compile at a time: XLA uses several cores for one, in part."""
+    """The number of functions to compile at a time: XLA partly uses several cores for one."""
     return max(1, num_cores() // 2)
 
 
@@ -234,18 +197,8 @@ def memory_needed(compiled: jax.stages.Compiled) -> int:
 
 
 def bytes_on_device(arrays: Any) -> int:
-    """What a tree of arrays, or of their shapes with shardings, takes on one device."""
+    """Bytes of a tree of arrays, or of their shapes with shardings, on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)
     )
-
-
-@atexit.register
-def _wait_at_exit() -> None:
-    """Wait for jobs at work: C++ would abort if Python ended under them. Programs need not wait
-    (``run_program``).
-    """
-    for thread in threading.enumerate():
-        if thread.name == COMPILING:
-            thread.join()

@@ -116,25 +116,19 @@ class Evaluator:
         return figures, scores
 
     def jobs(self, start: int) -> Iterator[Job]:
-        """What evaluations from step ``start`` on will need compiled."""
-        run, last = self._run, self._run.config.training.steps
-        every, number = run.config.training.eval_every, run.progress.evaluations + 1
+        """The functions that evaluations from step ``start`` on need."""
+        run, training = self._run, self._run.config.training
+        evaluates = start < training.steps or run.progress.evaluation_due
         abstract, rows = run.functions.abstract_state, batch_sharding(run.mesh)
         beside = bytes_on_device(abstract) - bytes_on_device(abstract.parameters)
-        steps = [start] if run.progress.evaluation_due else []
-        if start < last:
-            steps += [*range((start // every + 1) * every, last, every), last]
-        if run.dev_corpus is not None and steps:
+        if run.dev_corpus is not None and evaluates:
             for shape in whole_corpus_shapes(run.dev_corpus, **self._batch_sizes()):
                 batch = abstract_batch(shape, rows)
                 lower_step = partial(run.functions.eval_step.lower, abstract.parameters, batch)
-                name = step_name(shape, "evaluation")
-                yield Job(name, steps[0], lower_step, _SMALLER_STEP, beside)
-        with_bleu = [step for i, step in enumerate(steps) if self.translates(number + i)][:1]
-        for searches, when in (("dev", with_bleu), ("test", [last])):
-            for step in when:
-                for name, lower in self._searches.get(searches, {}).items():
-                    yield Job(name, step, lower, _SMALLER_SEARCH, beside)
+                yield Job(step_name(shape, "evaluation"), lower_step, _SMALLER_STEP, beside)
+        for searches in ["dev", "test"] if evaluates and training.bleu_every else ["test"]:
+            for name, lower in self._searches.get(searches, {}).items():
+                yield Job(name, lower, _SMALLER_SEARCH, beside)
 
     def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
         total: Any = None

@@ -117,13 +117,14 @@ class _Loop:
         self._state, self._progress = run.state, run.progress
         self._reporter, self._signals, self._phase = reporter, signals, phase
         self._evaluator = Evaluator(
-            run, stop=self._signal_received, ready=self._wait_until_compiled
+            run, stop=self._signal_received, ready=lambda name: self.compile_ahead.wait(name)
         )
         self._step = int(run.state.step)  # steps done
         self._last: StepMetrics | None = None  # of the last step, if not looked at yet
         self._first_step_seconds: float | None = None  # from the start of prepare() on
         jobs = [*training_jobs(run), *self._evaluator.jobs(self._step)]
-        self.compile_ahead = CompileAhead(jobs, devices=list(run.mesh.devices.flat))
+        devices = list(run.mesh.devices.flat)
+        self.compile_ahead = CompileAhead(jobs, devices=devices, poll=self._report_compiling)
         rows, steps = batch_sharding(run.mesh), run.config.training.steps
         self._loader = load_batches(run.plan, sharding=rows, start=self._step, stop=steps)
         self._meter = Meter(run.progress, run.plan, self._step)
@@ -281,13 +282,8 @@ class _Loop:
         """Wait until the next step is compiled; False if a signal came before that."""
         name = step_name(self._run.plan.shape(self._step))
         self._phase.enter(f"compilation of the {name}")
-        ready = self._wait_until_compiled(name)
+        ready = self.compile_ahead.wait(name)
         self._phase.enter(f"{name}, number {self._step}")
-        return ready
-
-    def _wait_until_compiled(self, name: str) -> bool:
-        ready = self.compile_ahead.wait(name, poll=self._report_compiling)
-        self._report_compiling()
         return ready
 
     def _report_compiling(self) -> bool:
@@ -295,7 +291,8 @@ class _Loop:
         ahead = self.compile_ahead
         while ahead.finished:
             self._reporter.write("compile", self._step, ahead.finished.popleft()._asdict())
-        self._reporter.compiling(ahead.done, ahead.total, ahead.seconds)
+        seconds = ahead.seconds if ahead.done == ahead.total else time.monotonic() - ahead.began
+        self._reporter.compiling(ahead.done, ahead.total, seconds)
         return self._signal_received()
 
     def _signal_received(self) -> bool:
