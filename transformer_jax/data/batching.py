@@ -119,22 +119,18 @@ class BatchPlan:
         bucket, _ = self._locate(step)
         return self.shapes[bucket]
 
-    def first_uses(self, start: int, stop: int) -> dict[tuple[int, int, int], int]:
-        """The shapes of steps ``start`` to ``stop`` - 1, in the order in which they first come, and
-        the step at which each does.
+    def first_uses(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """The shapes of steps ``start`` to ``stop`` - 1, in the order of first use.
 
-        Only so many steps are looked at; shapes that did not come by then follow at that step.
+        The first 5,000 steps are looked at; shapes that are not among them follow.
         """
-        first: dict[tuple[int, int, int], int] = {}
         end = min(stop, start + _STEPS_LOOKED_AT)
+        first: dict[tuple[int, int, int], None] = {}
         for step in range(start, end):
-            first.setdefault(self.shape(step), step)
+            first[self.shape(step)] = None
             if len(first) == len(self.shapes):
                 break
-        else:
-            if end < stop:
-                first |= {shape: end for shape in self.shapes if shape not in first}
-        return first
+        return list(first | dict.fromkeys(self.shapes if end < stop else ()))
 
     def epoch(self, step: int) -> float:
         """Epochs done before a step: whole ones, and the share of the current one's batches."""

@@ -72,7 +72,8 @@ class CompileAhead:
         self._poll, self._memory = poll, memory_limit(devices)
         self._futures: dict[str, Future[None]] = {}
         self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix=COMPILING)
-        self._tracing = threading.Lock()  # side by side, the first would be traced as late as all
+        # Traced side by side, under Python's lock, the first would be ready as late as the others.
+        self._tracing = threading.Lock()
         self._ahead = jax.process_count() == 1  # several processes must compile together
         self._on_gpu = devices[0].platform == "gpu"
         # Tuning a kernel waits for its GPU to be idle, and a step's collectives wait for the other
