@@ -40,7 +40,9 @@ def test_a_second_ctrl_c_ends_the_program_at_once() -> None:
         "import signal, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from transformer_jax.training.signals import Signals\n"
-        "with Signals():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "with Signals():\n    print('ready', flush=True)\n"
+        # Briefly: a signal that another thread gets does not end the main thread's sleep.
+        "    for _ in range(600): time.sleep(0.1)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
