@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -159,10 +160,13 @@ class _Worker(SpawnProcess):
     def start(self) -> None:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # where multiprocessing looks for it
+        # Ctrl-C is for the parent alone, which gets it after the start; a process inherits this.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             super().start()
         finally:
             sys.modules["__main__"] = main
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Workers(SpawnContext):
@@ -195,7 +199,7 @@ def _tokenised_by_workers(
 
 
 def _start_worker(parent: int) -> None:
-    os.setsid()  # Ctrl-C is for the parent alone
+    os.setsid()  # signals to the program's group are for the parent alone
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 
 

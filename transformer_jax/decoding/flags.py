@@ -144,6 +144,10 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     if arguments.search.method == "sample" and by_default:
         implied["beam_size"] = nbest  # the run's is no number of samples
     search = dataclasses.replace(arguments.search, **implied)
+    if arguments.evaluation.score is None and nbest > search.beam_size:
+        raise UserError(
+            f"nbest is {nbest}; expected at most {search.beam_size}, the value of --beam-size."
+        )
     _check_output(arguments)
     return dataclasses.replace(arguments, workdir=workdirs, search=search), config
 

@@ -98,6 +98,8 @@ class _Job:
         self.aligner = models if isinstance(models, Scorer) else None
         if self.results.alignments and isinstance(models, Translator):
             self.aligner = Scorer(models.models, models.tokenizer, models.config, devices=devices)
+        if self.results.alignments and self.aligner is not None:  # before an output is emptied
+            self.aligner.align([], layer=self.results.alignment_layer)
 
     def write_answers(self, records: Iterator[Record], *, keep_best: bool) -> list[str]:
         """Read a block, answer it, write it; returns the best texts if they are to be kept."""

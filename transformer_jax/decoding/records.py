@@ -105,6 +105,10 @@ class OutputFormat:
     token_scores: bool = False
     alignments: Literal["hard", "soft"] | None = None
 
+    def __post_init__(self) -> None:
+        if self.format == "text" and self.alignments == "soft":
+            raise UserError("alignments is soft with --format text; expected hard, or JSONL.")
+
     @property
     def lines_per_sentence(self) -> int:
         """At most."""
