@@ -131,7 +131,7 @@ def test_lines_come_out_in_order(scorer, pairs):
     assert [t.text for t in found] == TARGETS
     for t, log_probs in zip(found, scorer.score_tokens(pairs), strict=True):
         assert t.length == len(log_probs) == len(t.tokens) + 1
-        assert t.log_prob == pytest.approx(log_probs.sum(), abs=1e-5)
+        assert t.log_prob == pytest.approx(log_probs.sum(dtype=np.float64), abs=1e-5)
         assert t.score == pytest.approx(t.log_prob / ((5 + t.length) / 6) ** 0.6, rel=1e-5)
         np.testing.assert_array_equal(np.float32(t.token_log_probs), log_probs)
 
