@@ -3,8 +3,9 @@
 PYTHON ?= python3
 # The accelerator that `make test-gpu` runs on, as JAX calls it (cuda or tpu).
 PLATFORM ?= cuda
-# Processes that run tests: more than cores, as many tests wait for programs that they start.
-WORKERS ?= 4
+# Processes that run tests: more than cores, as many tests wait for programs that they start. Each
+# takes up to 5 GB of memory.
+WORKERS ?= 3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
