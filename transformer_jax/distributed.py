@@ -11,10 +11,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import re
-import socket
-import time
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -64,16 +66,15 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
         log.info(
             "Process 0 of %d: waiting up to %d s for the others at %s.", count, timeout, address
         )
-    else:
-        _wait_for(address, timeout)
     try:
-        jax.distributed.initialize(
-            *explicit,
-            # With an explicit address JAX must not look for a cluster, which may say otherwise.
-            cluster_detection_method=None if address is None else "deactivate",
-            initialization_timeout=timeout,
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-        )
+        with _ended_after(timeout, address):
+            jax.distributed.initialize(
+                *explicit,
+                # With an explicit address JAX must not look for a cluster, which may say otherwise.
+                cluster_detection_method=None if address is None else "deactivate",
+                initialization_timeout=timeout + 60,
+                heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            )
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"The processes did not find each other: {' '.join(str(error).split())} Expected a "
@@ -85,21 +86,28 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
     log.info("Process %d of %d; %d devices of %d.", *counts)
 
 
-def _wait_for(address: str, timeout: float) -> None:
-    """Wait until process 0 listens. JAX would wait as long, but then abort with a stack trace."""
-    host, _, port = address.rpartition(":")
-    end = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= end:
-                raise UserError(
-                    f"The coordinator at {address} did not answer within {timeout:.0f} s "
-                    f"({error}); expected process 0 to run there, reachable from this machine."
-                ) from None
-            time.sleep(0.5)
+@contextmanager
+def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
+    """End the program after so many seconds in this context: at its own timeout JAX aborts with a
+    stack trace.
+    """
+
+    def end() -> None:
+        print(
+            f"error: The processes did not find each other within {timeout} s; expected all of "
+            f"them to run, and process 0 to be reachable at {address or 'its address'}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(2)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_first() -> bool:
@@ -107,69 +115,51 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def from_first(compute: Callable[[], T]) -> T:
-    """``compute()`` of process 0, in every process; plain JSON.
-
-    If it fails, the others raise ``UserError`` with its message.
-    """
+def from_all(value: Any) -> list[Any]:
+    """Every process' value (plain JSON), in the order of their numbers."""
     if jax.process_count() == 1:
-        return compute()
-    key, client = f"transformer_jax/first/{next(_numbers)}", _client()
-    if is_first():
-        try:
-            value = compute()
-        except BaseException as error:
-            client.key_value_set(key, json.dumps({"error": str(error) or type(error).__name__}))
-            raise
-        client.key_value_set(key, json.dumps({"value": value}))
-        return value
-    answer = json.loads(client.blocking_key_value_get(key, _PREPARING_MILLISECONDS))
-    if "error" in answer:
-        raise UserError(f"Process 0 failed: {answer['error']}")
-    return answer["value"]
+        return [value]
+    folder, client = f"transformer_jax/{next(_numbers)}", _client()
+    client.key_value_set(f"{folder}/{jax.process_index():09d}", json.dumps(value))
+    client.wait_at_barrier(folder, _PREPARING_MILLISECONDS)
+    return [json.loads(text) for _, text in sorted(client.key_value_dir_get(folder))]
 
 
-def first_then_others(prepare: Callable[[], T]) -> T:
-    """``prepare()`` in process 0, then in all others, which find its files in the shared folder.
-
-    Raises as ``from_first`` and ``all_or_none`` do.
-    """
-    results: list[T] = []
-    from_first(lambda: results.append(prepare()))
-    return all_or_none(lambda: results[0] if results else prepare())
-
-
-def all_or_none(work: Callable[[], T]) -> T:
-    """``work()`` in every process; if it fails in one, the others raise ``UserError`` with its
-    number and message instead of waiting for it.
+@contextmanager
+def together() -> Iterator[None]:
+    """Leave this context in all processes at the same time. If it fails in one, the others raise
+    ``UserError`` with its number and message.
     """
     try:
-        result = work()
+        yield
     except Exception as error:
-        _from_all(str(error) or type(error).__name__)
+        from_all(str(error) or type(error).__name__)
         raise
-    for number, failure in _from_all("").items():
+    for number, failure in enumerate(from_all("")):
         if failure:
             raise UserError(f"Process {number} failed: {failure}")
-    return result
+
+
+def from_first(compute: Callable[[], T]) -> T:
+    """``compute()`` of process 0 (plain JSON), in every process. Raises as ``together`` does."""
+    with together():
+        value = compute() if is_first() else None
+    return from_all(value)[0]  # type: ignore[no-any-return]
 
 
 def wait_for_others() -> None:
     """Wait until all processes are here."""
-    if jax.process_count() > 1:
-        barrier = f"transformer_jax/barrier/{next(_numbers)}"
-        _client().wait_at_barrier(barrier, _PREPARING_MILLISECONDS)
+    from_all(None)
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
     """Raise ``UserError`` in all processes unless all have the same values (plain JSON); names the
     processes that differ from process 0, and in what.
     """
-    of_process = _from_all(values)
-    expected = of_process[0]
+    expected, *others = from_all(values)
     problems = [
         f"process {number}: {name} is {its.get(name)!r}, in process 0 {expected.get(name)!r}"
-        for number, its in of_process.items()
+        for number, its in enumerate(others, start=1)
         for name in sorted(its.keys() | expected.keys())
         if its.get(name) != expected.get(name)
     ]
@@ -178,17 +168,6 @@ def check_agreement(values: Mapping[str, Any]) -> None:
             "The processes of this run differ; expected the same command and the same files.\n  "
             + "\n  ".join(problems)
         )
-
-
-def _from_all(value: Any) -> dict[int, Any]:
-    """Every process' value (plain JSON), by its number."""
-    if jax.process_count() == 1:
-        return {0: value}
-    folder, client = f"transformer_jax/from_all/{next(_numbers)}", _client()
-    client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(value))
-    wait_for_others()
-    found = client.key_value_dir_get(folder)
-    return dict(sorted((int(key.rpartition("/")[2]), json.loads(text)) for key, text in found))
 
 
 def _client() -> Any:

@@ -352,3 +352,19 @@ def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
         assert train(config, tmp_path, devices=ONE)["steps"] == 6
     assert "Checkpoint 4 could not be saved: [Errno 28] No space" in capfd.readouterr().err
     assert complete_steps(tmp_path / "checkpoints") == [2, 6]
+
+
+def test_a_link_that_is_repointed_meanwhile_does_not_move_the_run(tmp_path: Path) -> None:
+    """As ``runs/latest`` is by whoever starts the next run."""
+    config = no_evaluation(tiny(steps=2, checkpoint_every=1))
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "latest"
+    link.symlink_to("one")
+    with prepare.prepare(config, link, devices=ONE) as run:
+        link.unlink()
+        link.symlink_to("other")
+        run.checkpoints.save(run.state.replace(step=jax.numpy.int32(1)), run.progress)
+        run.checkpoints.wait()
+    assert complete_steps(tmp_path / "one" / "checkpoints") == [1]
+    assert not list((tmp_path / "other").iterdir())

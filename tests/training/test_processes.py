@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,12 +24,16 @@ WHOLE = tiny(steps=12, eval_every=12, checkpoint_every=3)
 STEPS = no_evaluation(WHOLE)
 
 
-def two(workdir: Path, cache: Path, *configs: Config) -> list[subprocess.Popen[str]]:
-    """Start two processes of four devices each; a config for both, or one each."""
+def address() -> str:
+    """A free port on this machine."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    flags = "--coordinator-address", address, "--num-processes", "2", "--process-id"
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def two(workdir: Path, cache: Path, *configs: Config) -> list[subprocess.Popen[str]]:
+    """Start two processes of four devices each; a config for both, or one each."""
+    flags = "--coordinator-address", address(), "--num-processes", "2", "--process-id"
     return [
         command(workdir, cache, configs[i % len(configs)], *flags, str(i), devices=4)
         for i in range(2)
@@ -157,14 +162,24 @@ def test_a_file_that_one_process_lacks_ends_both(finished: Path, tmp_path: Path)
         assert f"error: {whose}File '{tmp_path}/elsewhere/text' does not exist" in said, said
 
 
-def test_a_coordinator_that_does_not_answer_is_named() -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    with pytest.raises(UserError, match=f"The coordinator at {address} did not answer within 1 s"):
-        distributed.start(
-            Processes(coordinator_address=address, num_processes=2, process_id=1), timeout=1
+def test_processes_that_do_not_find_each_other_say_so() -> None:
+    """Without JAX's stack trace: process 0 alone, and process 1 with nobody at the address."""
+    alone = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "from transformer_jax import distributed, config; distributed.start("
+                f"config.Processes(False, '{address()}', 2, {number}), timeout=1)",
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
         )
+        for number in (0, 1)
+    ]
+    for process, said in zip(alone, ends(alone, within=60), strict=True):
+        assert process.returncode == 2
+        assert said.startswith("error: The processes did not find each other within 1 s"), said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -34,11 +33,10 @@ from transformer_jax.data.loader import place
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
 from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.distributed import (
-    all_or_none,
     check_agreement,
-    first_then_others,
     from_first,
     is_first,
+    together,
 )
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import check_bleu_language, check_bleu_tokenizer
@@ -111,22 +109,18 @@ def prepare(
     use_matmul_precision(config.model)
     mesh = make_mesh(config.mesh, devices)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
-    dev_pairs, test_pairs = all_or_none(lambda: check_inputs(config))
+    with together():
+        dev_pairs, test_pairs = check_inputs(config)
     folder, remote = _local_folder(workdir)
     config = _with_buckets(config, folder, platform=mesh.devices.flat[0].platform)
     with ExitStack() as stack:
-        # Process 0 holds the folder for all.
-        claim = claimed(folder, config, allow_changes=allow_changes)
-        from_first(lambda: stack.enter_context(claim))
-        tokenizer = first_then_others(
-            lambda: prepare_tokenizer(folder, config) if is_first() else Tokenizer.load(folder)
-        )
+        with together():  # process 0 holds the folder and builds for all
+            if is_first():
+                stack.enter_context(claimed(folder, config, allow_changes=allow_changes))
+                text = prepare_text(folder, config)
+        with together():
+            tokenizer, corpora = text if is_first() else prepare_text(folder, config)
         config = _with_vocabulary(config, tokenizer)
-        all_or_none(lambda: check_decoding(config.decoding, tokenizer))
-        corpora = {
-            name: first_then_others(partial(prepare_corpus, folder, config, tokenizer, name))
-            for name in (["train", "dev"] if config.data.dev.is_given else ["train"])
-        }
         check_agreement(
             {"tokenizer": tokenizer.fingerprint, "text of data.dev": _hash(dev_pairs)}
             | {"text of data.test": _hash(test_pairs)}
@@ -162,10 +156,18 @@ def prepare(
             remote.push()
 
 
+def prepare_text(folder: Path, config: Config) -> tuple[Tokenizer, dict[str, Corpus]]:
+    """The tokenizer and the corpora of train and dev, built if need be."""
+    tokenizer = prepare_tokenizer(folder, config) if is_first() else Tokenizer.load(folder)
+    check_decoding(config.decoding, tokenizer)
+    names = ["train", "dev"] if config.data.dev.is_given else ["train"]
+    return tokenizer, {name: prepare_corpus(folder, config, tokenizer, name) for name in names}
+
+
 def _local_folder(workdir: str | Path) -> tuple[Path, RemoteWorkdir | None]:
     """The folder to train in; one that mirrors a URL is brought up to date."""
     if not is_url(str(workdir)):
-        return local_path(workdir), None
+        return local_path(workdir).resolve(), None
     remote = RemoteWorkdir(str(workdir))
     if jax.process_count() > 1:
         raise UserError(
