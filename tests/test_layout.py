@@ -30,7 +30,6 @@ TRUNK = [
     "compilation_cache",
     "subword_sampling",
     "subword_model",
-    "imported_vocabulary",
     "tokenizer",
     "sharding",
     "distributed",

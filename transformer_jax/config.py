@@ -201,8 +201,9 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     e reads number e modulo this."""
     model: str = ""
     """An existing SentencePiece model to use instead of training one; for the source if not joint.
-    It brings its own size, algorithm and normalisation: of these settings only
-    user_defined_symbols, sampling and sampled_epochs still apply."""
+    PAD, BOS, EOS and UNK must be its tokens 0 to 3. It brings its own size, algorithm and
+    normalisation: of these settings only user_defined_symbols, sampling and sampled_epochs still
+    apply."""
     target_model: str = ""
     """If not joint: the existing SentencePiece model for the target; tokenizer.model is the
     source's."""

@@ -14,10 +14,10 @@ import math
 import random
 import re
 from bisect import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple
+from itertools import accumulate, groupby
+from typing import Any
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
@@ -28,10 +28,15 @@ _SPACE = "\u2581"
 _CACHED_WORDS = 2**15
 
 
-def user_defined_symbols(processor: sentencepiece.SentencePieceProcessor) -> dict[str, int]:
-    """The pieces that text is never cut through, as they stand in it, and their ids."""
-    pieces = model_proto(processor).pieces
-    return {piece.piece: i for i, piece in enumerate(pieces) if piece.type == piece.USER_DEFINED}
+def model_proto(model: bytes) -> Any:
+    """The message that a model file holds: ``pieces``, ``trainer_spec`` and others."""
+    proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
+    return proto.ModelProto.FromString(model)
+
+
+def symbols_of(proto: Any) -> list[str]:
+    """A model's user-defined pieces, which text is never cut through, as they stand in it."""
+    return [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
 
 
 def any_of(symbols: Iterable[str]) -> str:
@@ -39,29 +44,16 @@ def any_of(symbols: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
 
 
-def model_proto(processor: sentencepiece.SentencePieceProcessor) -> Any:
-    """The model as the message that its file holds: ``pieces``, ``trainer_spec`` and others."""
-    proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
-    return proto.ModelProto.FromString(processor.serialized_model_proto())
-
-
 class SubwordSampler:
     """Draws segmentations of lines from one SentencePiece model.
 
     ``strength``: the merge dropout p of a BPE model (Provilkov et al., 2020), or the smoothing
     alpha of a unigram model, whose segmentations have probability P(pieces)^alpha / Z (Kudo, 2018).
-    ``unknown_ids``: ids of characters that the model lacks.
     """
 
-    def __init__(
-        self,
-        processor: sentencepiece.SentencePieceProcessor,
-        strength: float,
-        *,
-        unknown_ids: Mapping[str, int],
-    ) -> None:
-        model = model_proto(processor)
-        trainer = model.trainer_spec
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor, strength: float) -> None:
+        model = model_proto(processor.serialized_model_proto())
+        trainer, pieces = model.trainer_spec, model.pieces
         if trainer.model_type not in (trainer.BPE, trainer.UNIGRAM):
             raise UserError(
                 "tokenizer.sampling needs a BPE or unigram model; set it to 0 for this "
@@ -69,57 +61,46 @@ class SubwordSampler:
             )
         self._processor = processor
         self.strength = strength
-        self._ids: dict[str, int] = {}
-        self._scores: dict[str, float] = {}
-        self._bytes: dict[int, int] = {}
-        self._unknown_ids = unknown_ids
-        for i, piece in enumerate(model.pieces):
-            if piece.type == piece.NORMAL:
-                self._ids[piece.piece], self._scores[piece.piece] = i, piece.score
-            elif piece.type == piece.BYTE:
-                self._bytes[int(piece.piece[1:-1], 16)] = i
-        self._longest = max(map(len, self._ids))
-        self._unknown_id = processor.unk_id()
+        self._scores = {p.piece: p.score for p in pieces if p.type == p.NORMAL}
+        self._longest = max(map(len, self._scores))
         self._unknown_score = min(self._scores.values()) - 10  # as in SentencePiece
-        self._split_words = not any(_SPACE in piece[1:] for piece in self._ids)
-        self._symbols = user_defined_symbols(processor)
+        self._spells_bytes = any(p.type == p.BYTE for p in pieces)
+        self._symbols = set(symbols_of(model))
         self._symbol = re.compile(f"({any_of(self._symbols)})") if self._symbols else None
-        self._bpe = trainer.model_type == trainer.BPE
-        self._merged = lru_cache(_CACHED_WORDS)(lambda word: self._merge(word, None))
+        split_words = not any(_SPACE in piece[1:] for piece in self._scores)
+        self._word = re.compile(f"{_SPACE}?[^{_SPACE}]+|{_SPACE}" if split_words else ".+", re.S)
+        self._draw = self._draw_bpe if trainer.model_type == trainer.BPE else self._draw_unigram
+        self._merged = lru_cache(_CACHED_WORDS)(self._merge)
         self._lattice = lru_cache(_CACHED_WORDS)(self._make_lattice)
 
-    def sample(self, line: str, generator: random.Random) -> list[int]:
-        """Piece ids of one segmentation of ``line``."""
+    def sample(self, line: str, generator: random.Random) -> list[str]:
+        """The pieces of one segmentation of ``line``."""
         text = self._processor.normalize(line)
-        ids: list[int] = []
+        pieces: list[str] = []
         for part in [text] if self._symbol is None else self._symbol.split(text):
-            ids += [self._symbols[part]] if part in self._symbols else self._sample(part, generator)
-        return ids
+            if part in self._symbols:
+                pieces.append(part)
+            else:
+                for word in self._word.findall(part):
+                    pieces += self._draw(word, generator)
+        return pieces
 
-    def _sample(self, text: str, generator: random.Random) -> list[int]:
-        if not text:
-            return []
-        pattern = f"{_SPACE}?[^{_SPACE}]+|{_SPACE}"
-        words = re.findall(pattern, text) if self._split_words else [text]
-        draw = self._sample_bpe if self._bpe else self._sample_unigram
-        return [piece for word in words for piece in draw(word, generator)]
-
-    def _sample_bpe(self, word: str, generator: random.Random) -> tuple[int, ...]:
+    def _draw_bpe(self, word: str, generator: random.Random) -> list[str]:
         # The merges up to the first one dropped are geometrically distributed; often that is all of
         # them.
         first_drop = self._merges_before_drop(generator)
-        plain = self._merged(word)
-        return (
-            plain.ids
-            if first_drop >= plain.merges
-            else self._merge(word, generator, first_drop).ids
-        )
+        pieces, merges = self._merged(word)
+        return pieces if first_drop >= merges else self._merge(word, first_drop, generator)[0]
 
     def _merges_before_drop(self, generator: random.Random) -> int:
         return int(math.log(1.0 - generator.random()) / math.log1p(-self.strength))
 
-    def _merge(self, word: str, generator: random.Random | None, until_drop: int = 0) -> _Merged:
-        """Byte-pair encoding of a word: the best pair first; with a generator, merges drop out."""
+    def _merge(
+        self, word: str, until_drop: float = math.inf, generator: random.Random | None = None
+    ) -> tuple[list[str], int]:
+        """Byte-pair encoding of a word, the best pair first, and the number of merges. After
+        ``until_drop`` of them, a number that ``generator`` then draws anew, one drops out.
+        """
         n = len(word)
         end = list(range(1, n + 1))  # of the part that begins here
         begin = list(range(-1, n))  # of the part that ends here
@@ -137,36 +118,30 @@ class SubwordSampler:
             _, left, middle, right = heapq.heappop(agenda)
             if end[left] != middle or end[middle] != right:
                 continue  # a part of it has been merged elsewhere
-            if generator is not None:
-                if until_drop == 0:
-                    until_drop = self._merges_before_drop(generator)
-                    continue
-                until_drop -= 1
+            if until_drop == 0 and generator is not None:
+                until_drop = self._merges_before_drop(generator)
+                continue
+            until_drop -= 1
             merges += 1
             end[left], begin[right], end[middle] = right, left, 0
             if left:
                 propose(begin[left], left, right)
             if right < n:
                 propose(left, right, end[right])
-        parts = []
-        start = 0
-        while start < n:
-            parts.append(word[start : end[start]])
-            start = end[start]
-        return _Merged(self._to_ids(parts), merges)
+        parts = [word[start:stop] for start, stop in enumerate(end) if stop]
+        return self._spelled(parts), merges
 
-    def _sample_unigram(self, word: str, generator: random.Random) -> tuple[int, ...]:
+    def _draw_unigram(self, word: str, generator: random.Random) -> list[str]:
         lattice = self._lattice(word)
         parts = []
         position = len(word)
         while position:  # backwards: each last piece by the weight of all paths that end in it
             starts, cumulative = lattice[position]
-            start = starts[
-                min(bisect(cumulative, generator.random() * cumulative[-1]), len(starts) - 1)
-            ]
+            drawn = bisect(cumulative, generator.random() * cumulative[-1])
+            start = starts[min(drawn, len(starts) - 1)]
             parts.append(word[start:position])
             position = start
-        return self._to_ids(reversed(parts))
+        return self._spelled(reversed(parts))
 
     def _make_lattice(self, word: str) -> list[tuple[list[int], list[float]]]:
         """For each position, where the pieces that end there begin, and their cumulative
@@ -189,21 +164,14 @@ class SubwordSampler:
             lattice.append((starts, cumulative))
         return lattice
 
-    def _to_ids(self, parts: Iterable[str]) -> tuple[int, ...]:
-        ids: list[int] = []
-        for part in parts:
-            if part in self._ids:
-                ids.append(self._ids[part])
-            elif self._bytes:
-                ids += (self._bytes[byte] for byte in part.encode())
-            elif part in self._unknown_ids:
-                ids.append(self._unknown_ids[part])
-            # unknown characters in a row are one unknown piece
-            elif not ids or ids[-1] != self._unknown_id:
-                ids.append(self._unknown_id)
-        return tuple(ids)
-
-
-class _Merged(NamedTuple):
-    ids: tuple[int, ...]
-    merges: int
+    def _spelled(self, parts: Iterable[str]) -> list[str]:
+        """The parts of a word as pieces; unknown characters in a row are one, or bytes."""
+        pieces: list[str] = []
+        for known, run in groupby(parts, self._scores.__contains__):
+            if known:
+                pieces += run
+            elif self._spells_bytes:
+                pieces += (f"<0x{byte:02X}>" for byte in "".join(run).encode())
+            else:
+                pieces.append("".join(run))
+        return pieces

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -15,96 +17,83 @@ import sentencepiece
 
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.imported_vocabulary import (
-    ImportedSubwordModel,
-    subword_model,
-    with_vocabulary,
-)
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.storage import local_path, write_atomically
-from transformer_jax.subword_model import with_special_ids, with_symbols
+from transformer_jax.subword_model import SubwordModel, with_symbols
 
 _T = TypeVar("_T")
 
-_JOINT, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
+_MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
+_VOCABULARY = "tokenizer.vocab.json"
 
 
 class Tokenizer:
     """One SentencePiece model for both languages, or one for each.
 
     Built from the bytes of the model files; ``target_model=None`` means that both languages share
-    ``source_model``. Two models may have one vocabulary, each of them with the tokens of both
-    languages, as in imported models.
+    ``source_model``. ``vocabulary`` is given where token ids are not those of the models' pieces:
+    the tokens of both languages by their ids, as in MarianMT.
     """
 
-    def __init__(self, source_model: bytes, target_model: bytes | None = None) -> None:
-        self.source_model = source_model
-        self.target_model = target_model
-        self._source = subword_model(source_model)
-        self._target = self._source if target_model is None else subword_model(target_model)
+    def __init__(
+        self,
+        source_model: bytes,
+        target_model: bytes | None = None,
+        *,
+        vocabulary: Sequence[str] = (),
+    ) -> None:
+        self.source_model, self.target_model = source_model, target_model
+        self.vocabulary = tuple(vocabulary)
+        self._models = [model for model in (source_model, target_model) if model is not None]
+        sides = [SubwordModel(model, self.vocabulary) for model in self._models]
+        self._source, self._target = sides[0], sides[-1]
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
         """Learn the vocabulary from sentence pairs, or load ``config.model`` (and
-        ``target_model``), whose special tokens get the ids of this file.
+        ``target_model``).
 
         Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (on each
         side, when separate). Raises ``UserError`` where the text is empty or does not support
-        ``config.vocab_size`` tokens.
+        ``config.vocab_size`` tokens, or a model has other ids for PAD, BOS, EOS and UNK.
         """
         if config.model:
             given = {"tokenizer.model": config.model, "tokenizer.target_model": config.target_model}
-            models = [
-                with_special_ids(_read_model(local_path(file), field))
-                for field, file in given.items()
-                if file
-            ]
+            files = [(local_path(file), field) for field, file in given.items() if file]
+            models = [_read_model(*file, special_ids=True) for file in files]
             return cls(*models).with_symbols(config.user_defined_symbols)
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
-            return cls(
-                _learn((line for pair in _drain(sample) for line in pair), config, "training text")
-            )
-        target_lines = deque(target for _, target in sample)
-        source_model = _learn(
-            (source for source, _ in _drain(sample)), config, "source side of the training text"
-        )
+            lines = (line for pair in _drain(sample) for line in pair)
+            return cls(_learn(lines, config, "training text"))
+        targets = deque(target for _, target in sample)
+        sources = (source for source, _ in _drain(sample))
+        source_model = _learn(sources, config, "source side of the training text")
         return cls(
-            source_model, _learn(_drain(target_lines), config, "target side of the training text")
+            source_model, _learn(_drain(targets), config, "target side of the training text")
         )
 
     @classmethod
-    def with_vocabularies(
-        cls, source: tuple[Path, Sequence[str]], target: tuple[Path, Sequence[str]]
-    ) -> Tokenizer:
-        """A tokenizer whose vocabularies are not the pieces of its SentencePiece models, as in
-        MarianMT.
+    def from_spm(cls, source: Path, target: Path, vocabulary: Sequence[str]) -> Tokenizer:
+        """The tokenizer of two SentencePiece files whose pieces are looked up in one vocabulary, as
+        in MarianMT.
 
-        Args:
-          source: the model's file, and the tokens by their ids: PAD, BOS, EOS, UNK, then all
-            others. Pieces that are no tokens become UNK.
-          target: the same for the target language.
+        ``vocabulary``: the tokens by their ids: PAD, BOS, EOS, UNK, then all others. Pieces that
+        are no tokens become UNK.
         """
-        models = [
-            with_vocabulary(_read_model(file), tokens, repr(str(file)))
-            for file, tokens in (source, target)
-        ]
-        return cls(models[0], None if models[1] == models[0] else models[1])
+        return cls(_read_model(source), _read_model(target), vocabulary=vocabulary)
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
         """The tokenizer that ``save`` wrote into ``directory``; ``UserError`` if it is absent or
-        damaged.
+        corrupt.
         """
         directory = Path(directory)
-        if (directory / _JOINT).exists():
-            return cls(_read_model(directory / _JOINT))
-        if (directory / _SOURCE).exists() and (directory / _TARGET).exists():
-            return cls(_read_model(directory / _SOURCE), _read_model(directory / _TARGET))
-        raise UserError(
-            f"No tokenizer in {str(directory)!r}; expected {_JOINT}, or {_SOURCE} and {_TARGET}."
-        )
+        names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
+        vocabulary = directory / _VOCABULARY
+        tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
+        return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """This tokenizer, with those of ``symbols`` that it lacks as further tokens at the end; all
@@ -112,40 +101,34 @@ class Tokenizer:
 
         They are like ``TokenizerConfig.user_defined_symbols``: text is never cut through them.
         """
-        source = with_symbols(self.source_model, symbols, self.source_vocab_size)
-        if self.target_model is None:
-            return Tokenizer(source)
-        return Tokenizer(source, with_symbols(self.target_model, symbols, self.target_vocab_size))
+        models = [with_symbols(model, symbols) for model in self._models]
+        missing = [symbol for symbol in symbols if symbol not in self.vocabulary]
+        return Tokenizer(*models, vocabulary=self.vocabulary and (*self.vocabulary, *missing))
+
+    @property
+    def _files(self) -> dict[str, bytes]:
+        """Names and contents of the files that ``save`` writes."""
+        names = (_MODEL,) if self.target_model is None else (_SOURCE, _TARGET)
+        text = json.dumps(self.vocabulary, ensure_ascii=False, indent=0)
+        vocabulary = {_VOCABULARY: text.encode()} if self.vocabulary else {}
+        return vocabulary | dict(zip(names, self._models, strict=True))
 
     def save(self, directory: str | Path) -> None:
-        """Write the model files; each of them appears whole or not at all."""
+        """Write the tokenizer's files; each of them appears whole or not at all."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        if self.target_model is None:
-            files = {_JOINT: self.source_model}
-        else:
-            files = {_SOURCE: self.source_model, _TARGET: self.target_model}
-        for name, model in files.items():
-            write_atomically(directory / name, model)
-        for name in {_JOINT, _SOURCE, _TARGET} - files.keys():
+        for name in {_MODEL, _SOURCE, _TARGET, _VOCABULARY} - self._files.keys():
             (directory / name).unlink(missing_ok=True)
+        for name, content in self._files.items():
+            write_atomically(directory / name, content)
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[bytes, bytes | None]]:
-        return Tokenizer, (self.source_model, self.target_model)
+    def __reduce__(self) -> tuple[Callable[[], Tokenizer], tuple[()]]:
+        return partial(Tokenizer, *self._models, vocabulary=self.vocabulary), ()
 
     @property
     def joint(self) -> bool:
         """Whether both languages share one vocabulary."""
-        if self.target_model is None:
-            return True
-        ids = range(self.source_vocab_size)
-        same_size = self.source_vocab_size == self.target_vocab_size
-        return same_size and self.source_tokens(ids) == self.target_tokens(ids)
-
-    @property
-    def imported(self) -> bool:
-        """Whether the vocabulary is that of a model from elsewhere."""
-        return isinstance(self._source, ImportedSubwordModel)
+        return self.target_model is None or bool(self.vocabulary)
 
     @property
     def source_vocab_size(self) -> int:
@@ -159,11 +142,9 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the model bytes."""
-        digest = hashlib.sha256(self.source_model)
-        if self.target_model is not None:
-            digest.update(hashlib.sha256(self.target_model).digest())
-        return digest.hexdigest()
+        """SHA-256 (hex) of the models and the vocabulary."""
+        digests = (hashlib.sha256(content).digest() for content in self._files.values())
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
     def encode_source(
         self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0
@@ -221,8 +202,8 @@ class Tokenizer:
         return ids
 
 
-def _read_model(path: Path, field: str = "") -> bytes:
-    """Bytes of a model file that loads."""
+def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> bytes:
+    """Bytes of a model file that loads; with ``special_ids`` it must have those of this package."""
     said = f"{field} = {str(path)!r}" if field else f"Tokenizer file {str(path)!r}"
     if not path.is_file():
         raise UserError(f"{said} does not exist; expected a SentencePiece model file.")
@@ -230,11 +211,17 @@ def _read_model(path: Path, field: str = "") -> bytes:
     try:
         if not model:
             raise RuntimeError("the file is empty")
-        sentencepiece.SentencePieceProcessor(model_proto=model)
+        its = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise UserError(
-            f"{said} is not a SentencePiece model, or is damaged; restore or retrain it ({error})."
+            f"{said} is not a SentencePiece model, or is corrupt; restore or retrain it ({error})."
         ) from None
+    ids = its.pad_id(), its.bos_id(), its.eos_id(), its.unk_id()
+    if special_ids and ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+        raise UserError(
+            f"{said} has the ids {ids} for PAD, BOS, EOS and UNK; expected 0 to 3. Train it with "
+            "spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3."
+        )
     return model
 
 

@@ -161,7 +161,7 @@ def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lin
         _columns(marian, tokenizer.source_tokens(range(tokenizer.source_vocab_size)))
     )
     # with a PAD of our own
-    assert tokenizer.imported and tokenizer.source_vocab_size == len(ours_of) + 1
+    assert tokenizer.vocabulary and tokenizer.source_vocab_size == len(ours_of) + 1
     odd = ["Äone zzz Ä two", "OÄN 漢字 Ä ÄÄ", "  two  ones", "", "three-four, fiveeee"]
     tagged = [">>deu<< one two", ">>fra<<one two", ">>xxx<< one", "one >>deu<< two", ">>deu<<"]
     texts = lines[:20] + [_target(line) for line in lines[:20]] + odd + tagged
@@ -582,4 +582,4 @@ def test_an_import_that_was_cut_short_can_be_repeated(
         patched.setattr(program.shutil, "rmtree", lambda path, ignore_errors: None)
         assert main(arguments) == 2
     assert main(arguments) == 0 and [path.name for path in tmp_path.iterdir()] == ["w"]
-    assert (load_model(tmp_path / "w")[2]).imported
+    assert load_model(tmp_path / "w")[2].vocabulary

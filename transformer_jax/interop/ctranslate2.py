@@ -87,7 +87,7 @@ def export_ctranslate2(
         "translate_batch takes its settings as keywords: those of this run are in "
         "generation_config.json."
     ]
-    if tokenizer.imported and (tags := tags_of(source_tokens)):
+    if tokenizer.vocabulary and (tags := tags_of(source_tokens)):
         notes.append(
             f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its "
             f"pieces, [{tags[0]!r}, *sp.encode(line, out_type=str)]."

@@ -170,7 +170,7 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> list
     }
     _write_json(folder / "tokenizer_config.json", settings)
     tags = tags_of(source_tokens)
-    if tokenizer.imported or not tags:
+    if tokenizer.vocabulary or not tags:
         return []
     return [
         f"MarianTokenizer takes {', '.join(tags[:3])} off a line before it cuts it: no '▁' comes "

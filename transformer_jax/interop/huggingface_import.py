@@ -62,9 +62,7 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
     """
     theirs = _read_config(folder / "config.json")
     rows = _read_rows(folder / "vocab.json", theirs)
-    tokenizer = Tokenizer.with_vocabularies(
-        (folder / "source.spm", list(rows)), (folder / "target.spm", list(rows))
-    )
+    tokenizer = Tokenizer.from_spm(folder / "source.spm", folder / "target.spm", list(rows))
     fields = {ours: theirs[name] for name, ours in FIELDS.items()}
     fields["num_decoder_layers"] = fields.pop("decoder_layers")
     fields["activation"] = _ACTIVATIONS_READ[theirs["activation_function"]]
