@@ -123,5 +123,5 @@ def test_the_service_runs_without_the_clone(installed: Path, trained: Path, tmp_
         query = urlencode({"q": "one two three", "target": "de"}).encode()
         answer = json.load(urlopen(f"{url}/translate", query))
         assert answer["translatedText"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130

@@ -23,6 +23,7 @@ from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConf
 from transformer_jax.decoding.async_translator import AsyncTranslator
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.app import App
+from transformer_jax.serving.limits import LimitedProtocol
 from transformer_jax.serving.service import Service
 
 LINES = lines_of_words(60)
@@ -92,7 +93,17 @@ class Server(NamedTuple):
 def serving(service: Service, translator: Translator, **settings: Any) -> Iterator[Server]:
     """A server of this service until the end of the block."""
     app = App(service, **{"timeout": 60, **settings}).asgi()
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="on")
+    with answering(app, lifespan="on") as port:
+        found = Server(port, service, translator)
+        while service.status == "compiling":
+            time.sleep(0.01)
+        yield found
+
+
+@contextmanager
+def answering(app: Any, **settings: Any) -> Iterator[int]:
+    """The port where uvicorn runs an ASGI application until the end of the block."""
+    config = uvicorn.Config(app, port=0, http=LimitedProtocol, log_level="warning", **settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -100,11 +111,7 @@ def serving(service: Service, translator: Translator, **settings: Any) -> Iterat
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        found = Server(port, service, translator)
-        while service.status == "compiling":
-            time.sleep(0.01)
-        yield found
+        yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         thread.join()
@@ -130,7 +137,9 @@ def running(
     """transformer-serve, ready, and its port; ``command`` begins with how to start it."""
     port = free_port()
     flags = ["--port", str(port)]
-    with subprocess.Popen([*command, *flags], cwd=folder, env=os.environ | environment) as started:
+    with subprocess.Popen(
+        [*command, *flags], cwd=folder, env=os.environ | environment, stderr=subprocess.PIPE
+    ) as started:
         try:
             while not _is_ready(port):
                 assert started.poll() is None

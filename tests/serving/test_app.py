@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -15,7 +16,9 @@ from servers import LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.translator import Request
+from transformer_jax.serving import app
 from transformer_jax.serving.flags import Pair
+from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service, _split_tag
 from transformer_jax.tokenizer import Tokenizer
 
@@ -119,6 +122,17 @@ def test_attention_has_a_row_for_each_token(server: Server) -> None:
         assert len(row) == len(sentence["source_tokens"]) and sum(row) == pytest.approx(1, abs=1e-2)
 
 
+def test_long_texts_have_no_attention(server: Server) -> None:
+    line = " ".join(LINES)[:1500]
+    [tokens] = server.translator.tokenizer.encode_source([line])
+    assert len(tokens) > 256
+    answer = server.ask(q=[line, "one"], split=False, attention=True).json
+    [long], [short] = answer["sentences"]
+    assert len(long["tokens"]) == len(long["token_scores"]) and "alignment" not in long
+    assert len(short["alignment"]) == len(short["tokens"])
+    assert answer["translatedText"] == server.translator.translate([line, "one"])
+
+
 def test_a_prefix_begins_the_translation(server: Server) -> None:
     [expected] = server.translator.translate([Request("one two", "SIX")])
     assert server.ask(q="one two", prefix="SIX").json["translatedText"] == expected
@@ -145,7 +159,7 @@ def test_languages_health_metrics_and_docs(server: Server) -> None:
     assert server.request("GET", "/health").json == {"status": "ok"}
     server.ask(q="one")
     figures = server.request("GET", "/metrics").body.decode()
-    assert 'transformer_requests_total{path="/translate",status="200"}' in figures
+    assert 'http_requests_total{handler="/translate",method="POST",status="200"}' in figures
     assert "transformer_rows 8.0" in figures
     docs = server.request("GET", "/docs").body.decode()
     assert "swagger" in docs and "://" not in docs.replace(server.url, "")
@@ -240,6 +254,8 @@ def test_forms_that_are_not_utf_8_are_refused(server: Server, path, body, kind) 
         ({"origin": "http://a.example"}, 403),
         ({"origin": "null"}, 403),
         ({"origin": "http://["}, 403),
+        ({"origin": "https://a.example", "host": "a.example"}, 200),  # the same, an older browser
+        ({"origin": "http://a.example:80", "host": "a.example:80"}, 403),  # DNS rebinding
         ({"sec_fetch_site": "cross-site"}, 403),
         ({"sec_fetch_site": "same-site"}, 403),
     ],
@@ -297,6 +313,32 @@ def test_bodies_of_ten_megabytes_are_not_read(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         client.sendall(b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n{")
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_slow_bodies_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_SECONDS_TO_SEND", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        answer = b""
+        while more := client.recv(1000):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"body took more than 0.2 s" in answer
+
+
+def test_a_stream_that_is_never_read_leaves_the_queue(server: Server) -> None:
+    async def accepted() -> int:
+        query = Query(q="\n".join(LINES[:20]), target="de")
+        coming = server.service.begin(query).by_sentence()
+        await anext(coming)
+        for _ in range(2000):
+            if not server.service.num_accepted:
+                break
+            await asyncio.sleep(0.01)
+        count = server.service.num_accepted
+        await coming.aclose()
+        return count
+
+    assert asyncio.run(accepted()) == 0
 
 
 def test_paths_and_methods_that_are_not_there(server: Server) -> None:

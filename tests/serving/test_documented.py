@@ -86,5 +86,5 @@ def test_the_limits_are_those_of_the_flags() -> None:
 def test_every_figure_is_explained(server: Server) -> None:
     figures = server.request("GET", "/metrics").body.decode()
     names = {family.name for family in text_string_to_metric_families(figures)}
-    documented = set(re.findall(r"`(transformer_\w+?)(?:_total)?`", PAGE))
+    documented = set(re.findall(r"`((?:transformer|http)_\w+?)(?:_total)?`", PAGE))
     assert documented == {name for name in names if not name.endswith("_created")}

@@ -151,6 +151,10 @@ def test_sigterm_under_load_answers_what_was_accepted(process, translator) -> No
     threads = [threading.Thread(target=client, args=[number]) for number in range(8)]
     for thread in threads:
         thread.start()
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\n"
+    halves = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    for half, sent in zip(halves, (head, head + b"Content-Length: 9\r\n\r\nq=o"), strict=True):
+        half.sendall(sent)  # is not waited for
     while sum(answered) < 200:
         time.sleep(0.01)
     stopping.set()
@@ -158,6 +162,11 @@ def test_sigterm_under_load_answers_what_was_accepted(process, translator) -> No
     for thread in threads:
         thread.join()
     assert started.wait(30) == 0 and not wrong
+    assert started.stderr is not None
+    said = started.stderr.read().decode()
+    assert "Traceback" not in said, said
+    for half in halves:
+        half.close()
 
 
 def test_sigterm_ends_it_while_it_loads(workdir) -> None:
@@ -189,9 +198,3 @@ def test_signals_do_not_wait_for_what_compiles(workdir, tmp_path, number, status
         started.send_signal(number)
         _, said = started.communicate(timeout=60)
         assert started.returncode == status and "Ready" not in said
-
-
-def test_ctrl_c_ends_it(process) -> None:
-    started, _ = process
-    started.send_signal(signal.SIGINT)
-    assert started.wait(30) == 130

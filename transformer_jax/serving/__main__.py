@@ -34,6 +34,7 @@ def _serve(argv: list[str]) -> None:
         import uvicorn
 
         from transformer_jax.serving.app import App
+        from transformer_jax.serving.limits import LimitedProtocol
     # uvicorn stops at a signal when requests are answered, then raises it once more. Nothing is to
     # be kept then, nor before: no wait for what compiles, and no exception, which could be caught
     # wherever the signal came.
@@ -43,6 +44,7 @@ def _serve(argv: list[str]) -> None:
         app = App(_load(arguments, served), timeout=arguments.timeout)
         config = uvicorn.Config(
             app.asgi(),
+            http=LimitedProtocol,
             log_level="warning",
             access_log=False,
             server_header=False,

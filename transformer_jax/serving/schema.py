@@ -53,40 +53,39 @@ class Hypothesis(BaseModel):
     source_tokens: list[str] | None = None
     alignment: list[list[Rounded]] | None = None
 
+    @classmethod
+    def of(cls, t: Translation, **more: Any) -> Self:
+        """A translation, with ``more`` fields."""
+        return cls(
+            translation=t.text,
+            score=t.score,
+            log_prob=t.log_prob,
+            tokens=[*t.tokens, "</s>"] if t.length else [],
+            token_scores=list(t.token_log_probs),
+            source_tokens=t.alignment and list(t.alignment.source),
+            alignment=t.alignment and t.alignment.weights_TS.tolist(),
+            **more,
+        )
+
 
 class Sentence(Hypothesis):
-    """A sentence of a text, and its best translation."""
+    """A sentence of a text, its best translation and, if alternatives are wanted, all of them."""
 
     source: str
     hypotheses: list[Hypothesis] | None = None
 
     @classmethod
-    def of(
-        cls, source: str, translations: Sequence[Translation], *, ranked: bool, attention: bool
-    ) -> Self:
-        """A sentence with its translations, best first; ``ranked``: with all of them."""
-        fields = [_fields(each, attention) for each in translations]
-        hypotheses = [Hypothesis(**each) for each in fields] if ranked else None
-        return cls(source=source, hypotheses=hypotheses, **fields[0])
-
-    def ranked(self, rank: int) -> str:
-        """The translation of this rank, or the last that exists."""
-        hypotheses = self.hypotheses or [self]
-        return hypotheses[min(rank, len(hypotheses) - 1)].translation
+    def of_ranked(cls, translations: Sequence[Translation], ranked: bool, **more: Any) -> Self:
+        """A sentence, given its translations, best first; ``ranked``: with all of them."""
+        hypotheses = [Hypothesis.of(each) for each in translations] if ranked else None
+        return cls.of(translations[0], hypotheses=hypotheses, **more)
 
 
-def _fields(t: Translation, attention: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "translation": t.text,
-        "score": t.score,
-        "log_prob": t.log_prob,
-        "tokens": [*t.tokens, "</s>"] if t.length else [],
-        "token_scores": t.token_log_probs,
-    }
-    if attention:
-        fields["source_tokens"] = t.alignment.source if t.alignment else []
-        fields["alignment"] = t.alignment.weights_TS.tolist() if t.alignment else []
-    return fields
+class StreamedSentence(Sentence):
+    """A sentence as an event: its place, and what stands before its translation."""
+
+    index: int
+    before: str
 
 
 class Detected(BaseModel):

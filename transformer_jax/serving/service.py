@@ -1,50 +1,58 @@
-"""The models that are served: texts in, answers out. Nothing here knows HTTP."""
+"""The models that are served: queries in, typed answers out."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from transformer_jax import AsyncTranslator, Request, SearchFailed, UserError, shown
+from starlette.exceptions import HTTPException
+
+from transformer_jax import AsyncTranslator, Request, Translation, UserError, shown
 from transformer_jax.serving.flags import Pair
-from transformer_jax.serving.schema import Answer, Detected, Query, Sentence
+from transformer_jax.serving.schema import (
+    Answer,
+    Detected,
+    Error,
+    Query,
+    Sentence,
+    StreamedSentence,
+)
 from transformer_jax.serving.text import Cut, cut
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 5  # to wait for a server that does not translate
-_SAID = {
-    "compiling": "The server is still compiling; try again soon.",
-    "failed": "The search has failed; the server must be started again.",
+FAILED = "The search has failed; the server must be started again."
+_COMPILING = "The server is still compiling; try again soon."
+_HEADERS = {
+    408: {"Connection": "close"},  # what is left of the body is never read
+    413: {"Connection": "close"},
+    503: {"Retry-After": "1"},
 }
+_LONGEST_ALIGNED = 256  # tokens: attention's time and memory grow with the square
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """A request that cannot be answered now, or is too large.
 
     Attributes:
-      status: HTTP's.
-      limit: what is allowed, if that is a number.
-      retry_after: seconds.
+      told: what its client is told.
     """
 
-    def __init__(
-        self, status: int, said: str, *, limit: int | None = None, retry_after: int | None = None
-    ):
-        super().__init__(said)
-        self.status, self.limit, self.retry_after = status, limit, retry_after
+    def __init__(self, status: int, said: str, *, limit: int | None = None):
+        """``limit``: what is allowed, if that is a number."""
+        super().__init__(status, said, _HEADERS.get(status))
+        self.told = Error(error=said, limit=limit)
 
 
 class Service:
     """All models, and what a request may ask of them.
 
     Attributes:
-      num_accepted: sentences of the queries that are being answered.
+      num_accepted: sentences that are not translated yet.
     """
 
     def __init__(
@@ -84,10 +92,6 @@ class Service:
             return "failed"
         return self._status
 
-    def release(self, count: int) -> None:
-        """So many accepted sentences are done with."""
-        self.num_accepted -= count
-
     def find(self, query: Query) -> Pair:
         """The pair that a query asks for; ``UserError`` if there is none."""
         pairs = [pair for pair in self.models if pair.target == query.target]
@@ -109,7 +113,7 @@ class Service:
           Refused: too many characters, or too much to do already.
         """
         if self.status != "ok":
-            raise Refused(503, _SAID[self.status], retry_after=_SECONDS)
+            raise Refused(503, FAILED if self.status == "failed" else _COMPILING)
         pair = self.find(query)
         model = self.models[pair]
         most = model.config.beam_size - 1
@@ -121,12 +125,13 @@ class Service:
         _refuse_above(
             self.max_characters, sum(map(len, [*query.texts, query.prefix])), "characters"
         )
-        texts = []
+        tags, cuts = [], []
         for text in query.texts:
             model.translator.check(Request(text, query.prefix))
             tag, rest = _split_tag(text, model)
-            texts.append((tag, cut(rest, language=pair.source, split=query.split)))
-        coming = sum(len(its_cut.sentences) for _, its_cut in texts)
+            tags.append(tag)
+            cuts.append(cut(rest, language=pair.source, split=query.split))
+        coming = sum(len(each.sentences) for each in cuts)
         _refuse_above(self.max_queue, coming, "sentences")
         if self.num_accepted + coming > self.max_queue:
             raise Refused(
@@ -134,9 +139,35 @@ class Service:
                 f"{self.num_accepted} sentences are being translated, and this request has "
                 f"{coming}; expected at most {self.max_queue} together. Try again soon.",
                 limit=self.max_queue,
-                retry_after=1,
             )
-        return Answering(self, query, pair, texts, coming)
+        turns = model.new_turns()  # one request leaves rows to others
+        tasks = [
+            [
+                self._start(query, model, turns, tag + sentence, "" if i else query.prefix)
+                for i, sentence in enumerate(its_cut.sentences)
+            ]
+            for tag, its_cut in zip(tags, cuts, strict=True)
+        ]
+        return Answering(query, pair, list(zip(cuts, tasks, strict=True)))
+
+    def _start(
+        self, query: Query, model: AsyncTranslator, turns: asyncio.Semaphore, text: str, prefix: str
+    ) -> asyncio.Task[list[Translation]]:
+        """The translation of a sentence, which counts as accepted until it ends."""
+        encode = model.translator.tokenizer.encode_source
+        work = model.translate(
+            Request(text, prefix),
+            num_hypotheses=1 + query.alternatives,
+            alignments=query.attention and len(encode([text])[0]) <= _LONGEST_ALIGNED,
+            turns=turns,
+        )
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._release)
+        self.num_accepted += 1
+        return task
+
+    def _release(self, _: object) -> None:
+        self.num_accepted -= 1
 
 
 def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:
@@ -159,94 +190,61 @@ def _refuse_above(most: int, count: int, what: str) -> None:
         )
 
 
+@dataclass(frozen=True)
 class Answering:
     """One query and its answer."""
 
-    def __init__(
-        self,
-        service: Service,
-        query: Query,
-        pair: Pair,
-        texts: Sequence[tuple[str, Cut]],
-        coming: int,
-    ):
-        """``texts``: each one's tag, which stands before all of its sentences, and the rest of it.
-
-        The sentences, ``coming``, count as accepted until this is answered, or gone.
-        """
-        self.query, self.pair, self._texts = query, pair, texts
-        self._model = service.models[pair]
-        service.num_accepted += coming
-        self._release = weakref.finalize(self, service.release, coming)
-        self._turns = self._model.new_turns()  # one request leaves rows to others
+    query: Query
+    pair: Pair
+    texts: Sequence[tuple[Cut, Sequence[asyncio.Task[list[Translation]]]]]
+    """Each with a task for each of its sentences."""
 
     async def whole(self) -> Answer:
         """The answer of /translate."""
-        async with self._translating() as tasks:
-            return self.answer([[await task for task in of_text] for of_text in tasks])
+        await asyncio.gather(*(task for _, tasks in self.texts for task in tasks))
+        return self._answer()
 
-    async def by_sentence(self) -> AsyncGenerator[tuple[str, Sentence] | Answer]:
-        """Each sentence of the one text, and what stands before its translation, in order; last
-        the answer.
-        """
-        [(_, its_cut)] = self._texts
-        async with self._translating() as [tasks]:
-            done: list[Sentence] = []
-            for index, task in enumerate(tasks):
-                previous = done[-1].translation if done else ""
-                done.append(await task)
-                yield its_cut.gap(index, previous), done[-1]
-        yield self.answer([done])
+    async def by_sentence(self) -> AsyncGenerator[StreamedSentence | Answer]:
+        """Each sentence of the one text, in order; last the answer."""
+        [(its_cut, tasks)] = self.texts
+        previous, ranked = "", self.query.alternatives > 0
+        try:
+            for index, (source, task) in enumerate(zip(its_cut.sentences, tasks, strict=True)):
+                found, before = await task, its_cut.gap(index, previous)
+                yield StreamedSentence.of_ranked(
+                    found, ranked, source=source, index=index, before=before
+                )
+                previous = found[0].text
+            yield self._answer()
+        finally:
+            for task in tasks:
+                task.cancel()
 
-    def answer(self, sentences: list[list[Sentence]]) -> Answer:
-        """The answer, given each text's sentences."""
+    def _answer(self) -> Answer:
         query, count = self.query, self.query.alternatives
+        texts = [(its_cut, [task.result() for task in tasks]) for its_cut, tasks in self.texts]
         ranked = [
-            [its_cut.joined([each.ranked(rank) for each in of_text]) for rank in range(1 + count)]
-            for (_, its_cut), of_text in zip(self._texts, sentences, strict=True)
+            [
+                its_cut.joined([each[min(rank, len(each) - 1)].text for each in found])
+                for rank in range(1 + count)
+            ]
+            for its_cut, found in texts
         ]
         others = [[text for text in dict.fromkeys(texts) if text != texts[0]] for texts in ranked]
         alternatives = others if count else None
         one = isinstance(query.q, str)
-        return Answer(
+        answer = Answer(
             translatedText=ranked[0][0] if one else [texts[0] for texts in ranked],
             alternatives=alternatives[0] if one and alternatives else alternatives,
-            detectedLanguage=Detected(language=self.pair.source, confidence=100)
-            if query.source == "auto"
-            else None,
-            sentences=sentences if query.details or query.attention else None,
         )
-
-    @asynccontextmanager
-    async def _translating(self) -> AsyncIterator[list[list[asyncio.Task[Sentence]]]]:
-        """The translations of all sentences under way; cancelled at the end."""
-        tasks = [
-            [
-                asyncio.create_task(self._translate(sentence, tag, "" if i else self.query.prefix))
-                for i, sentence in enumerate(its_cut.sentences)
+        if query.source == "auto":
+            answer.detectedLanguage = Detected(language=self.pair.source, confidence=100)
+        if query.details or query.attention:
+            answer.sentences = [
+                [
+                    Sentence.of_ranked(each, count > 0, source=source)
+                    for source, each in zip(its_cut.sentences, found, strict=True)
+                ]
+                for its_cut, found in texts
             ]
-            for tag, its_cut in self._texts
-        ]
-        try:
-            yield tasks
-        finally:
-            self._release()
-            every = [task for of_text in tasks for task in of_text]
-            for task in every:
-                task.cancel()
-            await asyncio.gather(*every, return_exceptions=True)
-
-    async def _translate(self, sentence: str, tag: str, prefix: str) -> Sentence:
-        request, alternatives = Request(tag + sentence, prefix), self.query.alternatives
-        try:
-            translations = await self._model.translate(
-                request,
-                num_hypotheses=1 + alternatives,
-                alignments=self.query.attention,
-                turns=self._turns,
-            )
-        except SearchFailed:
-            raise Refused(503, _SAID["failed"], retry_after=_SECONDS) from None
-        return Sentence.of(
-            sentence, translations, ranked=alternatives > 0, attention=self.query.attention
-        )
+        return answer
