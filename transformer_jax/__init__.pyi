@@ -35,7 +35,7 @@ from .decoding.workers import SearchFailed
 from .errors import UserError, needs_extra, shown
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
-from .model.cache import DecoderCache
+from .model.kv_cache import DecoderCache
 from .model.layers import DecoderLayer, EncoderLayer, FeedForward, use_matmul_precision
 from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer

@@ -272,11 +272,11 @@ def test_caches_are_made_once_and_used_again():
     engine = Engine([make_model(0)], CONFIG)
     first = engine.search(SENTENCES)
     [[caches]] = [memory.decoders for memory in engine._memory.values()]
-    keys = jax.tree.leaves([layer.self_keys for layer in caches.keys_values.layers])
+    keys = jax.tree.leaves(caches.history)
     places = {x.unsafe_buffer_pointer() for x in keys}
     assert engine.search(SENTENCES) == first
     [[again]] = [memory.decoders for memory in engine._memory.values()]
-    keys_again = jax.tree.leaves([layer.self_keys for layer in again.keys_values.layers])
+    keys_again = jax.tree.leaves(again.history)
     assert {x.unsafe_buffer_pointer() for x in keys_again} == places
     assert all(x.is_deleted() for x in keys)
 

@@ -95,7 +95,7 @@ def test_without_a_mask_every_position_is_visible() -> None:
     )
     layer = MultiHeadAttention(12, 3, rngs=nnx.Rngs(0))
     x = _random(2, 4, 12)
-    np.testing.assert_array_equal(layer(x, x), layer(x, x, jnp.ones((1, 1, 4, 4), bool)))
+    np.testing.assert_array_equal(layer(x), layer(x, x, jnp.ones((1, 1, 4, 4), bool)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32"])

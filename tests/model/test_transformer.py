@@ -19,8 +19,8 @@ from jax.experimental import checkify
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.cache import DecoderCache
 from transformer_jax.model.dropout import draw
+from transformer_jax.model.kv_cache import DecoderCache
 from transformer_jax.model.positions import segment_positions
 from transformer_jax.model.transformer import AttentionWeights, Decoder, Encoder, Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
@@ -122,10 +122,9 @@ def test_a_step_attends_to_the_positions_in_use_only() -> None:
     source, target = tokens(3, 40).at[1, 4:].set(0), tokens(3, 70, seed=1)
     logits = run(model, source, target)
     cache = start_cache("gpu", model, source, beam_size=2, max_length=178)
-    assert cache.lengths == (32, 64, 128, 178)
-    left = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), cache.keys_values.history)
-    keys_values = dataclasses.replace(cache.keys_values, history=left)
-    cache = dataclasses.replace(cache, keys_values=keys_values)
+    assert cache.lengths == (32, 64, 128, 192)
+    left = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), cache.history)
+    cache = dataclasses.replace(cache, history=left)
     step = jax.jit(model.decode_step, static_argnames="length")
     last, used = jnp.full((3, 2), 1), []
     for t in range(70):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from transformer_jax.model.cache import DecoderCache
+from transformer_jax.model.kv_cache import DecoderCache
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import PAD_ID
 

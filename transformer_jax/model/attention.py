@@ -173,7 +173,7 @@ class MultiHeadAttention(nnx.Module):
     def __call__(
         self,
         query_BTD: jax.Array,
-        memory_BSD: jax.Array,
+        memory_BSD: jax.Array | None = None,
         mask_BHTS: jax.Array | None = None,
         *,
         dropout_key: DropoutKey = None,
@@ -181,11 +181,11 @@ class MultiHeadAttention(nnx.Module):
     ) -> jax.Array:
         """Let each query position gather from the memory: [B, T, D].
 
-        Self-attention passes one array twice. Mask and ``weights`` are those of
+        Without a memory, self-attention. Mask and ``weights`` are those of
         ``dot_product_attention``.
         """
         # Before the queries: gradients are added in the reverse order, which is in their bits.
-        k_BSHK, v_BSHK = self.keys_values(memory_BSD)
+        k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)
         out_BTHK = dot_product_attention(
             self.queries(query_BTD),
             k_BSHK,

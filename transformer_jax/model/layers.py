@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
 from transformer_jax.model.dropout import DropoutKey, dropout, split_key
+from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.norms import Residual
 from transformer_jax.model.positions import sinusoidal_positions
 
@@ -197,14 +197,18 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        memory_BSD: jax.Array,
-        self_mask_BHTT: jax.Array,
-        cross_mask_BHTS: jax.Array,
+        memory_BSD: jax.Array | None,
+        self_mask_BHTT: jax.Array | None,
+        cross_mask_BHTS: jax.Array | None,
         *,
         dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
+        cache: LayerAttention | None = None,
     ) -> jax.Array:
         """[B, T, D] to [B, T, D]; without a key nothing is dropped.
+
+        With a ``cache``, one decoding step of T hypotheses of each sentence: the cache has keys and
+        values of the memory and of earlier steps, and no memory or mask is needed.
 
         The weights of self-attention, then those of cross-attention, are added to ``weights``, if
         given.
@@ -212,49 +216,24 @@ class DecoderLayer(nnx.Module):
         self_key, cross_key, self_residual_key, cross_residual_key, *keys = split_key(
             dropout_key, 6
         )
-        y_BTD = self.self_attention_residual.before(x_BTD)
-        y_BTD = self.self_attention(
-            y_BTD, y_BTD, self_mask_BHTT, dropout_key=self_key, weights=weights
-        )
+        y_BTD, attention = self.self_attention_residual.before(x_BTD), self.self_attention
+        if cache is None:
+            y_BTD = attention(y_BTD, y_BTD, self_mask_BHTT, dropout_key=self_key, weights=weights)
+        else:
+            positions_B1 = cache.position_B1
+            q_BTHK = attention.queries(y_BTD, positions_B1)
+            own_BTHK = attention.keys_values(y_BTD, positions_B1)
+            y_BTD = attention.output(cache.to_history(q_BTHK, *own_BTHK))
         x_BTD = self.self_attention_residual.after(x_BTD, y_BTD, dropout_key=self_residual_key)
-        y_BTD = self.cross_attention(
-            self.cross_attention_residual.before(x_BTD),
-            memory_BSD,
-            cross_mask_BHTS,
-            dropout_key=cross_key,
-            weights=weights,
-        )
+        y_BTD, attention = self.cross_attention_residual.before(x_BTD), self.cross_attention
+        if cache is None:
+            y_BTD = attention(
+                y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=cross_key, weights=weights
+            )
+        else:
+            y_BTD = attention.output(cache.to_source(attention.query(y_BTD)))
         x_BTD = self.cross_attention_residual.after(x_BTD, y_BTD, dropout_key=cross_residual_key)
         return _feed_forward(self, x_BTD, *keys)
-
-    def step(
-        self,
-        x_BWD: jax.Array,
-        position_B: jax.Array,
-        attend_to_history: Callable[..., tuple[jax.Array, Any]],
-        attend_to_source: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, Any]:
-        """One decoding step of W hypotheses, on keys and values of the steps before.
-
-        Args:
-          position_B: where each sentence's newest tokens stand.
-          attend_to_history: given queries and the newest keys and values, what self-attention
-            finds, and what the cache needs to go on; arrays are [B, W, H, K].
-          attend_to_source: given queries, what cross-attention finds.
-
-        Returns:
-          The output [B, W, D]; what the cache needs.
-        """
-        y_BWD = self.self_attention_residual.before(x_BWD)
-        own_BWHK = self.self_attention.keys_values(y_BWD, position_B[:, None])
-        q_BWHK = self.self_attention.queries(y_BWD, position_B[:, None])
-        out_BWHK, written = attend_to_history(q_BWHK, own_BWHK)
-        y_BWD = self.self_attention.output(out_BWHK)
-        x_BWD = self.self_attention_residual.after(x_BWD, y_BWD)
-        q_BWHK = self.cross_attention.query(self.cross_attention_residual.before(x_BWD))
-        y_BWD = self.cross_attention.output(attend_to_source(q_BWHK))
-        x_BWD = self.cross_attention_residual.after(x_BWD, y_BWD)
-        return _feed_forward(self, x_BWD), written
 
 
 def _feed_forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import Projection, attention_mask
-from transformer_jax.model.cache import DecoderCache, empty_cache
 from transformer_jax.model.dropout import DropoutKey, Site, draw, dropout, split_key
+from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
 from transformer_jax.model.layers import (
     DecoderLayer,
     Embedding,
@@ -44,20 +45,21 @@ class _Stack(nnx.Module):
     def __call__(
         self,
         x_BLD: jax.Array,
-        *context: jax.Array,
+        *context: jax.Array | None,
         dropout_key: DropoutKey = None,
         weights: list[jax.Array] | None = None,
+        caches: Sequence[LayerAttention] | None = None,
     ) -> jax.Array:
         """[B, L, D] to [B, L, D]; the other arguments are those of every layer."""
-        remat = self.remat and weights is None  # a list cannot collect from a recomputed layer
+        remat = (
+            self.remat and weights is None and caches is None
+        )  # a list cannot collect from a recomputed layer
         keys = split_key(dropout_key, len(self.layers))
-        for layer, key in zip(self.layers, keys, strict=True):
+        for i, (layer, key) in enumerate(zip(self.layers, keys, strict=True)):
             run = partial(layer, dropout_key=key, weights=weights)
+            if caches is not None:
+                run = partial(run, cache=caches[i])
             x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
-        return self.normed(x_BLD)
-
-    def normed(self, x_BLD: jax.Array) -> jax.Array:
-        """The last layer's output after the final norm, if there is one."""
         return x_BLD if self.final_norm is None else self.final_norm(x_BLD)
 
 
@@ -75,18 +77,6 @@ class Decoder(_Stack):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads decoder_layers, what a stack and what a layer reads."""
         super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
-
-    def step(
-        self, x_BWD: jax.Array, cache: DecoderCache, *, length: int | None = None
-    ) -> tuple[jax.Array, DecoderCache]:
-        """One decoding step: [B, W, D] to [B, W, D], and the cache with one position more."""
-        attention = cache.attention(length)
-        written = []
-        for i, layer in enumerate(self.layers):
-            attend = partial(attention.to_history, i), partial(attention.to_source, i)
-            x_BWD, of_layer = layer.step(x_BWD, cache.position_B, *attend)
-            written.append(of_layer)
-        return self.normed(x_BWD), cache.append(written)
 
 
 class Transformer(nnx.Module):
@@ -327,8 +317,9 @@ class Transformer(nnx.Module):
         # A finished sentence may go on past the end of the cache; it must stay finite.
         positions_B1 = jnp.minimum(cache.position_B, cache.max_length - 1)[:, None]
         x_BWD = self.target_embedding(tokens_BW, positions_B1, num_positions=cache.max_length)
-        hidden_BWD, cache = self.decoder.step(x_BWD, cache, length=length)
-        return self.logits(hidden_BWD), cache
+        layers = cache.layers(length)
+        hidden_BWD = self.decoder(x_BWD, None, None, None, caches=layers)
+        return self.logits(hidden_BWD), cache.append(layers)
 
 
 def with_cast_weights(model: Transformer) -> Transformer:
