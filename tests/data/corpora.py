@@ -49,9 +49,9 @@ def assert_same(a: Batch, b: Batch) -> None:
             np.testing.assert_array_equal(x, y)
 
 
-def sequences_of(batch: Batch) -> list[int]:
-    """The sequences that stand in a batch, by their numbers; each is checked to be whole and where
-    it should be.
+def sequences_of(batch: Batch) -> list[tuple[int, int, int]]:
+    """The sequences that stand in a batch, as (number, source length, target length); each is
+    checked to be whole and where it should be.
     """
     found = []
     for r in range(len(batch.source_BS)):
@@ -60,6 +60,10 @@ def sequences_of(batch: Batch) -> list[int]:
         for row, segment in zip((batch.source_BS[r], batch.target_BT[r]), segments, strict=True):
             real = row != 0
             assert real[: real.sum()].all(), "padding only at the end"
+            if not real.any():
+                assert segment is None or not segment[r].any()
+                sides.append([])
+                continue
             if segment is None:
                 assert (row[real] == EOS).sum() == 1
             else:  # the segment goes up by one after each EOS, and is 0 at padding

@@ -329,17 +329,27 @@ def test_each_microbatch_draws_its_own_dropout() -> None:
     assert sorted(drawn.tolist())[-5:] == [0, 1, 1, 1, 1]
 
 
-def test_rows_of_padding_change_nothing() -> None:
-    run = step_functions(
-        dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
-    )
-    padded = Batch(*(np.pad(side, ((0, 8), (0, 0))) for side in batch()[:2]))
-    one, one_metrics = run.train_step(run.init(), batch())
+@pytest.mark.parametrize(
+    ("devices", "accumulate_steps"),
+    [(1, 1), (1, 4), pytest.param(8, 1, marks=pytest.mark.devices(8))],
+)
+@pytest.mark.parametrize("segments", [False, True])
+def test_empty_rows_change_nothing(devices: int, accumulate_steps: int, segments: bool) -> None:
+    """Even where a microbatch or a device has no others."""
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
+    optimizer = dataclasses.replace(config.optimizer, accumulate_steps=accumulate_steps)
+    alone = step_functions(config)
+    run = step_functions(dataclasses.replace(config, optimizer=optimizer), devices)
+    real = batch(rows=2)
+    if segments:
+        real = Batch(*real[:2], *((side != 0).astype(np.int32) for side in real[:2]))
+    padded = Batch(*(side if side is None else np.pad(side, ((0, 14), (0, 0))) for side in real))
+    one, one_metrics = alone.train_step(alone.init(), real)
     two, two_metrics = run.train_step(run.init(), padded)
-    assert one_metrics.sums.tokens == two_metrics.sums.tokens
+    np.testing.assert_array_equal(one_metrics.sums.tokens, two_metrics.sums.tokens)
     np.testing.assert_allclose(one_metrics.gradient_norm, two_metrics.gradient_norm, rtol=1e-5)
-    sums = run.eval_step(one.parameters, padded)
-    np.testing.assert_allclose(run.eval_step(two.parameters, batch()).nll, sums.nll, rtol=1e-4)
+    sums = alone.eval_step(one.parameters, real)
+    np.testing.assert_allclose(run.eval_step(two.parameters, padded).nll, sums.nll, rtol=1e-4)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:

@@ -38,29 +38,69 @@ def bucket_table(widths: list[tuple[int, int]]) -> np.ndarray:
     return table
 
 
-def packed_shape(histogram: np.ndarray, config: BatchConfig) -> tuple[int, int]:
-    """(S, T) of packed rows; ``UserError`` if a sentence is longer than ``config.row_length`` or
-    rows are too long for the token budget.
+def fill_buckets(
+    lengths_2KN: np.ndarray, widths: list[tuple[int, int]], config: BatchConfig
+) -> list[tuple[tuple[int, int], np.ndarray]]:
+    """The width (S, T) of each bucket and the pairs of its batches, int32 [K, batches, B].
+
+    In each of K segmentations a pair belongs to the first bucket that holds it. Every segmentation
+    fills the same number of batches; the longest pairs that remain move up to the next bucket that
+    holds all of this one, and the width follows. Where no such bucket exists, numbers that are no
+    pairs (N) fill the batches.
     """
-    L, longest = config.row_length, [size - 1 for size in histogram.shape]
+    K, N = lengths_2KN.shape[1:]
+    buckets_K = [_by_bucket(lengths_2KN[:, v], widths) for v in range(K)]
+    filled = []
+    for b, (S, T) in enumerate(widths):
+        waiting, B = [buckets[b] for buckets in buckets_K], batch_rows(S, T, config)
+        larger = (c for c in range(b + 1, len(widths)) if widths[c][0] >= S and widths[c][1] >= T)
+        if (c := next(larger, None)) is None:
+            batches, B = even_batches(max(map(len, waiting)), B, config)
+        else:
+            batches = min(map(len, waiting)) // B
+            for buckets in buckets_K:
+                buckets[c] = np.append(buckets[b][batches * B :], buckets[c])
+        if batches:
+            rows_KR = np.full((K, batches * B), N, np.int32)
+            width = np.zeros(2, np.int64)
+            for v, pairs in enumerate(waiting):
+                pairs = pairs[: batches * B]
+                rows_KR[v, : len(pairs)] = pairs
+                width = np.maximum(width, lengths_2KN[:, v, pairs].max(1))
+            filled.append(((int(width[0]), int(width[1])), rows_KR.reshape(K, batches, B)))
+    return filled
+
+
+def _by_bucket(lengths_2N: np.ndarray, widths: list[tuple[int, int]]) -> list[np.ndarray]:
+    """The pairs of each bucket, the shortest first."""
+    bucket_N, size_N = bucket_table(widths)[tuple(lengths_2N)], lengths_2N.sum(0)
+    order = np.argsort(bucket_N * (size_N.max() + 1) + size_N, kind="stable").astype(np.int32)
+    return np.split(order, np.cumsum(np.bincount(bucket_N, minlength=len(widths)))[:-1])
+
+
+def even_batches(rows: int, most: int, config: BatchConfig) -> tuple[int, int]:
+    """How many batches of at most so many rows hold all rows, and how many rows B each needs."""
+    batches = -(-rows // most)
+    return batches, -(-rows // max(batches, 1) // config.row_multiple) * config.row_multiple
+
+
+def packed_shape(longest: list[int], tokens: list[int], config: BatchConfig) -> tuple[int, int]:
+    """(S, T) of packed rows, from the longest sentence and the number of tokens of either side;
+    ``UserError`` if a sentence is longer than ``config.row_length`` or rows are too long for the
+    token budget.
+    """
+    L = config.row_length
     if max(longest) > L:
         raise UserError(
             f"batch.row_length is {L}; expected at least the longest sentence, which has "
             f"{max(longest)} tokens: raise it, or lower data.max_source_length and "
             "data.max_target_length."
         )
-    total = total_lengths(histogram)
     # The shorter side in proportion, but long enough for its longest sentence, in multiples of 8,
     # which suit matrix units.
-    S, T = (min(L, -(-max(-(-L * total[i] // max(total)), longest[i]) // 8) * 8) for i in (0, 1))
+    S, T = (min(L, -(-max(-(-L * tokens[i] // max(tokens)), longest[i]) // 8) * 8) for i in (0, 1))
     _check_budget(max(S, T), config, remedy="batch.row_length")
     return S, T
-
-
-def total_lengths(histogram: np.ndarray) -> tuple[int, int]:
-    """All source and all target tokens."""
-    S, T = histogram.shape
-    return int(histogram.sum(1) @ np.arange(S)), int(histogram.sum(0) @ np.arange(T))
 
 
 def choose_shapes(

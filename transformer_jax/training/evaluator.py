@@ -15,9 +15,10 @@ import jax
 from flax import nnx
 
 from transformer_jax.checkpoint import choose_checkpoints, load_parameters
-from transformer_jax.data.batching import whole_corpus, whole_corpus_shapes
+from transformer_jax.config import Config
+from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.loader import abstract_batch, place
+from transformer_jax.data.loader import abstract_batch, load_batches, place
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import from_first
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
@@ -30,6 +31,7 @@ from transformer_jax.training.step import Parameters
 
 _SMALLER_STEP = "Lower batch.tokens or set optimizer.accumulate_steps."
 _SMALLER_SEARCH = "Lower decoding.batch_size or decoding.beam_size."
+_EVALUATION_SHAPES = 4  # each is compiled for a few batches
 _BATCHES_BETWEEN_POLLS = 20  # of a translation
 
 
@@ -55,6 +57,7 @@ class Evaluator:
         it is false, ``EvaluationStopped`` is raised as well.
         """
         self._run, self._stop, self._ready = run, stop, ready
+        self._dev = None if run.dev_corpus is None else evaluation_plan(run.dev_corpus, run.config)
         self._translator: Translator | None = None
         self._searches: dict[str, dict[str, Callable[[], jax.stages.Lowered]]] = {}
         if run.dev_pairs or run.test_pairs:
@@ -76,8 +79,8 @@ class Evaluator:
         """Figures ``dev_loss``, ...; with ``dev_bleu`` and one translation if evaluation
         ``number`` includes BLEU.
         """
-        assert self._run.dev_corpus is not None
-        figures: dict[str, Any] = means(self._loss(parameters, self._run.dev_corpus), "dev_")
+        assert self._dev is not None
+        figures: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
         if not self.translates(number):
             return figures, None
         pairs = self._run.dev_pairs
@@ -121,32 +124,25 @@ class Evaluator:
         evaluates = start < training.steps or run.progress.evaluation_due
         abstract, rows = run.functions.abstract_state, batch_sharding(run.mesh)
         beside = bytes_on_device(abstract) - bytes_on_device(abstract.parameters)
-        if run.dev_corpus is not None and evaluates:
-            for shape in whole_corpus_shapes(run.dev_corpus, **self._batch_sizes()):
-                batch = abstract_batch(shape, rows)
+        if self._dev is not None and evaluates:
+            for shape in self._dev.first_uses(0, self._dev.steps_per_epoch):
+                batch = abstract_batch(shape, rows, packed=self._dev.packed)
                 lower_step = partial(run.functions.eval_step.lower, abstract.parameters, batch)
                 yield Job(step_name(shape, "evaluation"), lower_step, _SMALLER_STEP, beside)
         for searches in ["dev", "test"] if evaluates and training.bleu_every else ["test"]:
             for name, lower in self._searches.get(searches, {}).items():
                 yield Job(name, lower, _SMALLER_SEARCH, beside)
 
-    def _loss(self, parameters: Parameters, corpus: Corpus) -> LossSums:
+    def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
         total: Any = None
-        sharding = batch_sharding(self._run.mesh)
-        for batch in whole_corpus(corpus, **self._batch_sizes()):
-            self._poll()
-            shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
-            self._wait_for(step_name(shape, "evaluation"))
-            on_devices = place(batch, jax.tree.map(lambda _: sharding, batch))
-            sums = self._run.functions.eval_step(parameters, on_devices)
-            total = sums if total is None else jax.tree.map(operator.add, total, sums)
+        rows = batch_sharding(self._run.mesh)
+        with load_batches(plan, sharding=rows, stop=plan.steps_per_epoch) as batches:
+            for step, batch in enumerate(batches):
+                self._poll()
+                self._wait_for(step_name(plan.shape(step), "evaluation"))
+                sums = self._run.functions.eval_step(parameters, batch)
+                total = sums if total is None else jax.tree.map(operator.add, total, sums)
         return jax.device_get(total)
-
-    def _batch_sizes(self) -> dict[str, int]:
-        config = self._run.config
-        # As large as a microbatch in training, so that it fits into memory.
-        tokens = config.batch.tokens // config.optimizer.accumulate_steps
-        return {"tokens": tokens, "row_multiple": config.batch.row_multiple}
 
     def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:
         assert self._translator is not None
@@ -169,3 +165,19 @@ class Evaluator:
     def _poll(self) -> None:
         if self._stop():
             raise EvaluationStopped
+
+
+def evaluation_plan(corpus: Corpus, config: Config) -> BatchPlan:
+    """Batches for a loss on a whole corpus, one epoch: as large as a microbatch in training, so
+    that they fit into memory, or as the longest sentence needs.
+    """
+    microbatches, longest = config.optimizer.accumulate_steps, int(corpus.lengths().max())
+    rows = config.batch.row_multiple // microbatches
+    batch = dataclasses.replace(
+        config.batch,
+        tokens=max(config.batch.tokens // microbatches, rows * longest),
+        row_multiple=rows,
+        row_length=max(config.batch.row_length, longest),
+        buckets=_EVALUATION_SHAPES,
+    )
+    return BatchPlan(corpus, batch, seed=0)

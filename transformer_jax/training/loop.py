@@ -240,7 +240,7 @@ class _Loop:
             "stopped_by": self._signals.name,
             "stopped_early": self._progress.early_stopping_triggered(run.config),
             "steps": self._step,
-            "epochs": run.plan.epoch(self._step),
+            "epochs": self._step / run.plan.steps_per_epoch,
             "bad_steps": int(self._state.bad_steps),
             **totals(self._progress),
             "training_flops": {
@@ -324,7 +324,7 @@ class _Loop:
                 "learning_rate": float(metrics.learning_rate),
                 "gradient_norm": float(metrics.gradient_norm),
                 "bad_steps": int(metrics.bad_steps),
-                "epoch": self._run.plan.epoch(step),
+                "epoch": step / self._run.plan.steps_per_epoch,
                 "peak_memory_bytes": peak_memory_bytes(),
             }
             self._reporter.training(step, self._meter.entry(self._loader.waited) | figures)
@@ -337,7 +337,7 @@ class _Loop:
         say(
             f"{run.train_corpus.num_pairs:,} training pairs; vocabulary "
             f"{config.model.vocab_size:,}; {count:,} parameters\n"
-            f"devices: {axes}; {run.plan.steps_per_epoch:.1f} steps an epoch\n"
+            f"devices: {axes}; {run.plan.steps_per_epoch:,} steps an epoch\n"
             f"batches of {config.batch.tokens:,} tokens a side, {len(run.plan.shapes)} shapes; "
             f"real tokens: {source_fill:.1%} source, {target_fill:.1%} target"
         )
