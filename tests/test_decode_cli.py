@@ -34,7 +34,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.decoding import __main__ as program
 from transformer_jax.decoding import output_file
-from transformer_jax.decoding.flags import checked_flags
+from transformer_jax.decoding.program import checked_flags
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID
@@ -92,6 +92,7 @@ def decode(workdir, translators, monkeypatch, capsysbinary):
         monkeypatch.setattr(Translator, "from_workdir", translators)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         status = program.main(["--workdir", str(folder), *map(str, flags)])
+        sys.set_int_max_str_digits(4300)  # the program lifts this limit of Python's
         out, err = capsysbinary.readouterr()
         return status, out.decode(), err.decode()
 
@@ -304,6 +305,12 @@ def test_jsonl(decode, expected):
         assert v["hypotheses"][0]["translation"] == v["translation"]
 
 
+def test_a_number_of_any_length_is_passed_through(decode):
+    line = b'{"id": %s, "text": "one"}\n' % (b"7" * 5000)
+    status, out, _ = decode("--format", "jsonl", stdin=line)
+    assert status == 0 and out.startswith(line.decode()[:-2])
+
+
 def test_a_prefix_is_the_beginning(decode):
     _, out, _ = decode(
         "--format", "jsonl", "--text-field", "en", stdin=b'{"en": "one two", "prefix": "FIVE"}\n'
@@ -456,7 +463,11 @@ def test_what_other_flags_imply(workdir):
         (("--reference", "no/such"), "'no/such': No such file or directory"),
         (("--output", "no/such/file"), "'no/such/file': No such file or directory"),
         (("--output", "."), "'.': Is a directory"),
-        (("--output", "x.gz"), "what is written is not compressed; expected a name without .gz"),
+        (("--output", "x.gz"), "output is 'x.gz'; expected a name without .gz, as what is written"),
+        (
+            ("--text-field", "score"),
+            "text_field is 'score'; expected another field, as translating",
+        ),
         (("--input", "x", "--output", "./x"), "output is './x', which is read; expected another"),
         (("--score", "x", "--output", "./x"), "output is './x', which is read; expected another"),
         (("--shard", "2/2"), "shard is '2/2'; expected i/n with i from 0 to n - 1"),

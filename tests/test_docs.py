@@ -108,8 +108,8 @@ def test_the_readme_map_names_every_module_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("page", "files", "called"),
     [
-        ("decoding", ("decoding/flags", "figures/__main__"), "decode.py"),
-        ("serving", ("serving/flags", "decoding/flags"), "transformer-serve"),
+        ("decoding", ("decoding/program", "decoding/records", "figures/__main__"), "decode.py"),
+        ("serving", ("serving/flags", "decoding/program", "decoding/records"), "transformer-serve"),
     ],
 )
 def test_flags_of_a_page_exist(page: str, files: tuple[str, ...], called: str) -> None:

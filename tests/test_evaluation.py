@@ -10,7 +10,7 @@ import sacrebleu
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import (
     bleu,
-    check_bleu_tokenizer,
+    check_bleu,
     check_pairs,
     chrf,
     evaluate,
@@ -70,8 +70,8 @@ def test_unknown_tokenisation():
     with pytest.raises(UserError, match=r"'13b' cannot be used .* sacreBLEU knows .*13a"):
         bleu(HYPOTHESES, REFERENCES, tokenize="13b")
     with pytest.raises(UserError, match=r"'13b' cannot be used"):
-        check_bleu_tokenizer("13b")
-    check_bleu_tokenizer("none")
+        check_bleu("13b")
+    check_bleu("none")
 
 
 def test_the_papers_bleu_is_that_of_moses_tokens_with_compounds_split():

@@ -18,8 +18,7 @@ USES = {  # what fails without the packages of an extra
     "[*read_pairs(transformer_jax.PairsConfig('numbers'))]",
     "tfds": "from transformer_jax.data.sources import read_pairs\n"
     "[*read_pairs(transformer_jax.PairsConfig('tfds', ('x',), (), 'a', 'b'))]",
-    "paper": "from transformer_jax.evaluation import check_bleu_language\n"
-    "check_bleu_language('de')",
+    "paper": "from transformer_jax.evaluation import check_bleu\ncheck_bleu('13a', 'de')",
     "figures": "from transformer_jax.figures import schedule_picture; schedule_picture({})",
     "report": "from transformer_jax.report.__main__ import _run\n"
     "_run(['--workdir', '.', '--output', 'report.html'])",

@@ -20,7 +20,7 @@ from transformer_jax.checkpoint import load_model, write_manifest
 from transformer_jax.config import Config, DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.data.corpus_files import corpus_folder
 from transformer_jax.data.sources import check_files, pairs_fingerprint, read_lines, read_pairs
-from transformer_jax.decoding.flags import checked_workdir
+from transformer_jax.decoding.program import checked_workdir
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.tokenizer import Tokenizer

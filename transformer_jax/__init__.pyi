@@ -26,11 +26,12 @@ from .decoding.attention_weights import SentenceAttention, sentence_attention
 from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
 from .decoding.engine import Engine, Hypothesis, Sentence
+from .decoding.records import Request, Translation
 from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
 from .decoding.search import SearchResult, gather_beams, search
 from .decoding.segments import joint
-from .decoding.translator import Request, Translation, Translator
+from .decoding.translator import Translator
 from .decoding.workers import SearchFailed
 from .errors import UserError, needs_extra, shown
 from .evaluation import bleu, chrf

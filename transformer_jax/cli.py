@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -196,13 +195,3 @@ def flags_given(argv: Sequence[str]) -> set[str]:
     """The names of the flags in ``argv``, such as ``model.d-ff``."""
     flags = (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
     return {flag.replace("_", "-") for flag in flags}
-
-
-def parse_shard(shard: str) -> tuple[int, int]:
-    """``0/4`` as (0, 4): the first of four shards."""
-    match = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if not match or not int(match[1]) < int(match[2]):
-        raise UserError(
-            f"shard is {shard!r}; expected i/n with i from 0 to n - 1, such as 0/4, 1/4, 2/4, 3/4."
-        )
-    return int(match[1]), int(match[2])

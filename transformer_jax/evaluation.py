@@ -93,7 +93,7 @@ def paper_bleu(
     Raises:
       UserError: different counts, nothing to score, or no rules for this language.
     """
-    check_bleu_language(language)
+    check_bleu("none", language)
     with needs_extra("paper"):
         from sacremoses import MosesPunctNormalizer, MosesTokenizer  # slow to import
     tokenizer, punctuation = MosesTokenizer(language), MosesPunctNormalizer()
@@ -119,13 +119,12 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     return _corpus_score(CHRF(), hypotheses, references)
 
 
-def check_bleu_tokenizer(tokenize: str) -> None:
-    """Raise ``UserError`` unless sacreBLEU can tokenise this way here: checked before long work."""
+def check_bleu(tokenize: str, language: str = "") -> None:
+    """Raise ``UserError`` unless BLEU can be computed this way here: checked before long work.
+
+    ``tokenize`` is for sacreBLEU, ``language`` for Moses' tokeniser; "" is none.
+    """
     _bleu_metric(tokenize)
-
-
-def check_bleu_language(language: str) -> None:
-    """Raise ``UserError`` unless Moses' tokeniser knows this language; '' is none."""
     if not language:
         return
     with needs_extra("paper"):

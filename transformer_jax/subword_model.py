@@ -44,6 +44,8 @@ class SubwordModel:
     ) -> list[list[int]]:
         """Token ids of each line, without BOS and EOS; with ``sampling`` a random segmentation."""
         if not sampling and not self._foreign:
+            if len(lines) == 1:  # a call for several starts a thread, which costs as much as a line
+                return [self._processor.encode(lines[0])]
             return self._processor.encode(list(lines), num_threads=1)
         tags = [_TAG.findall(line)[0] if self._foreign else "" for line in lines]
         texts = [line[len(tag) :] for tag, line in zip(tags, lines, strict=True)]

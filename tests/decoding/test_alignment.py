@@ -9,8 +9,8 @@ from random_models import lines_of_words, train_tokenizer
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.alignment import Alignment, alignment, word_numbers
+from transformer_jax.decoding.records import Translation
 from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.translator import Translation
 from transformer_jax.special_ids import UNK_ID
 
 LINES = lines_of_words(12)

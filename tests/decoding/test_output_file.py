@@ -13,9 +13,7 @@ from itertools import islice
 import pytest
 
 from transformer_jax.decoding.output_file import complete_sentences, open_output
-from transformer_jax.decoding.records import OutputFormat, read_records
-from transformer_jax.decoding.trained_models import blocks
-from transformer_jax.decoding.translator import Translation
+from transformer_jax.decoding.records import Results, Translation, blocks, read_records
 from transformer_jax.errors import UserError
 
 LINES = [" ".join(["word"] * (i % 7)) + str(i) for i in range(25)]
@@ -35,17 +33,18 @@ def run(source, path, *, nbest=1, format="text", stop=None, shard=(0, 1), resume
     """What decode.py does, with the translator above; ``stop``: killed after that many more
     sentences. Returns how many sentences were kept.
     """
-    form = OutputFormat(format, nbest=nbest)
+    results = Results(nbest=nbest)
+    lines = results.text if format == "text" else results.json
     records = read_records(source, format, shard=shard)
-    numbered = form.lines_per_sentence > 1
+    numbered = format == "text" and nbest > 1
     with (
         contextlib.suppress(Killed),
         open_output(str(path), resume=resume, numbered=numbered) as (write, kept),
     ):
         to_do = islice(records, kept, None)
-        results = ((r, translate(r, nbest)) for block in blocks(to_do, 6) for r in block)
-        for record, translations in islice(results, stop):
-            write(form.lines(record, translations))
+        answers = ((r, translate(r, nbest)) for block in blocks(to_do, 6) for r in block)
+        for record, translations in islice(answers, stop):
+            write(lines(record, translations))
         if stop is not None:
             raise Killed  # nothing is done on the way out that a killed process would miss
     return kept

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.decoding.alignment import Alignment
-from transformer_jax.decoding.records import OutputFormat, Record, read_records
-from transformer_jax.decoding.trained_models import blocks
-from transformer_jax.decoding.translator import Translation
+from transformer_jax.decoding.records import Record, Results, Translation, blocks, read_records
 from transformer_jax.errors import UserError
 
 
@@ -181,26 +179,26 @@ RECORD = Record("yes fine", number=5)
 
 def json_lines(output, line, translations):
     [record] = read_records([line.encode()], "jsonl")
-    [written] = output.lines(record, translations)
+    [written] = output.json(record, translations)
     return written
 
 
 def test_text():
-    assert OutputFormat().lines(RECORD, [BEST]) == ["ja gut"]
-    assert OutputFormat().lines(RECORD, [NOTHING]) == [""]
-    assert OutputFormat(nbest=2).lines(RECORD, [BEST, SECOND]) == [
+    assert Results().text(RECORD, [BEST]) == ["ja gut"]
+    assert Results().text(RECORD, [NOTHING]) == [""]
+    assert Results(nbest=2).text(RECORD, [BEST, SECOND]) == [
         "4 ||| ja gut ||| -1.2346",
         "4 ||| nein ||| -2.0000",
     ]
-    assert OutputFormat(scores=True).lines(RECORD, [BEST]) == ["-2.5000"]
+    assert Results().text(RECORD, [BEST], scores=True) == ["-2.5000"]
 
 
 def test_text_with_alignments():
-    hard = OutputFormat(alignments="hard")
-    assert hard.lines(RECORD, [ALIGNED]) == ["ja gut ||| 0-0 1-1"]
-    assert hard.lines(RECORD, [NOTHING]) == [" ||| "]
+    hard = Results(alignments="hard")
+    assert hard.text(RECORD, [ALIGNED]) == ["ja gut ||| 0-0 1-1"]
+    assert hard.text(RECORD, [NOTHING]) == [" ||| "]
     second = dataclasses.replace(SECOND, alignment=OTHER)
-    both = OutputFormat(nbest=2, alignments="hard").lines(RECORD, [ALIGNED, second])
+    both = Results(nbest=2, alignments="hard").text(RECORD, [ALIGNED, second])
     assert both == ["4 ||| ja gut ||| -1.2346 ||| 0-0 1-1", "4 ||| nein ||| -2.0000 ||| 1-0"]
 
 
@@ -208,7 +206,7 @@ def test_objects_keep_their_fields():
     line = (
         r'{ "id":1e2, "text": "yes\u0020fine","meta": {"b": [1.10, null], "a": "\ud800", "ü": 1} }'
     )
-    written = json_lines(OutputFormat("jsonl"), line, [BEST])
+    written = json_lines(Results(), line, [BEST])
     values = json.loads(written)
     assert list(values) == ["id", "text", "meta", "translation", "score", "log_prob"]
     assert (values["translation"], values["score"], values["log_prob"]) == ("ja gut", -1.2346, -2.5)
@@ -219,7 +217,7 @@ def test_fields_of_an_earlier_translation_are_replaced():
     line = json.dumps(
         {"score": 9, "text": "yes fine", "translation": "old", "id": "ü", "tokens": 3}
     )
-    written = json_lines(OutputFormat("jsonl"), line, [NOTHING])
+    written = json_lines(Results(), line, [NOTHING])
     assert json.loads(written) == {
         "text": "yes fine",
         "id": "ü",
@@ -232,7 +230,7 @@ def test_fields_of_an_earlier_translation_are_replaced():
 
 
 def test_n_best_objects():
-    values = json.loads(json_lines(OutputFormat("jsonl", nbest=2), '{"text": "x"}', [BEST, SECOND]))
+    values = json.loads(json_lines(Results(nbest=2), '{"text": "x"}', [BEST, SECOND]))
     assert values["translation"] == "ja gut"
     assert values["hypotheses"] == [
         {"translation": "ja gut", "score": -1.2346, "log_prob": -2.5},
@@ -241,7 +239,7 @@ def test_n_best_objects():
 
 
 def test_tokens_and_alignments_in_objects():
-    output = OutputFormat("jsonl", token_scores=True, alignments="soft")
+    output = Results(token_scores=True, alignments="soft")
     values = json.loads(json_lines(output, '{"text": "yes fine"}', [ALIGNED]))
     assert values["tokens"] == ["▁ja", "▁gut", "</s>"] and values["token_scores"] == [
         -1.0,
@@ -258,12 +256,10 @@ def test_tokens_and_alignments_in_objects():
         == values["alignment"]
         == []
     )
-    values = json.loads(
-        json_lines(OutputFormat("jsonl", alignments="hard"), '{"text": "yes fine"}', [ALIGNED])
-    )
+    values = json.loads(json_lines(Results(alignments="hard"), '{"text": "yes fine"}', [ALIGNED]))
     assert values["alignment"] == "0-0 1-1"
 
 
 def test_what_has_no_number_in_json_is_null():
     broken = Translation("x", float("-inf"), float("nan"), 1, (), (float("nan"),))
-    assert json.loads(json_lines(OutputFormat("jsonl"), '{"text": "x"}', [broken]))["score"] is None
+    assert json.loads(json_lines(Results(), '{"text": "x"}', [broken]))["score"] is None

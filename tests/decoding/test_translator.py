@@ -17,8 +17,9 @@ from reference_search import Rules, reference_search
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.buckets import Bucket, make_buckets
+from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.segments import joint, split
-from transformer_jax.decoding.translator import Request, Translation, Translator, _join
+from transformer_jax.decoding.translator import Translator, _join
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import make_mesh

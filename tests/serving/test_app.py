@@ -15,7 +15,7 @@ import pytest
 from servers import LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.config import TokenizerConfig
-from transformer_jax.decoding.translator import Request
+from transformer_jax.decoding.records import Request
 from transformer_jax.serving import app
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query

@@ -11,18 +11,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C) or 141 (nobody
     reads the output).
     """
-    return run_program(lambda: _decode(sys.argv[1:] if argv is None else argv))
 
+    def work() -> None:
+        from transformer_jax.decoding.program import decode  # here, so that Ctrl-C is quiet before
 
-def _decode(argv: list[str]) -> None:
-    # Imports stand where they are needed: --help and wrong flags are answered before JAX is loaded,
-    # and Ctrl-C is quiet from the start.
-    from transformer_jax.decoding.flags import checked_flags
+        decode(sys.argv[1:] if argv is None else argv)
 
-    arguments, config = checked_flags(argv)
-    from transformer_jax.decoding.job import run_job
-
-    run_job(arguments, config)
+    return run_program(work)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.buckets import Sentence
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import Hypothesis
+from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.translator import Request, Translation, Translator, numbered_request
+from transformer_jax.decoding.translator import Translator, numbered_request
 from transformer_jax.decoding.workers import Workers
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
@@ -123,7 +124,7 @@ class AsyncTranslator:
                 return await self.workers.search(segment, wanted=num_hypotheses)
 
         async with turns:  # no line is encoded sooner: that holds up all tasks
-            [segments] = self.translator.sentences([request])
+            segments = self.translator.sentences(request)
             found = [
                 await self.workers.search(segment, wanted=num_hypotheses)
                 for segment in segments[:1]

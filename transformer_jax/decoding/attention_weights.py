@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.buckets import padded_length
-from transformer_jax.decoding.trained_models import check_text
+from transformer_jax.decoding.records import check_text
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer

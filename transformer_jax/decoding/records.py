@@ -1,19 +1,40 @@
-"""The lines that decode.py reads and writes: plain text or JSONL."""
+"""Lines to translate and their translations, read and written as plain text or JSONL."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, starmap, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
+from transformer_jax.config_checks import Positive, Section
 from transformer_jax.data.sources import json_object, read_lines
-from transformer_jax.decoding.trained_models import check_text
-from transformer_jax.decoding.translator import Request, Translation
-from transformer_jax.errors import UserError
+from transformer_jax.decoding.alignment import Alignment
+from transformer_jax.errors import UserError, shown
+
+T = TypeVar("T")
+
+OUTPUT_FIELDS = (
+    *("translation", "score", "log_prob", "hypotheses"),
+    *("tokens", "token_scores", "source_tokens", "alignment"),
+)
+"""The fields that translating adds to a JSON object, or replaces."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A line to translate, with options of its own."""
+
+    text: str
+    prefix: str = ""
+    """What the translation must begin with."""
+    number: int = 0
+    """The line's number, for messages and for the random numbers of sampling; 0: its place in the
+    stream, from 1.
+    """
 
 
 @dataclass(frozen=True)
@@ -24,6 +45,39 @@ class Record(Request):
     """Of the JSON object that it came from."""
     target: str = ""
     """What is to be scored as its translation."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation of one line."""
+
+    text: str
+    score: float
+    """What the search ranks by: log_prob / ((c + length) / (c + 1))^alpha (``DecodingConfig``). Of
+    a line that was translated in segments: the mean of theirs.
+    """
+    log_prob: float
+    """Natural logarithm of the probability of all tokens, EOS included."""
+    length: int
+    """Tokens, EOS included (one for each segment of an over-long line)."""
+    tokens: tuple[str, ...] = ()
+    """As in the vocabulary, without EOS; between segments of an over-long line it is there:
+    ``length - 1`` tokens.
+    """
+    token_log_probs: tuple[float, ...] = ()
+    """Log-probability of each token given those before it, EOS included: ``length`` numbers."""
+    alignment: Alignment | None = field(default=None, compare=False)
+    """What ``Scorer.align`` adds."""
+
+
+def check_text(text: object, name: str) -> None:
+    """``UserError`` unless ``text`` is a string of whole characters."""
+    if not isinstance(text, str):
+        raise UserError(f"{name} is {shown(text)}; expected text (a str).")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
+        raise UserError(f"{name} is not valid Unicode; expected whole characters.") from None
 
 
 def read_records(
@@ -45,29 +99,23 @@ def read_records(
         field; or that only one of the input and ``targets`` has.
     """
     name = str(source if isinstance(source, str | Path) else getattr(source, "name", "the input"))
-
-    def record(number: int, line: str) -> Record:
-        if format == "text":
-            return Record(line, number=number)
-        return _from_json(line, f"{name}, line {number}", text_field, number)
-
-    lines = islice(enumerate(read_lines(source), 1), shard[0], None, shard[1])
-    if targets is None:
-        yield from starmap(record, lines)
-        return
-    its_targets = islice(read_lines(targets), shard[0], None, shard[1])
-    for done, (line, target) in enumerate(zip_longest(lines, its_targets)):
-        if line is None or target is None:
+    pairs = zip_longest(read_lines(source), read_lines(targets) if targets else ())
+    for number, (line, target) in islice(enumerate(pairs, 1), shard[0], None, shard[1]):
+        if targets and (line is None or target is None):
             short, other = (name, targets) if line is None else (targets, name)
             raise UserError(
-                f"{short} has no line {1 + shard[0] + done * shard[1]}, but {other} has; expected "
-                "as many in both: line N of one is the target of line N of the other."
+                f"{short} has no line {number}, but {other} has; expected as many in both: line N "
+                "of one is the target of line N of the other."
             )
-        yield replace(record(*line), target=target)
+        record = Record(line, number=number, target=target or "")
+        if format == "jsonl":
+            record = _from_json(record, f"{name}, line {number}", text_field)
+        yield record
 
 
-def _from_json(line: str, where: str, text_field: str, number: int) -> Record:
-    values = json_object(line, where, text_field)
+def _from_json(record: Record, where: str, text_field: str) -> Record:
+    """The record whose text so far is a JSON object."""
+    values = json_object(record.text, where, text_field)
     if text_field not in values:
         names = ", ".join(list(values)[:20]) or "none"
         raise UserError(
@@ -78,51 +126,52 @@ def _from_json(line: str, where: str, text_field: str, number: int) -> Record:
     text, prefix = values[text_field], values.get("prefix") or ""
     check_text(text, f"{where}: field {text_field!r}")
     check_text(prefix, f"{where}: field 'prefix'")
-    return Record(text.replace("\n", " "), prefix.replace("\n", " "), number, values)
+    text, prefix = text.replace("\n", " "), prefix.replace("\n", " ")
+    return replace(record, text=text, prefix=prefix, fields=values)
+
+
+def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Blocks of ``size`` items; no item is read before the blocks before it are taken.
+
+    A ``UserError`` while reading is raised after the items before it were given.
+    """
+    block: list[T] = []
+    try:
+        for item in items:
+            block.append(item)
+            if len(block) == size:
+                yield block
+                block = []
+    except UserError:
+        if block:
+            yield block
+        raise
+    if block:
+        yield block
 
 
 @dataclass(frozen=True)
-class OutputFormat:
-    """How a sentence is written.
+class Results(Section):
+    """What is written about a translation."""
 
-    Text: the translation; with ``scores`` its log-probability instead; with ``nbest`` > 1 that many
-    lines, best first, as ``number ||| translation ||| score``; alignments follow, always hard, as
-    ``||| 0-0 1-2``.
-
-    JSONL: the fields of the object that was read, and ``translation``, ``score``, ``log_prob``; on
-    request ``hypotheses`` (a list of the same), ``tokens`` and ``token_scores``
-    (EOS last), ``alignment``.
-
-    A hard alignment is a list of pairs i-j: word i of the source (split at white space, from 0) and
-    word j of the translation. A soft one is a matrix: a row for each of ``tokens``, a column for
-    each of ``source_tokens``, EOS included.
-    """
-
-    format: Literal["text", "jsonl"] = "text"
-    nbest: int = 1
-    scores: bool = False
-    """Text: the log-probability instead of the translation."""
-    token_scores: bool = False
+    nbest: Positive = 1
+    """More than 1: this many lines a sentence, best first, as `number ||| translation ||| score`;
+    JSONL: `hypotheses`. Sampling draws as many, if --beam-size does not ask for more."""
     alignments: Literal["hard", "soft"] | None = None
+    """hard: after each translation ` ||| 0-0 1-2`, source word - target word. soft (JSONL): a
+    matrix over tokens."""
+    alignment_layer: int = -1
+    """Decoder layer whose attention is the alignment; negative: from the last."""
+    token_scores: bool = False
+    """JSONL: each token and its log-probability."""
 
-    def __post_init__(self) -> None:
-        if self.format == "text" and self.alignments == "soft":
-            raise UserError("alignments is soft with --format text; expected hard, or JSONL.")
-
-    @property
-    def lines_per_sentence(self) -> int:
-        """At most."""
-        return self.nbest if self.format == "text" else 1
-
-    def lines(self, record: Record, translations: Sequence[Translation]) -> list[str]:
-        """The lines of one sentence."""
-        if self.format == "jsonl":
-            fields = list(map(self._fields, translations))
-            hypotheses = {"hypotheses": fields} if self.nbest > 1 else {}
-            return [json.dumps({**record.fields, **fields[0], **hypotheses}, ensure_ascii=False)]
+    def text(
+        self, record: Record, translations: Sequence[Translation], *, scores: bool = False
+    ) -> list[str]:
+        """Lines of plain text; with ``scores`` log-probabilities in place of the translations."""
         lines = []
         for t in translations:
-            columns = [f"{t.log_prob:.4f}" if self.scores else t.text]
+            columns = [f"{t.log_prob:.4f}" if scores else t.text]
             if self.nbest > 1:
                 columns = [str(record.number - 1), *columns, f"{t.score:.4f}"]
             if self.alignments:
@@ -130,12 +179,20 @@ class OutputFormat:
             lines.append(" ||| ".join(columns))
         return lines
 
+    def json(self, record: Record, translations: Sequence[Translation]) -> list[str]:
+        """A line of JSON: the fields of the object that was read, and ``OUTPUT_FIELDS``.
+
+        A hard alignment is a list of pairs i-j: word i of the source (split at white space, from 0)
+        and word j of the translation. A soft one is a matrix: a row for each of ``tokens``, a
+        column for each of ``source_tokens``, EOS included.
+        """
+        fields = list(map(self._fields, translations))
+        hypotheses = {"hypotheses": fields} if self.nbest > 1 else {}
+        return [json.dumps({**record.fields, **fields[0], **hypotheses}, ensure_ascii=False)]
+
     def _fields(self, t: Translation) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "translation": t.text,
-            "score": _number(t.score),
-            "log_prob": _number(t.log_prob),
-        }
+        fields: dict[str, Any] = {"translation": t.text}
+        fields |= {"score": _number(t.score), "log_prob": _number(t.log_prob)}
         soft, found = self.alignments == "soft", t.alignment
         if self.token_scores or soft:
             fields["tokens"] = [*t.tokens, "</s>"] if t.length else []

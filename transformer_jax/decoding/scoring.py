@@ -17,9 +17,9 @@ from flax import nnx
 from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.devices import row_shardings
+from transformer_jax.decoding.records import Translation, check_text
 from transformer_jax.decoding.search import length_divisor
-from transformer_jax.decoding.trained_models import TrainedModels, check_text
-from transformer_jax.decoding.translator import Translation
+from transformer_jax.decoding.trained_models import TrainedModels
 from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID

@@ -6,20 +6,20 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import jax
 
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.checks import vocabulary_sizes
-from transformer_jax.errors import UserError, shown
+from transformer_jax.decoding.records import T, blocks
+from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _MOST_WARNINGS = 10
 
@@ -99,36 +99,6 @@ class TrainedModels:
         if window is not None and window < 1:
             raise UserError(f"window is {window}; expected 1 or more.")
         return blocks(items, window or 100 * self.config.batch_size)
-
-
-def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Blocks of ``size`` items; no item is read before the blocks before it are taken.
-
-    A ``UserError`` while reading is raised after the items before it were given.
-    """
-    block: list[T] = []
-    try:
-        for item in items:
-            block.append(item)
-            if len(block) == size:
-                yield block
-                block = []
-    except UserError:
-        if block:
-            yield block
-        raise
-    if block:
-        yield block
-
-
-def check_text(text: object, name: str) -> None:
-    """``UserError`` unless ``text`` is a string of whole characters."""
-    if not isinstance(text, str):
-        raise UserError(f"{name} is {shown(text)}; expected text (a str).")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
-        raise UserError(f"{name} is not valid Unicode; expected whole characters.") from None
 
 
 def warn_first(count: int, message: str, *arguments: Any) -> None:

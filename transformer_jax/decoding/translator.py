@@ -5,56 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any
 
 import jax
 
-from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
+from transformer_jax.decoding.records import Request, Translation, check_text
 from transformer_jax.decoding.segments import joint, split
-from transformer_jax.decoding.trained_models import TrainedModels, check_text, warn_first
+from transformer_jax.decoding.trained_models import TrainedModels, warn_first
 from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import UNK_ID
-
-
-@dataclass(frozen=True)
-class Request:
-    """A line to translate, with options of its own."""
-
-    text: str
-    prefix: str = ""
-    """What the translation must begin with."""
-    number: int = 0
-    """The line's number, for messages and for the random numbers of sampling; 0: its place in the
-    stream, from 1.
-    """
-
-
-@dataclass(frozen=True)
-class Translation:
-    """One translation of one line."""
-
-    text: str
-    score: float
-    """What the search ranks by: log_prob / ((c + length) / (c + 1))^alpha (``DecodingConfig``). Of
-    a line that was translated in segments: the mean of theirs.
-    """
-    log_prob: float
-    """Natural logarithm of the probability of all tokens, EOS included."""
-    length: int
-    """Tokens, EOS included (one for each segment of an over-long line)."""
-    tokens: tuple[str, ...] = ()
-    """As in the vocabulary, without EOS; between segments of an over-long line it is there:
-    ``length - 1`` tokens.
-    """
-    token_log_probs: tuple[float, ...] = ()
-    """Log-probability of each token given those before it, EOS included: ``length`` numbers."""
-    alignment: Alignment | None = field(default=None, compare=False)
-    """What ``Scorer.align`` adds."""
 
 
 class Translator(TrainedModels):
@@ -143,8 +106,9 @@ class Translator(TrainedModels):
                 f"expected 1 to decoding.beam_size = {self.config.beam_size}."
             )
         requests = map(numbered_request, lines, count(1))
+        prepared = ((request, self.sentences(request)) for request in requests)
         return chain.from_iterable(
-            self._translate(block, num_hypotheses) for block in self.blocks(requests, window)
+            self._translate(block, num_hypotheses) for block in self.blocks(prepared, window)
         )
 
     def ahead(self, lines: Sequence[str]) -> dict[str, Callable[[], jax.stages.Lowered]]:
@@ -154,36 +118,32 @@ class Translator(TrainedModels):
         return self.engine.ahead([Sentence(tokens[:limit]) for tokens in encoded if tokens])
 
     def _translate(
-        self, requests: list[Request], num_hypotheses: int
+        self, block: list[tuple[Request, list[Sentence]]], num_hypotheses: int
     ) -> Iterator[list[Translation]]:
-        lines = list(self.sentences(requests))
-        sentences = list(chain.from_iterable(lines))
+        sentences = [sentence for _, its in block for sentence in its]
         found = iter(self.engine.search(sentences, num_hypotheses=num_hypotheses))
-        for request, line in zip(requests, lines, strict=True):
-            yield self.translations(request, [next(found) for _ in line])
+        for request, its in block:
+            yield self.translations(request, list(islice(found, len(its))))
 
-    def sentences(self, requests: Sequence[Request]) -> Iterator[list[Sentence]]:
-        """What to search for each request: itself, its segments, or (an empty line) nothing.
+    def sentences(self, request: Request) -> list[Sentence]:
+        """What to search for a request: itself, its segments, or (an empty line) nothing.
 
         ``UserError`` as ``prefix_tokens``.
         """
+        prefix = self.prefix_tokens(request)
+        if not request.text.strip():
+            return []
         limit = self.engine.longest_source - 1  # EOS takes one position
-        encoded = self.tokenizer.encode_source([request.text for request in requests])
-        for request, tokens in zip(requests, encoded, strict=True):
-            prefix = self.prefix_tokens(request)
-            segments = [tokens]
-            if not request.text.strip():
-                segments = []
-            elif len(tokens) > limit:
-                segments = split(request.text, limit, self.tokenizer)
-            if len(segments) > 1:
-                self.num_split += 1
-                said = "Line %d has %d tokens; more than %d are translated in segments, here %d."
-                warn_first(self.num_split, said, request.number, len(tokens), limit, len(segments))
-            yield [
-                Sentence(segment, [] if i else prefix, (request.number + 1_000_003 * i) % 2**32)
-                for i, segment in enumerate(filter(None, segments))
-            ]
+        [tokens] = segments = self.tokenizer.encode_source([request.text])
+        if len(tokens) > limit:
+            segments = split(request.text, limit, self.tokenizer)
+            self.num_split += 1
+            said = "Line %d has %d tokens; more than %d are translated in segments, here %d."
+            warn_first(self.num_split, said, request.number, len(tokens), limit, len(segments))
+        return [
+            Sentence(segment, [] if i else prefix, (request.number + 1_000_003 * i) % 2**32)
+            for i, segment in enumerate(filter(None, segments))
+        ]
 
     def translations(
         self, request: Request, found: Sequence[Sequence[Hypothesis]]

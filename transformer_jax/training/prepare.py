@@ -39,7 +39,7 @@ from transformer_jax.distributed import (
     together,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation import check_bleu_language, check_bleu_tokenizer
+from transformer_jax.evaluation import check_bleu
 from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
@@ -205,8 +205,7 @@ def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
             "files), another data.train.kind, or a --config."
         )
     check_files(data.train, data.root)
-    check_bleu_tokenizer(training.bleu_tokenize)
-    check_bleu_language(training.bleu_language)
+    check_bleu(training.bleu_tokenize, training.bleu_language)
     dev, test = (_read_all(config, name) for name in ("dev", "test"))
     return dev[: training.bleu_sentences] if training.bleu_every else [], test
 
