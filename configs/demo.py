@@ -33,7 +33,6 @@ def get_config() -> Config:
             eval_every=300,
             checkpoint_every=100,
             keep_checkpoints=3,
-            average=3,
             bleu_tokenize="char",  # a German number is one word: BLEU over its characters
         ),
     )

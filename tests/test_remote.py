@@ -329,7 +329,7 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(saved, store, monkeypa
     assert saved._steps_here() == [2, 4]
 
 
-def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, capfd):
+def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, caplog):
     put = store.put_file
 
     def sometimes(path, name):
@@ -346,7 +346,7 @@ def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, ca
         URL,
         devices=ONE,
     )
-    said = capfd.readouterr().err
+    said = caplog.text
     assert "could not be copied to memory://bucket/run: the store is away." in said
     assert "Training continues; the next checkpoint tries again" in said
     assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]

@@ -17,7 +17,7 @@ import json
 import logging
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,12 @@ def load_model(
 
     Args:
       average: take the mean of the parameters of this many checkpoints: the chosen one and the
-        regular ones before it (section 6.1). None: with ``best`` or a step the chosen one alone,
-        otherwise up to ``training.average``, as many as there are.
-      checkpoint: ``last``, ``best`` (on the dev set), or a step. None: the last, or the best if
-        early stopping ended the run. For a single checkpoint: None, ``last``, or its own step.
+        regular ones before it (section 6.1). None: with ``best`` or a step the chosen one alone;
+        otherwise what the end of the run chose (``averaged_steps`` in summary.json), or, if it has
+        not ended, up to ``training.average`` (``auto``: one).
+      checkpoint: ``last``, ``best`` (on the dev set), or a step. None: the last, or the newest of
+        those that the end of the run chose. For a single checkpoint: None, ``last``, or its own
+        step.
 
     Raises:
       UserError: there is no such checkpoint, one is corrupt, or there are fewer than ``average``.
@@ -76,6 +78,7 @@ def load_model(
             )
     config = dataclasses.replace(config, decoding=now.decoding)
     graph, _ = nnx.split(_abstract_model(config), nnx.Param)
+    log.info("%s: %s.", workdir, described(chosen))
     parameters = jax.tree.map(jnp.asarray, load_parameters(chosen))
     return config, nnx.merge(graph, parameters), Tokenizer.load(chosen[0])
 
@@ -139,10 +142,17 @@ def choose_checkpoints(
                 "train.py --workdir, or one of the folders in its checkpoints/."
             )
         folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
-        chosen = intact(_choose(workdir, folders, checkpoint, intact))
-    limit = average or (_current_config(workdir, chosen).training.average if latest else 1)
-    before = filter(is_regular, folders[folders.index(chosen) + 1 :])
-    found = [chosen, *islice(before, limit - 1)]
+        ended = _chosen_at_the_end(workdir, folders)
+        if average is checkpoint is None:
+            if ended:
+                return list(map(intact, ended))
+            log.info("Training in %s has not ended: its last checkpoint counts.", workdir)
+        chosen = (ended or folders)[0]
+        if checkpoint is not None:
+            chosen = _choose(workdir, folders, checkpoint)
+        chosen = intact(chosen)
+    default = _current_config(workdir, chosen).training.average if latest else 1
+    found = up_to(chosen, folders, average or (1 if default == "auto" else default))
     if average is not None and len(found) < average:
         raise UserError(
             f"average is {average}; expected at most {len(found)}, the number of checkpoints up to "
@@ -151,48 +161,77 @@ def choose_checkpoints(
     return list(map(intact, found))
 
 
-def _choose(
-    workdir: Path,
-    folders: list[Path],
-    checkpoint: str | int | None,
-    intact: Callable[[Path], Path],
-) -> Path:
+def up_to(chosen: Path, folders: Sequence[Path], most: int) -> list[Path]:
+    """A checkpoint and the regular ones before it, at most so many; ``folders`` newest first."""
+    before = filter(is_regular, folders[folders.index(chosen) + 1 :])
+    return [chosen, *islice(before, most - 1)]
+
+
+def described(checkpoints: Sequence[Path]) -> str:
+    """Words for the checkpoints whose mean is taken, newest first."""
+    first, last = (checkpoints[i].name.lstrip("0") or "0" for i in (-1, 0))
+    if len(checkpoints) == 1:
+        return f"checkpoint {last}"
+    return f"mean of {len(checkpoints)} checkpoints, {first} to {last}"
+
+
+def _summary(workdir: Path) -> dict[str, Any]:
+    """What the last start of training wrote when it ended; empty if nothing."""
+    try:
+        return json.loads((workdir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _chosen_at_the_end(workdir: Path, folders: Sequence[Path]) -> list[Path]:
+    """The checkpoints that the end of training chose; empty if it has not ended."""
+    summary = _summary(workdir)
+    if summary.get("steps") != int(folders[0].name):  # it went on
+        return []
+    names = [checkpoint_name(step) for step in summary.get("averaged_steps", [])]
+    return [workdir / "checkpoints" / name for name in names]
+
+
+def _choose(workdir: Path, folders: Sequence[Path], checkpoint: str | int) -> Path:
     """One of a run's checkpoints, which are given newest first."""
     by_step = {int(folder.name): folder for folder in folders}
     listed = ", ".join(map(str, sorted(by_step)))
-    if checkpoint not in (None, "last", "best"):
+    if checkpoint == "last":
+        return folders[0]
+    if checkpoint != "best":
         step = int(checkpoint) if str(checkpoint).isdigit() else None
         if step not in by_step:
             raise UserError(
                 f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}."
             )
         return by_step[step]
-    newest = intact(folders[0])
-    progress = progress_of(newest)
-    if checkpoint == "best":
-        step = progress.get("best_step")
-        if step not in by_step:
-            why = (
-                "the run was not evaluated on a dev set"
-                if step is None
-                else f"that of step {step} could not be saved"
-            )
-            raise UserError(
-                f"There is no best checkpoint: {why}. Expected last, or one of {listed}."
-            )
-        return by_step[step]
-    best = by_step.get(progress.get("best_step", -1))
-    training = _current_config(workdir, newest).training
-    stopped_early = training.ends_early(progress.get("since_best", 0))
-    if checkpoint is None and stopped_early and best is not None:
-        return best
-    return newest
+    noted = progress_of(_intact(folders[0]))
+    summary = _summary(workdir)
+    if summary.get("steps") == int(folders[0].name):  # an evaluation follows its checkpoint
+        noted |= summary
+    step = noted.get("best_step")
+    if step not in by_step:
+        why = (
+            "the run was not evaluated on a dev set"
+            if step is None
+            else f"that of step {step} could not be saved"
+        )
+        raise UserError(f"There is no best checkpoint: {why}. Expected last, or one of {listed}.")
+    return by_step[step]
 
 
 def load_parameters(checkpoints: Sequence[Path]) -> Any:
     """The mean of these checkpoints' parameters, a nested dict of NumPy arrays; with
     ``optimizer.ema_decay``, of their moving averages.
     """
+    mean: Any = None
+    for mean in load_means(checkpoints):  # holds three of them at a time  # noqa: B007
+        pass
+    return mean
+
+
+def load_means(checkpoints: Sequence[Path]) -> Iterator[Any]:
+    """The means of the first, the first two, and so on, as ``load_parameters`` gives them."""
     model = _abstract_model(config_of(checkpoints[0]))
     abstract = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
@@ -201,21 +240,16 @@ def load_parameters(checkpoints: Sequence[Path]) -> Any:
         which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
         return ocp.load_checkpointables(folder / "state", {which: wanted})[which]
 
-    parameters = mean_parameters(map(load, checkpoints))
-    if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters)):
-        raise UserError(
-            f"The parameters in {', '.join(map(str, checkpoints))} are not all finite numbers: "
-            "training diverged, or another program saved them. Choose an earlier checkpoint."
-        )
-    return parameters
-
-
-def mean_parameters(trees: Iterable[Any]) -> Any:
-    """The mean of trees of NumPy arrays; holds two of them at a time."""
-    total, count = None, 0
-    for tree in trees:
-        total, count = (tree if total is None else jax.tree.map(np.add, total, tree)), count + 1
-    return jax.tree.map(lambda x: x / np.float32(count), total)
+    total: Any = None
+    for count, folder in enumerate(checkpoints, start=1):
+        loaded = load(folder)
+        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loaded)):
+            raise UserError(
+                f"The parameters in {folder} are not all finite numbers: training diverged, or "
+                "another program saved them. Choose an earlier checkpoint."
+            )
+        total = loaded if total is None else jax.tree.map(np.add, total, loaded)
+        yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
 
 
 def checkpoint_name(step: int) -> str:
@@ -248,12 +282,12 @@ def is_imported(checkpoint: Path) -> bool:
 
 
 def is_regular(checkpoint: Path) -> bool:
-    """Whether a checkpoint was saved on schedule, not for an interruption or a best dev result.
+    """Whether a checkpoint was saved on schedule, not for an interruption or an evaluation.
 
     Only regular ones are kept and averaged, so that interruptions do not change a run's result.
     """
-    progress = progress_of(checkpoint)
-    return bool(progress.get("regular", True)) and not progress.get("imported")
+    every = config_of(checkpoint).training.checkpoint_every
+    return int(checkpoint.name) % every == 0 and not is_imported(checkpoint)
 
 
 def write_manifest(checkpoint: Path) -> None:

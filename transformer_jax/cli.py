@@ -26,6 +26,13 @@ COMPILING = "compiling"
 """Prefix of the names of threads that a program does not wait for when it ends."""
 
 
+class _Stderr(logging.Handler):
+    """Writes to whatever ``sys.stderr`` is now: a progress bar replaces it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def run_program(work: Callable[[], int | None]) -> int:
     """Do the work of a program; returns its exit status. After that the program must end.
 
@@ -44,7 +51,7 @@ def run_program(work: Callable[[], int | None]) -> int:
 
 def _do(work: Callable[[], int | None]) -> int:
     try:
-        logging.basicConfig(stream=sys.stderr, format="%(message)s", force=True)
+        logging.basicConfig(handlers=[_Stderr()], format="%(message)s", force=True)
         # Orbax logs through absl; training reports a failed save itself.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         logging.getLogger("transformer_jax").setLevel(logging.INFO)

@@ -399,10 +399,11 @@ class TrainingConfig(Section, prefix="training."):
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 5
     """Number of newest checkpoints to keep. The best on the dev set (select_by) is kept too."""
-    average: Positive = 5
-    """Number of checkpoints whose mean is scored on the test set at the end and used by decode.py:
-    the last ones or, after early stopping, the best on the dev set and those before it; 1: one
-    alone."""
+    average: Literal["auto"] | Positive = "auto"
+    """Number of checkpoints whose mean is scored on the test set and used by decode.py: the last
+    ones or, after early stopping, the best on the dev set and those before it; 1: one alone. auto:
+    when training ends, the mean of 1 to 5 with the lowest dev loss; until then, or without
+    data.dev, the last checkpoint alone."""
     select_by: Literal["loss", "bleu"] = "loss"
     """The dev-set figure that decides which checkpoint is best and when to stop early."""
     patience: Count = 0
@@ -419,9 +420,14 @@ class TrainingConfig(Section, prefix="training."):
         )
         yield (
             "average",
-            self.average <= self.keep_checkpoints,
+            self.average == "auto" or self.average <= self.keep_checkpoints,
             f"at most training.keep_checkpoints = {self.keep_checkpoints}",
         )
+
+    @property
+    def most_averaged(self) -> int:
+        """The most checkpoints whose mean the end of training may choose."""
+        return 5 if self.average == "auto" else self.average
 
     def ends_early(self, since_best: int) -> bool:
         """Whether so many evaluations without a better figure trigger early stopping."""

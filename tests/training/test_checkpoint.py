@@ -54,7 +54,7 @@ def config(tokenizer: Tokenizer) -> Config:
         ),
         data=DataConfig(max_source_length=16, max_target_length=16),
         optimizer=OptimizerConfig(ema_decay=0.0),
-        training=TrainingConfig(keep_checkpoints=2, average=2),
+        training=TrainingConfig(checkpoint_every=1, keep_checkpoints=2, average=2),
     )
 
 
@@ -167,11 +167,13 @@ def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
 
     for step in (10, 20, 30, 40):
         save(step, best_step=min(step, 30), since_best=max(0, step // 10 - 3))
-    assert shift() == 35  # it may still get better
+    assert shift() == 35
     save(50, best_step=30, since_best=2)
     assert checkpoints.steps() == [20, 30, 40, 50]
     save(60, best_step=30, since_best=3)
     assert checkpoints.steps() == [20, 30, 50, 60]
+    summary = {"steps": 60, "averaged_steps": [30, 20], "best_step": 30}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert (shift(), shift(average=1), shift(checkpoint="best"), shift(checkpoint="last")) == (
         25,
         30,
@@ -395,22 +397,24 @@ def test_after_a_failed_save_the_next_one_succeeds(
 def test_a_mean_leaves_out_irregular_checkpoints_below_the_chosen_one(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
-    """Of an interruption at step 20, or of a best value between two that were due."""
-    training = dataclasses.replace(config.training, average=3, keep_checkpoints=9)
+    """Of an interruption at step 25, or of a best value between two that were due."""
+    training = dataclasses.replace(
+        config.training, checkpoint_every=10, average=3, keep_checkpoints=9
+    )
     config = dataclasses.replace(config, training=training)
     checkpoints = Checkpoints(tmp_path, config, tokenizer)
-    for step in (10, 20, 30, 40):
-        progress = Progress(best_step=min(step, 20))  # which keeps step 20
-        checkpoints.save(_state(run, step), progress, regular=step != 20)
+    for step in (10, 25, 30, 40):
+        progress = Progress(best_step=min(step, 25))  # which keeps step 25
+        checkpoints.save(_state(run, step), progress)
     checkpoints.wait()
-    assert checkpoints.steps() == [10, 20, 30, 40]
+    assert checkpoints.steps() == [10, 25, 30, 40]
 
     def chosen(**options: Any) -> list[int]:
         return [int(path.name) for path in checkpoint.choose_checkpoints(tmp_path, **options)]
 
     assert chosen() == [40, 30, 10]
     assert chosen(average=2, checkpoint=30) == [30, 10]
-    assert chosen(average=2, checkpoint="best") == [20, 10]  # the chosen one itself may be one
+    assert chosen(average=2, checkpoint="best") == [25, 10]  # the chosen one itself may be one
     with pytest.raises(UserError, match="average is 4; expected at most 3"):
         chosen(average=4)
 
@@ -424,7 +428,7 @@ def test_a_corrupt_checkpoint_is_refused(
     for step, options in ((1, {}), (2, {}), (2, {"checkpoint": "best"}), (1, {"checkpoint": 1})):
         corrupt = tmp_path / "checkpoints" / f"{step:08d}" / "config.json"
         content = corrupt.read_text()
-        corrupt.write_text("{}")
+        corrupt.write_text(content + " ")
         with pytest.raises(UserError, match=f"Checkpoint .*{step:08d} is corrupt: config.json"):
             load_model(tmp_path, **options)
         corrupt.write_text(content)

@@ -8,43 +8,55 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from runs import ONE, ROOT, entries, no_evaluation, tiny
 
 from transformer_jax.cli import COMPILING
-from transformer_jax.config import Config
+from transformer_jax.config import Config, MeshConfig
 from transformer_jax.errors import UserError
+from transformer_jax.sharding import make_mesh, replicated
 from transformer_jax.training import compiling
-from transformer_jax.training.compiling import CompileAhead, Job, memory_needed
+from transformer_jax.training.compiling import CompileAhead, memory_needed
 from transformer_jax.training.loop import train
-from transformer_jax.training.reporting import Reporter
+from transformer_jax.training.signals import Interrupted
 from transformer_jax.training.step import shared_functions
 
-GPU: Any = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: None)
+
+def fake_run(*shapes: tuple[int, int, int], lower: Any = None) -> Any:
+    """A run whose step on rows of width S doubles a vector of that length, or what ``lower``
+    returns.
+    """
+    mesh = make_mesh(MeshConfig(), ONE)
+
+    def doubling(state: Any, batch: Any) -> jax.stages.Lowered:
+        vector = jax.ShapeDtypeStruct((batch.source_BS.shape[1],), jnp.float32)
+        return jax.jit(lambda x: x + x, donate_argnums=0).lower(vector)
+
+    state = jax.ShapeDtypeStruct((125,), jnp.float32, sharding=replicated(mesh))
+    step = SimpleNamespace(lower=lower or doubling)
+    return SimpleNamespace(
+        mesh=mesh,
+        plan=SimpleNamespace(packed=False, first_uses=lambda start, stop: shapes),
+        functions=SimpleNamespace(abstract_state=state, train_step=step),
+        state=SimpleNamespace(step=0),
+        config=SimpleNamespace(training=SimpleNamespace(steps=9)),
+    )
 
 
-def job(name: str, size: int = 2, **others: Any) -> Job:
-    shape = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return Job(name, lambda: jax.jit(lambda x: x + 1).lower(shape), "Help it.", **others)
-
-
-def failing(error: str) -> Job:
-    def lower() -> Any:
+def failing(error: str) -> Any:
+    def lower(state: Any, batch: Any) -> Any:
         raise RuntimeError(error)
 
-    return Job("step of 8 rows", lower, "Help it.")
-
-
-def compile_ahead(*jobs: Job, devices: Sequence[Any] = ONE) -> CompileAhead:
-    return CompileAhead(jobs, devices=devices, poll=lambda: False)
+    return lower
 
 
 @pytest.fixture
@@ -72,27 +84,58 @@ def test_a_run_compiles_each_shape_once_and_ahead(
     summary = train(two_shapes(tiny(steps=10, eval_every=10)), tmp_path, devices=ONE)
     counts = Counter(name for name, thread in compiled if "_step" in name or "search" in name)
     assert counts == {"jit(train_step)": 2, "jit(eval_step)": 1, "jit(_search_bucket)": 1}
-    assert all(thread.startswith(COMPILING) for name, thread in compiled if name in counts)
-    found = entries(tmp_path, "compile")
-    assert len(found) == summary["compiled"]["shapes"] == 4
-    assert all(entry["seconds"] > 0 and entry["memory_bytes"] > 0 for entry in found)
+    threads = [thread for name, thread in compiled if name == "jit(train_step)"]
+    assert all(thread.startswith(COMPILING) for thread in threads)
     assert summary["first_step_seconds"] > 0
 
 
-def test_jobs_are_done_in_their_order() -> None:
-    with closing(compile_ahead(job("a"), job("b"), job("c"))) as ahead:
-        assert all(map(ahead.wait, ["c", "unknown", "b", "a"]))
-        assert ahead.done == ahead.total == 3
-        names = [each.name for each in ahead.finished]
-        assert names == ["a", "b", "c"] or compiling.num_threads() > 1
+def test_a_step_waits_for_its_own_shape_alone() -> None:
+    release = threading.Event()
+
+    def lower(state: Any, batch: Any) -> Any:
+        if batch.source_BS.shape[1] == 3:
+            assert release.wait(60)
+        return fake_run().functions.train_step.lower(state, batch)
+
+    told: list[str] = []
+    with closing(CompileAhead(fake_run((8, 2, 2), (8, 3, 3), lower=lower))) as ahead:
+        np.testing.assert_array_equal(ahead.wait((8, 2, 2), told.append)(jnp.ones(2)), [2, 2])
+        told.clear()
+
+        def poll(state: str) -> None:
+            told.append(state)
+            release.set()
+
+        assert len(ahead.wait((8, 3, 3), poll)(jnp.ones(3))) == 3
+    assert told[0] == "compiling shape 2 of 2, 0 s"
 
 
-def test_what_fails_is_named() -> None:
-    with closing(compile_ahead(failing("INTERNAL: no such\ninstruction"), job("later"))) as ahead:
-        with pytest.raises(UserError, match=r"step of 8 rows could not be compiled: INTERNAL: no "):
-            ahead.wait("step of 8 rows")
-        with pytest.raises(UserError, match="step of 8 rows"):  # whatever is asked for
-            ahead.wait("later")
+def test_waiting_ends_with_what_poll_raises() -> None:
+    release = threading.Event()
+
+    def lower(state: Any, batch: Any) -> Any:
+        assert release.wait(60)
+        return fake_run().functions.train_step.lower(state, batch)
+
+    def poll(state: str) -> None:
+        raise Interrupted
+
+    with closing(CompileAhead(fake_run((8, 2, 2), lower=lower))) as ahead:
+        with pytest.raises(Interrupted):
+            ahead.wait((8, 2, 2), poll)
+        release.set()
+
+
+def test_a_failure_is_named_whatever_shape_is_asked_for() -> None:
+    lower = failing("INTERNAL: no such\ninstruction")
+    with closing(CompileAhead(fake_run((8, 2, 3), (8, 4, 4), lower=lower))) as ahead:
+        for shape in ((8, 2, 3), (8, 4, 4)):
+            with pytest.raises(
+                UserError,
+                match=r"training step of 8 rows of 2 \+ 3 tokens could not be compiled: INTERNAL:"
+                " no such instruction",
+            ):
+                ahead.wait(shape, lambda state: None)
 
 
 def test_a_shape_that_does_not_fit_is_refused_with_its_name_and_what_helps(
@@ -108,36 +151,46 @@ def test_a_shape_that_does_not_fit_is_refused_with_its_name_and_what_helps(
     train(no_evaluation(tiny(steps=1)), tmp_path, devices=ONE)  # the folder is free again
 
 
-def test_the_estimate_counts_donated_arguments_once_and_what_is_there_besides() -> None:
+def test_the_estimate_counts_donated_arguments_once() -> None:
     shape = jax.ShapeDtypeStruct((1000,), jnp.float32)
     donating = jax.jit(lambda x: x + 1, donate_argnums=0).lower(shape).compile()
     assert memory_needed(donating) == 4000
     assert memory_needed(jax.jit(lambda x: x + 1).lower(shape).compile()) == 8000
-    with closing(compile_ahead(job("a", 1000, beside=500))) as ahead:
-        ahead.wait("a")
-        assert ahead.finished[0].memory_bytes == 8500
 
 
-def test_a_device_without_memory_to_tune_kernels_in_leaves_a_function_to_its_caller(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("limit", "fits"), [(4500, True), (4499, False)])
+def test_the_estimate_counts_the_copy_that_is_saved(
+    limit: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = failing("RESOURCE_EXHAUSTED: Out of memory")
-    with closing(compile_ahead(job, devices=[GPU])) as ahead:
-        assert ahead.wait("step of 8 rows")
-    assert "No memory to compile the step of 8 rows while training runs" in caplog.text
+    """A vector of 4,000 bytes, donated, and the state's 500 bytes."""
+    monkeypatch.setattr(compiling, "memory_limit", lambda devices: limit)
+    refused = pytest.raises(UserError, match="training step of 8 rows of 1000 . 1 tokens needs 0.0")
+    with (
+        closing(CompileAhead(fake_run((8, 1000, 1)))) as ahead,
+        nullcontext() if fits else refused,
+    ):
+        ahead.wait((8, 1000, 1), lambda state: None)
 
 
-def test_before_steps_exchange_between_gpus_all_is_compiled() -> None:
-    with closing(compile_ahead(job("a"), job("b"), devices=[GPU, GPU])) as ahead:
-        assert ahead.wait("a") and ahead.done == 2
+def test_a_gpu_without_memory_to_tune_kernels_in_compiles_later(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: None)
+    run = fake_run((8, 2, 3), lower=failing("RESOURCE_EXHAUSTED: Out of memory"))
+    run.mesh = SimpleNamespace(devices=np.array([gpu]))
+    monkeypatch.setattr(compiling, "batch_sharding", lambda mesh: None)
+    with closing(CompileAhead(run)) as ahead:
+        assert ahead.wait((8, 2, 3), lambda state: None) is run.functions.train_step
+    assert "No memory to compile the training step of 8 rows" in caplog.text
 
 
-def test_processes_compile_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_steps_exchange_between_processes_all_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with closing(compile_ahead(job("a"), job("b"))) as ahead:
-        time.sleep(0.2)
-        assert ahead.done == 0
-        assert ahead.wait("a") and ahead.done == 1
+    with closing(CompileAhead(fake_run((8, 2, 2), (8, 3, 3), (8, 4, 4)))) as ahead:
+        ahead.wait((8, 2, 2), lambda state: None)
+        assert all(each.done() for each in ahead._steps.values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -159,14 +212,12 @@ def slow(x):
         x = jnp.sin(x @ x) + jnp.cos(x[::-1]).cumsum(0)
     return x
 
-def work():
+def compile(self, shape):
     made = jax.jit(slow).lower(jnp.ones((64, 64)))
     print("compiling", flush=True)
-    return made
+    return made.compile()
 
-loop.training_jobs = lambda run: [
-    job._replace(lower=work) for job in compiling.training_jobs(run)
-]
+compiling.CompileAhead._compile = compile
 summary = {{}}
 
 def main():
@@ -196,22 +247,20 @@ sys.exit(run_program(main))
 def test_a_script_that_ends_while_a_function_is_compiled_waits_for_it() -> None:
     """C++ aborts if Python ends under a thread of its own."""
     program = """
-import time
+import sys, time
+sys.path.insert(0, "tests/training")
 import jax, jax.numpy as jnp
-from transformer_jax.training.compiling import CompileAhead, Job
+from test_compiling import CompileAhead, fake_run
 
 def slow(x):
     for _ in range(400):
         x = jnp.sin(x @ x) + jnp.cos(x[::-1]).cumsum(0)
     return x
 
-ahead = CompileAhead(
-    [Job("slow", lambda: jax.jit(slow).lower(jnp.ones((64, 64))), "")],
-    devices=jax.devices(),
-    poll=lambda: False,
-)
+lower = lambda state, batch: jax.jit(slow).lower(jnp.ones((64, 64)))
+ahead = CompileAhead(fake_run((8, 2, 2), lower=lower))
 time.sleep(0.3)
-assert not ahead.done
+assert not ahead._steps[8, 2, 2].done()
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -221,16 +270,3 @@ assert not ahead.done
         env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"},
     )
     assert done.returncode == 0 and not done.stderr
-
-
-def test_progress_is_told_in_a_line_now_and_then(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with closing(Reporter(tmp_path, steps=5, start_step=0)) as reporter:
-        reporter.compiling(0, 12, 3.0)
-        reporter.compiling(6, 12, 23.4)
-        reporter.compiling(7, 12, 24.0)
-        reporter.compiling(12, 12, 80.0)
-        reporter.compiling(12, 12, 80.0)
-    told = capsys.readouterr().err.splitlines()
-    assert told == ["compiling 7 of 12 shapes, 23 s", "compiled 12 shapes in 80 s"]

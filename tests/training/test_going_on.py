@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from orbax.checkpoint import v1 as ocp
 from runs import ONE, dev_figures, entries, no_evaluation, tiny
 
 from transformer_jax.checkpoint import complete_steps, load_model, write_manifest
@@ -101,16 +102,16 @@ def test_a_signal_cuts_an_evaluation_short(tmp_path: Path, monkeypatch: pytest.M
         tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig()
     )
     whole = train(config, tmp_path / "whole", devices=ONE)
-    poll, polls = Evaluator._poll, []
+    dev, polls = Evaluator.dev, []
 
-    def interrupted(self: Evaluator) -> None:
-        if not polls:
-            os.kill(os.getpid(), signal.SIGTERM)
-        polls.append(None)
-        poll(self)
+    def interrupted(self: Evaluator, *given: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        poll = self._poll
+        self._poll = lambda: polls.append(None) or poll()  # type: ignore[func-returns-value]
+        return dev(self, *given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "_poll", interrupted)
+        patch.setattr(Evaluator, "dev", interrupted)
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 3)
     assert len(polls) == 1 and "best_step" not in summary
@@ -262,7 +263,7 @@ def test_an_evaluation_that_fails_loses_no_step(
             train(config, tmp_path / "run", devices=ONE)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [3]
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6
-    assert complete_steps(tmp_path / "run" / "checkpoints") == [6]
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [3, 6]  # the best as 6 was saved
     # it was made up for
     assert [entry["step"] for entry in entries(tmp_path / "run", "dev")] == [3, 6]
 
@@ -272,7 +273,7 @@ def test_the_best_of_another_dev_is_forgotten(
 ) -> None:
     config = tiny(steps=4, eval_every=2, checkpoint_every=2, bleu_every=0)
     config = changed(config, "data", test=PairsConfig())
-    found = iter([3.0, 2.0, 4.0, 5.0])
+    found = iter([3.0, 2.0, 6.0, 4.0, 4.0, 5.0])  # the resumed step is evaluated, too
     monkeypatch.setattr(Evaluator, "dev", lambda *_, **__: (dev_figures(next(found)), None))
     assert train(config, tmp_path, devices=ONE)["best_dev_loss"] == 2.0
     other = changed(
@@ -299,8 +300,9 @@ def test_parameters_that_are_not_finite_are_refused(
 ) -> None:
     train(no_evaluation(tiny(steps=1)), tmp_path, devices=ONE)
     monkeypatch.setattr(
-        "transformer_jax.checkpoint.mean_parameters",
-        lambda trees: jax.tree.map(lambda x: x * np.nan, next(trees)),
+        ocp,
+        "load_checkpointables",
+        lambda _, wanted: jax.tree.map(lambda x: np.full(x.shape, np.nan), wanted),
     )
     with pytest.raises(UserError, match=r"The parameters in .*00000001 are not all finite"):
         load_model(tmp_path)
@@ -329,7 +331,7 @@ def test_a_model_edited_in_the_work_directory_is_refused(tmp_path: Path) -> None
 
 
 def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -350,7 +352,7 @@ def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
     with monkeypatch.context() as patch:
         patch.setattr(saver, "write_manifest", full_at_4)
         assert train(config, tmp_path, devices=ONE)["steps"] == 6
-    assert "Checkpoint 4 could not be saved: [Errno 28] No space" in capfd.readouterr().err
+    assert "Checkpoint 4 could not be saved: [Errno 28] No space" in caplog.text
     assert complete_steps(tmp_path / "checkpoints") == [2, 6]
 
 

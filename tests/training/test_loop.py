@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from runs import ONE, command, dev_figures, entries, final_state, no_evaluation, tiny, wait_for
 
-from transformer_jax.checkpoint import complete_steps
+from transformer_jax.checkpoint import choose_checkpoints, complete_steps, load_model
 from transformer_jax.config import (
     BatchConfig,
     Config,
@@ -31,9 +31,11 @@ from transformer_jax.errors import UserError
 from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
+from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import prepare
-from transformer_jax.training.reporting import Meter, Reporter
+from transformer_jax.training.reporting import Meter
 from transformer_jax.training.saver import Checkpoints
+from transformer_jax.training.signals import Signals
 from transformer_jax.training.workdir import claimed
 
 
@@ -171,8 +173,7 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
             "dev",
             lambda self, parameters, number: (dev_figures(1.0, dev_bleu=next(bleus)), None),
         )
-        patch.setattr(Evaluator, "test", lambda self: ({}, None))
-        patch.setattr(Reporter, "test", lambda self, figures, scores: None)
+        patch.setattr(Evaluator, "test", lambda self, checkpoints: ({}, None))
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]
@@ -287,6 +288,65 @@ def test_training_stops_when_dev_no_longer_gets_better(tmp_path: Path) -> None:
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 6  # nothing is left to do
 
 
+@pytest.mark.parametrize(
+    ("training", "with_dev", "losses", "averaged"),
+    [
+        # dev loss of steps 3 and 6, then of the means up to 6
+        ({"average": "auto"}, True, [3, 2.5, 2.5, 2.2, 2.4, 2.3, 2.6], [6, 5]),
+        ({"average": 2}, True, [3, 2.5], [6, 5]),
+        ({"average": "auto"}, False, [], [6]),
+        # of steps 3 and 6, of the means up to 6, of those up to 3, which is the best one
+        (
+            {"average": "auto", "patience": 1, "steps": 99},
+            True,
+            [2.5, 3, 3, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.6],
+            [3, 2],
+        ),
+        ({"average": 2, "patience": 1, "steps": 99}, True, [2.5, 3], [3, 2]),
+    ],
+)
+def test_the_end_chooses_what_is_averaged(
+    training: dict[str, Any],
+    with_dev: bool,
+    losses: list[float],
+    averaged: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Until then, and when it goes on, the last checkpoint, or as many as are asked for."""
+    common = {"steps": 6, "eval_every": 3, "checkpoint_every": 1, "keep_checkpoints": 5}
+    config = tiny(**(common | {"bleu_every": 0} | training))
+    config = config if with_dev else no_evaluation(config)
+    data = dataclasses.replace(config.data, test=PairsConfig())
+    config = dataclasses.replace(config, data=data)
+    caplog.set_level("INFO")
+
+    def names() -> list[int]:
+        return [int(path.name) for path in choose_checkpoints(tmp_path)]
+
+    remaining = iter(losses)
+    monkeypatch.setattr(
+        Evaluator, "_loss", lambda *_: LossSums(*map(np.float32, (next(remaining), 1, 0, 1)))
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Signals, "stop_after", lambda self, step: self._handle(15, None) or True)
+        assert "averaged_steps" not in train(config, tmp_path, devices=ONE)
+    assert names() == [1] and "has not ended" in caplog.text
+    summary = train(config, tmp_path, devices=ONE)
+    assert next(remaining, None) is None and summary["averaged_steps"] == names() == averaged
+    described = "mean of 2 checkpoints, {1} to {0}" if len(averaged) > 1 else "checkpoint {}"
+    assert described.format(*averaged) in capsys.readouterr().err
+    assert with_dev or "no data.dev to choose an average by" in caplog.text
+    load_model(tmp_path)
+    assert described.format(*averaged) in caplog.text
+    newest = max(complete_steps(tmp_path / "checkpoints"))
+    number = 1 if training["average"] == "auto" else 2
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"steps": newest - 1}))
+    assert names() == [newest, newest - 1][:number]
+
+
 def test_less_patience_ends_a_run_with_the_best_model(tmp_path: Path) -> None:
     """Even if nothing is left to train or to save with it."""
     config = tiny(steps=6, eval_every=2, checkpoint_every=100, patience=3, bleu_every=0)
@@ -333,10 +393,10 @@ def test_a_run_without_a_checkpoint_keeps_its_tokenizer(tmp_path: Path) -> None:
 def test_a_stuck_step_writes_tracebacks_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def stuck_add(self: Meter, metrics: Any) -> None:
-        if self._step == 0:
+    def stuck_add(self: Meter, *given: Any) -> None:
+        if not self._progress.target_tokens:
             time.sleep(1)
-        add(self, metrics)
+        add(self, *given)
 
     add = Meter.add
     monkeypatch.setattr(Meter, "add", stuck_add)

@@ -13,10 +13,9 @@ import pytest
 from runs import ONE, no_evaluation, tiny
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.training.evaluator import EvaluationStopped, Evaluator
+from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import train
-from transformer_jax.training.reporting import Reporter
-from transformer_jax.training.signals import Signals
+from transformer_jax.training.signals import Interrupted, Signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -39,7 +38,7 @@ def test_a_second_ctrl_c_ends_the_program_at_once() -> None:
     program = (
         "import signal, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from transformer_jax.training.signals import Signals\n"
+        "from transformer_jax.training.signals import Interrupted, Signals\n"
         "with Signals():\n    print('ready', flush=True)\n"
         # Briefly: a signal that another thread gets does not end the main thread's sleep.
         "    for _ in range(600): time.sleep(0.1)\n"
@@ -69,11 +68,15 @@ def test_a_translation_is_stopped_between_windows() -> None:
                     windows.append(number)
                 yield [SimpleNamespace(text=line.upper())]
 
-    run: Any = SimpleNamespace(dev_pairs=[], test_pairs=[])
-    evaluator = Evaluator(run, stop=lambda: len(windows) > 1)
+    def poll() -> None:
+        if len(windows) > 1:
+            raise Interrupted
+
+    run: Any = SimpleNamespace(dev_corpus=None, dev_pairs=[], test_pairs=[])
+    evaluator = Evaluator(run, poll=poll)
     evaluator._translator = Translator()  # type: ignore[assignment]
     pairs = [("a", "b")] * 1000
-    with pytest.raises(EvaluationStopped):
+    with pytest.raises(Interrupted):
         evaluator._translate({}, pairs)
     assert len(windows) == 2
     evaluator = Evaluator(run)
@@ -88,7 +91,7 @@ def test_a_signal_during_the_test_set_leaves_it_to_the_next_start(
     test = PairsConfig("numbers", split="test", limit=3)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=test))
 
-    def interrupted(self: Evaluator) -> Any:
+    def interrupted(self: Evaluator, checkpoints: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         self._poll()
         raise AssertionError("it went on")
@@ -96,7 +99,6 @@ def test_a_signal_during_the_test_set_leaves_it_to_the_next_start(
     monkeypatch.setattr(Evaluator, "test", interrupted)
     summary = train(config, tmp_path, devices=ONE)
     assert summary["stopped_by"] == "SIGTERM" and "test" not in summary
-    monkeypatch.setattr(Evaluator, "test", lambda self: ({"sentences": 3}, None))
-    monkeypatch.setattr(Reporter, "test", lambda self, figures, scores: None)
+    monkeypatch.setattr(Evaluator, "test", lambda self, checkpoints: ({"sentences": 3}, None))
     summary = train(config, tmp_path, devices=ONE)
     assert summary["stopped_by"] is None and summary["test"] == {"sentences": 3}

@@ -126,11 +126,11 @@ class Arguments:
     """Work directory of a training run, or its URL; several: their models translate together (mean
     of their probabilities)."""
     checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on the dev set, or that of a step. Default: the newest; the
-    best if early stopping ended the run."""
+    """The newest checkpoint, the best on the dev set, or that of a step. Default: what the end of
+    training chose, or the newest."""
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: the run's
-    training.average; with --checkpoint best or a step, 1."""
+    """Take the mean of this many checkpoints, up to the chosen one. Default: what the
+    end of training chose; with --checkpoint best or a step, 1."""
     compilation_cache: str = "auto"
     """Folder where compiled functions are kept between runs. off: they are not. auto:
     JAX_COMPILATION_CACHE_DIR, or else transformer_jax/compiled in the user's cache folder

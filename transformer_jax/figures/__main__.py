@@ -57,12 +57,12 @@ class Attention:
     only: tuple[int, ...] = ()
     """With --style lines: tokens of the left column whose lines are drawn, from 1. Default: all."""
     checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on the dev set, or that of a step. Default: the newest; the
-    best if early stopping ended the run.
+    """The newest checkpoint, the best on the dev set, or that of a step. Default: what the end of
+    training chose, or the newest.
     """
     average: int | None = None
-    """Number of checkpoints to average, up to the chosen one. Default: the run's training.average;
-    with --checkpoint best or a step, 1.
+    """Number of checkpoints to average, up to the chosen one. Default: what the end of training
+    chose; with --checkpoint best or a step, 1.
     """
 
 

@@ -78,11 +78,11 @@ class Arguments:
     timeout: float = 60.0
     """Seconds that an answer may take; then the request gets 503."""
     checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on the dev set, or that of a step. Default: the newest; the
-    best if early stopping ended the run."""
+    """The newest checkpoint, the best on the dev set, or that of a step. Default: what the end of
+    training chose, or the newest."""
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: the run's
-    training.average; with --checkpoint best or a step, 1."""
+    """Take the mean of this many checkpoints, up to the chosen one. Default: what the
+    end of training chose; with --checkpoint best or a step, 1."""
     compilation_cache: str = "auto"
     """Folder where compiled functions are kept between runs; off, or auto: as in decode.py."""
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(

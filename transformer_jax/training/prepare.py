@@ -284,7 +284,6 @@ def _restore_or_start(
             *(config.training.steps, step, step),
         )
     progress.forget_other_best(selected)
-    progress.evaluation_due &= "dev" in corpora
     return state, progress
 
 

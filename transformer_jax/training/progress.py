@@ -25,8 +25,6 @@ class Progress:
     train_seconds: float = 0.0  # without evaluation
     source_tokens: int = 0
     target_tokens: int = 0
-    evaluations: int = 0
-    evaluation_due: bool = False  # a signal or an error came before it had ended
     selected: list[Any] = field(default_factory=list)  # see ``selection``
     since_best: int = 0  # evaluations since the best one
     best_step: int | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
+import operator
 import os
 import sys
 import time
@@ -14,20 +14,17 @@ from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from transformer_jax.data.batching import BatchPlan
 from transformer_jax.distributed import is_first
-from transformer_jax.evaluation import Evaluation
 from transformer_jax.storage import write_atomically
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import StepMetrics
-
-_SECONDS_BETWEEN_LINES = 10  # about compiling
 
 
 class Example(NamedTuple):
@@ -40,7 +37,7 @@ class Example(NamedTuple):
 
 def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
     """Per-token figures of summed losses: loss (smoothed), nll, perplexity, accuracy."""
-    count = max(float(sums.tokens), 1.0)
+    count = float(sums.tokens) or math.nan
     nll = float(sums.nll) / count
     return {
         f"{prefix}loss": float(sums.loss) / count,
@@ -53,59 +50,50 @@ def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
 class Meter:
     """Adds to the totals in ``progress``; gives the figures of the steps since the last entry."""
 
-    def __init__(self, progress: Progress, plan: BatchPlan, step: int):
-        self._progress, self._plan, self._step = progress, plan, step
-        self._sums: list[LossSums] = []  # of good steps since the last entry
-        self._last_step, self._last_waited, self._last = step, 0.0, copy(progress)
-        self._since = time.perf_counter()  # seconds from here on are not in the totals yet
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self._sums: LossSums
+        self._positions: np.ndarray  # of source and target, padding included
+        self.restart()
+        self._begin_entry(0.0)
 
-    def add(self, metrics: StepMetrics) -> None:
-        """The next step's figures."""
-        self._step += 1
+    def restart(self) -> None:
+        """Time since the last step does not count as training."""
+        self._since = time.perf_counter()
+
+    def add(self, metrics: StepMetrics, shape: tuple[int, int, int]) -> None:
+        """The figures of the next step, on a batch of this shape (B, S, T)."""
+        now, progress = time.perf_counter(), self._progress
+        progress.train_seconds += now - self._since
+        progress.source_tokens += int(metrics.source_tokens)
+        progress.target_tokens += int(metrics.sums.tokens)
         if not metrics.bad_in_a_row:
-            self._sums.append(metrics.sums)
-        self._progress.source_tokens += int(metrics.source_tokens)
-        self._progress.target_tokens += int(metrics.sums.tokens)
+            self._sums = jax.tree.map(operator.add, self._sums, metrics.sums)
+        self._positions += [shape[0] * shape[1], shape[0] * shape[2]]
+        self._since = now
 
     def entry(self, waited: float) -> dict[str, Any]:
         """Means since the last entry; NaN if all steps were skipped.
 
         ``waited``: seconds that the loop has waited for data so far.
         """
-        self.book()
-        now, last = self._progress, self._last
-        seconds = max(now.train_seconds - last.train_seconds, 1e-9)
-        source = now.source_tokens - last.source_tokens
-        target = now.target_tokens - last.target_tokens
-        shapes = np.array([self._plan.shape(i) for i in range(self._last_step, self._step)])
-        source_positions, target_positions = shapes[:, 0] @ shapes[:, 1:]  # with padding
-        nothing = np.full((1, len(LossSums._fields)), np.nan)
-        sums = LossSums(*np.sum(np.asarray(self._sums or nothing), axis=0))
-        values: dict[str, Any] = means(sums) | {
+        now, before = self._progress, self._before
+        seconds = max(now.train_seconds - before.train_seconds, 1e-9)
+        source = now.source_tokens - before.source_tokens
+        target = now.target_tokens - before.target_tokens
+        values: dict[str, Any] = means(self._sums) | {
             "tokens_per_second": (source + target) / seconds,
             "target_tokens_per_second": target / seconds,
-            "source_fill": source / source_positions,
-            "target_fill": target / target_positions,
-            "data_wait_share": (waited - self._last_waited) / seconds,
+            "source_fill": source / self._positions[0],
+            "target_fill": target / self._positions[1],
+            "data_wait_share": (waited - self._waited) / seconds,
         }
-        self._sums = []
-        self._last_step, self._last_waited, self._last = self._step, waited, copy(now)
+        self._begin_entry(waited)
         return values
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time spent inside does not count as training."""
-        self.book()
-        try:
-            yield
-        finally:
-            self._since = time.perf_counter()
-
-    def book(self) -> None:
-        """Add the seconds of training so far to ``progress``."""
-        now = time.perf_counter()
-        self._progress.train_seconds += now - self._since
-        self._since = now
+    def _begin_entry(self, waited: float) -> None:
+        self._before, self._waited = copy(self._progress), waited
+        self._sums, self._positions = LossSums(*np.zeros(4)), np.zeros(2)
 
 
 class Reporter:
@@ -113,37 +101,29 @@ class Reporter:
     several processes only the first does.
     """
 
-    def __init__(self, workdir: Path, *, steps: int, start_step: int, evaluation_due: bool = False):
-        """Drops entries after ``start_step``, from a run whose later steps were not saved; this run
-        writes them again. If that step's evaluation is due again, its dev entry is dropped as well.
+    def __init__(self, workdir: Path, *, steps: int, start_step: int):
+        """Drops what came after step ``start_step`` was saved, from a run that was interrupted;
+        this run writes it again.
         """
         first = is_first()
         path = workdir / "metrics.jsonl" if first else Path(os.devnull)
         if first:
-            _truncate(path, start_step, evaluation_due)
+            _truncate(path, start_step)
         self._file = path.open("a", encoding="utf-8")
         self._failed = False
         self._board = _Board(workdir / "tensorboard", purge_step=start_step + 1) if first else None
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not first)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not first)
         self._bar = ProgressBar(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[status]}"),
-            TextColumn("{task.fields[compiling]}"),
             TimeRemainingColumn(),
-            console=self.console,
-            disable=not (first and self.console.is_terminal),
+            console=self._console,
+            disable=not (first and self._console.is_terminal),
         )
-        self._task = self._bar.add_task(
-            "train", total=steps, completed=start_step, status="", compiling=""
-        )
-        self._all_compiled, self._said = 0, 0.0  # shapes; at how many seconds of compiling
+        self._task = self._bar.add_task("", total=steps, completed=start_step, status="")
         self._bar.start()
-        # On a terminal the bar has replaced sys.stderr by now, so that logs appear above it.
-        self._logger, self._handler = logging.getLogger("transformer_jax"), logging.StreamHandler()
-        if first:
-            self._logger.addHandler(self._handler)
-            self._logger.propagate = False
+        self._console.show_cursor()  # nobody would after a second Ctrl-C
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """A line in metrics.jsonl, with null for NaN and infinity; its numbers go to TensorBoard,
@@ -172,22 +152,13 @@ class Reporter:
             f"loss {values['loss']:.3f}  lr {values['learning_rate']:.2e}  "
             f"{values['tokens_per_second']:,.0f} tokens/s  epoch {values['epoch']:.2f}"
         )
-        self._bar.update(self._task, status=status)
-        if not self.console.is_terminal:
+        self.status(status)
+        if not self._console.is_terminal:
             self.say(f"step {step}  {status}")
 
-    def compiling(self, done: int, total: int, seconds: float) -> None:
-        """How many shapes are compiled: in the bar, elsewhere a line every few seconds."""
-        if done == self._all_compiled:
-            return
-        text = f"compiling {done + 1} of {total} shapes, {seconds:.0f} s"
-        if done == total:
-            text, self._all_compiled = "", total
-            self.say(f"compiled {total} shapes in {seconds:.0f} s")
-        elif not self.console.is_terminal and seconds - self._said > _SECONDS_BETWEEN_LINES:
-            self._said = seconds
-            self.say(text)
-        self._bar.update(self._task, compiling=text)
+    def status(self, text: str) -> None:
+        """Text in the progress bar."""
+        self._bar.update(self._task, status=text)
 
     def dev(self, step: int, figures: dict[str, Any], example: Example | None) -> None:
         """An evaluation on the dev set."""
@@ -203,24 +174,16 @@ class Reporter:
             )
         self.say(text)
 
-    def test(self, figures: dict[str, Any], scores: Evaluation) -> None:
-        """The evaluation on the test set."""
-        count = figures["averaged_checkpoints"]
-        which = f"mean of {count} checkpoints, the last" if count > 1 else "checkpoint"
-        self.say(f"test, {which} of step {figures['checkpoint']}: {scores}")
-
     def advance(self, step: int) -> None:
         """Move the bar."""
         self._bar.update(self._task, completed=step)
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
-        self.console.print(text, markup=False)
+        self._console.print(text, markup=False)
 
     def close(self) -> None:
         """Close the files and release the terminal."""
-        self._logger.removeHandler(self._handler)
-        self._logger.propagate = True
         self._bar.stop()
         for file in (self._file, self._board):
             with self._reporting_errors():
@@ -269,15 +232,15 @@ class _Board:
         self._writer.close()
 
 
-def _truncate(path: Path, last_step: int, evaluation_due: bool) -> None:
+def _truncate(path: Path, last_step: int) -> None:
+    """Keep the entries up to a step's checkpoint; its evaluation came later."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             entry = json.loads(line)
-            again = evaluation_due and (entry["kind"], entry["step"]) == ("dev", last_step)
-            if entry["step"] <= last_step and not again:
+            if (entry["step"], entry["kind"] == "dev") <= (last_step, False):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a line that a kill cut short

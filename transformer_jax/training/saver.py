@@ -70,12 +70,12 @@ class Checkpoints:
         self.failure = ""  # of the last save
         from_first(self._clean)
 
-    def save(self, state: TrainState, progress: Progress, *, regular: bool = True) -> None:
+    def save(self, state: TrainState, progress: Progress) -> None:
         """Start saving; returns once the state is copied.
 
         A failure is logged and older checkpoints stay; ``check`` raises where there are none. One
-        that is not ``regular`` stays until the next is saved, or as long as it is the best on the
-        dev set. With ``training.patience`` those that are averaged with the best stay with it.
+        that is not regular stays until the next is saved, or as long as it is the best on the dev
+        set. With ``training.patience`` those that are averaged with the best stay with it.
         """
         self.wait()
         from_first(self.check)
@@ -86,7 +86,7 @@ class Checkpoints:
         try:
             # The next step donates the state while Orbax still writes, so Orbax gets a copy.
             parts = jax.tree.map(jnp.copy, _parts(state))
-            from_first(lambda: self._begin(path, progress, regular=regular))
+            from_first(lambda: self._begin(path, progress))
             response = ocp.save_checkpointables_async(path / "state", parts)
         except Exception as error:
             self._discard(path, error)
@@ -164,14 +164,13 @@ class Checkpoints:
             elif path.suffix in (_SAVING, _REPLACED) or (path.name.isdigit() and not complete):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _begin(self, path: Path, progress: Progress, *, regular: bool) -> None:
+    def _begin(self, path: Path, progress: Progress) -> None:
         """Write all of a checkpoint but its arrays."""
         for failed in self.folder.glob(f"*{_SAVING}"):
             shutil.rmtree(failed, ignore_errors=True)
         path.mkdir()
-        noted = dataclasses.asdict(progress) | {"regular": regular}
         (path / "config.json").write_text(to_json(self._config))
-        (path / "progress.json").write_text(json.dumps(noted, indent=2))
+        (path / "progress.json").write_text(json.dumps(dataclasses.asdict(progress), indent=2))
         self._tokenizer.save(path)
 
     def _newest_intact(self) -> int | None:
@@ -218,9 +217,9 @@ class Checkpoints:
             self._best_step = best_step
         regular = [step for step in steps if is_regular(self.folder / checkpoint_name(step))]
         kept = {*regular[-training.keep_checkpoints :], steps[-1], self._best_step}
-        if training.patience and self._best_step is not None and training.average > 1:
+        if training.patience and self._best_step is not None and training.most_averaged > 1:
             before_best = [step for step in regular if step < self._best_step]
-            kept |= set(before_best[1 - training.average :])
+            kept |= set(before_best[1 - training.most_averaged :])
         for step in steps:
             if step not in kept:
                 delete_checkpoint(self.folder / checkpoint_name(step))

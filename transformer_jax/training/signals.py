@@ -12,6 +12,10 @@ import jax
 from jax.experimental import multihost_utils
 
 
+class Interrupted(Exception):
+    """A signal came while training waited or evaluated."""
+
+
 class Signals:
     """While the context lasts, SIGTERM and the first Ctrl-C only set ``received``; Ctrl-C after
     either ends the program at once.
@@ -55,8 +59,6 @@ class Signals:
             signal.raise_signal(signal.SIGTERM)
             return
         self.received = signal.Signals(number)
-        # print() could raise here, if the signal came while it was at work. The progress bar has
-        # hidden the cursor, and after Ctrl-C nobody would show it again.
-        show_cursor = b"\x1b[?25h" if os.isatty(2) else b""
+        # print() could raise here, if the signal came while it was at work.
         with suppress(OSError):
-            os.write(2, show_cursor + b"stopping; saving ... (Ctrl-C ends the run at once)\n")
+            os.write(2, b"stopping; saving ... (Ctrl-C ends the run at once)\n")

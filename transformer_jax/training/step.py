@@ -38,6 +38,11 @@ class TrainState:
     # else find each other's step in the compilation cache. Checkpoints do not hold it.
     seed: jax.Array
 
+    @property
+    def evaluated(self) -> Parameters:
+        """The parameters to evaluate and to translate with."""
+        return self.parameters if self.ema is None else self.ema
+
 
 class StepMetrics(NamedTuple):
     """Of one step's global batch; scalars on the device."""
