@@ -1,5 +1,7 @@
 """Scaled dot-product and multi-head attention: masks, probabilities, widths, dropout."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,13 +108,20 @@ def test_a_mask_that_is_not_bool_is_refused(dtype: str) -> None:
         dot_product_attention(q, q, q, jnp.zeros((1, 1, 2, 2), dtype))
 
 
+def with_weights(layer: MultiHeadAttention, *arrays: jax.Array, **options: Any) -> Any:
+    """The layer's output and attention weights."""
+    layer = nnx.clone(layer)
+    layer.sow_weights = True
+    out, sown = nnx.capture(layer, nnx.Intermediate)(*arrays, **options)
+    [weights] = sown["weights"]
+    return out, weights
+
+
 def test_multi_head_attention_gives_its_weights() -> None:
     layer = MultiHeadAttention(12, 3, dropout=0.5, rngs=nnx.Rngs(0))
     x, memory = _random(2, 4, 12), _random(2, 5, 12, seed=1)
     mask = jnp.ones((2, 1, 4, 5), bool).at[1, :, :, 2:].set(False)
-    collected: list[jax.Array] = []
-    out = layer(x, memory, mask, weights=collected)
-    [weights] = collected
+    out, weights = with_weights(layer, x, memory, mask)
     np.testing.assert_array_equal(out, layer(x, memory, mask))
     scores = jnp.einsum("BTHK,BSHK->BHTS", layer.query(x), layer.key(memory)) / 2
     expected = jax.nn.softmax(scores, where=mask)
@@ -121,17 +130,15 @@ def test_multi_head_attention_gives_its_weights() -> None:
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
     by_hand = jnp.einsum("BHTS,BSHK->BTHK", weights, layer.value(memory))
     np.testing.assert_allclose(layer.output(by_hand), out, rtol=1e-5, atol=1e-6)
-    dropped = layer(x, memory, mask, dropout_key=jax.random.key(0), weights=collected)
-    np.testing.assert_array_equal(collected[1], weights)  # those before dropout
+    dropped, again = with_weights(layer, x, memory, mask, dropout_key=jax.random.key(0))
+    np.testing.assert_array_equal(again, weights)  # those before dropout
     assert not np.allclose(dropped, out)
 
 
 def test_weights_are_float32_whatever_the_products_are() -> None:
     layer = MultiHeadAttention(12, 3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     x = _random(1, 4, 12)
-    collected: list[jax.Array] = []
-    out = layer(x, x, weights=collected)
-    [weights] = collected
+    out, weights = with_weights(layer, x)
     assert (out.dtype, weights.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
 

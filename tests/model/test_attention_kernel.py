@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +148,7 @@ def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -
 
     assert _kernels(dot_product_attention, *inputs) == 1
     assert _kernels(gradients, *inputs) == 1  # the result itself is not asked for
-    assert _kernels(partial(dot_product_attention, weights=[]), *inputs) == 0
+    assert _kernels(partial(dot_product_attention, module=mock.Mock()), *inputs) == 0
     drop = partial(dot_product_attention, dropout_rate=0.1, dropout_key=jax.random.key(0))
     assert _kernels(drop, *inputs) == 0
     assert _kernels(dot_product_attention, *inputs, platform="cpu") == 0

@@ -1,11 +1,18 @@
 """Dropout: its rate, its mean, its bits."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from transformer_jax.model.dropout import Site, draw, dropout
+from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.model.dropout import DropoutKeys, drawn_ahead, dropout
+from transformer_jax.model.layers import EncoderLayer
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.5])
@@ -28,12 +35,16 @@ def test_the_bits_stay_what_they_were() -> None:
     np.testing.assert_array_equal(kept, [[0, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 1, 0, 1]])
 
 
+def three(keys: DropoutKeys) -> list[jax.Array]:
+    return [keys((64, 16, 256), 0.3) for _ in range(3)]
+
+
 def test_every_random_bit_is_fair_and_drawn_for_itself() -> None:
     """Each quarter of the last axis has a random half word of its own: the rate is exact in all,
     and no two agree more often than chance has it.
     """
-    sites = [Site((64, 16, 256), 0.3)] * 3
-    masks = np.stack(draw(jax.random.key(0), sites, ahead=True))
+    keys = drawn_ahead(three, jax.random.key(0))
+    masks = np.stack(three(keys))
     kept = np.moveaxis(masks.reshape(3, 64, 16, 4, 64), 3, 1).reshape(12, -1)
     np.testing.assert_allclose(kept.mean(axis=1), 0.7, atol=4 * np.sqrt(0.21 / kept.shape[1]))
     correlation = np.corrcoef(kept) - np.eye(12)
@@ -50,15 +61,27 @@ def test_rates_are_exact_to_one_in_65536(rate: float) -> None:
 
 def test_masks_drawn_ahead_are_those_of_the_keys() -> None:
     """Of every shape, also where the last axis is no multiple of four; none where the rate is 0."""
-    sites = [Site((3, 5), 0.5), [Site((2, 4, 6), 0.2), Site((3, 5), 0.5)], Site((2, 4, 6), 0.0)]
-    keys = draw(jax.random.key(0), sites, ahead=False)
-    masks = draw(jax.random.key(0), sites, ahead=True)
-    assert jax.tree.structure(keys) == jax.tree.structure(masks, is_leaf=lambda x: x is None)
-    drawn = list(zip(jax.tree.leaves(keys), jax.tree.leaves(masks), strict=False))
-    assert len(drawn) == 3 and masks[2] is None
-    for (key, mask), site in zip(drawn, [sites[0], *sites[1]], strict=True):
-        x = jax.random.normal(jax.random.key(1), site.shape)
-        np.testing.assert_array_equal(dropout(x, site.rate, mask), dropout(x, site.rate, key))
+    sites = [((3, 5), 0.5), ((2, 4, 6), 0.2), ((3, 5), 0.5), ((2, 4, 6), 0.0)]
+
+    def run(keys: DropoutKeys) -> list[jax.Array]:
+        return [dropout(jnp.ones(shape), rate, keys) for shape, rate in sites]
+
+    keys = DropoutKeys(jax.random.key(0))
+    one_by_one, ahead = run(keys), drawn_ahead(run, jax.random.key(0))
+    assert keys.asked == sites[:3]
+    for found, expected in zip(run(ahead), one_by_one, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert not np.array_equal(one_by_one[0], one_by_one[2])
+
+
+@pytest.mark.parametrize("key", [0, nnx.Rngs(0)], ids=["seed", "Rngs"])
+def test_what_is_no_random_key_is_refused(key: Any) -> None:
+    layer = EncoderLayer(ModelConfig(d_model=8, num_heads=2, d_ff=8), rngs=nnx.Rngs(0))
+    for module in (partial(dropout, jnp.ones(3), 0.5), partial(layer, jnp.ones((1, 3, 8)), None)):
+        with pytest.raises(
+            UserError, match=r"dropout_key is .*; expected a random key, .*key\(0\)"
+        ):
+            module(**{"key" if module.func is dropout else "dropout_key": key})
 
 
 def test_gradient_passes_where_the_mask_is_true() -> None:

@@ -25,7 +25,6 @@ from transformer_jax.config import (
 )
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
-from transformer_jax.model.dropout import draw
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -147,9 +146,7 @@ def test_losses_are_those_of_one_device(
 @pytest.fixture
 def masks_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dropout as on GPUs."""
-    monkeypatch.setattr(
-        "transformer_jax.model.transformer.draw", lambda *given, ahead: draw(*given, ahead=True)
-    )
+    monkeypatch.setattr("transformer_jax.model.transformer._draws_ahead", lambda config: True)
     shared_functions.cache_clear()
     yield
     shared_functions.cache_clear()

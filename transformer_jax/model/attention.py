@@ -61,14 +61,15 @@ def dot_product_attention(
     *,
     dropout_rate: float = 0.0,
     dropout_key: DropoutKey = None,
-    weights: list[jax.Array] | None = None,
+    module: nnx.Module | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with the values' K.
 
     Args:
       mask_BHTS: bool, True where attention is allowed; axes B, H, T may be 1. None allows all. A
         query that sees nothing has equal weights.
-      weights: a list to which the weights before dropout are added, float32 [B, H, T, S].
+      module: sows the weights before dropout, float32 [B, H, T, S], as an ``nnx.Intermediate``
+        named ``weights``.
 
     Raises:
       UserError: the mask is not bool.
@@ -80,10 +81,10 @@ def dot_product_attention(
         )
     arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
     dropped = dropout_rate > 0 and dropout_key is not None
-    if not dropped and weights is None and attention_kernel.takes(*arrays):
+    if not dropped and module is None and attention_kernel.takes(*arrays):
         kernel = attention_kernel.short_attention
         return jax.lax.platform_dependent(*arrays, cuda=kernel, default=_plain_attention)
-    return _plain_attention(*arrays, dropout_rate, dropout_key, weights)
+    return _plain_attention(*arrays, dropout_rate, dropout_key, module)
 
 
 def _plain_attention(
@@ -93,15 +94,15 @@ def _plain_attention(
     mask_BHTS: jax.Array | None,
     dropout_rate: float = 0.0,
     dropout_key: DropoutKey = None,
-    weights: list[jax.Array] | None = None,
+    module: nnx.Module | None = None,
 ) -> jax.Array:
     q_BTHK = q_BTHK * jnp.asarray(q_BTHK.shape[-1] ** -0.5, q_BTHK.dtype)
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     if mask_BHTS is not None:
         scores_BHTS = jnp.where(mask_BHTS, scores_BHTS, MASKED)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
-    if weights is not None:
-        weights.append(weights_BHTS)
+    if module is not None:
+        module.sow(nnx.Intermediate, "weights", weights_BHTS)
     weights_BHTS = dropout(weights_BHTS.astype(v_BSHK.dtype), dropout_rate, dropout_key)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK)
 
@@ -168,6 +169,7 @@ class MultiHeadAttention(nnx.Module):
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
         self.rotary = rotary
         self.dropout = dropout
+        self.sow_weights = False
 
     @jax.named_scope("attention")
     def __call__(
@@ -177,12 +179,11 @@ class MultiHeadAttention(nnx.Module):
         mask_BHTS: jax.Array | None = None,
         *,
         dropout_key: DropoutKey = None,
-        weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """Let each query position gather from the memory: [B, T, D].
 
-        Without a memory, self-attention. Mask and ``weights`` are those of
-        ``dot_product_attention``.
+        Without a memory, self-attention. The mask is that of ``dot_product_attention``. Weights are
+        sown, to be found with ``nnx.capture``, if the attribute ``sow_weights`` is True.
         """
         # Before the queries: gradients are added in the reverse order, which is in their bits.
         k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)
@@ -193,7 +194,7 @@ class MultiHeadAttention(nnx.Module):
             mask_BHTS,
             dropout_rate=self.dropout,
             dropout_key=dropout_key,
-            weights=weights,
+            module=self if self.sow_weights else None,
         )
         return self.output(out_BTHK)
 

@@ -1,25 +1,66 @@
-"""Dropout: what is kept, and how random keys reach the places where something is dropped."""
+"""Dropout, and the random keys of a pass through a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A random key; or what ``draw`` made of one, which a module hands to its parts in place of keys.
-# With None nothing is dropped.
-DropoutKey: TypeAlias = "jax.Array | Sequence[DropoutKey] | None"
+from transformer_jax.errors import UserError
 
 
-class Site(NamedTuple):
-    """A place where a share ``rate`` of an array's elements is dropped."""
+class DropoutKeys:
+    """The masks of one pass: each call draws one with a key of its own, in program order.
 
-    shape: tuple[int, ...]
-    rate: float
+    A module makes these from the random key it is given, for its parts.
+    """
+
+    def __init__(self, key: jax.Array, drawn: Sequence[jax.Array] = ()):
+        """``drawn``: all masks, if they have been drawn ahead."""
+        if not isinstance(key, jax.Array):
+            raise UserError(
+                f"dropout_key is {key!r}; expected a random key, for example jax.random.key(0) or "
+                "rngs.dropout() of an nnx.Rngs."
+            )
+        self.key, self._drawn = key, drawn
+        self.asked: list[tuple[tuple[int, ...], float]] = []  # shape and rate of each mask
+
+    def __call__(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """True at what stays: bool of this shape."""
+        number = len(self.asked)
+        self.asked.append((shape, rate))
+        if self._drawn:
+            return self._drawn[number]
+        return kept(shape, rate, jax.random.fold_in(self.key, number))
+
+
+# A random key, or what a module makes of it for its parts. With None nothing is dropped.
+DropoutKey: TypeAlias = jax.Array | DropoutKeys | None
+
+
+def as_keys(key: DropoutKey) -> DropoutKeys | None:
+    """The keys for a module's parts; ``UserError`` if this is no random key."""
+    return key if key is None or isinstance(key, DropoutKeys) else DropoutKeys(key)
+
+
+def drawn_ahead(run: Callable[[DropoutKeys], Any], key: jax.Array) -> DropoutKeys:
+    """Keys with the masks that ``run`` asks for, those of one shape drawn at once.
+
+    All are held in memory from then on, at 2 bits an element. ``run`` is traced once more.
+    """
+    keys = DropoutKeys(key)
+    jax.eval_shape(lambda: run(keys))
+    masks = [jnp.empty(0)] * len(keys.asked)
+    for site in dict.fromkeys(keys.asked):
+        numbers = np.asarray([i for i, other in enumerate(keys.asked) if other == site])
+        keys_N = jax.vmap(partial(jax.random.fold_in, key))(numbers)
+        for number, mask in zip(numbers, _masks(keys_N, *site), strict=True):
+            masks[number] = mask
+    return DropoutKeys(key, masks)
 
 
 @jax.named_scope("dropout")
@@ -35,15 +76,18 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
     # Scaled last: gradients are then scaled before they are masked and stored, and not once more in
     # each product that reads them.
     scale = jnp.asarray(scale_up(rate), x.dtype)
-    return jnp.where(kept(Site(x.shape, rate), key), x, jnp.zeros((), x.dtype)) * scale
+    return jnp.where(kept(x.shape, rate, key), x, jnp.zeros((), x.dtype)) * scale
 
 
-def kept(site: Site, key: DropoutKey) -> jax.Array:
-    """What stays at a site, bool, by the key or mask that ``dropout`` takes."""
-    assert isinstance(key, jax.Array)
+def kept(shape: tuple[int, ...], rate: float, key: DropoutKey) -> jax.Array:
+    """What stays, bool of this shape, by the key or mask that ``dropout`` takes."""
+    if not isinstance(key, jax.Array):
+        keys = as_keys(key)
+        assert keys is not None
+        return keys(shape, rate)
     if key.dtype == jnp.bool_:
         return key
-    return jnp.concatenate(_kept_quarters(key, site), -1)[..., : site.shape[-1]]
+    return jnp.concatenate(_kept_quarters(key, shape, rate), -1)[..., : shape[-1]]
 
 
 def scale_up(rate: float) -> float:
@@ -51,54 +95,30 @@ def scale_up(rate: float) -> float:
     return 65536 / (65536 - _threshold(rate))
 
 
-def draw(key: jax.Array, sites: Any, *, ahead: bool) -> DropoutKey:
-    """For nested lists of sites, likewise nested: a key each, or its mask if ``ahead``.
-
-    The masks are those that ``dropout`` draws from the keys, but those of one shape are drawn at
-    once, and all are held in memory from then on, at 2 bits an element.
-    """
-    flat, structure = jax.tree.flatten(sites, is_leaf=lambda x: isinstance(x, Site))
-    keys = jax.random.split(key, len(flat))
-    drawn: list[DropoutKey] = list(keys)
-    for site in dict.fromkeys(flat) if ahead else ():
-        numbers = [i for i, other in enumerate(flat) if other == site]
-        masks = _masks(keys[np.asarray(numbers)], site) if site.rate > 0 else [None] * len(numbers)
-        for i, number in enumerate(numbers):
-            drawn[number] = masks[i]
-    return jax.tree.unflatten(structure, drawn)
-
-
-def split_key(key: DropoutKey, count: int) -> Sequence[DropoutKey]:
-    """``count`` keys from one; no key gives none, and what was drawn is split already."""
-    if key is None:
-        return [None] * count
-    return list(jax.random.split(key, count)) if isinstance(key, jax.Array) else key
-
-
-def _kept_quarters(key: jax.Array, site: Site) -> list[jax.Array]:
+def _kept_quarters(key: jax.Array, shape: tuple[int, ...], rate: float) -> list[jax.Array]:
     """What stays of each quarter of the last axis: bool [..., last / 4], rounded up.
 
     Each element takes 16 random bits. Interleaving the quarters would cost a sixth of a training
     step on a TPU.
     """
-    *leading, last = site.shape
+    *leading, last = shape
     # A key's children are random words, two from each call of the generator, where
     # ``jax.random.bits`` makes one of them.
     words = jax.random.key_data(jax.random.split(key, (*leading, -(-last // 4))))
     halves = [half for i in range(2) for half in (words[..., i], words[..., i] >> 16)]
-    return [half.astype(jnp.uint16) >= _threshold(site.rate) for half in halves]
+    return [half.astype(jnp.uint16) >= _threshold(rate) for half in halves]
 
 
 @jax.named_scope("dropout")
-def _masks(keys_N: jax.Array, site: Site) -> jax.Array:
-    """The masks of several keys: bool [N, *site.shape]."""
-    kept = jax.vmap(partial(_kept_quarters, site=site))(keys_N)
-    packed = sum((each.astype(jnp.uint8) << i for i, each in enumerate(kept)), jnp.uint8(0))
+def _masks(keys_N: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
+    """The masks of several keys: bool [N, *shape]."""
+    quarters = jax.vmap(partial(_kept_quarters, shape=shape, rate=rate))(keys_N)
+    packed = sum((each.astype(jnp.uint8) << i for i, each in enumerate(quarters)), jnp.uint8(0))
     # Stored as they are, four elements a byte: XLA would rather store the random words.
     packed = jax.lax.optimization_barrier(packed)[..., None, :]
     places = jnp.arange(4, dtype=jnp.uint8).reshape((1,) * (packed.ndim - 2) + (4, 1))
     masks = ((packed >> places) & 1 != 0).reshape(*packed.shape[:-2], -1)
-    return masks[..., : site.shape[-1]]
+    return masks[..., : shape[-1]]
 
 
 def _threshold(rate: float) -> int:

@@ -12,7 +12,7 @@ from flax import nnx
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
-from transformer_jax.model.dropout import DropoutKey, dropout, split_key
+from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.norms import Residual
 from transformer_jax.model.positions import sinusoidal_positions
@@ -167,19 +167,13 @@ class EncoderLayer(nnx.Module):
         mask_BHSS: jax.Array,
         *,
         dropout_key: DropoutKey = None,
-        weights: list[jax.Array] | None = None,
     ) -> jax.Array:
-        """[B, S, D] to [B, S, D]; without a key nothing is dropped.
-
-        The attention weights [B, H, S, S] are added to ``weights``, if given.
-        """
-        attention_key, residual_key, *keys = split_key(dropout_key, 4)
+        """[B, S, D] to [B, S, D]; without a key nothing is dropped."""
+        keys = as_keys(dropout_key)
         y_BSD = self.self_attention_residual.before(x_BSD)
-        y_BSD = self.self_attention(
-            y_BSD, y_BSD, mask_BHSS, dropout_key=attention_key, weights=weights
-        )
-        x_BSD = self.self_attention_residual.after(x_BSD, y_BSD, dropout_key=residual_key)
-        return _feed_forward(self, x_BSD, *keys)
+        y_BSD = self.self_attention(y_BSD, y_BSD, mask_BHSS, dropout_key=keys)
+        x_BSD = self.self_attention_residual.after(x_BSD, y_BSD, dropout_key=keys)
+        return _feed_forward(self, x_BSD, keys)
 
 
 class DecoderLayer(nnx.Module):
@@ -202,45 +196,34 @@ class DecoderLayer(nnx.Module):
         cross_mask_BHTS: jax.Array | None,
         *,
         dropout_key: DropoutKey = None,
-        weights: list[jax.Array] | None = None,
         cache: LayerAttention | None = None,
     ) -> jax.Array:
         """[B, T, D] to [B, T, D]; without a key nothing is dropped.
 
         With a ``cache``, one decoding step of T hypotheses of each sentence: the cache has keys and
         values of the memory and of earlier steps, and no memory or mask is needed.
-
-        The weights of self-attention, then those of cross-attention, are added to ``weights``, if
-        given.
         """
-        self_key, cross_key, self_residual_key, cross_residual_key, *keys = split_key(
-            dropout_key, 6
-        )
+        keys = as_keys(dropout_key)
         y_BTD, attention = self.self_attention_residual.before(x_BTD), self.self_attention
         if cache is None:
-            y_BTD = attention(y_BTD, y_BTD, self_mask_BHTT, dropout_key=self_key, weights=weights)
+            y_BTD = attention(y_BTD, y_BTD, self_mask_BHTT, dropout_key=keys)
         else:
             positions_B1 = cache.position_B1
             q_BTHK = attention.queries(y_BTD, positions_B1)
             own_BTHK = attention.keys_values(y_BTD, positions_B1)
             y_BTD = attention.output(cache.to_history(q_BTHK, *own_BTHK))
-        x_BTD = self.self_attention_residual.after(x_BTD, y_BTD, dropout_key=self_residual_key)
+        x_BTD = self.self_attention_residual.after(x_BTD, y_BTD, dropout_key=keys)
         y_BTD, attention = self.cross_attention_residual.before(x_BTD), self.cross_attention
         if cache is None:
-            y_BTD = attention(
-                y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=cross_key, weights=weights
-            )
+            y_BTD = attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=keys)
         else:
             y_BTD = attention.output(cache.to_source(attention.query(y_BTD)))
-        x_BTD = self.cross_attention_residual.after(x_BTD, y_BTD, dropout_key=cross_residual_key)
-        return _feed_forward(self, x_BTD, *keys)
+        x_BTD = self.cross_attention_residual.after(x_BTD, y_BTD, dropout_key=keys)
+        return _feed_forward(self, x_BTD, keys)
 
 
 def _feed_forward(
-    layer: EncoderLayer | DecoderLayer,
-    x_BLD: jax.Array,
-    inner_key: DropoutKey = None,
-    residual_key: DropoutKey = None,
+    layer: EncoderLayer | DecoderLayer, x_BLD: jax.Array, keys: DropoutKey
 ) -> jax.Array:
-    y_BLD = layer.feed_forward(layer.feed_forward_residual.before(x_BLD), dropout_key=inner_key)
-    return layer.feed_forward_residual.after(x_BLD, y_BLD, dropout_key=residual_key)
+    y_BLD = layer.feed_forward(layer.feed_forward_residual.before(x_BLD), dropout_key=keys)
+    return layer.feed_forward_residual.after(x_BLD, y_BLD, dropout_key=keys)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model import norm_kernel
-from transformer_jax.model.dropout import DropoutKey, Site, dropout, kept, scale_up
+from transformer_jax.model.dropout import DropoutKey, dropout, kept, scale_up
 
 
 class LayerNorm(nnx.Module):
@@ -113,7 +113,7 @@ class Residual(nnx.Module):
             x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
             return x_BLD if self.pre else norm(x_BLD)
         # In training on a GPU one kernel does all, from a mask.
-        keep_BLD = kept(Site(x_BLD.shape, self.dropout), dropout_key)
+        keep_BLD = kept(x_BLD.shape, self.dropout, dropout_key)
         factor, epsilon = scale_up(self.dropout), norm.epsilon
         return jax.lax.platform_dependent(
             *(x_BLD, y_BLD, keep_BLD, norm.scale[...], norm.bias[...]),

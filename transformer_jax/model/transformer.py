@@ -12,7 +12,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import Projection, attention_mask
-from transformer_jax.model.dropout import DropoutKey, Site, draw, dropout, split_key
+from transformer_jax.model.dropout import DropoutKey, as_keys, drawn_ahead, dropout
 from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
 from transformer_jax.model.layers import (
     DecoderLayer,
@@ -47,16 +47,12 @@ class _Stack(nnx.Module):
         x_BLD: jax.Array,
         *context: jax.Array | None,
         dropout_key: DropoutKey = None,
-        weights: list[jax.Array] | None = None,
         caches: Sequence[LayerAttention] | None = None,
     ) -> jax.Array:
         """[B, L, D] to [B, L, D]; the other arguments are those of every layer."""
-        remat = (
-            self.remat and weights is None and caches is None
-        )  # a list cannot collect from a recomputed layer
-        keys = split_key(dropout_key, len(self.layers))
-        for i, (layer, key) in enumerate(zip(self.layers, keys, strict=True)):
-            run = partial(layer, dropout_key=key, weights=weights)
+        remat, keys = self.remat and caches is None, as_keys(dropout_key)
+        for i, layer in enumerate(self.layers):
+            run = partial(layer, dropout_key=keys)
             if caches is not None:
                 run = partial(run, cache=caches[i])
             x_BLD = (jax.checkpoint(run) if remat else run)(x_BLD, *context)
@@ -121,23 +117,13 @@ class Transformer(nnx.Module):
         self,
         source_BS: jax.Array,
         target_BT: jax.Array,
-        *,
-        source_segments_BS: jax.Array | None = None,
-        target_segments_BT: jax.Array | None = None,
-        dropout_key: DropoutKey = None,
+        **options: Any,
     ) -> jax.Array:
         """Logits of each target token given the source and the tokens before: float32 [B, T, V].
 
         The arguments are those of ``hidden``.
         """
-        hidden_BTD = self.hidden(
-            source_BS,
-            target_BT,
-            source_segments_BS=source_segments_BS,
-            target_segments_BT=target_segments_BT,
-            dropout_key=dropout_key,
-        )
-        return self.logits(hidden_BTD)
+        return self.logits(self.hidden(source_BS, target_BT, **options))
 
     def hidden(
         self,
@@ -147,7 +133,6 @@ class Transformer(nnx.Module):
         source_segments_BS: jax.Array | None = None,
         target_segments_BT: jax.Array | None = None,
         dropout_key: DropoutKey = None,
-        weights: tuple[list[jax.Array], list[jax.Array]] | None = None,
     ) -> jax.Array:
         """The decoder's output [B, T, D], for ``logits`` or a loss with its own softmax.
 
@@ -157,61 +142,28 @@ class Transformer(nnx.Module):
           source_segments_BS, target_segments_BT: tell the sentences of a packed row apart; 0 is
             padding. None: one sentence a row.
           dropout_key: without a key nothing is dropped.
-          weights: lists to which each layer of encoder and decoder adds its attention weights.
         """
-        if isinstance(dropout_key, jax.Array):
-            dropout_key = self._draw(dropout_key, source_BS.shape, target_BT.shape)
-        encoder_key, decoder_key = split_key(dropout_key, 2)
-        embedding_key, decoder_key = split_key(decoder_key, 2)
-        encoder_weights, decoder_weights = weights or (None, None)
-        memory_BSD = self.encode(
-            source_BS, source_segments_BS, dropout_key=encoder_key, weights=encoder_weights
-        )
+        if isinstance(dropout_key, jax.Array) and _draws_ahead(self.config):
+            segments = {
+                "source_segments_BS": source_segments_BS,
+                "target_segments_BT": target_segments_BT,
+            }
+            run = partial(self.hidden, source_BS, target_BT, **segments)
+            return run(dropout_key=drawn_ahead(lambda keys: run(dropout_key=keys), dropout_key))
+        keys = as_keys(dropout_key)
+        memory_BSD = self.encode(source_BS, source_segments_BS, dropout_key=keys)
         segments_BT = _segments(target_BT, target_segments_BT)
         positions_BT = segment_positions(segments_BT)
         before_BT = jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)))
         inputs_BT = jnp.where(positions_BT == 0, BOS_ID, before_BT)
         packed = target_segments_BT is not None
         return self.decoder(
-            self._embed(
-                self.target_embedding, inputs_BT, positions_BT, packed=packed, key=embedding_key
-            ),
+            self._embed(self.target_embedding, inputs_BT, positions_BT, packed=packed, keys=keys),
             memory_BSD,
             attention_mask(segments_BT, segments_BT, causal=True),
             attention_mask(segments_BT, _segments(source_BS, source_segments_BS)),
-            dropout_key=decoder_key,
-            weights=decoder_weights,
+            dropout_key=keys,
         )
-
-    def _draw(
-        self, key: jax.Array, source_shape: tuple[int, ...], target_shape: tuple[int, ...]
-    ) -> DropoutKey:
-        """The keys or masks of one pass, nested as its parts split their keys.
-
-        Masks are drawn ahead on GPUs only: a CPU's caches would not hold them, a TPU would move
-        them across lanes, and ``remat`` is for saving memory.
-        """
-        config, (B, S), (_, T) = self.config, source_shape, target_shape
-
-        def outputs(L: int) -> Site:
-            return Site((B, L, config.d_model), config.dropout)
-
-        def inner(L: int) -> Site:
-            return Site((B, L, config.d_ff), config.feed_forward_dropout)
-
-        def weights(T: int, S: int) -> Site:
-            return Site((B, config.num_heads, T, S), config.attention_dropout)
-
-        encoder_layer = [weights(S, S), outputs(S), inner(S), outputs(S)]
-        decoder_layer = [
-            *(weights(T, T), weights(T, S), outputs(T), outputs(T)),
-            *(inner(T), outputs(T)),
-        ]
-        sites = [
-            [outputs(S), [encoder_layer] * config.num_layers],
-            [outputs(T), [decoder_layer] * config.decoder_layers],
-        ]
-        return draw(key, sites, ahead=not config.remat and jax.default_backend() == "gpu")
 
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
         """Where every layer and head looks, one sentence a row, without dropout.
@@ -219,16 +171,19 @@ class Transformer(nnx.Module):
         Under ``jit`` only the layers and heads that are used are computed. Arguments are those of
         ``hidden``.
         """
-        encoder: list[jax.Array] = []
-        decoder: list[jax.Array] = []
-        self.hidden(source_BS, target_BT, weights=(encoder, decoder))
-        is_source_B1S1, is_target_B1T1 = (
-            (tokens_BL != PAD_ID)[:, None, :, None] for tokens_BL in (source_BS, target_BT)
-        )
+        model = nnx.clone(self)
+        model.set_attributes(sow_weights=True, remat=False)
+        _, sown = nnx.capture(Transformer.hidden, nnx.Intermediate)(model, source_BS, target_BT)
+
+        def of(stack: str, attention: str, queries_BL: jax.Array) -> tuple[jax.Array, ...]:
+            is_query_B1L1 = (queries_BL != PAD_ID)[:, None, :, None]
+            layers = [layer[attention] for _, layer in sorted(sown[stack]["layers"].items())]
+            return tuple(layer["weights"][0] * is_query_B1L1 for layer in layers)
+
         return AttentionWeights(
-            tuple(weights_BHSS * is_source_B1S1 for weights_BHSS in encoder),
-            tuple(weights_BHTT * is_target_B1T1 for weights_BHTT in decoder[::2]),
-            tuple(weights_BHTS * is_target_B1T1 for weights_BHTS in decoder[1::2]),
+            of("encoder", "self_attention", source_BS),
+            of("decoder", "self_attention", target_BT),
+            of("decoder", "cross_attention", target_BT),
         )
 
     def encode(
@@ -237,10 +192,9 @@ class Transformer(nnx.Module):
         segments_BS: jax.Array | None = None,
         *,
         dropout_key: DropoutKey = None,
-        weights: list[jax.Array] | None = None,
     ) -> jax.Array:
         """The encoder's output for padded source token ids: ``memory_BSD``."""
-        embedding_key, encoder_key = split_key(dropout_key, 2)
+        keys = as_keys(dropout_key)
         packed = segments_BS is not None
         segments_BS = _segments(source_BS, segments_BS)
         x_BSD = self._embed(
@@ -248,10 +202,10 @@ class Transformer(nnx.Module):
             source_BS,
             segment_positions(segments_BS),
             packed=packed,
-            key=embedding_key,
+            keys=keys,
         )
         mask_BHSS = attention_mask(segments_BS, segments_BS, window=self.config.encoder_window)
-        return self.encoder(x_BSD, mask_BHSS, dropout_key=encoder_key, weights=weights)
+        return self.encoder(x_BSD, mask_BHSS, dropout_key=keys)
 
     def _embed(
         self,
@@ -260,13 +214,13 @@ class Transformer(nnx.Module):
         positions_BL: jax.Array,
         *,
         packed: bool,
-        key: DropoutKey,
+        keys: DropoutKey,
     ) -> jax.Array:
         num_positions = tokens_BL.shape[1]
         if packed:  # such a row may be longer than any sentence in it
             num_positions = min(num_positions, self.config.position_limit)
         x_BLD = embedding(tokens_BL, positions_BL, num_positions=num_positions)
-        return dropout(x_BLD, self.config.dropout, key)
+        return dropout(x_BLD, self.config.dropout, keys)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Scores of the next token before the softmax, float32 [B, T, V]."""
@@ -337,6 +291,13 @@ def with_cast_weights(model: Transformer) -> Transformer:
     matrix_VD = model.output_matrix_VD.astype(compute_dtype(model.config))
     model.softmax_matrix = nnx.data(nnx.Param(matrix_VD))
     return model
+
+
+def _draws_ahead(config: ModelConfig) -> bool:
+    """On GPUs only: a CPU's caches would not hold the masks, a TPU would move them across lanes.
+    ``remat`` is for saving memory.
+    """
+    return not config.remat and jax.default_backend() == "gpu"
 
 
 def _segments(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
