@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from flax import nnx
 from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.devices import row_shardings
-from transformer_jax.decoding.records import Translation, check_text
+from transformer_jax.decoding.records import Translation, blocks, check_text
 from transformer_jax.decoding.search import length_divisor
 from transformer_jax.decoding.trained_models import TrainedModels
-from transformer_jax.errors import UserError, shown
+from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 
@@ -43,7 +43,7 @@ class Scorer(TrainedModels):
     Attributes:
       longest: tokens that a sentence may have, EOS included: 4,096, or the number of learned
         positions.
-      parameters: the models', a list of what ``nnx.to_pure_dict`` gives.
+      parameters: the models', as ``nnx.to_pure_dict`` gives them.
     """
 
     def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
@@ -51,8 +51,8 @@ class Scorer(TrainedModels):
         self.longest = min(_LONGEST, *(model.config.position_limit for model in models))
         self._shares = max(1, len(devices))
         everywhere, self._rows = row_shardings(devices)
-        self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models), strict=True)
-        self.parameters = jax.device_put(list(map(nnx.to_pure_dict, states)), everywhere)
+        self._graph, parameters = nnx.split(nnx.List(models), nnx.Param)
+        self.parameters = jax.device_put(nnx.to_pure_dict(parameters), everywhere)
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
@@ -64,23 +64,24 @@ class Scorer(TrainedModels):
         tokens gets NaN for its figures, with a warning.
 
         Raises:
-            UserError: what is no pair, a source or target that is no text.
+            UserError: a source or target that is no text.
         """
         pairs = list(pairs)
-        for number, texts in enumerate(pairs, 1):
-            if isinstance(texts, str) or len(texts) != 2:
-                raise UserError(
-                    f"Line {number} is {shown(texts)}; expected a pair of texts, (source, target)."
-                )
-            for side, text in zip(("source", "target"), texts, strict=True):
-                check_text(text, f"Line {number}: {side}")
-        sources = self.tokenizer.encode_source([source for source, _ in pairs])
-        targets = self.tokenizer.encode_target([target for _, target in pairs])
-        scored = self.score_tokens(list(zip(sources, targets, strict=True)))
-        return [
-            self._translation(text, tokens, log_probs)
-            for (_, text), tokens, log_probs in zip(pairs, targets, scored, strict=True)
-        ]
+        for number, (source, target) in enumerate(pairs, 1):
+            check_text(source, f"Line {number}: source")
+            check_text(target, f"Line {number}: target")
+        sources, targets = zip(*pairs) if pairs else ((), ())
+        encoded = self.tokenizer.encode_target(targets)
+        scored = self.score_tokens(list(zip(self.tokenizer.encode_source(sources), encoded)))
+        alpha, offset = self.config.length_penalty, self.config.length_offset
+        translations = []
+        for text, tokens, log_probs in zip(targets, encoded, scored):
+            log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
+            score = log_prob / float(length_divisor(length, alpha, offset))
+            names = tuple(self.tokenizer.target_tokens(tokens))
+            each = tuple(map(float, log_probs))
+            translations.append(Translation(text, score, log_prob, length, names, each))
+        return translations
 
     def align(
         self, pairs: Sequence[tuple[str, Translation]], *, layer: int = -1
@@ -92,11 +93,10 @@ class Scorer(TrainedModels):
         """
         sources = self.tokenizer.encode_source([source for source, _ in pairs])
         targets = [self.tokenizer.target_ids(translation.tokens) for _, translation in pairs]
-        tokens = list(zip(sources, targets, strict=True))
+        tokens = list(zip(sources, targets))
         aligned = []
-        for (source, translation), ids, weights_TS in zip(
-            pairs, tokens, self.align_tokens(tokens, layer=layer), strict=True
-        ):
+        weights = self.align_tokens(tokens, layer=layer)
+        for (source, translation), ids, weights_TS in zip(pairs, tokens, weights):
             if weights_TS is not None and translation.tokens:
                 found = alignment(self.tokenizer, (source, translation.text), ids, weights_TS)
                 translation = replace(translation, alignment=found)
@@ -107,10 +107,11 @@ class Scorer(TrainedModels):
         """Natural log-probability of each target's tokens and, last, of EOS; float32, NaN for a
         pair that is too long. Tokens are given without EOS.
         """
-        rows = self._in_batches(partial(self._log_probs_BT, self.parameters), pairs)
+        rows = self._in_batches(self._log_probs_BT, pairs)
+        lengths = [len(target) + 1 for _, target in pairs]
         return [
-            np.full(len(target) + 1, np.nan, np.float32) if row is None else row[: len(target) + 1]
-            for row, (_, target) in zip(rows, pairs, strict=True)
+            np.full(length, np.nan, np.float32) if row is None else row[:length]
+            for row, length in zip(rows, lengths)
         ]
 
     def align_tokens(
@@ -129,80 +130,66 @@ class Scorer(TrainedModels):
                 f"The alignment layer is {layer}; expected {-self._layers} to {self._layers - 1}, "
                 "one of the decoder's layers."
             )
-        rows = self._in_batches(partial(self._weights_BTS, self.parameters, layer=layer), pairs)
+        rows = self._in_batches(partial(self._weights_BTS, layer=layer), pairs)
         return [
             None if weights is None else weights[: len(target) + 1, : len(source) + 1]
-            for weights, (source, target) in zip(rows, pairs, strict=True)
+            for weights, (source, target) in zip(rows, pairs)
         ]
 
     def _in_batches(
-        self,
-        run: Callable[[jax.Array, jax.Array], jax.Array],
-        pairs: Sequence[tuple[Tokens, Tokens]],
+        self, run: Callable[..., jax.Array], pairs: Sequence[tuple[Tokens, Tokens]]
     ) -> list[np.ndarray | None]:
-        """The rows of ``run(source_BS, target_BT)``, called with pairs of similar length, in the
-        order of ``pairs``; None, with a warning, for one that is too long.
+        """The rows of ``run(parameters, source_BL, target_BL)``, called with pairs of similar
+        length, in the order of ``pairs``; None, with a warning, for one that is too long.
         """
         lengths = [1 + max(map(len, pair)) for pair in pairs]
-        fitting = [i for i, length in enumerate(lengths) if length <= self.longest]
-        if len(fitting) < len(pairs):
-            logger.warning(
-                "%d of %d pairs have more than %d source or target tokens, EOS included, and are "
-                "left out.",
-                len(pairs) - len(fitting),
-                len(pairs),
-                self.longest,
-            )
-        padded = [min(padded_length(length, 16), self.longest) for length in lengths]
+        padded = {
+            i: min(padded_length(length, 16), self.longest)
+            for i, length in enumerate(lengths)
+            if length <= self.longest
+        }
+        if len(padded) < len(pairs):
+            said = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
+            said += "are left out."
+            logger.warning(said, len(pairs) - len(padded), len(pairs), self.longest)
         running = []
         # The device gets the longest first, and all batches before the first result is awaited.
-        fitting.sort(key=lambda i: -padded[i])
-        for length, same in groupby(fitting, key=lambda i: padded[i]):
+        in_order = sorted(padded, key=padded.__getitem__, reverse=True)
+        for length, same in groupby(in_order, key=padded.__getitem__):
             rows = self.config.batch_size * _FULL_LENGTH // max(length, _FULL_LENGTH)
             rows = max(1, rows // self._shares) * self._shares
-            while batch := list(islice(same, rows)):
+            for batch in blocks(same, rows):
                 sides_2BL = np.full((2, rows, length), PAD_ID, np.int32)
                 for row, i in enumerate(batch):
-                    for side_BL, tokens in zip(sides_2BL, pairs[i], strict=True):
+                    for side_BL, tokens in zip(sides_2BL, pairs[i]):
                         side_BL[row, : len(tokens) + 1] = [*tokens, EOS_ID]
-                running.append((batch, run(*jax.device_put(tuple(sides_2BL), self._rows))))
+                sides = jax.device_put(tuple(sides_2BL), self._rows)
+                running.append((batch, run(self.parameters, *sides)))
         found: list[np.ndarray | None] = [None] * len(pairs)
         for batch, result in running:
-            for i, row in zip(batch, np.asarray(result), strict=False):  # the others are padding
+            for i, row in zip(batch, np.asarray(result)):  # the rows beyond are padding
                 found[i] = row
         return found
 
     def _score_batch(
-        self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array
+        self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array
     ) -> jax.Array:
         logger.info("Compiling the scoring of %d pairs of up to %d tokens.", *source_BS.shape)
         each = [
             _label_log_probs(model, model.hidden(source_BS, target_BT), target_BT)
-            for model in map(nnx.merge, self._graphs, parameters)
+            for model in nnx.merge(self._graph, parameters)
         ]
         return jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
 
     def _align_batch(
-        self, parameters: list[Any], source_BS: jax.Array, target_BT: jax.Array, *, layer: int
+        self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array, *, layer: int
     ) -> jax.Array:
         logger.info("Compiling the alignment of %d pairs of up to %d tokens.", *source_BS.shape)
         each = [
             model.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
-            for model in map(nnx.merge, self._graphs, parameters)
+            for model in nnx.merge(self._graph, parameters)
         ]
         return jnp.stack(each).mean(axis=0)
-
-    def _translation(self, text: str, tokens: Tokens, log_probs: np.ndarray) -> Translation:
-        log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
-        divisor = length_divisor(length, self.config.length_penalty, self.config.length_offset)
-        return Translation(
-            text,
-            log_prob / float(divisor),
-            log_prob,
-            length,
-            tokens=tuple(self.tokenizer.target_tokens(tokens)),
-            token_log_probs=tuple(map(float, log_probs)),
-        )
 
 
 def _label_log_probs(model: Transformer, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
