@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from io import FileIO
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -42,11 +40,18 @@ def open_output(
     if path is None:
         yield partial(_write, sys.stdout.buffer), 0
         return
-    with ExitStack() as stack:
-        file, kept = stack.enter_context(open(path, "ab", buffering=0)), 0
-        if regular := Path(path).is_file():
-            _lock(Path(path), stack)
-            kept, size = complete_sentences(path, numbered=numbered) if resume else (0, 0)
+    with open(path, "ab", buffering=0) as file, ExitStack() as stack:
+        kept = size = 0
+        if regular := Path(path).is_file():  # no device or named pipe
+            try:
+                stack.enter_context(locked(Path(path)))
+            except BlockingIOError:
+                raise UserError(
+                    f"{path} is being written by another process; wait for it, or choose another "
+                    "output."
+                ) from None
+            if resume:
+                kept, size = complete_sentences(path, numbered=numbered)
             file.truncate(size)
         try:
             yield partial(_write, file), kept
@@ -65,26 +70,17 @@ def complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
     A last line without its newline does not count. Nor does the last sentence of a ``numbered``
     file: more of its lines may have been due.
     """
-    sentences = size = last = 0
+    count = start = size = 0  # start: of the last sentence
+    last = None
     with open(path, "rb") as file:
-        lines = enumerate(line for line in file if line.endswith(b"\n"))
-        for _, group in groupby(lines, key=_number if numbered else itemgetter(0)):
-            last = sum(len(line) for _, line in group)
-            sentences, size = sentences + 1, size + last
-    return (sentences - 1, size - last) if numbered and sentences else (sentences, size)
-
-
-def _number(numbered_line: tuple[int, bytes]) -> bytes:
-    return numbered_line[1].partition(b" |||")[0]
-
-
-def _lock(path: Path, stack: ExitStack) -> None:
-    try:
-        stack.enter_context(locked(path))
-    except BlockingIOError:
-        raise UserError(
-            f"{path} is being written by another process; wait for it, or choose another output."
-        ) from None
+        for line in file:
+            number = line.partition(b" |||")[0] if numbered else size
+            if not line.endswith(b"\n"):
+                break
+            if number != last:
+                count, start, last = count + 1, size, number
+            size += len(line)
+    return (count - 1, start) if numbered and count else (count, size)
 
 
 def _write(file: BinaryIO | FileIO, lines: Sequence[str]) -> None:
