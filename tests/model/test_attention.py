@@ -1,5 +1,6 @@
 """Scaled dot-product and multi-head attention: masks, probabilities, widths, dropout."""
 
+import re
 from typing import Any
 
 import jax
@@ -84,9 +85,26 @@ def test_output_of_a_head_is_a_mean_of_values() -> None:
     )
 
 
-def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(UserError, match="d_model is 10; expected a multiple of num_heads = 4"):
-        MultiHeadAttention(10, 4, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize(
+    "sizes, settings, message",
+    [
+        ((10, 4), {}, "d_model is 10; expected a multiple of num_heads = 4"),
+        ((512, 0), {}, "num_heads is 0; expected at least 1."),
+        ((0, 4), {}, "d_model is 0; expected at least 1."),
+        ((8, 4), {"d_k": -2}, "d_k is -2; expected at least 1."),
+        ((8, 4), {"dropout": 1.0}, "dropout is 1.0; expected a probability in [0, 1)."),
+        ((8, 4), {"rngs": 0}, "rngs is 0; expected an nnx.Rngs, for example nnx.Rngs(0)."),
+    ],
+)
+def test_refused_modules(sizes: tuple[int, int], settings: dict, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        MultiHeadAttention(*sizes, **{"rngs": nnx.Rngs(0)} | settings)
+
+
+def test_parameters_may_have_another_type() -> None:
+    layer = MultiHeadAttention(12, 3, use_bias=True, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(layer))} == {jnp.dtype(jnp.bfloat16)}
+    assert layer(_random(1, 4, 12)).dtype == jnp.float32
 
 
 def test_without_a_mask_every_position_is_visible() -> None:
@@ -100,12 +118,14 @@ def test_without_a_mask_every_position_is_visible() -> None:
     np.testing.assert_array_equal(layer(x), layer(x, x, jnp.ones((1, 1, 4, 4), bool)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_a_mask_that_is_not_bool_is_refused(dtype: str) -> None:
-    """A mask to be added to the scores (0 and -1e9) would mean the opposite as a bool."""
-    q = _random(1, 2, 1, 4)
-    with pytest.raises(UserError, match=f"mask has type {dtype}; expected bool"):
-        dot_product_attention(q, q, q, jnp.zeros((1, 1, 2, 2), dtype))
+@pytest.mark.parametrize("dtype, axes", [("float32", 4), ("int32", 4), ("bool", 3)])
+def test_a_mask_of_other_type_or_axes_is_refused(dtype: str, axes: int) -> None:
+    """A mask to be added to the scores (0 and -1e9) would mean the opposite as a bool, and one
+    [B, T, S] would be one for each head where B = H.
+    """
+    q = _random(2, 2, 2, 4)
+    with pytest.raises(UserError, match=f"mask is {dtype} with {axes} axes; expected bool"):
+        dot_product_attention(q, q, q, jnp.zeros((2,) * axes, dtype))
 
 
 def with_weights(layer: MultiHeadAttention, *arrays: jax.Array, **options: Any) -> Any:
@@ -141,8 +161,3 @@ def test_weights_are_float32_whatever_the_products_are() -> None:
     out, weights = with_weights(layer, x)
     assert (out.dtype, weights.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
-
-
-def test_a_seed_is_no_rngs() -> None:
-    with pytest.raises(UserError, match=r"rngs is 0; expected an nnx.Rngs, .* nnx.Rngs\(0\)"):
-        MultiHeadAttention(12, 3, rngs=0)  # type: ignore[arg-type]

@@ -72,12 +72,13 @@ def dot_product_attention(
         named ``weights``.
 
     Raises:
-      UserError: the mask is not bool.
+      UserError: the mask is not bool or has other axes.
     """
-    if mask_BHTS is not None and mask_BHTS.dtype != jnp.bool_:
+    if mask_BHTS is not None and (mask_BHTS.dtype != jnp.bool_ or mask_BHTS.ndim != 4):
         raise UserError(
-            f"The attention mask has type {mask_BHTS.dtype}; expected bool, True where attention "
-            "is allowed (for a mask of zeros and ones: mask != 0)."
+            f"The attention mask is {mask_BHTS.dtype} with {mask_BHTS.ndim} axes; expected bool "
+            "[B, H, T, S] with B, H or T perhaps 1, True where attention is allowed (for a mask "
+            "[B, T, S] of zeros and ones: mask[:, None] != 0)."
         )
     arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
     dropped = dropout_rate > 0 and dropout_key is not None
@@ -114,7 +115,7 @@ def check_rngs(rngs: Any) -> None:
 
 
 class Projection(nnx.Einsum):
-    """A product with a Xavier-uniform float32 matrix, computed in ``dtype``; optionally a bias."""
+    """A matmul with a Xavier-uniform matrix, computed in ``dtype``; optionally a bias."""
 
     def __init__(
         self,
@@ -124,6 +125,7 @@ class Projection(nnx.Einsum):
         inputs: int = 1,
         use_bias: bool = False,
         dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         """``shape`` is the matrix's; ``equation`` contracts its first ``inputs`` axes."""
@@ -132,9 +134,10 @@ class Projection(nnx.Einsum):
         kernel_init = nnx.initializers.variance_scaling(
             1.0, "fan_avg", "uniform", in_axis=axes[:inputs], out_axis=axes[inputs:]
         )
-        super().__init__(equation, shape, dtype=dtype, kernel_init=kernel_init, rngs=rngs)
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        super().__init__(equation, shape, **dtypes, kernel_init=kernel_init, rngs=rngs)
         if use_bias:  # made here, as nnx.Einsum would draw a random key for its zeros
-            self.bias = nnx.Param(jnp.zeros(shape[inputs:], jnp.float32))
+            self.bias = nnx.Param(jnp.zeros(shape[inputs:], param_dtype))
 
 
 class MultiHeadAttention(nnx.Module):
@@ -151,18 +154,27 @@ class MultiHeadAttention(nnx.Module):
         rotary: bool = False,
         dropout: float = 0.0,
         dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` is of the weights;
         ``rotary`` turns queries and keys by their positions.
         """
+        sizes = {"d_model": d_model, "num_heads": num_heads, "d_k": d_k, "d_v": d_v}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise UserError(f"{name} is {size}; expected at least 1.")
         if d_model % num_heads and not (d_k and d_v):
             raise UserError(
                 f"d_model is {d_model}; expected a multiple of num_heads = {num_heads}, or "
                 "explicit d_k and d_v."
             )
+        if not 0 <= dropout < 1:
+            raise UserError(f"dropout is {dropout}; expected a probability in [0, 1).")
         d_k, d_v = d_k or d_model // num_heads, d_v or d_model // num_heads
-        projection = partial(Projection, use_bias=use_bias, dtype=dtype, rngs=rngs)
+        projection = partial(
+            Projection, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
         self.query = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.value = projection("BLD,DHK->BLHK", (d_model, num_heads, d_v))
