@@ -372,7 +372,7 @@ def test_packed_rows_and_sampled_subwords_train(tmp_path: Path) -> None:
     config = dataclasses.replace(
         config,
         tokenizer=dataclasses.replace(config.tokenizer, sampling=0.1, sampled_epochs=3),
-        batch=BatchConfig(layout="packed", tokens=512, row_length=64),
+        batch=BatchConfig(layout="packed", tokens=640, row_length=128, row_multiple=1),
     )
     train(config, tmp_path / "run", devices=ONE)
     found = entries(tmp_path / "run")
