@@ -37,7 +37,6 @@ TRUNK = [
     "data.sources",
     "data.tokenize",
     "data.corpus",
-    "data.corpus_files",
     "data.packing",
     "data.bucketing",
     "data.batching",

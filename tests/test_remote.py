@@ -18,8 +18,8 @@ from runs import ONE, entries, no_evaluation, tiny
 
 from transformer_jax.checkpoint import load_model, write_manifest
 from transformer_jax.config import Config, DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.data.corpus_files import corpus_folder
-from transformer_jax.data.sources import check_files, pairs_fingerprint, read_lines, read_pairs
+from transformer_jax.data.corpus import corpus_folder
+from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
 from transformer_jax.decoding.program import checked_workdir
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
@@ -210,18 +210,18 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
     pairs = [("one", "eins"), ("two", "zwei")]
     assert list(read_pairs(there)) == list(read_pairs(here, "memory://bucket/text/")) == pairs
     assert list(read_lines("memory://bucket/text/b.de.gz")) == ["zwei"]
-    before = pairs_fingerprint(there)
-    assert before == pairs_fingerprint(here, str(tmp_path))
+    before = ParallelText(there).fingerprint
+    assert before == ParallelText(here, str(tmp_path)).fingerprint
     store.pipe_file("/bucket/text/a.en.gz", b"changed")
-    assert pairs_fingerprint(there) != before
+    assert ParallelText(there).fingerprint != before
     with pytest.raises(UserError, match="matches no file"):
-        check_files(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
+        ParallelText(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
     with pytest.raises(
         UserError, match="File 'memory://bucket/text' is a folder; expected the tsv"
     ):
-        check_files(PairsConfig("tsv", ("memory://bucket/text",)))
+        ParallelText(PairsConfig("tsv", ("memory://bucket/text",)))
     with pytest.raises(UserError, match="File 'memory://bucket/text/c.en' does not exist"):
-        check_files(PairsConfig("text", ("c.en",), ("c.de",)), "memory://bucket/text")
+        ParallelText(PairsConfig("text", ("c.en",), ("c.de",)), "memory://bucket/text")
     with (
         monkeypatch.context() as patched,
         pytest.raises(UserError, match="a.en.gz' cannot be read: no password"),
@@ -229,11 +229,11 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
         patched.setattr(
             store, "info", lambda path: (_ for _ in ()).throw(PermissionError("no password"))
         )
-        check_files(PairsConfig("tsv", ("memory://bucket/text/a.en.gz",)))
+        ParallelText(PairsConfig("tsv", ("memory://bucket/text/a.en.gz",)))
     with pytest.raises(
         UserError, match="'nowhere://x' cannot be opened: Unsupported filesystem: 'nowhere'"
     ):
-        check_files(PairsConfig("tsv", ("nowhere://x",)))
+        ParallelText(PairsConfig("tsv", ("nowhere://x",)))
 
 
 def test_where_a_url_cannot_be(tmp_path):

@@ -17,8 +17,7 @@ from .config import (
 )
 from .config_io import load_config_file
 from .data.batching import Batch, BatchPlan
-from .data.corpus import Corpus
-from .data.corpus_files import build_corpus
+from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
 from .data.sources import read_lines, read_pairs
 from .decoding.async_translator import AsyncTranslator

@@ -12,16 +12,18 @@ FIRST_ID = 10  # below stand no ordinary tokens
 
 
 def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpus:
-    """Lengths [K, N], EOS counted; sequence j is j + 10, j + 10, ..., EOS on both sides, so that a
-    row tells its pairs.
+    """Lengths [K, N], EOS counted; segmentation v of pair i is v * N + i + 10, ..., EOS on both
+    sides, so that a row tells its pairs.
     """
     (K, N), sides = np.shape(source_lengths), []
-    for lengths in (source_lengths, target_lengths):
-        offsets = np.concatenate([[0], np.cumsum(np.ravel(lengths), dtype=np.int64)])
-        tokens = np.repeat(np.arange(K * N, dtype=np.int32) + FIRST_ID, np.ravel(lengths))
+    for lengths_KN in (source_lengths, target_lengths):
+        lengths = np.transpose(lengths_KN).ravel()
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        numbers = np.arange(K * N, dtype=np.int32).reshape(K, N).T.ravel()
+        tokens = np.repeat(numbers + FIRST_ID, lengths)
         tokens[offsets[1:] - 1] = EOS
         sides.append(Sequences(tokens, offsets))
-    return Corpus("test", (sides[0], sides[1]), N, dict.fromkeys(COUNTS, 0), K)
+    return Corpus("test", (sides[0], sides[1]), dict.fromkeys(COUNTS, 0), K)
 
 
 def random_lengths(

@@ -4,7 +4,9 @@ opens.
 
 import dataclasses
 import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,20 +22,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transformer_jax import storage
-from transformer_jax.config import DataConfig, PairsConfig, TokenizerConfig
-from transformer_jax.data import corpus_files, tokenize
-from transformer_jax.data.corpus import COUNTS, Corpus, Sequences
-from transformer_jax.data.corpus_files import build_corpus
-from transformer_jax.data.sources import read_pairs
+from transformer_jax.config import Config, DataConfig, PairsConfig, TokenizerConfig
+from transformer_jax.data import corpus as corpora
+from transformer_jax.data import tokenize
+from transformer_jax.data.corpus import COUNTS, Corpus, Sequences, build_corpus, open_corpus
+from transformer_jax.data.sources import ParallelText, read_pairs
 from transformer_jax.errors import UserError
 from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
-from transformer_jax.storage import locked
 from transformer_jax.tokenizer import Tokenizer
 
 NUMBERS = PairsConfig(kind="numbers", limit=3000)
 PAIRS = list(read_pairs(NUMBERS))
 TOKENIZER = Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=80))
+SIDES = ["source", "target"]
 SAMPLED = {"sampling": 0.2, "num_samples": 3, "seed": 5}
 
 
@@ -49,11 +51,11 @@ def in_processes(monkeypatch):
 
 def sequences(corpus, side):
     """[K, N] lists of ids."""
-    tokens, lengths = getattr(corpus, side)(np.arange(corpus.num_samples * corpus.num_pairs))
-    flat = [ids.tolist() for ids in np.split(tokens, np.cumsum(lengths))[:-1]]
-    return [
-        flat[v * corpus.num_pairs : (v + 1) * corpus.num_pairs] for v in range(corpus.num_samples)
-    ]
+    found = []
+    for v in range(corpus.num_samples):
+        tokens, lengths = corpus.read(SIDES.index(side), np.arange(corpus.num_pairs), v)
+        found.append([ids.tolist() for ids in np.split(tokens, np.cumsum(lengths))[:-1]])
+    return found
 
 
 def contents(folder):
@@ -144,10 +146,29 @@ def test_settings_that_matter_have_corpora_of_their_own(tmp_path):
 
 def test_a_finished_corpus_is_opened_not_built(tmp_path, monkeypatch):
     first = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
-    monkeypatch.setattr(corpus_files, "_write", None)
+    monkeypatch.setattr(corpora, "_write", None)
     again = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert again.fingerprint == first.fingerprint and again.statistics == first.statistics
     assert sequences(again, "target") == sequences(first, "target")
+
+
+def test_a_start_reads_the_text_twice_and_a_resumed_one_once(tmp_path, monkeypatch):
+    config, data = from_text(tmp_path, PAIRS[:300])
+    opened, open_ = [], Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, *a, **k: opened.append(self.name) or open_(self, *a, **k)
+    )
+
+    def reads(train):
+        opened.clear()
+        text = ParallelText(config, data.root)
+        tokenizer = train(text.pairs()) if train else TOKENIZER
+        corpora.prepare_corpus(tmp_path / "c", text, tokenizer, Config(data=data), "train")
+        return [opened.count(side) for side in SIDES]
+
+    train = lambda pairs: [*pairs] and TOKENIZER  # noqa: E731
+    assert reads(train) == [2, 2]
+    assert reads(None) == [1, 1]
 
 
 def test_several_files_are_one_text_in_which_equal_lines_are_segmented_differently(tmp_path):
@@ -265,10 +286,10 @@ def test_a_fault_in_the_text_leaves_nothing_behind(tmp_path, in_processes, worke
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
-    def full(path, array):
+    def full(file, array):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus_files, "_append", full)
+    monkeypatch.setattr(corpora, "_append", full)
     with pytest.raises(UserError, match=r"The disk of .* is full; expected room .* data\.cache"):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert list(tmp_path.glob("[!.]*")) == []
@@ -279,23 +300,23 @@ def test_a_full_disk(tmp_path, monkeypatch):
 BUILDER = """
 import os, signal, sys
 from transformer_jax.config import DataConfig, PairsConfig
-from transformer_jax.data import corpus_files, tokenize
-from transformer_jax.data.corpus_files import build_corpus
+from transformer_jax.data import corpus as corpora, tokenize
+from transformer_jax.data.corpus import build_corpus
 from transformer_jax.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     folder, workers, appends = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     tokenize._CHUNK_PAIRS, tokenize._SMALL = 256, 0
-    append = corpus_files._append
+    append = corpora._append
 
-    def append_or_die(path, array):
+    def append_or_die(file, array):
         global appends
         appends -= 1
         if not appends:
             os.kill(os.getpid(), signal.SIGKILL)
-        append(path, array)
+        append(file, array)
 
-    corpus_files._append = append_or_die
+    corpora._append = append_or_die
     tokenizer = Tokenizer.load(os.path.dirname(folder))
     numbers = PairsConfig(kind="numbers", limit=3000)
     build_corpus(numbers, tokenizer, DataConfig(workers=workers), folder)
@@ -309,7 +330,7 @@ def builder(tmp_path, folder, workers, appends, program=BUILDER, **options):
         TOKENIZER.save(tmp_path)
         file.write_text(program)
     command = [sys.executable, str(file), str(folder), str(workers), str(appends)]
-    modules = [str(Path(corpus_files.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    modules = [str(Path(corpora.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(modules), "TEST_MARK": str(folder)}
     return subprocess.Popen(
         command,
@@ -321,24 +342,18 @@ def builder(tmp_path, folder, workers, appends, program=BUILDER, **options):
     )
 
 
-# the last while offsets are written
-@pytest.mark.parametrize(("workers", "appends"), [(1, 1), (2, 20), (1, 52)])
-def test_killed_while_building(tmp_path, workers, appends):
+@pytest.mark.parametrize(("workers", "appends"), [(1, 1), (2, 20)])
+def test_killed_while_building(tmp_path, finished, workers, appends):
     folder = tmp_path / "corpus"
     process = builder(tmp_path, folder, workers, appends)
     process.communicate()
     assert process.returncode == -9
     [left] = folder.glob("[!.]*")
     assert left.name.startswith("tmp-")
-    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), folder)
-    assert left.exists()  # too young to be sure that nobody works on it
-    assert contents(folder / corpus.fingerprint[:20]) == whole(tmp_path)
-
     wait_for_orphans(folder)
-    for path in (*left.iterdir(), left):
-        os.utime(path, (1, 1))
-    build_corpus(dataclasses.replace(NUMBERS, limit=10), TOKENIZER, DataConfig(), folder)
+    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), folder)
     assert not left.exists()
+    assert contents(folder / corpus.fingerprint[:20]) == contents(finished)
 
 
 def wait_for_orphans(folder):
@@ -360,53 +375,52 @@ def mark(process):
         return None
 
 
-def whole(tmp_path):
-    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "whole")
-    return contents(tmp_path / "whole" / corpus.fingerprint[:20])
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a corpus of NUMBERS."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tokenize, "_CHUNK_PAIRS", 256)
+        corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), folder)
+    return folder / corpus.fingerprint[:20]
 
 
-def test_old_folders_in_use_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_files, "_STALE_SECONDS", -1.0)
-    used, abandoned = tmp_path / "tmp-1a2b-x", tmp_path / "tmp-3c4d-y"
-    used.mkdir()
-    abandoned.mkdir()
-    with locked(tmp_path / ".1a2b.lock"):
-        build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
-    assert used.exists() and not abandoned.exists()
+def fingerprint_of(folder):
+    return json.loads((folder / "manifest.json").read_text())["fingerprint"]
 
 
-def test_builders_at_the_same_time(tmp_path):
+def test_builders_at_the_same_time(tmp_path, finished):
     folder = tmp_path / "corpus"
     processes = [builder(tmp_path, folder, 1, 0) for _ in range(3)]
     for process in processes:
         output, errors = process.communicate()
         assert (process.returncode, output) == (0, "built\n"), errors
     [only] = folder.glob("[!.]*")
-    assert contents(only) == whole(tmp_path)
+    assert contents(only) == contents(finished)
 
 
 def test_a_second_builder_waits_for_the_first(tmp_path, monkeypatch, caplog):
-    write, begun, writes = corpus_files._write, threading.Event(), []
+    write, begun, writes = corpora._write, threading.Event(), []
 
     def slow_write(*arguments, **options):
         writes.append(arguments)
         begun.set()
         time.sleep(0.5)
-        write(*arguments, **options)
+        return write(*arguments, **options)
 
-    monkeypatch.setattr(corpus_files, "_write", slow_write)
+    monkeypatch.setattr(corpora, "_write", slow_write)
     caplog.set_level("INFO", "transformer_jax")
     first = threading.Thread(target=build_corpus, args=(NUMBERS, TOKENIZER, DataConfig(), tmp_path))
     first.start()
     begun.wait()
     build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     first.join()
-    assert len(writes) == 1 and "Another process is tokenising the same text" in caplog.text
+    assert len(writes) == 1 and "Another process is tokenising text" in caplog.text
 
 
 def test_builders_without_locks_meet_at_the_end(tmp_path, monkeypatch):
     """As on a file system that has none."""
-    write, barrier, built = corpus_files._write, threading.Barrier(2), []
+    write, barrier, built = corpora._write, threading.Barrier(2), []
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -414,10 +428,11 @@ def test_builders_without_locks_meet_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.fcntl, "flock", no_locks)
 
     def write_and_meet(*arguments, **options):
-        write(*arguments, **options)
+        fingerprint = write(*arguments, **options)
         barrier.wait()
+        return fingerprint
 
-    monkeypatch.setattr(corpus_files, "_write", write_and_meet)
+    monkeypatch.setattr(corpora, "_write", write_and_meet)
     build = lambda: built.append(build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path))  # noqa: E731
     threads = [threading.Thread(target=build) for _ in range(2)]
     for thread in threads:
@@ -428,24 +443,60 @@ def test_builders_without_locks_meet_at_the_end(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("[!.]*"))) == 1
 
 
-@pytest.mark.parametrize("damage", ["shorten", "remove", "manifest", "no manifest"])
-def test_a_damaged_corpus_is_built_again(tmp_path, caplog, damage):
-    corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
-    folder = tmp_path / corpus.fingerprint[:20]
+def flip_a_bit(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 16
+    file.write_bytes(content)
+
+
+def overwrite_tokens(file):
+    content = file.read_bytes()
+    file.write_bytes(content[:1000] + b"\7\0" * 2000 + content[5000:])
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("source_tokens", lambda file: os.truncate(file, 100)),
+        ("source_tokens", lambda file: os.truncate(file, 0)),
+        ("source_tokens", overwrite_tokens),
+        ("target_tokens", lambda file: flip_a_bit(file, 3000)),
+        ("source_offsets", lambda file: flip_a_bit(file, 8 * 2000 + 5)),
+        ("target_offsets", Path.unlink),
+        ("manifest.json", lambda file: file.write_text("{")),
+        ("manifest.json", Path.unlink),
+    ],
+)
+def test_a_corrupt_corpus_is_built_again(tmp_path, caplog, finished, name, spoil):
+    folder = tmp_path / finished.name
+    shutil.copytree(finished, folder)
     before = contents(folder)
-    if damage == "shorten":
-        os.truncate(folder / "source_tokens", 100)
-    elif damage == "remove":
-        (folder / "target_offsets").unlink()
-    elif damage == "manifest":
-        (folder / "manifest.json").write_text("{")
-    else:
-        (folder / "manifest.json").unlink()
+    spoil(folder / name)
+    assert open_corpus(tmp_path, fingerprint_of(finished)) is None
     assert not caplog.records
     build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
-    assert "is damaged; it is built again" in caplog.text
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "is corrupt; it is built again" in record.message
     assert contents(folder) == before
     assert list(tmp_path.glob("[!.]*")) == [folder]
+
+
+def test_a_copied_corpus_opens(tmp_path, finished):
+    shutil.copytree(finished, tmp_path / finished.name)
+    fingerprint = fingerprint_of(finished)
+    corpus, copy = (open_corpus(folder, fingerprint) for folder in (finished.parent, tmp_path))
+    assert sequences(copy, "source") == sequences(corpus, "source")
+    assert open_corpus(tmp_path, fingerprint[:20] + "0" * 44) is None
+
+
+def test_a_text_that_changes_is_known_by_what_was_tokenised(tmp_path):
+    config, data = from_text(tmp_path, PAIRS[:10])
+    text = ParallelText(config, data.root)
+    before = text.fingerprint
+    from_text(tmp_path, PAIRS[10:20])
+    corpus = corpora.prepare_corpus(tmp_path / "c", text, TOKENIZER, Config(data=data), "dev")
+    again = build_corpus(config, TOKENIZER, data, tmp_path / "d")
+    assert text.fingerprint != before and corpus.fingerprint == again.fingerprint
 
 
 def test_a_script_needs_no_main_guard(tmp_path):
@@ -467,16 +518,16 @@ def test_ctrl_c_ends_all_processes_with_one_traceback(tmp_path):
 
 
 def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
-    append, killed = corpus_files._append, []
+    append, killed = corpora._append, []
 
-    def kill_a_worker(path, array):
+    def kill_a_worker(file, array):
         for child in () if killed else psutil.Process().children():
             if "spawn_main" in " ".join(child.cmdline()):
                 killed.append(child.pid)
                 child.kill()
-        append(path, array)
+        append(file, array)
 
-    monkeypatch.setattr(corpus_files, "_append", kill_a_worker)
+    monkeypatch.setattr(corpora, "_append", kill_a_worker)
     with pytest.raises(
         UserError,
         match=r"^A tokenizing process died\. If memory ran out, lower data\.workers\.$",
@@ -487,15 +538,14 @@ def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
 
 def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch):
     config, data = from_text(tmp_path, [("a", "b")] * 600, workers=2)
-    monkeypatch.setattr(
-        corpus_files, "read_pairs", lambda *_, **__: iter([("\ud800", "not encodable")] * 600)
-    )
+    pairs = iter([("\ud800", "not encodable")] * 600)
+    monkeypatch.setattr(ParallelText, "pairs", lambda *_, **__: pairs)
     with pytest.raises(TypeError) as raised:
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     assert "in tokenise" in str(raised.value.__cause__)  # where it happened, in the worker
 
 
-# Shards, large vocabularies, corpora in memory, imports
+# Large vocabularies, corpora in memory, imports
 
 
 @given(
@@ -504,23 +554,23 @@ def test_a_fault_in_a_worker_is_raised_here(tmp_path, in_processes, monkeypatch)
 )
 def test_any_sequences_and_lengths_can_be_read(pairs, data):
     """``pairs`` has the lengths of source and target in two segmentations."""
-    lengths = np.array(pairs, np.int64).reshape(-1, 2, 2).transpose(1, 2, 0)  # [side, K, N]
+    lengths = np.array(pairs, np.int64).reshape(-1, 2, 2).transpose(1, 0, 2)  # [side, N, K]
     N, counter, expected, sides = len(pairs), iter(range(2000, 60_000)), [], []
     for side in (0, 1):
         found = [[next(counter) for _ in range(length)] for length in lengths[side].flat]
         ends = [0, *np.cumsum([len(sequence) for sequence in found], dtype=np.int64)]
         sides.append(Sequences(np.array(list(chain(*found)), np.uint16), np.array(ends, np.int64)))
         expected.append(found)
-    corpus = Corpus("", tuple(sides), N, dict.fromkeys(COUNTS, N), 2)
+    corpus = Corpus("", tuple(sides), dict.fromkeys(COUNTS, N), 2)
     found = corpus.lengths()
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, lengths)
-    some = data.draw(st.lists(st.integers(0, 2 * N - 1)) if N else st.just([]))
-    for side, read in enumerate((corpus.source, corpus.target)):
-        tokens, their_lengths = read(np.array(some, np.int64))
+    assert found.dtype == np.int32 and corpus.num_pairs == N
+    np.testing.assert_array_equal(found, lengths.transpose(0, 2, 1))
+    some = data.draw(st.lists(st.integers(0, N - 1)) if N else st.just([]))
+    for side, v in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        tokens, their_lengths = corpus.read(side, np.array(some, np.int32), v)
         assert tokens.dtype == np.uint16
-        assert tokens.tolist() == [token for j in some for token in expected[side][j]]
-        assert their_lengths.tolist() == [len(expected[side][j]) for j in some]
+        assert tokens.tolist() == [token for i in some for token in expected[side][2 * i + v]]
+        assert their_lengths.tolist() == [len(expected[side][2 * i + v]) for i in some]
 
 
 def test_tokens_are_wide_enough(tmp_path, monkeypatch):
@@ -554,15 +604,15 @@ def test_workers_need_no_jax():
 
 def test_no_worker_loads_jax(tmp_path, in_processes, monkeypatch):
     """Though this process, which starts them, has."""
-    append, libraries = corpus_files._append, []
+    append, libraries = corpora._append, []
 
-    def look(path, array):
+    def look(file, array):
         for child in psutil.Process().children():
             if "spawn_main" in " ".join(child.cmdline()):
                 libraries.extend(each.path for each in child.memory_maps())
-        append(path, array)
+        append(file, array)
 
-    monkeypatch.setattr(corpus_files, "_append", look)
+    monkeypatch.setattr(corpora, "_append", look)
     build_corpus(NUMBERS, TOKENIZER, DataConfig(workers=2), tmp_path)
     assert any("sentencepiece" in path for path in libraries)
     assert not any("jaxlib" in path for path in libraries)

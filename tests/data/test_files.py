@@ -1,11 +1,12 @@
 """Globs stand for sorted files that pair up; a text is known by its content."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
+from transformer_jax.data.sources import ParallelText, read_pairs
 from transformer_jax.errors import UserError
 
 SOURCES, TARGETS = ("part-*.en", "extra.en"), ("part-*.de", "extra.de")
@@ -30,13 +31,16 @@ def test_globs_stand_for_sorted_files(folder):
     )
     expected = [(f"{name} en {i}", f"{name} de {i}") for name in names for i in (1, 2)]
     assert list(read_pairs(globs, str(folder))) == expected
-    assert pairs_fingerprint(globs, str(folder)) == pairs_fingerprint(listed, str(folder))
+    assert (
+        ParallelText(globs, str(folder)).fingerprint
+        == ParallelText(listed, str(folder)).fingerprint
+    )
     absolute = PairsConfig("text", (str(folder / "part-*.en"),), (str(folder / "part-[abc].de"),))
     assert list(read_pairs(absolute, "elsewhere")) == expected[:6]
-    before = pairs_fingerprint(globs, str(folder))
+    before = ParallelText(globs, str(folder)).fingerprint
     for language in ("en", "de"):
         (folder / f"part-d.{language}").write_text("new\n")
-    assert pairs_fingerprint(globs, str(folder)) != before
+    assert ParallelText(globs, str(folder)).fingerprint != before
 
 
 def test_globs_of_tsv(folder):
@@ -52,12 +56,12 @@ def test_a_file_whose_name_looks_like_a_glob(folder):
     config = PairsConfig("text", ("a[1]*.en",), ("a[1]*.de",))
     assert list(read_pairs(config, str(folder))) == [("literally", "literally")]
     with pytest.raises(UserError, match="matches no file"):
-        check_files(PairsConfig("tsv", ("a[1].en",)), str(folder))
+        ParallelText(PairsConfig("tsv", ("a[1].en",)), str(folder))
 
 
 def test_globs_that_match_nothing_or_not_alike(folder):
     with pytest.raises(UserError, match=r"'none-\*.en' matches no file; expected at least one"):
-        check_files(PairsConfig("text", ("none-*.en",), ("part-*.de",)), str(folder))
+        ParallelText(PairsConfig("text", ("none-*.en",), ("part-*.de",)), str(folder))
     (folder / "part-c.de").unlink()
     message = (
         r"'part-\*.en' stands for 3 file\(s\) and target 'part-\*.de' for 2; expected as many of "
@@ -66,17 +70,47 @@ def test_globs_that_match_nothing_or_not_alike(folder):
     with pytest.raises(UserError, match=message):
         read_pairs(PairsConfig("text", SOURCES, TARGETS), str(folder))
     with pytest.raises(UserError, match="stands for 3 file.* for 1"):
-        check_files(PairsConfig("text", ("part-*.en",), ("extra.de",)), str(folder))
+        ParallelText(PairsConfig("text", ("part-*.en",), ("extra.de",)), str(folder))
 
 
 def test_a_text_is_known_by_its_content(folder):
     config, file = PairsConfig("text", SOURCES, TARGETS), folder / "extra.en"
-    before, state = pairs_fingerprint(config, str(folder)), file.stat()
+    before, state = ParallelText(config, str(folder)).fingerprint, file.stat()
     file.write_text("extra en 1\nextra en 3\n")  # of the same size, and made to look as old
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert pairs_fingerprint(config, str(folder)) != before
+    assert ParallelText(config, str(folder)).fingerprint != before
     file.write_text("extra en 1\nextra en 2\n")
-    assert pairs_fingerprint(config, str(folder)) == before
+    assert ParallelText(config, str(folder)).fingerprint == before
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The names of files that are opened to be read."""
+    names, open_ = [], Path.open
+
+    def note(self, mode="r", *args, **kwargs):
+        if "r" in mode:
+            names.append(self.name)
+        return open_(self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", note)
+    return names
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_a_text_is_hashed_as_it_is_read(folder, limit, opened):
+    config = PairsConfig("text", SOURCES, TARGETS, limit=limit)
+    fresh = ParallelText(config, str(folder)).fingerprint
+    opened.clear()
+    text = ParallelText(config, str(folder))
+    assert opened == []
+    list(text.pairs())
+    assert text.fingerprint == fresh
+    if limit is None:
+        assert len(opened) == len(set(opened)) == 8  # each once
+        (folder / "extra.de").write_text("changed\n" * 2)
+        list(text.pairs())
+        assert text.fingerprint != fresh
 
 
 def test_what_is_no_file_is_called_what_it_is(folder):
@@ -86,4 +120,4 @@ def test_what_is_no_file_is_called_what_it_is(folder):
         ("/dev/null", "is no regular file"),
     ):
         with pytest.raises(UserError, match=rf"File '.*' {problem}; expected the tsv file"):
-            check_files(PairsConfig("tsv", (name,)), str(folder))
+            ParallelText(PairsConfig("tsv", (name,)), str(folder))

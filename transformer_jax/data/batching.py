@@ -119,10 +119,12 @@ class BatchPlan:
         pairs, starts = self._rows[epoch % len(self._rows)]
         row = self._shuffled(epoch, bucket)[k][rows]
         pairs_per_row = starts[row + 1] - starts[row]
-        chosen = pairs[ranges(starts[row], pairs_per_row)].astype(np.int64)
-        sequences = epoch % self._corpus.num_samples * self._corpus.num_pairs + chosen
-        source, source_segments = _fill_rows(self._corpus.source(sequences), pairs_per_row, S)
-        target, target_segments = _fill_rows(self._corpus.target(sequences), pairs_per_row, T)
+        chosen = pairs[ranges(starts[row], pairs_per_row)]
+        v = epoch % self._corpus.num_samples
+        (source, source_segments), (target, target_segments) = (
+            _fill_rows(self._corpus.read(side, chosen, v), pairs_per_row, L)
+            for side, L in enumerate((S, T))
+        )
         return Batch(source, target, *([source_segments, target_segments] if self.packed else []))
 
     def _locate(self, step: int) -> tuple[int, int, int]:

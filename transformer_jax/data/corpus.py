@@ -1,19 +1,43 @@
-"""The tokenised corpus: token arrays of sentence pairs."""
+"""The tokenised corpus: token arrays of sentence pairs, in memory or in a folder.
+
+Text is tokenised once, into ``<directory>/<fingerprint>``, a folder named after the text and all
+settings that matter; its arrays are then opened by memory map. It is written under another name and
+renamed when complete. Its manifest has the checksum of each array, so the folder can be copied.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
+import logging
+import shutil
+import uuid
+import zlib
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from transformer_jax.data.tokenize import flatten
+from transformer_jax.config import Config, DataConfig, PairsConfig
+from transformer_jax.data.sources import ParallelText
+from transformer_jax.data.tokenize import TokeniseJob, flatten, tokenised
 from transformer_jax.errors import UserError
+from transformer_jax.storage import local_path, locked
+from transformer_jax.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 COUNTS = ("read", "kept", "empty", "too_long", "ratio", "invalid_utf8")
 """Of pairs, in ``Corpus.statistics``: read, kept, and left out for these reasons."""
+
+_TEMPORARY = "tmp-"
+_MANIFEST = "manifest.json"
+_SIDES = ("source", "target")
 
 
 class Sequences(NamedTuple):
@@ -29,31 +53,36 @@ class Sequences(NamedTuple):
 class Corpus:
     """N pairs in K segmentations (1 unless sampled).
 
-    Sequence ``v * N + i`` is pair ``i`` in segmentation ``v``.
+    Sequence ``i * K + v`` is pair ``i`` in segmentation ``v``.
     """
 
     fingerprint: str
     sides: tuple[Sequences, Sequences]
     """Source and target."""
-    num_pairs: int
-    """N."""
     statistics: dict[str, int]
     """Pairs: read, kept, and left out as empty, too_long, ratio, invalid_utf8."""
     num_samples: int = 1
     """K."""
 
+    @property
+    def num_pairs(self) -> int:
+        """N."""
+        return (len(self.sides[0].offsets) - 1) // self.num_samples
+
     def lengths(self) -> np.ndarray:
         """Source and target lengths, EOS counted: int32 [2, K, N]."""
         lengths = np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides])
-        return lengths.reshape(2, self.num_samples, self.num_pairs)
+        return lengths.reshape(2, self.num_pairs, self.num_samples).swapaxes(1, 2)
 
-    def source(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source tokens of these sequences, one after another, and the sequences' lengths."""
-        return _read(self.sides[0], sequences)
-
-    def target(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The target tokens of these sequences, one after another, and the sequences' lengths."""
-        return _read(self.sides[1], sequences)
+    def read(self, side: int, pairs: np.ndarray, v: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """The source (side 0) or target (1) tokens of these pairs in segmentation ``v``, one
+        sequence after another, and the sequences' lengths.
+        """
+        tokens, offsets = self.sides[side]
+        sequences = pairs.astype(np.int64) * self.num_samples + v
+        starts = offsets[sequences]
+        lengths = offsets[sequences + 1] - starts
+        return tokens[ranges(starts, lengths)], lengths
 
     @classmethod
     def from_lists(
@@ -74,16 +103,176 @@ class Corpus:
             sides.append(Sequences(tokens, offsets))
         statistics = dict.fromkeys(COUNTS, 0) | {"read": len(sources), "kept": len(sources)}
         fingerprint = digest.hexdigest()
-        return cls(fingerprint, (sides[0], sides[1]), len(sources), statistics)
-
-
-def _read(side: Sequences, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    starts = side.offsets[sequences]
-    lengths = side.offsets[sequences + 1] - starts
-    return side.tokens[ranges(starts, lengths)], lengths
+        return cls(fingerprint, (sides[0], sides[1]), statistics)
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """``arange(start, start + count)`` for each, one after another."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def build_corpus(
+    pairs: PairsConfig,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    directory: str | Path,
+    *,
+    sampling: float = 0.0,
+    num_samples: int = 1,
+    seed: int = 0,
+) -> Corpus:
+    """Tokenise ``pairs`` into ``directory``, or open what an earlier call with the same inputs and
+    settings left there.
+
+    Leaves out and counts pairs that are empty, longer than ``data`` allows or of too unequal length
+    (in any segmentation); ``UserError`` if none is left. With ``sampling`` (see
+    ``Tokenizer.encode_source``) draws ``num_samples`` segmentations. The result does not depend on
+    ``data.workers``.
+    """
+    job = TokeniseJob(tokenizer, data)
+    if sampling:
+        job = TokeniseJob(tokenizer, data, sampling, num_samples, seed)
+    return _open_or_build(ParallelText(pairs, data.root), job, Path(directory))
+
+
+def prepare_corpus(
+    directory: Path, text: ParallelText, tokenizer: Tokenizer, config: Config, name: str
+) -> Corpus:
+    """The tokenised text of ``config.data.<name>`` (train, dev), built if need be.
+
+    Only train is segmented at random.
+    """
+    job = TokeniseJob(tokenizer, config.data)
+    if name == "train" and (sampling := config.tokenizer.sampling):
+        num_samples = config.tokenizer.sampled_epochs
+        job = TokeniseJob(tokenizer, config.data, sampling, num_samples, config.seed)
+    corpus = _open_or_build(text, job, directory)
+    counts = ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items())
+    _log.info("%s pairs: %s", name, counts)
+    return corpus
+
+
+def corpus_folder(workdir: Path, config: Config) -> Path:
+    """The directory of tokenised texts."""
+    return local_path(config.data.cache) if config.data.cache else workdir / "corpus"
+
+
+def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
+    """The corpus in ``directory`` with this fingerprint; None if it is absent or corrupt."""
+    folder = directory / fingerprint[:20]
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        arrays = {
+            name: np.memmap(folder / name, dtype, "r") for name, dtype in manifest["dtypes"].items()
+        }
+        checksums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
+        if manifest["fingerprint"] != fingerprint or manifest["checksums"] != checksums:
+            return None
+        source, target = (
+            Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"]) for side in _SIDES
+        )
+        statistics, num_samples = manifest["statistics"], manifest["num_samples"]
+        return Corpus(fingerprint, (source, target), statistics, num_samples)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _open_or_build(text: ParallelText, job: TokeniseJob, directory: Path) -> Corpus:
+    directory.mkdir(parents=True, exist_ok=True)
+    fingerprint = job.fingerprint(text)
+    if corpus := open_corpus(directory, fingerprint):
+        return corpus
+    notice = f"Another process is tokenising text in {directory}; waiting for it."
+    with locked(directory / ".lock", wait=True, notice=notice) as alone:
+        if corpus := open_corpus(directory, fingerprint):  # built while this process waited
+            return corpus
+        if (final := directory / fingerprint[:20]).exists():
+            _log.warning("The tokenised corpus %s is corrupt; it is built again.", final)
+            shutil.rmtree(final)
+        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # by a killed process
+            shutil.rmtree(left)
+        temporary = directory / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        temporary.mkdir()
+        try:
+            fingerprint = _write(temporary, text, job)
+            _publish(temporary, directory / fingerprint[:20])
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"The disk of {str(directory)!r} is full; expected room for the tokenised corpus: "
+                "free some, or set data.cache."
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    corpus = open_corpus(directory, fingerprint)
+    assert corpus is not None, f"{directory / fingerprint[:20]} was just written"
+    return corpus
+
+
+def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
+    """Tokenise and hash the text in one pass; returns the corpus' fingerprint."""
+    counts = Counter(dict.fromkeys(COUNTS, 0))
+    pairs = text.pairs(invalid_utf8=job.data.invalid_utf8, counts=counts)
+    dtypes = {f"{side}_offsets": np.dtype(np.int64) for side in _SIDES}
+    dtypes |= {f"{side}_tokens": dtype for side, dtype in zip(_SIDES, job.dtypes())}
+    checksums, ends = dict.fromkeys(dtypes, 0), np.zeros((2, 1), np.int64)
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / name).open("wb")) for name in dtypes}
+
+        def append(name: str, array: np.ndarray) -> None:
+            _append(files[name], array)
+            checksums[name] = zlib.crc32(array.data, checksums[name])
+
+        # Closed also after an error: its processes end.
+        chunks = stack.enter_context(closing(tokenised(pairs, job)))
+        for side in _SIDES:
+            append(f"{side}_offsets", np.zeros(1, np.int64))
+        for sides, statistics in chunks:
+            counts.update(statistics)
+            for side, (tokens, lengths), end in zip(_SIDES, sides, ends):
+                offsets = end + np.cumsum(lengths, dtype=np.int64)
+                append(f"{side}_tokens", tokens)
+                append(f"{side}_offsets", offsets)
+                end[:] = offsets[-1:] if len(offsets) else end
+    counts["read"] += counts["invalid_utf8"]
+    _require_pairs(counts, text.config)
+    fingerprint = job.fingerprint(text)
+    manifest = {
+        "fingerprint": fingerprint,
+        "num_samples": job.num_samples,
+        "dtypes": {name: dtype.name for name, dtype in dtypes.items()},
+        "checksums": checksums,
+        "statistics": counts,
+    }
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    return fingerprint
+
+
+def _append(file: BinaryIO, array: np.ndarray) -> None:
+    file.write(array.data)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Give the finished folder its name."""
+    try:
+        temporary.rename(final)
+    except OSError:
+        if not final.exists():  # else a builder whose locks do not reach here came first
+            raise
+
+
+def _require_pairs(statistics: dict[str, int], pairs: PairsConfig) -> None:
+    """``UserError`` if no pair was kept."""
+    if not statistics["kept"]:
+        where = (
+            ", ".join(map(repr, pairs.source[:3])) + ", ..." * (len(pairs.source) > 3)
+            or f"data of kind {pairs.kind!r}"
+        )
+        raise UserError(
+            "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} "
+            "longer than data.max_source_length or data.max_target_length, {ratio:,} beyond "
+            "data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least one: check the "
+            "text, or relax these settings.".format(**statistics, where=where)
+        )

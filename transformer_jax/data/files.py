@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from itertools import chain
 from pathlib import Path
 
 from transformer_jax.config import PairsConfig
@@ -41,24 +42,36 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     return files
 
 
-def files_of(config: PairsConfig, root: str) -> list[tuple[AnyPath, ...]]:
+def find_files(config: PairsConfig, root: str) -> list[tuple[AnyPath, ...]]:
     """The (source, target) files of a text, or the (file,) of each TSV or JSONL, in order; empty
-    for other kinds.
+    for other kinds. Opens nothing.
 
-    Raises ``UserError`` if source and target match different numbers of files.
+    Raises ``UserError`` if a file is missing, or if source and target match different numbers of
+    files.
     """
-    if config.kind in ("tsv", "jsonl"):
-        return [(path,) for name in config.source for path in expanded(name, root)]
-    if config.kind != "text":
+    if config.kind not in ("text", "tsv", "jsonl"):
         return []
-    files: list[tuple[AnyPath, ...]] = []
-    for source, target in zip(config.source, config.target, strict=True):
-        sides = expanded(source, root), expanded(target, root)
-        if len(sides[0]) != len(sides[1]):
+    groups: list[tuple[AnyPath, ...]] = []
+    named = (config.source, config.target) if config.kind == "text" else (config.source,)
+    for names in zip(*named):
+        sides = [expanded(name, root) for name in names]
+        if len(sides[0]) != len(sides[-1]):
             raise UserError(
-                f"source {source!r} stands for {len(sides[0])} file(s) and target {target!r} for "
-                f"{len(sides[1])}; expected as many of both: they pair up in sorted order. "
+                f"source {names[0]!r} stands for {len(sides[0])} file(s) and target {names[1]!r} "
+                f"for {len(sides[1])}; expected as many of both: they pair up in sorted order. "
                 f"Relative names start from data.root = {root!r}."
             )
-        files += zip(*sides)
-    return files
+        groups += zip(*sides)
+    for file in chain.from_iterable(groups):
+        if (kind := kind_of(file)) != "file":
+            problems = {
+                "": "does not exist",
+                "directory": "is a folder",
+                "other": "is no regular file",
+            }
+            raise UserError(
+                f"File {str(file)!r} {problems.get(kind, 'is no file')}; expected the "
+                f"{config.kind} file that a data field (source or target of train, dev or test) "
+                f"names. Relative names start from data.root = {root!r}."
+            )
+    return groups

@@ -9,7 +9,9 @@ from __future__ import annotations
 import codecs
 import gzip
 import hashlib
+import io
 import json
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,47 +22,103 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 import numpy as np
 
 from transformer_jax.config import PairsConfig
-from transformer_jax.data.files import files_of
+from transformer_jax.data.files import find_files
 from transformer_jax.errors import UserError, needs_extra, shown
-from transformer_jax.storage import AnyPath, kind_of, to_path
+from transformer_jax.storage import AnyPath, to_path
 
 _NUMBERS = 1_000_000
 _NUMBERS_HELD_OUT = 10_000  # in dev, and as many in test
 _NUMBERS_DEFAULT = 100_000
 
 
+class ParallelText:
+    """The sentence pairs that a config describes.
+
+    Its file names are expanded once, when it is made; relative names and globs start from ``root``;
+    for TFDS, a ``root`` is the folder of prepared datasets. Reading a text also hashes it.
+
+    Raises ``UserError`` if nothing is named or a file is missing.
+    """
+
+    def __init__(self, config: PairsConfig, root: str = "") -> None:
+        if not config.is_given:
+            raise UserError(
+                f"kind is {config.kind!r} and no file is named; expected source and target, or "
+                "another kind."
+            )
+        for name in ("source_field", "target_field"):
+            column = getattr(config, name)
+            if config.kind == "tsv" and not column.isdecimal():
+                raise UserError(
+                    f"{name} is {shown(column)}; expected the number of a TSV column, counted from "
+                    "0."
+                )
+        self.config, self.root = config, root
+        self.files = find_files(config, root)
+        """(source, target) files of kind text, (file,) of TSV and JSONL; else empty."""
+        self.hashes: dict[AnyPath, str] = {}
+        """SHA-256 of each file that was read to its end, the last time."""
+
+    def pairs(
+        self,
+        *,
+        invalid_utf8: Literal["error", "skip"] = "error",
+        counts: Counter[str] | None = None,
+    ) -> Iterator[tuple[str, str]]:
+        """The (source, target) sentences in order.
+
+        A pair with invalid UTF-8 on either side raises ``UserError`` or, with "skip", is left out
+        and counted in ``counts["invalid_utf8"]``.
+        """
+        if self.config.kind == "numbers":
+            return _number_names(self.config)
+        counted = Counter() if counts is None else counts
+        return islice(self._parsed(invalid_utf8, counted), self.config.limit)
+
+    def _parsed(self, invalid_utf8: str, counts: Counter[str]) -> Iterator[tuple[str, str]]:
+        read, parse = _KINDS[self.config.kind]
+        for lines in read(self):
+            try:
+                pair = parse(self.config, *lines)
+            except _InvalidText:
+                if invalid_utf8 == "error":
+                    raise
+                counts["invalid_utf8"] += 1
+                continue
+            yield pair
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their
+        names or dates. Reads only files that were not read to their ends before.
+        """
+        config = self.config
+        fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split]
+        fields += [config.limit]
+        if config.kind == "numbers":
+            fields += ["digits more often"]  # a new name for each change of the generated pairs
+        elif config.kind == "tfds":
+            examples = _tfds_examples(config, self.root)
+            fields += [examples.dataset_info.full_name, len(examples)]
+        for file in chain.from_iterable(zip(*self.files)):
+            if file not in self.hashes:
+                with file.open("rb") as opened:
+                    self.hashes[file] = hashlib.file_digest(opened, "sha256").hexdigest()
+            fields.append(self.hashes[file])
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
 def read_pairs(
-    config: PairsConfig,
-    root: str = "",
-    *,
-    invalid_utf8: Literal["error", "skip"] = "error",
-    counts: Counter[str] | None = None,
+    config: PairsConfig, root: str = "", *, invalid_utf8: Literal["error", "skip"] = "error"
 ) -> Iterator[tuple[str, str]]:
     """The (source, target) sentences that ``config`` describes, in order.
 
     Relative file names and globs start from ``root``; for TFDS, a ``root`` is the folder of
     prepared datasets. A pair with invalid UTF-8 on either side raises ``UserError`` or, with
-    "skip", is left out and counted in ``counts["invalid_utf8"]``. Missing files are reported by the
-    call itself, faults inside files while reading.
+    "skip", is left out. Missing files are reported by the call itself, faults inside files while
+    reading.
     """
-    check_files(config, root)
-    if config.kind == "numbers":
-        return _number_names(config)
-    read, parse = _KINDS[config.kind]
-
-    def pairs() -> Iterator[tuple[str, str]]:
-        for lines in read(config, root):
-            try:
-                pair = parse(config, *lines)
-            except _InvalidText:
-                if invalid_utf8 == "error":
-                    raise
-                if counts is not None:
-                    counts["invalid_utf8"] += 1
-                continue
-            yield pair
-
-    return islice(pairs(), config.limit)
+    return ParallelText(config, root).pairs(invalid_utf8=invalid_utf8)
 
 
 def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
@@ -70,7 +128,7 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
     """
     path = to_path(source) if isinstance(source, str) else source
     if hasattr(path, "open"):
-        lines = _lines_of_file(cast("AnyPath", path))
+        lines = _lines_of_file(cast("AnyPath", path), {})
     else:
         lines = _lines_of(cast(BinaryIO, path), str(getattr(path, "name", "the input")))
     for line in lines:
@@ -83,68 +141,19 @@ def json_object(line: str, where: str, field: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
+    except ValueError:
+        digits = f"{sys.get_int_max_str_digits():,} digits"
+        raise UserError(
+            f"{where} has an integer of more than {digits}; expected at most {digits}."
+        ) from None
     if not isinstance(values, dict):
         raise UserError(
             f"{where} is a JSON {type(values).__name__}; "
             f"expected an object with the field {field!r}."
         )
     return values
-
-
-def pairs_fingerprint(config: PairsConfig, root: str = "") -> str:
-    """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their names
-    or dates.
-    """
-    check_files(config, root)
-    fields: list[Any] = [
-        config.kind,
-        config.source_field,
-        config.target_field,
-        config.split,
-        config.limit,
-    ]
-    if config.kind == "numbers":
-        fields += ["small ones again"]  # a new name for each change of the generated pairs
-    elif config.kind == "tfds":
-        examples = _tfds_examples(config, root)
-        fields += [examples.dataset_info.full_name, len(examples)]
-    else:
-        fields += [_hash(path) for side in zip(*files_of(config, root)) for path in side]
-    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-def _hash(path: AnyPath) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-def check_files(config: PairsConfig, root: str = "") -> None:
-    """``UserError`` if there is nothing to read or a file is missing; opens nothing."""
-    if not config.is_given:
-        raise UserError(
-            f"kind is {config.kind!r} and no file is named; expected source and target, or another "
-            "kind."
-        )
-    for file in chain.from_iterable(files_of(config, root)):
-        if (kind := kind_of(file)) != "file":
-            problems = {
-                "": "does not exist",
-                "directory": "is a folder",
-                "other": "is no regular file",
-            }
-            raise UserError(
-                f"File {str(file)!r} {problems.get(kind, 'is no file')}; expected the "
-                f"{config.kind} file that a data field (source or target of train, dev or test) "
-                f"names. Relative names start from data.root = {root!r}."
-            )
-    for name in ("source_field", "target_field"):
-        column = getattr(config, name)
-        if config.kind == "tsv" and not column.isdecimal():
-            raise UserError(
-                f"{name} is {shown(column)}; expected the number of a TSV column, counted from 0."
-            )
 
 
 class _InvalidText(UserError):
@@ -172,15 +181,32 @@ class _Line(NamedTuple):
             ) from None
 
 
-def _lines_of_file(path: AnyPath) -> Iterator[_Line]:
+class _HashedFile(io.RawIOBase):
+    def __init__(self, file: Any) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._file.readinto(buffer)
+        self.digest.update(memoryview(buffer)[:count])
+        return count
+
+
+def _lines_of_file(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[_Line]:
+    """The lines of a file; enters its hash into ``hashes`` at its end."""
     name = str(path)
     try:
         with path.open("rb") as file:
-            unzipped = gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
+            hashed = _HashedFile(file)
+            buffered = io.BufferedReader(hashed, 2**20)
+            unzipped = gzip.GzipFile(fileobj=buffered) if name.endswith(".gz") else buffered
             yield from _lines_of(unzipped, name)
+            hashes[path] = hashed.digest.hexdigest()
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
-            f"File {name!r} is damaged or is no gzip file ({error}); expected one by its name."
+            f"File {name!r} is corrupt or is no gzip file ({error}); expected one by its name."
         ) from None
 
 
@@ -191,23 +217,21 @@ def _lines_of(stream: Iterable[bytes], name: str) -> Iterator[_Line]:
         yield _Line(line.removesuffix(b"\n").removesuffix(b"\r"), name, number)
 
 
-def _read_text(config: PairsConfig, root: str) -> Iterator[tuple[_Line, ...]]:
-    for source, target in files_of(config, root):
-        sides = _lines_of_file(source), _lines_of_file(target)
-        for number, (s, t) in enumerate(zip_longest(*sides), 1):
-            if s is None or t is None:
-                read = (number - 1 + (s is not None), number - 1 + (t is not None))
-                lengths = [count + sum(1 for _ in side) for count, side in zip(read, sides)]
+def _read_files(text: ParallelText) -> Iterator[tuple[_Line, ...]]:
+    """Line N of all files of a group, for one group of files after another."""
+    for files in text.files:
+        sides = [_lines_of_file(file, text.hashes) for file in files]
+        for number, lines in enumerate(zip_longest(*sides), 1):
+            if None in lines:
+                counts = [
+                    number - (line is None) + sum(1 for _ in side)
+                    for line, side in zip(lines, sides)
+                ]
                 raise UserError(
-                    f"{str(source)!r} has {lengths[0]:,} lines and {str(target)!r} has "
-                    f"{lengths[1]:,}; expected as many on both sides: line N of one translates "
-                    "line N of the other."
+                    f"{str(files[0])!r} and {str(files[1])!r} have different numbers of lines "
+                    f"({counts[0]:,} and {counts[1]:,}). Parallel files must match line by line."
                 )
-            yield s, t
-
-
-def _read_one(config: PairsConfig, root: str) -> Iterator[tuple[_Line, ...]]:
-    return ((line,) for (file,) in files_of(config, root) for line in _lines_of_file(file))
+            yield lines
 
 
 def _parse_text(_: PairsConfig, source: _Line, target: _Line) -> tuple[str, str]:
@@ -269,8 +293,9 @@ def _tfds_examples(config: PairsConfig, root: str) -> Any:
         ) from None
 
 
-def _read_tfds(config: PairsConfig, root: str) -> Iterator[tuple[_Line, ...]]:
-    examples, name = _tfds_examples(config, root), f"{config.source[0]} ({config.split})"
+def _read_tfds(text: ParallelText) -> Iterator[tuple[_Line, ...]]:
+    config = text.config
+    examples, name = _tfds_examples(config, text.root), f"{config.source[0]} ({config.split})"
     fields, block = (config.source_field, config.target_field), 1024
     for start in range(0, len(examples), block):
         stop = min(start + block, len(examples))
@@ -284,10 +309,10 @@ def _read_tfds(config: PairsConfig, root: str) -> Iterator[tuple[_Line, ...]]:
             yield tuple(_Line(example[f].replace(b"\n", b" "), name, number) for f in fields)
 
 
-_KINDS: dict[str, tuple[Callable[..., Iterator[tuple[_Line, ...]]], Callable[..., Any]]] = {
-    "text": (_read_text, _parse_text),
-    "tsv": (_read_one, _parse_tsv),
-    "jsonl": (_read_one, _parse_json),
+_KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[str, str]]]] = {
+    "text": (_read_files, _parse_text),
+    "tsv": (_read_files, _parse_tsv),
+    "jsonl": (_read_files, _parse_json),
     "tfds": (_read_tfds, _parse_text),
 }
 
@@ -297,13 +322,14 @@ def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
 
     As people type them: on both sides half of the pairs begin with a capital letter and half end
     with a full stop, independently of each other. In train the numbers below 2,000 come first, in
-    all four styles, and again by Zipf's law: they are few, but the first that people try.
+    all four styles, and again by Zipf's law, digits most of all: they are few, but the first that
+    people try.
     """
     random = np.random.RandomState(0)  # of all generators, the one whose stream is frozen
     order = random.permutation(_NUMBERS)
     test, dev, train = np.split(order, [_NUMBERS_HELD_OUT, 2 * _NUMBERS_HELD_OUT])
     small, large = train[train < 2000], train[train >= 2000]
-    small = np.concatenate([small, np.repeat(small, 200 // (small + 1))])
+    small = np.concatenate([small, np.repeat(small, np.where(small < 10, 600, 200) // (small + 1))])
     train = np.concatenate([np.repeat(small, 4), large])
     numbers = {"train": train, "dev": dev, "test": test}[config.split]
     styles = random.randint(4, size=_NUMBERS)[numbers]

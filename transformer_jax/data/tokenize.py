@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -24,17 +24,18 @@ from itertools import chain, islice
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import DataConfig, PairsConfig
-from transformer_jax.data.sources import pairs_fingerprint
+from transformer_jax.config import DataConfig
+from transformer_jax.data.sources import ParallelText
 from transformer_jax.errors import UserError
 from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
-_FORMAT = 1  # part of the fingerprint: raise it when the same input would give other arrays
+_FORMAT = 2  # part of the fingerprint: raise it when the same input would give other arrays
 # Part of the fingerprint too, as each chunk is segmented with its own seed.
 _CHUNK_PAIRS, _CHUNK_CHARACTERS = 8192, 2**21
 _SMALL = 100_000  # pairs x segmentations; below, starting processes costs more than it saves
@@ -43,38 +44,32 @@ Pairs = list[tuple[str, str]]
 Flat = tuple[np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True)
-class TokenisedChunk:
-    """The pairs of a chunk that pass the filters: ``flat[side][v]`` is (tokens, lengths)."""
+class TokenisedChunk(NamedTuple):
+    """The pairs of a chunk that pass the filters."""
 
-    flat: list[list[Flat]]
+    sides: list[Flat]  # of source and target; segmentation v of pair i is sequence i * K + v
     statistics: dict[str, int]
 
 
 @dataclass(frozen=True)
 class TokeniseJob:
-    """Everything that decides what a tokenised text contains."""
+    """Everything that decides how a text is tokenised."""
 
-    pairs: PairsConfig
     tokenizer: Tokenizer
     data: DataConfig
     sampling: float = 0.0
     num_samples: int = 1
     seed: int = 0
 
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of the text, the settings and the format; see ``pairs_fingerprint``."""
+    def fingerprint(self, text: ParallelText) -> str:
+        """SHA-256 (hex) of the text, the settings and the format."""
         data = self.data
         settings: list[object] = [
             (_FORMAT, _CHUNK_PAIRS, _CHUNK_CHARACTERS),
-            pairs_fingerprint(self.pairs, data.root),
+            text.fingerprint,
             self.tokenizer.fingerprint,
-            (
-                data.max_source_length,
-                data.max_target_length,
-                float(data.max_length_ratio),
-                data.invalid_utf8,
-            ),
+            (data.max_source_length, data.max_target_length, float(data.max_length_ratio)),
+            data.invalid_utf8,
             (self.sampling, self.num_samples, self.seed),
         ]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
@@ -87,39 +82,38 @@ class TokeniseJob:
     def tokenise(self, numbered_chunk: tuple[int, Pairs]) -> TokenisedChunk:
         """Segment and filter one chunk; its number goes into the seeds."""
         number, pairs = numbered_chunk
-        flat: list[list[Flat]] = [[], []]
+        sides = []
         for side, encode in enumerate((self.tokenizer.encode_source, self.tokenizer.encode_target)):
-            lines = [pair[side] for pair in pairs]
+            lines, versions = [pair[side] for pair in pairs], []
             for v in range(self.num_samples):
                 digest = hashlib.sha256(repr((self.seed, number, v, side)).encode()).digest()
                 seed = int.from_bytes(digest[:4], "little")
-                ids = encode(lines, sampling=self.sampling, seed=seed)
-                flat[side].append(flatten(ids, self.dtypes()[side]))
-        lengths_2KN = np.array([[lengths for _, lengths in side] for side in flat])
-        shorter_KN, longer_KN = lengths_2KN.min(0) + 4, lengths_2KN.max(0) + 4
+                versions.append(encode(lines, sampling=self.sampling, seed=seed))
+            sides.append(flatten(chain.from_iterable(zip(*versions)), self.dtypes()[side]))
+        lengths_2NK = np.stack([lengths for _, lengths in sides]).reshape(2, -1, self.num_samples)
+        shorter_NK, longer_NK = lengths_2NK.min(0) + 4, lengths_2NK.max(0) + 4
         most = self.data.max_source_length, self.data.max_target_length
         # A pair stays if it passes in every segmentation: then all of them hold the same pairs.
         fails = {
             "empty": np.array([not (source.strip() and target.strip()) for source, target in pairs])
-            | (lengths_2KN == 1).any((0, 1)),
-            "too_long": np.greater(lengths_2KN.max(1).T, most).any(1),
+            | (lengths_2NK == 1).any((0, 2)),
+            "too_long": np.greater(lengths_2NK.max(2).T, most).any(1),
             # The ratio is of tokens + 5; EOS is one of these 5.
-            "ratio": (longer_KN > (self.data.max_length_ratio or np.inf) * shorter_KN).any(0),
+            "ratio": (longer_NK > (self.data.max_length_ratio or np.inf) * shorter_NK).any(1),
         }
         statistics, keep = {"read": len(pairs)}, np.ones(len(pairs), bool)
         for reason, fails_N in fails.items():
             statistics[reason] = int((keep & fails_N).sum())
             keep &= ~fails_N
         statistics["kept"] = int(keep.sum())
-        kept = [
-            [(tokens[np.repeat(keep, lengths)], lengths[keep]) for tokens, lengths in side]
-            for side in flat
-        ]
-        return TokenisedChunk(kept, statistics)
+        kept = np.repeat(keep, self.num_samples)
+        sides = [(tokens[np.repeat(kept, lengths)], lengths[kept]) for tokens, lengths in sides]
+        return TokenisedChunk(sides, statistics)
 
 
-def flatten(sequences: Sequence[Sequence[int]], dtype: np.dtype) -> Flat:
+def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
     """All tokens in a row, EOS after each sequence, and int32 lengths that count EOS."""
+    sequences = list(sequences)
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
     ended = chain.from_iterable(chain(sequence, (EOS_ID,)) for sequence in sequences)
     return np.fromiter(ended, dtype, int(lengths.sum(dtype=np.int64))), lengths
@@ -179,9 +173,7 @@ def _tokenised_by_workers(
     with tempfile.NamedTemporaryFile() as file:  # as an argument it would start them one by one
         pickle.dump(job, file, pickle.HIGHEST_PROTOCOL)
         file.flush()
-        executor = ProcessPoolExecutor(
-            workers, mp_context=_Workers(), initializer=_start_worker, initargs=(os.getpid(),)
-        )
+        executor = ProcessPoolExecutor(workers, _Workers(), _start_worker)
         pending: deque[Future[TokenisedChunk]] = deque()
         try:
             for chunk in chunks:
@@ -198,14 +190,15 @@ def _tokenised_by_workers(
             executor.shutdown(cancel_futures=True)
 
 
-def _start_worker(parent: int) -> None:
+def _start_worker() -> None:
     os.setsid()  # signals to the program's group are for the parent alone
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

@@ -23,14 +23,13 @@ from transformer_jax.checkpoint import (
     config_of,
     load_parameters,
 )
-from transformer_jax.config import Config, PairsConfig
+from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.bucketing import default_buckets
-from transformer_jax.data.corpus import Corpus
-from transformer_jax.data.corpus_files import prepare_corpus
+from transformer_jax.data.corpus import Corpus, corpus_folder, prepare_corpus
 from transformer_jax.data.loader import place
-from transformer_jax.data.sources import check_files, pairs_fingerprint, read_pairs
+from transformer_jax.data.sources import ParallelText
 from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.distributed import (
     check_agreement,
@@ -110,16 +109,16 @@ def prepare(
     mesh = make_mesh(config.mesh, devices)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
     with together():
-        dev_pairs, test_pairs = check_inputs(config)
+        texts, dev_pairs, test_pairs = check_inputs(config)
     folder, remote = _local_folder(workdir)
     config = _with_buckets(config, folder, platform=mesh.devices.flat[0].platform)
     with ExitStack() as stack:
         with together():  # process 0 holds the folder and builds for all
             if is_first():
                 stack.enter_context(claimed(folder, config, allow_changes=allow_changes))
-                text = prepare_text(folder, config)
+                text = prepare_text(folder, config, texts)
         with together():
-            tokenizer, corpora = text if is_first() else prepare_text(folder, config)
+            tokenizer, corpora = text if is_first() else prepare_text(folder, config, texts)
         config = _with_vocabulary(config, tokenizer)
         check_agreement(
             {"tokenizer": tokenizer.fingerprint, "text of data.dev": _hash(dev_pairs)}
@@ -156,12 +155,20 @@ def prepare(
             remote.push()
 
 
-def prepare_text(folder: Path, config: Config) -> tuple[Tokenizer, dict[str, Corpus]]:
+def prepare_text(
+    folder: Path, config: Config, texts: dict[str, ParallelText]
+) -> tuple[Tokenizer, dict[str, Corpus]]:
     """The tokenizer and the corpora of train and dev, built if need be."""
-    tokenizer = prepare_tokenizer(folder, config) if is_first() else Tokenizer.load(folder)
+    tokenizer = (
+        prepare_tokenizer(folder, config, texts["train"]) if is_first() else Tokenizer.load(folder)
+    )
     check_decoding(config.decoding, tokenizer)
-    names = ["train", "dev"] if config.data.dev.is_given else ["train"]
-    return tokenizer, {name: prepare_corpus(folder, config, tokenizer, name) for name in names}
+    directory = corpus_folder(folder, config)
+    return tokenizer, {
+        name: prepare_corpus(directory, text, tokenizer, config, name)
+        for name, text in texts.items()
+        if name != "test"
+    }
 
 
 def _local_folder(workdir: str | Path) -> tuple[Path, RemoteWorkdir | None]:
@@ -194,9 +201,9 @@ def _with_buckets(config: Config, workdir: Path, *, platform: str) -> Config:
     return dataclasses.replace(config, batch=batch)
 
 
-def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
-    """The lines of dev and of test that training will translate; what is missing or wrong is named
-    now rather than after hours of preparing the training text.
+def check_inputs(config: Config) -> tuple[dict[str, ParallelText], Pairs, Pairs]:
+    """The texts, and the lines of dev and of test that training will translate; what is missing or
+    wrong is named now rather than after hours of preparing the training text.
     """
     data, training = config.data, config.training
     if not data.train.is_given:
@@ -204,13 +211,14 @@ def check_inputs(config: Config) -> tuple[Pairs, Pairs]:
             "There is nothing to train on; expected data.train.source and data.train.target (text "
             "files), another data.train.kind, or a --config."
         )
-    check_files(data.train, data.root)
+    given = [name for name in ("train", "dev", "test") if getattr(data, name).is_given]
+    texts = {name: ParallelText(getattr(data, name), data.root) for name in given}
     check_bleu(training.bleu_tokenize, training.bleu_language)
-    dev, test = (_read_all(config, name) for name in ("dev", "test"))
-    return dev[: training.bleu_sentences] if training.bleu_every else [], test
+    dev, test = (_read_all(config, texts, name) for name in ("dev", "test"))
+    return texts, dev[: training.bleu_sentences] if training.bleu_every else [], test
 
 
-def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
+def prepare_tokenizer(workdir: Path, config: Config, text: ParallelText) -> Tokenizer:
     """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one
     trained on the text.
 
@@ -226,18 +234,16 @@ def prepare_tokenizer(workdir: Path, config: Config) -> Tokenizer:
         tokenizer = Tokenizer.load(newest).with_symbols(symbols)
     elif config.tokenizer.model:
         tokenizer = Tokenizer.train([], config.tokenizer)  # needs no text
-    if tokenizer is not None:
-        origin = tokenizer.fingerprint
-    else:
-        origin = pairs_fingerprint(config.data.train, config.data.root)
-    noted = workdir / "tokenizer.origin"
-    if has_tokenizer(workdir) and (not noted.is_file() or noted.read_text() == origin):
-        return Tokenizer.load(workdir)
-    remove_tokenizer(workdir)
-    noted.write_text(origin)
+    origin, noted = text if tokenizer is None else tokenizer, workdir / "tokenizer.origin"
+    if has_tokenizer(workdir):
+        if not noted.is_file() or noted.read_text() == origin.fingerprint:
+            return Tokenizer.load(workdir)
+        remove_tokenizer(workdir)
     if tokenizer is None:
         log.info("Training the tokenizer.")
-        tokenizer = Tokenizer.train(_read(config, config.data.train), config.tokenizer)
+        pairs = text.pairs(invalid_utf8=config.data.invalid_utf8)
+        tokenizer = Tokenizer.train(pairs, config.tokenizer)
+    noted.write_text(origin.fingerprint)
     tokenizer.save(workdir)
     return tokenizer
 
@@ -345,21 +351,16 @@ def _copy(remote: RemoteWorkdir | None) -> None:
         log.error("%s Training continues; the next checkpoint tries again.", error)
 
 
-def _read_all(config: Config, name: str) -> Pairs:
+def _read_all(config: Config, texts: dict[str, ParallelText], name: str) -> Pairs:
     """The text of ``config.data.<name>``; empty if there is none."""
-    pairs: PairsConfig = getattr(config.data, name)
-    if not pairs.is_given:
+    if name not in texts:
         return []
-    found = list(_read(config, pairs))
+    found = list(texts[name].pairs(invalid_utf8=config.data.invalid_utf8))
     if not found:
         raise UserError(
             f"data.{name} has no pairs; expected at least one, or data.{name}.kind none."
         )
     return found
-
-
-def _read(config: Config, pairs: PairsConfig) -> Iterator[tuple[str, str]]:
-    return read_pairs(pairs, config.data.root, invalid_utf8=config.data.invalid_utf8)
 
 
 def _hash(text: Pairs) -> str:
