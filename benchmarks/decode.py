@@ -51,7 +51,7 @@ def numbered_tokens(vocab_size: int) -> Any:
     names = ["<pad>", "<s>", "</s>", "<unk>", *(f"p{i}" for i in range(4, vocab_size))]
     sizes = {"source_vocab_size": vocab_size, "target_vocab_size": vocab_size}
     found = SimpleNamespace(
-        source_model=b"", target_model=None, joint=True, imported=False, **sizes
+        source_model=b"", target_model=None, joint=True, vocabulary=False, **sizes
     )
     found.source_tokens = found.target_tokens = lambda ids: [names[i] for i in ids]
     found.require_target_ids = lambda *_: []

@@ -58,21 +58,20 @@ def test_copy_task(run: Callable[..., str]) -> None:
 
 
 def test_a_vision_transformer_reads_digits(run: Callable[..., str]) -> None:
-    """The whole training, as it is short enough."""
-    printed = run("digits_vit")
+    printed = run("digits_vit", steps=120)
     [accuracy] = re.findall(r"accuracy on 360 test images: ([\d.]+)%", printed)
-    assert float(accuracy) >= 95
+    assert float(accuracy) >= 94
 
 
 def test_a_language_model_draws_names_of_numbers(run: Callable[..., str]) -> None:
-    printed = run("language_model", steps=100)
+    printed = run("language_model", steps=60)
     assert len(printed.splitlines()) == 11
     right, new = re.findall(r"\d+", printed.splitlines()[-1].replace("500", ""))
     assert int(right) >= 50 and 0 < int(new) < int(right)
 
 
 def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> None:
-    printed = run("finetune_opus_mt", workdir=tmp_path / "opus", steps=80)
+    printed = run("finetune_opus_mt", workdir=tmp_path / "opus", steps=40)
     before, after = map(float, re.findall(r"^(?:imported|tuned): chrF ([\d.]+)$", printed, re.M))
     assert after > before + 10
     with pytest.raises(SystemExit, match="opus is there already; remove it, or choose another"):

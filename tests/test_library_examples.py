@@ -5,6 +5,7 @@ comments say.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -15,6 +16,8 @@ from typing import NamedTuple
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+import transformer_jax
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,6 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("examples")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))  # for the compilation cache that training turns on
+        one_device = functools.partial(transformer_jax.train, devices=jax.devices()[:1])
+        patch.setattr(transformer_jax, "train", one_device)
         # the time goes into compiling, not into running
         jax.config.update("jax_disable_most_optimizations", True)
         try:

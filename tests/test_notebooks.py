@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -26,6 +27,10 @@ def _errors(notebook: nbformat.NotebookNode) -> list[str]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:  # a tenth of the training shows that it runs
+        cell.source = re.sub(
+            r"(steps|_every)=(\d+)", lambda m: f"{m[1]}={int(m[2]) // 10}", cell.source
+        )
     alone = {
         "PYTHONPATH": str(ROOT),  # this clone, whatever is installed
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1"),

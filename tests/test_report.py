@@ -172,6 +172,9 @@ CORRUPT = {
     "summary.json is left out: it is corrupt, or training went on.": lambda run: (
         run / "summary.json"
     ).write_text('{"steps": 2}'),
+    "summary.json is left out: it is corrupt, or": lambda run: (run / "summary.json").write_text(
+        '{"steps": "4"}'
+    ),
     "summary.json cannot be read: Is a directory": lambda run: (
         (run / "summary.json").unlink(),
         (run / "summary.json").mkdir(),
@@ -199,12 +202,15 @@ def test_an_empty_folder_is_reported(report, tmp_path):
 
 def test_lines_that_are_no_entries_are_left_out(report, run):
     wrong = ["[]", "1", "null", '{"step": 1}', '{"kind": "train"}']
-    wrong.append('{"kind": "dev", "step": 4, "dev_loss": null, "dev_bleu": null}')
+    wrong += ['{"kind": "dev", "step": "4"}', '{"kind": "dev", "step": 4, "time": "now"}']
+    wrong += ['{"kind": "start", "step": 0, "environment": []}', '{"kind": [], "step": 4}']
+    wrong.append('{"kind": "dev", "step": 4, "dev_loss": "1", "dev_bleu": null}')
+    wrong.append('{"kind": "train", "step": 4, "loss": [1]}')
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + "\n".join(wrong))
     page = report(run)
-    assert [re.search(r"line (\d+) of 14", each)[1] for each in problems(page)] == [
-        *("9", "10", "11", "12", "13")
+    assert [re.search(r"line (\d+) of 19", each)[1] for each in problems(page)] == [
+        *map(str, range(9, 18))
     ]
     assert tables(page)["best dev_bleu"] == ["33.333"]
 

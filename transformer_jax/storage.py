@@ -86,10 +86,14 @@ def kind_of(path: AnyPath) -> str:
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Replace the content of a file: readers, and a crash, see the old content or the new one."""
+    content = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # a device or a named pipe, which must stay
+        path.write_bytes(content)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

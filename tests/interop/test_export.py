@@ -329,30 +329,20 @@ def test_notes_name_what_is_only_approximated(tmp_path, joint, make) -> None:
     decoding = dataclasses.replace(config.decoding, **changes)
     config = dataclasses.replace(config, decoding=decoding)
     folder, notes = export("huggingface", tmp_path / "out", config, model, joint)
-    for said in (
-        "more than 24 tokens are translated in segments here",
-        "length^0.6",
-        "((5 + length) / 6)^0.6",
-        "1e-05",
-        "34 tokens",
-    ):
-        assert said in "\n".join(notes)
+    [note] = notes
+    assert "length^0.6" in note and "((5 + length) / 6)^0.6" in note
     theirs = MarianMTModel.from_pretrained(folder).generation_config
     assert (theirs.length_penalty, theirs.max_length, theirs.min_new_tokens) == (0.6, 35, 2)
     assert theirs.bad_words_ids == [[PAD_ID], joint.target_ids(["T"])]
     assert theirs.no_repeat_ngram_size == 3
 
 
-def test_a_note_says_where_marian_tokenizer_cuts_tags_otherwise(
-    tmp_path, lines, joint, make
-) -> None:
+def test_marian_tokenizer_takes_tags_off_a_line_before_it_cuts_it(tmp_path, lines, make) -> None:
     tagged = Tokenizer.train(
         [(line, line) for line in lines],
         TokenizerConfig(vocab_size=48, user_defined_symbols=(">>deu<<",)),
     )
-    for tokenizer, said in ((joint, False), (tagged, True)):
-        folder, notes = export("huggingface", tmp_path / str(said), *make(tokenizer), tokenizer)
-        assert any("MarianTokenizer takes >>deu<< off" in note for note in notes) == said
+    folder, _ = export("huggingface", tmp_path / "tagged", *make(tagged), tagged)
     theirs, [ours] = MarianTokenizer.from_pretrained(folder), tagged.encode_source([">>deu<< one"])
     assert tagged.source_tokens(ours)[0] == "▁"
     assert theirs(">>deu<< one").input_ids == [*ours[1:], EOS_ID]
@@ -378,7 +368,7 @@ def run(tmp_path, joint, make, capsys):
 
 def test_program_writes_a_whole_folder(run, tmp_path) -> None:
     status, said = run("ctranslate2")
-    assert status == 0 and "note: " in said
+    assert status == 0 and "out holds the model for ctranslate2; docs/interop.md says" in said
     files = ["config.json", "generation_config.json", "model.bin", "shared_vocabulary.json"]
     files += ["source.spm", "target.spm"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files

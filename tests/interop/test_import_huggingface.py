@@ -265,11 +265,8 @@ def test_ctranslate2_gets_tags_as_pieces(workdir, tmp_path) -> None:
     pytest.importorskip("ctranslate2")
     """As the note says: source.spm, which turns text into pieces for it, cuts them apart."""
     config, model, tokenizer = load_model(workdir)
-    notes = export_ctranslate2(config, model, tokenizer, tmp_path)
-    assert (
-        "source.spm cuts tags such as >>deu<< apart: put the tag of a line before its pieces"
-        in notes[1]
-    )
+    [note] = export_ctranslate2(config, model, tokenizer, tmp_path)
+    assert "source.spm cuts tags such as >>deu<< apart: put the tag of a line before" in note
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.spm")).encode(
         "two", out_type=str
     )

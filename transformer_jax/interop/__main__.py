@@ -85,7 +85,10 @@ def _export(task: Export) -> None:
         notes = exports[task.format](config, model, tokenizer, folder)
     for note in notes:
         logger.info("note: %s", note)
-    logger.info("%s holds the model for %s.", task.output, task.format)
+    logger.info(
+        "%s holds the model for %s; docs/interop.md says how its search differs.",
+        *(task.output, task.format),
+    )
 
 
 def _import(task: Import) -> None:
@@ -95,11 +98,6 @@ def _import(task: Import) -> None:
     with _new_folder(task.workdir, "workdir") as folder:
         config, model, tokenizer = import_huggingface(Path(task.input))
         save_model(folder, config, model, tokenizer)
-    logger.info(
-        "note: translations have at most source length + %d tokens (decoding.max_extra_length), "
-        "whatever the limit there.",
-        config.decoding.max_extra_length,
-    )
     logger.info("translate:  python decode.py --workdir %s", task.workdir)
     logger.info(
         "train on:   python train.py --config %s/config.json --workdir %s --data...",

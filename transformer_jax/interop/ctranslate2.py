@@ -19,11 +19,7 @@ from transformer_jax import (
     Transformer,
     needs_extra,
 )
-from transformer_jax.interop.export import (
-    check_fields,
-    tags_of,
-    write_sentencepiece,
-)
+from transformer_jax.interop.export import check_fields, write_sentencepiece
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits, search_notes
 from transformer_jax.interop.weights import (
     CTRANSLATE2,
@@ -83,16 +79,14 @@ def export_ctranslate2(
 
     settings = for_ctranslate2(config, tokenizer)
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    notes = [
-        "translate_batch takes its settings as keywords: those of this run are in "
-        "generation_config.json."
-    ]
-    if tokenizer.vocabulary and (tags := tags_of(source_tokens)):
+    notes = search_notes(config, "CTranslate2")
+    tags = [token for token in source_tokens if re.fullmatch(">>.*<<", token)]
+    if tokenizer.vocabulary and tags:
         notes.append(
             f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its "
             f"pieces, [{tags[0]!r}, *sp.encode(line, out_type=str)]."
         )
-    return notes + search_notes(config, "CTranslate2")
+    return notes
 
 
 def _spec(shape: ModelConfig) -> Any:

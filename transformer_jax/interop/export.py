@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformer_jax import ModelConfig, Tokenizer, UserError
@@ -28,8 +26,3 @@ def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], 
     (folder / "target.spm").write_bytes(tokenizer.target_model or tokenizer.source_model)
     source, target = range(tokenizer.source_vocab_size), range(tokenizer.target_vocab_size)
     return tokenizer.source_tokens(source), tokenizer.target_tokens(target)
-
-
-def tags_of(tokens: Sequence[str]) -> list[str]:
-    """The tokens like ``>>deu<<``, which MarianTokenizer knows at the beginning of a line."""
-    return [token for token in tokens if re.fullmatch(">>.*<<", token)]

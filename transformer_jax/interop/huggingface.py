@@ -19,11 +19,7 @@ from transformer_jax import (
     UserError,
     needs_extra,
 )
-from transformer_jax.interop.export import (
-    check_fields,
-    tags_of,
-    write_sentencepiece,
-)
+from transformer_jax.interop.export import check_fields, write_sentencepiece
 from transformer_jax.interop.search_settings import for_transformers, length_limits, search_notes
 from transformer_jax.interop.weights import (
     HUGGING_FACE,
@@ -74,7 +70,12 @@ def export_huggingface(
         positions=("interleaved", "split", "learned"),
         encoder_window=(None,),
     )
-    notes = _check_epsilon(shape) + search_notes(config, "transformers")
+    if shape.norm_epsilon > NORM_EPSILON:  # where it is less, outputs differ by a few 1e-6
+        raise UserError(
+            f"model.norm_epsilon is {shape.norm_epsilon:g}; expected at most 1e-05: MarianMT "
+            "always adds 1e-05. Export to ctranslate2 instead."
+        )
+    notes = search_notes(config, "transformers")
     weights = plain_weights(model)
     longest = max(_POSITIONS, *length_limits(config))
     if shape.positions == "interleaved":  # MarianMT's own table from here on
@@ -100,23 +101,8 @@ def export_huggingface(
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}
     _write_json(folder / "config.json", _config(config, longest) | ids)
     _write_json(folder / "generation_config.json", generation)
-    return notes + _write_tokenizer(config, tokenizer, folder)
-
-
-def _check_epsilon(shape: ModelConfig) -> list[str]:
-    """A note where the model's epsilon is not MarianMT's; ``UserError`` where that would show."""
-    epsilon = shape.norm_epsilon
-    if epsilon > NORM_EPSILON:
-        raise UserError(
-            f"model.norm_epsilon is {epsilon:g}; expected at most 1e-05: MarianMT always adds "
-            "1e-05. Export to ctranslate2 instead."
-        )
-    if epsilon == NORM_EPSILON:
-        return []
-    return [
-        f"layer norm adds 1e-05 to the variance in transformers, {epsilon:g} here: its output "
-        "differs by a few 1e-6."
-    ]
+    _write_tokenizer(config, tokenizer, folder)
+    return notes
 
 
 def other_names(shape: ModelConfig) -> dict[str, str]:
@@ -152,8 +138,7 @@ def _config(config: Config, positions: int) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Returns where MarianTokenizer differs from ours, a line each."""
+def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
     source_tokens, target_tokens = write_sentencepiece(tokenizer, folder)
     separate = source_tokens != target_tokens
     _write_json(folder / "vocab.json", {token: i for i, token in enumerate(source_tokens)})
@@ -169,13 +154,6 @@ def _write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> list
         "separate_vocabs": separate,
     }
     _write_json(folder / "tokenizer_config.json", settings)
-    tags = tags_of(source_tokens)
-    if tokenizer.vocabulary or not tags:
-        return []
-    return [
-        f"MarianTokenizer takes {', '.join(tags[:3])} off a line before it cuts it: no '▁' comes "
-        "before it, as here."
-    ]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ PyTorch is imported only when one of the two functions is called.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -180,20 +181,19 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
     """Without memory, with the parameters that the model has and no others."""
     from torch import nn
 
-    sizes = config.d_model, config.num_heads, config.d_ff, config.dropout
-    activation, epsilon = _activations()[config.activation], config.norm_epsilon
-    settings = *sizes, activation, epsilon, True, config.norm == "pre"
-    encoder_layer = nn.TransformerEncoderLayer(*settings, device="meta")
-    decoder_layer = nn.TransformerDecoderLayer(*settings, device="meta")
-    # Nested tensors are a prototype, and warn.
-    encoder = nn.TransformerEncoder(encoder_layer, config.num_layers, enable_nested_tensor=False)
-    decoder = nn.TransformerDecoder(decoder_layer, config.decoder_layers)
-    if config.has_final_norm:
-        for stack in (encoder, decoder):
-            stack.norm = nn.LayerNorm(config.d_model, epsilon, device="meta")
-    transformer = nn.Transformer(
-        *sizes[:2], custom_encoder=encoder, custom_decoder=decoder, batch_first=True
-    )
+    with warnings.catch_warnings():  # of nested tensors, a prototype, which are not used
+        warnings.simplefilter("ignore", UserWarning)
+        transformer = nn.Transformer(
+            *(config.d_model, config.num_heads, config.num_layers, config.decoder_layers),
+            *(config.d_ff, config.dropout, _activations()[config.activation]),
+            layer_norm_eps=config.norm_epsilon,
+            batch_first=True,
+            norm_first=config.norm == "pre",
+            device="meta",
+        )
+    transformer.encoder.use_nested_tensor = False
+    if not config.has_final_norm:
+        transformer.encoder.norm = transformer.decoder.norm = None
     for name, module in transformer.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = config.attention_dropout
@@ -210,7 +210,7 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
             setattr(transformer.get_submodule(place), leaf, None)
     if not all(biases.values()):
         # The fused encoder of PyTorch's inference needs every bias; it is not to be tried.
-        for layer in encoder.layers:
+        for layer in transformer.encoder.layers:
             layer.activation_relu_or_gelu = 0
     return transformer
 
@@ -280,13 +280,9 @@ def _in_common(setting: str, found: Mapping[str, Any]) -> Any:
         if other != value:
             raise UserError(
                 f"{setting} is {value!r} in transformer.{first} and {other!r} in "
-                f"transformer.{place}; expected the same everywhere, as models here have it."
-                + (
-                    " nn.Transformer(activation=nn.GELU()) leaves ReLU in the decoder: give it the "
-                    "function, torch.nn.functional.gelu."
-                    if setting == "activation"
-                    else ""
-                )
+                f"transformer.{place}; expected the same everywhere, as models here have it. "
+                "(nn.Transformer(activation=nn.GELU()) leaves ReLU in the decoder: give it the "
+                "function, torch.nn.functional.gelu.)"
             )
     return value
 

@@ -105,27 +105,17 @@ def length_limits(config: Config) -> tuple[int, int]:
 
 
 def search_notes(config: Config, library: str) -> list[str]:
-    """Where the search of ``library`` differs from ours, though it gets the same settings."""
-    decoding = config.decoding
-    longest_source, longest_target = length_limits(config)
-    notes = [
-        f"translations end at {longest_target} tokens at the latest in {library}, at source length "
-        f"+ {decoding.max_extra_length} here.",
-        f"lines of more than {longest_source} tokens are translated in segments here; {library} "
-        "truncates them or fails.",
-    ]
-    if decoding.length_penalty and decoding.beam_size > 1:
+    """Where the search of ``library`` ranks otherwise by these settings; docs/interop.md has the
+    differences that all searches have.
+    """
+    decoding, notes = config.decoding, []
+    alpha, c = f"{decoding.length_penalty:g}", decoding.length_offset
+    if decoding.length_penalty and c and decoding.beam_size > 1:
         notes.append(
-            f"{library} may end a search before the best translation is finished; decoding here "
-            "does not."
+            f"{library} divides log P by length^{alpha}, decoding here by (({c:g} + length) / "
+            f"{c + 1:g})^{alpha}: hypotheses of different lengths may rank otherwise. Set "
+            "decoding.length_offset to 0 for the same formula."
         )
-        if c := decoding.length_offset:
-            alpha = f"{decoding.length_penalty:g}"
-            notes.append(
-                f"{library} divides log P by length^{alpha}, decoding here by (({c:g} + length) / "
-                f"{c + 1:g})^{alpha}: hypotheses of different lengths may rank otherwise. Set "
-                "decoding.length_offset to 0 for the same formula."
-            )
     if decoding.method == "sample":
         notes.append(f"decoding.method is 'sample' here; {library} gets the beam search.")
     return notes

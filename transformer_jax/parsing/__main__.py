@@ -12,17 +12,15 @@ from __future__ import annotations
 import glob
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import tyro
 
-from transformer_jax import UserError, read_lines, run_program
+from transformer_jax import UserError, read_lines, run_program, write_atomically
 from transformer_jax.parsing.bracketing import bracket_score
 from transformer_jax.parsing.generated import Language, recombined
 from transformer_jax.parsing.trees import (
@@ -111,14 +109,11 @@ def _run(argv: list[str] | None) -> None:
         description="Constituency parsing as translation: a treebank to text for train.py, and "
         "back to trees.",
     )
-    if isinstance(task, Prepare):
-        print(prepare(task), file=sys.stderr)
-    elif isinstance(task, Generate):
-        print(generate(task), file=sys.stderr)
-    elif isinstance(task, Restore):
-        print(restore(task), file=sys.stderr)
-    else:
+    if isinstance(task, Score):
         print(bracket_score(read_parses(task.gold), read_parses(task.parses)))
+    else:
+        work: Any = {Prepare: prepare, Generate: generate, Restore: restore}[type(task)]
+        print(work(task), file=sys.stderr)
 
 
 def prepare(task: Prepare) -> str:
@@ -165,53 +160,40 @@ def _files(name: str) -> list[str]:
 
 
 def _write(output: str, parses: Iterable[Parse], *, numbered: bool) -> str:
-    num_parses = num_words = 0
-    with ExitStack() as stack:
-        words, sequences, trees = (
-            stack.enter_context(_written_whole(Path(f"{Path(output)}.{ending}")))
-            for ending in ("words", "sequences", "mrg")
-        )
-        for parse in parses:
-            print(*(with_numbers(parse.words) if numbered else parse.words), file=words)
-            print(parse.sequence(numbered=numbered), file=sequences)
-            print(parse, file=trees)
-            num_parses, num_words = num_parses + 1, num_words + len(parse.words)
-    return f"{Path(output)}.words, .sequences and .mrg: {num_parses} trees over {num_words} words."
+    words, sequences, trees = list[str](), list[str](), list[str]()
+    num_words = 0
+    for parse in parses:
+        words.append(" ".join(with_numbers(parse.words) if numbered else parse.words))
+        sequences.append(parse.sequence(numbered=numbered))
+        trees.append(str(parse))
+        num_words += len(parse.words)
+    stem = Path(output)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for ending, lines in (("words", words), ("sequences", sequences), ("mrg", trees)):
+        write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
+    return f"{stem}.words, .sequences and .mrg: {len(trees)} trees over {num_words} words."
 
 
 def restore(task: Restore) -> str:
     """Write the trees; returns what was done, in words."""
-    total = malformed = 0
-    with _written_whole(Path(task.output)) if task.output else nullcontext(sys.stdout) as output:
-        for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
-            total += 1
-            if words is None or sequence is None:
-                short = task.words if words is None else task.sequences
-                raise UserError(
-                    f"{short} ends after {total - 1} lines; expected as many lines in {task.words} "
-                    f"and {task.sequences}."
-                )
-            parse, well_formed = from_sequence(without_numbers(words.split()), sequence)
-            malformed += not well_formed
-            print(parse, file=output)
-        output.flush()
-    return f"{total} trees, {malformed} of them from malformed sequences."
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[TextIO]:
-    """A text file that appears when it is complete; until then an older one, which may be what is
-    read, stays.
-    """
-    if path.exists() and not path.is_file():  # a device or a named pipe
-        with path.open("w", encoding="utf-8") as file:
-            yield file
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
-        with Path(folder, path.name).open("w", encoding="utf-8") as file:
-            yield file
-        Path(folder, path.name).replace(path)
+    trees, malformed = list[str](), 0
+    for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
+        if words is None or sequence is None:
+            short = task.words if words is None else task.sequences
+            raise UserError(
+                f"{short} ends after {len(trees)} lines; expected as many lines in {task.words} "
+                f"and {task.sequences}."
+            )
+        parse, well_formed = from_sequence(without_numbers(words.split()), sequence)
+        malformed += not well_formed
+        trees.append(f"{parse}\n")
+    if task.output is None:
+        sys.stdout.writelines(trees)
+        sys.stdout.flush()
+    else:
+        Path(task.output).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(task.output), "".join(trees))
+    return f"{len(trees)} trees, {malformed} of them from malformed sequences."
 
 
 if __name__ == "__main__":

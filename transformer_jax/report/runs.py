@@ -33,7 +33,9 @@ class Run:
         """Steps and values of a field in the entries of a kind. Values that are not finite are null
         in the files and left out.
         """
-        known = [e for e in self.entries if e["kind"] == kind and e.get(name) is not None]
+        known = [
+            e for e in self.entries if e["kind"] == kind and isinstance(e.get(name), int | float)
+        ]
         return [entry["step"] for entry in known], [entry[name] for entry in known]
 
     def latest(self) -> dict[str, Any]:
@@ -63,14 +65,15 @@ def read_run(location: str) -> Run:
         run.problems.append(str(error))
     lines = _read(run, "metrics.jsonl").splitlines()
     for place, entry in enumerate(map(_object, lines), 1):
-        if {"kind", "step"} <= entry.keys():
+        if _is_sound(entry):
             run.entries.append(entry)
         else:
             run.problems.append(f"metrics.jsonl, line {place} of {len(lines)}, is corrupt.")
     if text := _read(run, "summary.json"):
         summary = _object(text)
-        if summary.get("steps", -1) >= run.latest().get("step", 0):
-            run.entries.append(summary | {"kind": "end", "step": summary["steps"]})
+        end = summary | {"kind": "end", "step": summary.get("steps")}
+        if _is_sound(end) and end["step"] >= run.latest().get("step", 0):
+            run.entries.append(end)
         else:
             run.problems.append("summary.json is left out: it is corrupt, or training went on.")
     return run
@@ -82,6 +85,12 @@ def _read(run: Run, name: str) -> str:
     except OSError as error:
         run.problems.append(f"{name} cannot be read: {error.strerror}.")
         return ""
+
+
+def _is_sound(entry: dict[str, Any]) -> bool:
+    """Whether the fields that every page needs are there and have their types."""
+    types = {"kind": str, "step": int, "time": int | float | None, "environment": dict | None}
+    return all(isinstance(entry.get(name), kind) for name, kind in types.items())
 
 
 def _object(text: str) -> dict[str, Any]:
