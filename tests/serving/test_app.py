@@ -358,7 +358,7 @@ def test_rows_of_clients_that_go_away_are_free(server: Server) -> None:
     assert server.ask(q="one").status == 200
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def strict(translator):
     """A server with narrow limits, and with two languages to translate from."""
     models = {
@@ -379,10 +379,12 @@ def test_limits_say_what_is_allowed(strict: Server) -> None:
     assert reply.status == 400 and "expected the language of the texts" in reply.json["error"]
 
 
-def test_too_much_to_do_and_too_long_answers_are_refused(strict: Server) -> None:
+def test_too_much_to_do_and_too_long_answers_are_refused(
+    strict: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [search] = strict.service.models[Pair("en", "de")].workers._searches[0][:1]
     take_steps = search.take_steps
-    search.take_steps = lambda most: time.sleep(0.2) or take_steps(1)
+    monkeypatch.setattr(search, "take_steps", lambda most: time.sleep(0.2) or take_steps(1))
     with ThreadPoolExecutor(3) as clients:
         replies = list(clients.map(lambda _: strict.ask(q=LINES[6:9]), range(3)))
     assert [reply.status for reply in replies] == [503] * 3
