@@ -15,6 +15,7 @@ from transformer_jax.config_checks import (
     AtLeastOne,
     Count,
     Coverage,
+    ExtraLength,
     Fraction,
     LineLength,
     NonNegative,
@@ -447,7 +448,7 @@ class DecodingConfig(Section, prefix="decoding."):
     length_offset: NonNegative = 5.0
     """c of the length penalty: 5 in the paper; 0, which divides by length^alpha, in Marian,
     CTranslate2, fairseq and transformers."""
-    max_extra_length: Positive = 50
+    max_extra_length: ExtraLength = 50
     """A translation has at most this many tokens more than its source."""
     min_length: Count = 0
     """A translation has at least this many tokens."""

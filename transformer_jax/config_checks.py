@@ -16,6 +16,7 @@ from transformer_jax.errors import UserError, shown
 
 # The type of a field declares its range, and in words what an error message says was expected.
 Positive = Annotated[int, Interval(ge=1, lt=2**31), "a positive number below 2^31"]
+ExtraLength = Annotated[int, Interval(ge=1, le=2**16), "a number from 1 to 65,536"]
 Count = Annotated[int, Interval(ge=0, lt=2**31), "a number from 0 to 2^31 - 1"]
 Seed = Annotated[int, Interval(ge=0, lt=2**32), "a number from 0 to 2^32 - 1"]
 PositiveFloat = Annotated[float, Interval(gt=0), "a positive number"]
