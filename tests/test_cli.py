@@ -1,10 +1,7 @@
 """What all programs share: exit statuses, messages, signals, flags and their help."""
 
 import dataclasses
-import gc
 import re
-import signal
-import time
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -43,38 +40,6 @@ def test_exit_statuses() -> None:
     assert run_program(lambda: fail(KeyboardInterrupt())) == 130
     with pytest.raises(ZeroDivisionError):  # our own mistakes keep their traceback
         run_program(lambda: fail(ZeroDivisionError()))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_gets_lost_comes_again() -> None:
-    class Lost:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)  # Python drops what is raised in here
-
-    def work() -> None:
-        Lost()
-        gc.collect()
-        time.sleep(30)
-
-    start = time.monotonic()
-    assert run_program(work) == 130
-    assert time.monotonic() - start < 25  # work() takes 30
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-def test_an_interrupt_does_not_interrupt_the_clean_up() -> None:
-    cleaned = []
-
-    def work() -> None:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            time.sleep(1.5)
-            cleaned.append(True)
-
-    assert run_program(work) == 130
-    assert cleaned
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ import argparse
 import dataclasses
 import logging
 import os
-import signal
 import sys
 import threading
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -50,13 +48,12 @@ def run_program(work: Callable[[], int | None]) -> int:
 
 
 def _do(work: Callable[[], int | None]) -> int:
+    logging.basicConfig(handlers=[_Stderr()], format="%(message)s", force=True)
+    # Orbax logs through absl; training reports a failed save itself.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("transformer_jax").setLevel(logging.INFO)
     try:
-        logging.basicConfig(handlers=[_Stderr()], format="%(message)s", force=True)
-        # Orbax logs through absl; training reports a failed save itself.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-        logging.getLogger("transformer_jax").setLevel(logging.INFO)
-        with _insistent_interrupts():
-            return work() or 0
+        return work() or 0
     except BrokenPipeError:
         # Python would try to flush stdout once more at exit, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -71,33 +68,6 @@ def _do(work: Callable[[], int | None]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-@contextmanager
-def _insistent_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt again if it gets lost.
-
-    Python drops exceptions raised in callbacks of its garbage collector, and JAX has such a
-    callback. So after Ctrl-C a timer raises the exception again until it is being handled.
-    """
-
-    def interrupt(number: int, _: Any) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 1)
-        if number == signal.SIGINT or not isinstance(sys.exception(), KeyboardInterrupt):
-            raise KeyboardInterrupt
-
-    handlers = {}
-    # Leave Ctrl-C alone where a shell ignores it, as for background jobs of a script.
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        handlers = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGALRM)}
-    try:
-        yield
-    finally:
-        if handlers:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def parse_flags(
@@ -194,8 +164,7 @@ def flag_values(argv: Sequence[str], name: str) -> list[str]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", nargs="*", action="extend", default=[])
-    values: list[str] = getattr(parser.parse_known_args(argv)[0], name)
-    return values
+    return vars(parser.parse_known_args(argv)[0])[name]
 
 
 def flags_given(argv: Sequence[str]) -> set[str]:
