@@ -35,8 +35,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.in_turn import Answer, Engine, finish, measure, parser, workers
-from transformer_jax import BOS_ID, EOS_ID, PAD_ID, Config, load_config_file
-from transformer_jax.training.flops import model_flops
+from transformer_jax import BOS_ID, EOS_ID, PAD_ID, Config, ModelConfig, load_config_file
 
 ENGINES = ("ours", "torch_eager", "torch_compile")
 _NUM_BATCHES = 4
@@ -47,6 +46,27 @@ def read_config(job: Answer) -> Config:
     config = load_config_file(job["config"])
     size = config.tokenizer.vocab_size
     return replace(config, model=replace(config.model, vocab_size=size, dtype=job["dtype"]))
+
+
+def model_flops(
+    model: ModelConfig, source_lengths: np.ndarray, target_lengths: np.ndarray
+) -> float:
+    """FLOPs of the matrix products that training on sentence pairs of these lengths needs: three
+    times forward. Padding and recomputation are not counted; causal attention is, as if full.
+    """
+    S, T = source_lengths.ravel().astype(float), target_lengths.ravel().astype(float)
+    D, heads = model.d_model, model.num_heads * (model.head_width_k + model.head_width_v)
+    # Queries and outputs, or keys and values, of a token; the feed-forward layer of a token.
+    projections = D * heads
+    feed_forward = (3 if model.activation == "swiglu" else 2) * D * model.d_ff
+    source, target = S.sum(), T.sum()
+    encoder_layer = source * (2 * projections + feed_forward)
+    encoder_layer += S @ np.minimum(S, model.encoder_window or np.inf) * heads
+    # Cross-attention has keys and values of the source, queries and outputs of the target.
+    decoder_layer = target * (3 * projections + feed_forward) + source * projections
+    decoder_layer += (T @ T + S @ T) * heads
+    forward = model.num_layers * encoder_layer + model.decoder_layers * decoder_layer
+    return float(3 * 2 * (forward + target * D * model.vocab_size))
 
 
 def make_batches(job: Answer, vocab_size: int) -> np.ndarray:

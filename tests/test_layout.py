@@ -84,7 +84,6 @@ TRUNK = [
     "training.optimizer",
     "training.step",
     "training.progress",
-    "training.flops",
     "training.saver",
     "training.prepare",
     "training.compiling",

@@ -73,7 +73,6 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
         and summary["tokens_per_second"] > 0
         and summary["peak_memory_bytes"]["host"] > 1e7
     )
-    assert 1e6 < summary["training_flops"]["counted"] < 1e12
     assert summary["best_dev_loss"] == min(entry["dev_loss"] for entry in entries(finished, "dev"))
     assert (finished / "tokenizer.model").exists() and list((finished / "tensorboard").iterdir())
     train_entries = entries(finished)

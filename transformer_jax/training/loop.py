@@ -22,7 +22,6 @@ from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
 from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
-from transformer_jax.training.flops import training_flops
 from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
 from transformer_jax.training.saver import Checkpoints
@@ -180,13 +179,6 @@ class _Loop:
             "epochs": self._step / run.plan.steps_per_epoch,
             "bad_steps": int(self._state.bad_steps),
             **totals(self._progress),
-            "training_flops": {
-                "counted": training_flops(
-                    self._config,
-                    run.train_corpus,
-                    tokens=self._progress.source_tokens + self._progress.target_tokens,
-                )
-            },
             "first_step_seconds": self._first_step_seconds,
             "peak_memory_bytes": peak_memory_bytes(),
             **environment(),

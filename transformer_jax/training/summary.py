@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,28 @@ import jax
 from transformer_jax.machine import num_cores
 from transformer_jax.training.progress import Progress
 
+_PACKAGES = [
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "sentencepiece",
+    "sacrebleu",
+    "numpy",
+]
+
 
 def totals(progress: Progress) -> dict[str, Any]:
     """Time, speed and the best evaluation of a whole run, for summary.json."""
-    seconds = progress.train_seconds
-    best = {
-        name: getattr(progress, name) for name in ("best_step", "best_dev_loss", "best_dev_bleu")
-    }
-    tokens = progress.source_tokens + progress.target_tokens
+    best = {name: value for name, value in vars(progress).items() if name.startswith("best_")}
+    seconds = progress.train_seconds or math.inf
     return {
         **{name: value for name, value in best.items() if value is not None},
-        "train_seconds": seconds,
-        "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "target_tokens_per_second": progress.target_tokens / seconds if seconds else 0.0,
+        "train_seconds": progress.train_seconds,
+        "tokens_per_second": (progress.source_tokens + progress.target_tokens) / seconds,
+        "target_tokens_per_second": progress.target_tokens / seconds,
     }
 
 
@@ -42,20 +53,9 @@ def peak_memory_bytes() -> dict[str, int]:
 
 def environment() -> dict[str, Any]:
     """Versions and hardware, for summary.json."""
-    packages = [
-        "jax",
-        "jaxlib",
-        "flax",
-        "optax",
-        "orbax-checkpoint",
-        "grain",
-        "sentencepiece",
-        "sacrebleu",
-        "numpy",
-    ]
     return {
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "cpu": _processor(),
         "cpu_cores": num_cores(),
@@ -66,9 +66,8 @@ def environment() -> dict[str, Any]:
 
 def _processor() -> str:
     """The CPU's name, or its kind where the system does not tell the name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.machine()
