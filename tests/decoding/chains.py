@@ -33,6 +33,11 @@ class ToyCache:
     sentence_BW: Array
     position_BW: Array
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of positions that a step may be limited to: it has none."""
+        return (0,)
+
     def reorder(self, parents_BW: Array) -> ToyCache:
         """Beam w continues what was beam ``parents_BW[b, w]``."""
         return gather_beams(self, parents_BW)

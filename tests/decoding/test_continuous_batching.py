@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import chains
 import jax
@@ -15,52 +14,77 @@ from flax import struct
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import Waiting, search_waiting
+from transformer_jax.decoding.continuous_batching import NOBODY, Block, Found, Rows, RowSearch
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import search
+from transformer_jax.decoding.search import results, search
 
 SENTENCES, LENGTH, VOCAB = 48, 10, 9
 TOYS = random_chains(0, sentences=SENTENCES, length=LENGTH, vocab=VOCAB)
 LIMITS = np.random.default_rng(1).integers(1, LENGTH + 1, SENTENCES)
 
 
-def waiting_in(order, limits=LIMITS):
-    """The sentences in this order; all that is known of sentence i is its number."""
-    return Waiting(
-        source=jnp.asarray(order, jnp.int32),
-        limit_Q=jnp.asarray(limits[order], jnp.int32),
-        prefix_QP=jnp.zeros((len(order), 0), jnp.int32),
-        seed_Q=jnp.asarray(order, jnp.uint32),
-    )
-
-
 class ToyModel:
-    """The chains as a ``DecodingModel``."""
+    """The chains as a model."""
 
-    def __init__(self, beam_size):
-        self.beam_size = beam_size
-
-    def start_cache(self, source):
-        return chains.start(source, beam_size=self.beam_size)
-
-    def attended(self, cache):
-        return [LENGTH]
+    def start_cache(self, sentence_B, *, beam_size):
+        return chains.start(sentence_B, beam_size=beam_size)
 
     def step(self, tokens_BW, cache, *, length):
         return chains.step(TOYS)(tokens_BW, cache)
 
 
-@partial(jax.jit, static_argnames=("method", "batch_size"))
-def run(method, waiting, counts_M, *, batch_size):
-    model = ToyModel(method.num_beams)
-    cache = model.start_cache(jnp.zeros(batch_size, jnp.int32))
-    found, _ = search_waiting(method, model, waiting, counts_M, cache, max_length=LENGTH)
-    return found
+def search_in_rows(
+    method, order, *, batch_size, block_size, counts=None, limits=LIMITS, model=None
+):
+    """The sentences in this order, block after block, of which each has its count: hypotheses by
+    the places in the blocks, slots computed and used, and the rows in the end.
+    """
+    model = model or ToyModel()
+    search_ = RowSearch(method, model.step, LENGTH)
+    counts = counts or [block_size] * -(-len(order) // block_size)
+
+    def block(sentences):
+        sentences = np.array([*sentences, *[NOBODY] * (block_size - len(sentences))], np.int32)
+        known = np.maximum(sentences, 0)
+        return Block(
+            number_Q=sentences,
+            limit_Q=np.where(sentences >= 0, limits[known], 0),
+            prefix_QP=np.zeros((block_size, 0), np.int32),
+            seed_Q=known.astype(np.uint32),
+            wanted_Q=np.full(block_size, method.num_beams),
+            cache=model.start_cache(known, beam_size=method.num_beams),
+        )
+
+    @jax.jit
+    def seat(rows, block, most):
+        return search_.seat(rows, block, most, np.int32(batch_size))
+
+    nobody = np.zeros(batch_size, np.int32)
+    cache = model.start_cache(nobody, beam_size=method.num_beams)
+    empty = method.start(
+        nobody, max_length=LENGTH, prefix_BP=np.zeros((batch_size, 0), np.int32), seed_B=nobody
+    )
+    rows, slots_2 = Rows(np.full(batch_size, NOBODY), empty, cache), np.zeros(2, int)
+    found = {}
+    firsts = range(0, len(order), block_size)
+    for first, count in [*zip(firsts, counts, strict=True), (0, 0)]:
+        its = block(order[first : first + count])
+        rows, left, slots_12 = seat(rows, its, np.int32(0 if count else 10**6))
+        slots_2 += np.asarray(slots_12)[0]
+        add(found, left)
+    assert rows.state.done_B.all()
+    add(found, Found(rows.number_B, results(rows.state.finished, chains.PAD)))
+    return found, slots_2.tolist(), rows
 
 
-def full(block_size):
-    """Blocks without gaps."""
-    return np.full(SENTENCES // block_size, block_size)
+def add(found, left):
+    """The hypotheses by the sentences' numbers; of NaN: None."""
+    numbers, is_nan = np.asarray(left.number_R), np.isnan(left.results.scores_BN[:, 0])
+    assert not found.keys() & set(numbers.tolist())
+    found |= dict.fromkeys(numbers[is_nan].tolist())
+    sound = chains.hypotheses(jax.tree.map(lambda x: x[~is_nan], left.results))
+    found |= zip(numbers[~is_nan].tolist(), sound, strict=True)
+    found.pop(NOBODY, None)
 
 
 BEAM = BeamSearch(**IDS, beam_size=3)
@@ -90,74 +114,88 @@ def alone():
 )
 def test_the_results_are_those_of_one_batch(alone, batch_size, block_size):
     order = np.random.default_rng(batch_size).permutation(SENTENCES)
-    result = run(BEAM, waiting_in(order), full(block_size), batch_size=batch_size)
-    assert chains.hypotheses(result.results) == [alone[i] for i in order]
+    found, _, _ = search_in_rows(BEAM, order, batch_size=batch_size, block_size=block_size)
+    assert found == dict(enumerate(alone))
 
 
 @pytest.mark.parametrize("method", [REPEATS, SAMPLES])
 def test_repeats_and_samples_are_those_of_one_batch(method):
     """Rows are handed over with nothing of what they held: neither tokens nor seeds."""
     order = np.random.default_rng(7).permutation(SENTENCES)
-    result = run(method, waiting_in(order), full(4), batch_size=4)
+    found, _, _ = search_in_rows(method, order, batch_size=4, block_size=4)
     expected = one_batch(method)
     assert expected != one_batch(BEAM)
-    assert chains.hypotheses(result.results) == [expected[i] for i in order]
+    assert found == dict(enumerate(expected))
 
 
-def test_a_row_that_held_what_is_not_a_number_is_as_good_as_any(alone, monkeypatch):
+def test_a_row_that_held_what_is_not_a_number_is_as_good_as_any(alone):
     with_nan = TOYS.copy()
     with_nan[::3, 1:] = np.nan
-    monkeypatch.setattr(ToyModel, "step", lambda _, *given, length: chains.step(with_nan)(*given))
-    result = jax.jit(partial(run.__wrapped__, BEAM, batch_size=4))(
-        waiting_in(np.arange(SENTENCES)), full(4)
+
+    class Broken(ToyModel):
+        def step(self, tokens_BW, cache, *, length):
+            return chains.step(with_nan)(tokens_BW, cache)
+
+    order = np.arange(SENTENCES)
+    found, _, _ = search_in_rows(BEAM, order, batch_size=4, block_size=4, model=Broken())
+    assert found == {
+        i: None if i % 3 == 0 and limit > 1 else its
+        for i, (its, limit) in enumerate(zip(alone, LIMITS, strict=True))
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "block_size", "counts"),
+    [
+        *((16, 16, np.clip(n - 16 * np.arange(3), 0, 16).tolist()) for n in (1, 5, 16, 47)),
+        *((16, 16, counts) for counts in ([5, 0, 16], [0, 0, 1], [1, 2, 0], [0, 0, 0])),
+        # 33 rows, of which two are handed on at a time; blocks of odd sizes.
+        *((33, 16, [16, 14, 3]), (33, 8, [7, 8, 8, 5, 2, 3])),
+    ],
+)
+def test_blocks_may_end_early(alone, batch_size, block_size, counts):
+    order = np.arange(SENTENCES)
+    found, slots_2, _ = search_in_rows(
+        BEAM, order, batch_size=batch_size, block_size=block_size, counts=counts
     )
-    of_nan = np.isnan(result.results.scores_BN[:, 0])
-    assert of_nan.tolist() == [i % 3 == 0 and limit > 1 for i, limit in enumerate(LIMITS)]
-    sound = jax.tree.map(lambda x: x[~of_nan], result.results)
-    assert chains.hypotheses(sound) == [its for its, bad in zip(alone, of_nan) if not bad]
-
-
-def test_the_last_block_may_end_early(alone):
-    for count in (0, 1, 5, 16, 47):
-        counts = np.clip(count - 16 * np.arange(3), 0, 16)
-        result = run(BEAM, waiting_in(np.arange(SENTENCES)), counts, batch_size=16)
-        assert chains.hypotheses(result.results) == alone[:count] + [[]] * (SENTENCES - count)
-
-
-@pytest.mark.parametrize("counts", [(5, 0, 16), (0, 0, 1), (1, 2, 0)])
-def test_blocks_may_end_early(alone, counts):
-    result = run(BEAM, waiting_in(np.arange(SENTENCES)), np.array(counts), batch_size=16)
-    assert chains.hypotheses(result.results) == [
-        its if i % 16 < counts[i // 16] else [] for i, its in enumerate(alone)
-    ]
-
-
-def test_all_begin_at_once_where_there_is_a_row_for_each(alone):
-    """33 rows, of which two are handed on at a time; blocks of odd sizes."""
-    for counts in ((16, 14, 3), (7, 8, 8, 5, 2, 3)):
-        result = run(BEAM, waiting_in(np.arange(SENTENCES)), np.array(counts), batch_size=33)
-        assert int(result.slots_computed) <= 33 * LENGTH
-        size = SENTENCES // len(counts)
-        assert chains.hypotheses(result.results) == [
-            its if i % size < counts[i // size] else [] for i, its in enumerate(alone)
-        ]
+    assert found == {
+        i: its for i, its in enumerate(alone) if i % block_size < counts[i // block_size]
+    }
+    if batch_size >= len(found):  # all begin at once
+        assert slots_2[0] <= batch_size * LENGTH
 
 
 def test_sentences_with_nothing_to_search_do_not_stop_the_others(alone):
     limits = np.where(np.arange(SENTENCES) % 5 == 0, 0, LIMITS)
-    result = run(BEAM, waiting_in(np.arange(SENTENCES), limits), full(4), batch_size=4)
-    assert chains.hypotheses(result.results) == [
-        [] if i % 5 == 0 else its for i, its in enumerate(alone)
-    ]
+    order = np.arange(SENTENCES)
+    found, _, _ = search_in_rows(BEAM, order, batch_size=4, block_size=4, limits=limits)
+    assert found == {i: [] if i % 5 == 0 else its for i, its in enumerate(alone)}
 
 
-def test_samples_do_not_depend_on_row_or_company():
-    in_order = chains.hypotheses(
-        run(SAMPLES, waiting_in(np.arange(SENTENCES)), full(16), batch_size=16).results
+@pytest.mark.parametrize(("most", "enough"), [(3, 99), (99, 2), (99, 99), (0, 5)])
+def test_steps_after_a_block_has_rows(most, enough):
+    """They end after ``most`` steps, with ``enough`` sentences done, or with all."""
+    limits = np.full(SENTENCES, LENGTH)
+    limits[:4] = [2, 5, 7, 9]
+    method = BeamSearch(**IDS, beam_size=1, constraints=Constraints(min_length=LENGTH))
+    model, number_Q = ToyModel(), np.arange(4)
+    block = Block(
+        number_Q,
+        limits[:4],
+        np.zeros((4, 0), np.int32),
+        number_Q,
+        np.ones(4, np.int32),
+        model.start_cache(number_Q, beam_size=1),
     )
-    order = np.random.default_rng(3).permutation(SENTENCES)
-    shuffled = chains.hypotheses(run(SAMPLES, waiting_in(order), full(4), batch_size=4).results)
-    assert shuffled == [in_order[i] for i in order]
+    block = jax.tree.map(jnp.asarray, block)
+    search_ = RowSearch(method, model.step, LENGTH)
+    idle = search_.start(block._replace(limit_Q=jnp.zeros(4, jnp.int32)))
+    rows = Rows(jnp.full(4, NOBODY), idle, block.cache)
+    rows, left, slots_12 = search_.seat(rows, block, jnp.int32(most), jnp.int32(enough))
+    steps = min(most, {2: 5}.get(enough, 9))
+    assert slots_12.tolist() == [[4 * steps, sum(min(steps, x) for x in limits[:4])]]
+    assert rows.state.done_B.tolist() == [steps >= x for x in limits[:4]]
+    assert (left.number_R == NOBODY).all()
 
 
 def test_idle_rows_take_in_tokens_of_the_vocabulary():
@@ -172,35 +210,33 @@ def test_idle_rows_take_in_tokens_of_the_vocabulary():
             return dataclasses.replace(replaced, lowest_BW=self.lowest_BW)
 
     class Watched(ToyModel):
-        def start_cache(self, source):
-            lowest_BW = jnp.full((source.shape[0], 1), VOCAB)
-            return WithLowest(**vars(super().start_cache(source)), lowest_BW=lowest_BW)
+        def start_cache(self, sentence_B, *, beam_size):
+            lowest_BW = jnp.full((len(sentence_B), 1), VOCAB)
+            cache = super().start_cache(sentence_B, beam_size=beam_size)
+            return WithLowest(**vars(cache), lowest_BW=lowest_BW)
 
         def step(self, tokens_BW, cache, *, length):
             logits_BWV, cache = super().step(tokens_BW, cache, length=length)
             lowest_BW = jnp.minimum(cache.lowest_BW, tokens_BW)
             return logits_BWV, dataclasses.replace(cache, lowest_BW=lowest_BW)
 
-    model = Watched(beam_size=1)
-    _, cache = search_waiting(
+    _, _, rows = search_in_rows(
         BeamSearch(**IDS, beam_size=1, constraints=Constraints(min_length=LENGTH)),
-        model,
-        waiting_in(np.arange(3), np.array([LENGTH, LENGTH - 1, LENGTH])),
-        jnp.array([3]),
-        model.start_cache(jnp.zeros(2, jnp.int32)),
-        max_length=LENGTH,
+        np.arange(3),
+        batch_size=2,
+        block_size=3,
+        limits=np.array([LENGTH, LENGTH - 1, LENGTH]),
+        model=Watched(),
     )
-    assert (cache.lowest_BW >= 0).all() and (cache.lowest_BW < VOCAB).all()
+    assert (rows.cache.lowest_BW >= 0).all() and (rows.cache.lowest_BW < VOCAB).all()
 
 
 def test_few_slots_are_wasted():
-    toys_lengths = np.sort(np.random.default_rng(2).integers(2, LENGTH + 1, SENTENCES))[::-1]
-    method = BeamSearch(**IDS, beam_size=1)
-    together = run(method, waiting_in(np.arange(SENTENCES), toys_lengths), full(48), batch_size=48)
-    handed_on = run(method, waiting_in(np.arange(SENTENCES), toys_lengths), full(4), batch_size=4)
-    assert int(handed_on.slots_used) == int(together.slots_used)
-    assert (
-        int(handed_on.slots_computed) * 0.9
-        <= int(handed_on.slots_used)
-        < int(together.slots_computed) * 0.7
+    lengths = np.sort(np.random.default_rng(2).integers(2, LENGTH + 1, SENTENCES))[::-1]
+    method, order = BeamSearch(**IDS, beam_size=1), np.arange(SENTENCES)
+    (_, (together, used), _), (_, handed_on, _) = (
+        search_in_rows(method, order, batch_size=size, block_size=size, limits=lengths)
+        for size in (48, 4)
     )
+    assert handed_on[1] == used
+    assert handed_on[0] * 0.9 <= used < together * 0.7

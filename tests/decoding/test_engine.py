@@ -74,11 +74,11 @@ def test_the_same_in_any_company():
     """
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 144})
     engine = Engine([make_model(0)], config)
-    engine._search = jax.jit(
-        engine._search_bucket,
-        static_argnames=("bucket", "num_hypotheses"),
-        compiler_options=dict(USERS_CODE_GENERATOR),
-    )
+    for name, function in {"_encode": engine._encode_block, "_seat": engine._search_rows}.items():
+        compiled = jax.jit(
+            function, static_argnames="bucket", compiler_options=dict(USERS_CODE_GENERATOR)
+        )
+        setattr(engine, name, compiled)
     sentences = [
         Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist())
         for i in range(60)
@@ -107,7 +107,7 @@ def test_what_accelerators_do_otherwise_finds_the_same(backend, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     engine = Engine([make_model(0)], config)
     found = engine.search(sentences)
-    assert not engine._memory
+    assert not engine._kept
     assert tokens(found) == tokens(expected)
     alone = [engine.search([sentence])[0] for sentence in sentences[::5]]
     assert tokens(alone) == tokens(expected[::5])
@@ -118,7 +118,9 @@ def test_what_accelerators_do_otherwise_finds_the_same(backend, monkeypatch):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_search_in_bfloat16_converts_its_weights_once(tied):
-    """Before its loops, embeddings excepted; the model stays what it was to the last bit."""
+    """When it gets its parameters, embeddings excepted; the model stays what it was to the last
+    bit.
+    """
     shape = {
         **vars(MODEL),
         "vocab_size": 56,
@@ -129,17 +131,13 @@ def test_a_search_in_bfloat16_converts_its_weights_once(tied):
     model = Transformer(ModelConfig(**shape), rngs=nnx.Rngs(0))
     engine = Engine([model], CONFIG)
     program = engine.lowered(engine.buckets[0]).as_text()
-    loops = program.index("stablehlo.while")
-    matrix = re.compile(r"stablehlo.convert %\S+ : \(tensor<((?:\d+x)+)f32>\) -> tensor<\1bf16>")
+    main = program[program.index("func.func public @main") :]
+    given = set(re.findall(r"tensor<((?:\d+x)+)bf16>", main[: main.index("{\n")]))
     # softmax, attention's, feed-forward's, its bias
     weights = {"56x16x", "16x2x8x", "2x8x16x", "16x32x", "32x16x", "32x"}
-    converted = [
-        (found.group(1), found.start())
-        for found in matrix.finditer(program)
-        if found.group(1) in weights
-    ]
-    assert {shape for shape, _ in converted} == weights
-    assert all(place < loops for _, place in converted)
+    assert weights <= given
+    matrix = re.compile(r"stablehlo.convert %\S+ : \(tensor<((?:\d+x)+)f32>\) -> tensor<\1bf16>")
+    assert not weights & set(matrix.findall(program))
 
     cast = with_cast_weights(model)
     # a lookup is not rounded before it is scaled
@@ -179,32 +177,6 @@ def test_no_compilation_in_steady_state():
     fresh.search(SENTENCES)
     fresh.search(SENTENCES[5:])
     assert fresh.num_compiled == 1
-
-
-@pytest.mark.parametrize("devices", [(), jax.devices()[:1], jax.devices()[:2]])
-def test_a_search_finds_what_was_compiled_ahead_before_it_had_parameters(devices):
-    compiled = []
-
-    def note(event, _, *, fun_name="", **__):
-        if event.endswith("backend_compile_duration") and "search" in fun_name:
-            compiled.append(fun_name)
-
-    engine = Engine([make_model(1)], CONFIG, devices=devices)
-    parameters = engine.parameters
-    ahead = engine.ahead(SENTENCES)
-    assert [*ahead] == ["search for 4 sentences of up to 16 tokens"]
-    engine.parameters = ()
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        for lower in ahead.values():
-            lower().compile()
-        assert len(compiled) == 1
-        engine.parameters = parameters
-        engine.search(SENTENCES)
-        engine.search(SENTENCES)
-        assert len(compiled) == engine.num_compiled == 1
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_an_ensemble_of_one_model_twice_is_that_model(engine):
@@ -270,15 +242,16 @@ def test_logits_that_are_not_numbers_are_reported(settings, caplog):
 @pytest.mark.cpu("elsewhere no caches are kept between searches")
 def test_caches_are_made_once_and_used_again():
     engine = Engine([make_model(0)], CONFIG)
-    first = engine.search(SENTENCES)
-    [[caches]] = [memory.decoders for memory in engine._memory.values()]
-    keys = jax.tree.leaves(caches.history)
+
+    def caches():
+        [rows] = engine._kept.values()
+        return [x for x in jax.tree.leaves(rows.cache) if x.ndim == 4]
+
+    first, keys = engine.search(SENTENCES), caches()
     places = {x.unsafe_buffer_pointer() for x in keys}
     assert engine.search(SENTENCES) == first
-    [[again]] = [memory.decoders for memory in engine._memory.values()]
-    keys_again = jax.tree.leaves(again.history)
-    assert {x.unsafe_buffer_pointer() for x in keys_again} == places
-    assert all(x.is_deleted() for x in keys)
+    assert {x.unsafe_buffer_pointer() for x in caches()} == places
+    assert places and all(x.is_deleted() for x in keys)
 
 
 @pytest.mark.devices(4)
@@ -286,14 +259,13 @@ def test_devices_share_the_work(engine):
     spread = Engine([make_model(0)], CONFIG, devices=jax.devices()[:4])
     assert tokens(spread.search(SENTENCES)) == tokens(engine.search(SENTENCES))
     # Each gets as many as any other, whatever the blocks of one length that they come in.
-    places = spread._layout.places(spread.buckets[0], [[0], [1, 2, 3], [4], [5, 6]])
-    waiting, counts = spread._layout.waiting(
-        spread.buckets[0],
-        {place: SENTENCES[index] for index, place in places.items()},
-        spread.longest_target,
-    )
-    assert len(set(places.values())) == 7 and counts.sum(axis=1).tolist() == [2, 2, 2, 1]
-    assert (waiting.limit_Q > 0).sum() == 7
+    bucket = spread.buckets[0]._replace(rows=12)
+    spread._num_dealt, counts = 0, np.zeros(4, int)
+    for block in ([0], [1, 2, 3], [4], [5, 6]):
+        _, dealt = spread._block(bucket, {i: SENTENCES[i] for i in block}, 1, {})
+        assert sorted(dealt.number_Q[dealt.number_Q >= 0]) == block
+        counts += (dealt.number_Q >= 0).reshape(4, bucket.block_size).sum(axis=1)
+    assert counts.tolist() == [2, 2, 2, 1]
 
 
 @pytest.mark.devices(2)
@@ -306,7 +278,7 @@ def test_one_device_is_where_the_search_runs(engine):
         and there.num_compiled == 1
     )
     assert all(
-        leaf.devices() == {device} for leaf in jax.tree.leaves((there.parameters, there._memory))
+        leaf.devices() == {device} for leaf in jax.tree.leaves((there.parameters, there._kept))
     )
 
 
@@ -314,7 +286,7 @@ def test_one_device_is_where_the_search_runs(engine):
 def test_assigned_parameters_go_where_the_work_is_done(engine, num_devices):
     devices = jax.devices()[:num_devices]
     other = Engine([make_model(5)], CONFIG, devices=devices)
-    other.parameters = [nnx.state(make_model(0), nnx.Param)]
+    other.parameters = nnx.state(make_model(0), nnx.Param)
     assert all(
         leaf.devices() == set(devices or jax.devices()[:1])
         for leaf in jax.tree.leaves(other.parameters)
@@ -324,8 +296,8 @@ def test_assigned_parameters_go_where_the_work_is_done(engine, num_devices):
 
 def test_several_devices_are_given_no_array_without_elements(engine):
     """It would crash XLA's compiler in jaxlib 0.11.2."""
-    waiting, _ = engine._layout.waiting(engine.buckets[0], {0: SENTENCES[0]}, engine.longest_target)
-    assert all(leaf.size for leaf in jax.tree.leaves(waiting))
+    given = engine._block(engine.buckets[0], {0: SENTENCES[0]}, 1, {})
+    assert all(leaf.size for leaf in jax.tree.leaves(given))
 
 
 def test_a_source_that_is_too_long(engine):

@@ -257,14 +257,12 @@ def test_parameters_on_several_devices_need_no_sharding_of_the_batch(model, toke
     assert whole.translate(LINES[:3]) == translator.translate(LINES[:3])
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda state: state, lambda state: [state], lambda state: (nnx.to_pure_dict(state),)]
-)
+@pytest.mark.parametrize("wrap", [lambda state: state, nnx.to_pure_dict])
 def test_parameters_may_be_assigned_as_state(tokenizer, translator, model, wrap):
     other = Translator(make_model(tokenizer, seed=9), tokenizer, CONFIG)
     other.parameters = wrap(nnx.state(model, nnx.Param))
     assert other.translate(LINES[:3]) == translator.translate(LINES[:3])
-    other.parameters = ()  # so that none are held
+    other.parameters = {}  # so that none are held
 
 
 def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog):
@@ -310,10 +308,6 @@ def test_longer_sources_have_fewer_rows(monkeypatch):
     assert make_buckets(129, 1) == (Bucket(short, 1), Bucket((129,), 1))
     assert make_buckets(10, 5) == (Bucket((10,), 5),)
     assert make_buckets(2**31 - 1, 32)[-1].lengths[-1] == 2**31 - 1  # at once, not by counting
-    assert [program.num_blocks * program.block_size for program in make_buckets(512, 32)] == [
-        32 * 32,
-        32 * 8,
-    ]
 
 
 def test_a_tokenizer_of_another_model(tokenizer):

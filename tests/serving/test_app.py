@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from servers import LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.records import Request
+from transformer_jax.decoding.workers import LiveRows
 from transformer_jax.serving import app
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
@@ -382,9 +384,10 @@ def test_limits_say_what_is_allowed(strict: Server) -> None:
 def test_too_much_to_do_and_too_long_answers_are_refused(
     strict: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [search] = strict.service.models[Pair("en", "de")].workers._searches[0][:1]
-    take_steps = search.take_steps
-    monkeypatch.setattr(search, "take_steps", lambda most: time.sleep(0.2) or take_steps(1))
+    for rows in strict.service.models[Pair("en", "de")].workers._searches[0][0]:
+        take_steps = partial(LiveRows.take_steps, rows, 1)
+        slowly = partial(lambda its, most: time.sleep(0.2) or its(), take_steps)
+        monkeypatch.setattr(rows, "take_steps", slowly)
     with ThreadPoolExecutor(3) as clients:
         replies = list(clients.map(lambda _: strict.ask(q=LINES[6:9]), range(3)))
     assert [reply.status for reply in replies] == [503] * 3
@@ -423,7 +426,8 @@ def test_before_compiling_and_after_a_failure_nothing_is_translated(translator) 
             def fail(*_):
                 raise RuntimeError("out of memory")
 
-            model.workers._searches[0][0].take_steps = fail
+            for rows in model.workers._searches[0][0]:
+                rows.take_steps = fail
             reply = server.ask(q="one")
             assert reply.status == 503 and "started again" in reply.json["error"]
             assert server.request("GET", "/health").status == 503

@@ -81,10 +81,8 @@ class BeamSearch(Method):
         log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
         live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
         bound_B = log_probs_BW[:, 0] / self.divisor(state.limit_B)
-        worst_B = finished.scores_BN[:, -1]
-        if state.wanted_B is not None:
-            last_B1 = jnp.clip(state.wanted_B - 1, 0, finished.scores_BN.shape[1] - 1)[:, None]
-            worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
+        last_B1 = state.wanted_B[:, None] - 1
+        worst_B = jnp.take_along_axis(finished.scores_BN, last_B1, axis=1)[:, 0]
         done_B = (bound_B <= worst_B) | (log_probs_BW[:, 0] <= IMPOSSIBLE / 2)
         if W == 1:
             done_B |= ends_BC[:, 0]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, .
     return suppress
 
 
-def vocabulary_sizes(models: Sequence[Transformer]) -> tuple[int, int]:
+def vocabulary_sizes(models: Sequence[Any]) -> tuple[int, int]:
     """The source and target vocabulary sizes of models that work together; ``UserError`` unless all
     have the same.
     """

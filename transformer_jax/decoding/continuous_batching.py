@@ -1,10 +1,11 @@
-"""Continuous batching on the device: when a sentence is done, a waiting one takes its row.
+"""Continuous batching: when a sentence is done, a waiting one takes its row.
 
-A batch that starts and ends together computes until its longest sentence is done. Handing rows over
-in between wastes few of them.
+A batch that starts and ends together computes until its longest sentence is done. ``seat`` hands
+rows over in between. It is one compiled function with one loop of steps, and serves both drivers:
+``Engine.search`` seats block after block of a file and reads all results at the end; ``Workers``
+seats what has arrived, and reads after a few steps.
 
-Letters as in ``search.py``, and Q waiting sentences, M blocks of them, R rows handed over at a
-time.
+Letters as in ``search.py``, Q sentences of a block, and R rows handed over at a time.
 """
 
 from __future__ import annotations
@@ -18,232 +19,177 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.models import DecodingModel
-from transformer_jax.decoding.search import (
-    Method,
-    SearchResult,
-    SearchState,
-    results,
-    take_step,
-)
+from transformer_jax.decoding.search import Method, SearchResult, SearchState, results, take_step
+
+NOBODY = -1
 
 
-class Waiting(NamedTuple):
-    """Sentences that wait for a row, in M blocks of equal size; every leaf has Q as its first axis.
-    The places at the end of a block may be empty.
+class Block(NamedTuple):
+    """Sentences that get rows together; every leaf has Q first. A block may end in places that
+    nobody takes.
     """
 
-    source: Any
-    """What the model's ``start_cache`` takes: a pytree."""
+    number_Q: Any
+    """Tells the sentences apart; NOBODY: no sentence."""
     limit_Q: Any
     prefix_QP: Any
     seed_Q: Any
-    wanted_Q: Any = None
-    """How many hypotheses of each are wanted; None: as many as the method returns."""
-
-
-class Found(NamedTuple):
-    """Results in the order of the waiting sentences."""
-
-    results: SearchResult
-    slots_computed: Array
-    """int32: rows times steps."""
-    slots_used: Array
-    """int32: those of them in which a sentence was in progress."""
-
-
-def search_waiting(
-    method: Method,
-    model: DecodingModel,
-    waiting: Waiting,
-    counts_M: Array,
-    cache: Any,
-    *,
-    max_length: int,
-) -> tuple[Found, Any]:
-    """Search the first ``counts_M[m]`` sentences of every block m in the rows of ``cache``; no
-    result depends on the other sentences.
-
-    ``cache``, whose rows hold no sentence yet, comes back for the next search: large caches are
-    best made once and donated. Every leaf of it has the rows as its first axis. A block is best a
-    good deal smaller than that, as it is encoded whole, however few sentences it has.
-
-    Three nested loops, so that none holds a branch through which caches would be copied: the outer
-    one encodes a block, the middle one hands rows over as soon as 1/16 of them are idle (on a GPU
-    1/8), or enough for the rest of the block, the inner one takes steps (on a GPU it is several in
-    a row, by how many positions the steps attend to).
-    """
-    M, Q = counts_M.shape[0], waiting.limit_Q.shape[0]
-    B = jax.tree.leaves(cache)[0].shape[0]
-    rows = RowSearch(method, model, max_length)
-    run = _Run(rows, waiting, counts_M, B)
-    num_blocks = jnp.where(counts_M > 0, jnp.arange(1, M + 1), 0).max()
-    carry = _Carry(
-        rows=rows.empty(cache, waiting),
-        owner_B=jnp.full(B, Q, jnp.int32),
-        next=jnp.int32(0),
-        finished=rows.start(waiting).finished,
-    )
-    # Up to the last block that has a sentence.
-    carry = jax.lax.fori_loop(0, num_blocks, partial(run.search_block, num_blocks), carry)
-    found = results(run.collect(carry, jnp.arange(B)), method.pad_id)
-    return Found(found, carry.rows.slots_computed, carry.rows.slots_used), carry.rows.cache
+    wanted_Q: Any
+    """How many hypotheses of each are wanted."""
+    cache: Any
+    """The sentences' own, of which only what belongs to the source is read."""
 
 
 class Rows(NamedTuple):
-    """Sentences in progress in the rows of a batch; every leaf but the counts has B first."""
+    """Sentences in progress, or done, in the rows of a batch; every leaf has B first."""
 
+    number_B: Array
+    """The sentence in each row; NOBODY: none."""
     state: SearchState
     cache: Any
-    slots_computed: Array
-    slots_used: Array
+
+
+class Found(NamedTuple):
+    """Results of the sentences that were in some rows; every leaf has the rows first."""
+
+    number_R: Array
+    results: SearchResult
 
 
 @dataclass(frozen=True)
 class RowSearch:
-    """What is done with rows, whatever decides who gets them."""
+    """A search in the rows of a batch; no result depends on the other rows."""
 
     method: Method
-    model: DecodingModel
+    step: Callable[..., tuple[Array, Any]]
+    """``step(tokens_BW, cache, length=...)``, as ``Transformer.decode_step``."""
     max_length: int
+    shortest: int = 0
+    """No sentence's step needs to attend to less than so many positions."""
 
-    def empty(self, cache: Any, waiting: Waiting) -> Rows:
-        """Rows without a sentence, for sentences like ``waiting``, in the rows of ``cache``."""
-        B = jax.tree.leaves(cache)[0].shape[0]
-        nothing = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), waiting)
-        return Rows(self.start(nothing), cache, jnp.int32(0), jnp.int32(0))
-
-    def start(self, entries: Waiting) -> SearchState:
-        """Waiting sentences as they begin."""
+    def start(self, block: Block) -> SearchState:
+        """The sentences of a block as they begin."""
         return self.method.start(
-            entries.limit_Q,
+            block.limit_Q,
             max_length=self.max_length,
-            prefix_BP=entries.prefix_QP,
-            seed_B=entries.seed_Q,
-            wanted_B=entries.wanted_Q,
+            prefix_BP=block.prefix_QP,
+            seed_B=block.seed_Q,
+            wanted_B=block.wanted_Q,
         )
 
-    def replace(self, rows: Rows, rows_R: Array, entries: Waiting, fresh: Any) -> Rows:
-        """Put these R sentences, of which ``fresh`` is the cache, into rows ``rows_R``. A row
-        number of B is skipped; a sentence with a limit of 0 leaves its row idle.
+    def seat(
+        self, rows: Rows, block: Block, most: Array, enough: Array
+    ) -> tuple[Rows, Found, Array]:
+        """Give a row to every sentence of the block, taking steps until enough rows are idle. Then
+        take up to ``most`` steps, fewer once ``enough`` more sentences, or all, are done.
+
+        Returns the rows, the results of the Q sentences that had these rows before, and int32
+        [1, 2]: the slots that were computed, rows times steps, and those of them in which a
+        sentence was in progress.
+
+        Rows are handed over as soon as 1/16 of them are idle (on a GPU 1/8), or enough for the
+        rest of the block. No loop holds a branch, through which caches would be copied.
         """
-        started = self.start(entries)
-        return rows._replace(
-            state=jax.tree.map(
-                lambda old, new: old.at[rows_R].set(new, mode="drop"), rows.state, started
-            ),
-            cache=rows.cache.replace_rows(rows_R, fresh),
-        )
+        B = len(rows.number_B)
+        least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
+        num_sentences = (block.number_Q != NOBODY).sum()
+        entering = Rows(block.number_Q, self.start(block), block.cache)
 
-    def step_while(self, goes_on: Callable[[Rows], Array], rows: Rows) -> Rows:
-        """Take steps while ``goes_on(rows)``.
+        def hand_over(carry: _Carry) -> _Carry:
+            num_waiting, before = num_sentences - carry.next, carry.stepped
+
+            def goes_on(stepped: _Stepped) -> Array:
+                num_idle = stepped.rows.state.done_B.sum()
+                num_steps = (stepped.slots_2[0] - before.slots_2[0]) // B
+                num_done = num_idle - before.rows.state.done_B.sum()
+                seats = num_idle < jnp.minimum(least, num_waiting)
+                advances = (num_steps < most) & (num_done < enough)
+                return (num_idle < B) & jnp.where(num_waiting > 0, seats, advances)
+
+            stepped = self._step_while(goes_on, before)
+            carry = _hand_over(carry._replace(stepped=stepped), entering, num_sentences)
+            return carry._replace(has_advanced=num_waiting == 0)
+
+        carry = _Carry(
+            stepped=_Stepped(rows, jnp.zeros(2, jnp.int32)),
+            left=Found(jnp.full_like(block.number_Q, NOBODY), entering.state.finished),
+            next=jnp.int32(0),
+            has_advanced=most <= 0,
+        )
+        carry = jax.lax.while_loop(
+            lambda carry: (carry.next < num_sentences) | ~carry.has_advanced, hand_over, carry
+        )
+        left = Found(carry.left.number_R, results(carry.left.results, self.method.pad_id))
+        return carry.stepped.rows, left, carry.stepped.slots_2[None]
+
+    def _step_while(self, goes_on: Callable[[_Stepped], Array], stepped: _Stepped) -> _Stepped:
+        """Take steps while ``goes_on(stepped)``.
 
         There is a loop for each length that steps may attend to: as rows take more tokens in, the
         next loop goes on.
         """
 
-        def suffices(length: int, rows: Rows) -> Array:
+        def suffices(length: int, stepped: _Stepped) -> Array:
+            rows = stepped.rows
             needed_B = jnp.where(rows.state.done_B, 0, rows.cache.needed_B)
-            return goes_on(rows) & (needed_B.max() <= length)
+            return goes_on(stepped) & (needed_B.max() <= length)
 
-        *shorter, longest = self.model.attended(rows.cache)
+        *shorter, longest = stepped.rows.cache.lengths
         for length in shorter:
-            step = partial(self.step, length=length)
-            rows = jax.lax.while_loop(partial(suffices, length), step, rows)
-        return jax.lax.while_loop(goes_on, partial(self.step, length=longest), rows)
+            if length >= self.shortest:
+                step = partial(self._step, length)
+                stepped = jax.lax.while_loop(partial(suffices, length), step, stepped)
+        return jax.lax.while_loop(goes_on, partial(self._step, longest), stepped)
 
-    def step(self, rows: Rows, *, length: int) -> Rows:
+    def _step(self, length: int, stepped: _Stepped) -> _Stepped:
         """Write one token of every row's sentence, attending to ``length`` positions."""
-        busy_B = ~rows.state.done_B
+        number_B, state, cache = stepped.rows
+        slots_2 = stepped.slots_2 + jnp.stack([len(number_B), (~state.done_B).sum()])
         state, cache = take_step(
             self.method,
-            partial(self.model.step, length=length),
-            rows.state,
-            rows.cache,
-            reorder=lambda cache, parents_BW: cache.reorder(parents_BW),
-        )
-        return Rows(
+            partial(self.step, length=length),
             state,
             cache,
-            rows.slots_computed + len(busy_B),
-            rows.slots_used + busy_B.sum(),
+            reorder=lambda cache, parents_BW: cache.reorder(parents_BW),
         )
+        return _Stepped(Rows(number_B, state, cache), slots_2)
+
+
+class _Stepped(NamedTuple):
+    rows: Rows
+    slots_2: Array  # computed, used
 
 
 class _Carry(NamedTuple):
-    rows: Rows
-    owner_B: Array  # the sentence in each row; Q: none
-    next: Array  # the next waiting sentence
-    finished: SearchResult  # of all Q sentences
+    stepped: _Stepped
+    left: Found  # of the sentences whose rows the block's have taken
+    next: Array  # the next sentence of the block
+    has_advanced: Array
 
 
-@dataclass(frozen=True)
-class _Run:
-    search: RowSearch
-    waiting: Waiting
-    counts_M: Array
-    batch_size: int
+def _hand_over(carry: _Carry, entering: Rows, num_sentences: Array) -> _Carry:
+    """Up to R idle rows: their results go out, the next sentences come in."""
+    number_B, state, cache = carry.stepped.rows
+    B, Q = len(number_B), len(entering.number_B)
+    R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))
+    rows_R = jnp.argsort(~state.done_B, stable=True)[:R]
+    next_R = carry.next + jnp.arange(R)
+    is_seated_R = state.done_B[rows_R] & (next_R < num_sentences)
+    new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], entering)
+    left = jax.tree.map(lambda x: x[rows_R], Found(number_B, state.finished))
+    into_R = jnp.where(is_seated_R, rows_R, B)  # B is no row
+    rows = Rows(
+        _put(number_B, into_R, new.number_B),
+        _put(state, into_R, new.state),
+        cache.replace_rows(into_R, new.cache),
+    )
+    return carry._replace(
+        stepped=carry.stepped._replace(rows=rows),
+        left=_put(carry.left, jnp.where(is_seated_R, next_R, Q), left),
+        next=carry.next + is_seated_R.sum(),
+    )
 
-    def search_block(self, num_blocks: Array, m: Array, carry: _Carry) -> _Carry:
-        """Encode block m and give its sentences rows; in the last block, until all are done."""
-        size = self.waiting.limit_Q.shape[0] // self.counts_M.shape[0]
-        first = m * size
-        end = first + self.counts_M[m]
-        block: Waiting = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, first, size), self.waiting
-        )
-        encoded = self.search.model.start_cache(block.source)
 
-        def is_unfinished(carry: _Carry) -> Array:
-            is_last = m == num_blocks - 1
-            return (carry.next < end) | (is_last & ~carry.rows.state.done_B.all())
-
-        def hand_over(carry: _Carry) -> _Carry:
-            goes_on = partial(self.goes_on, end - carry.next)
-            carry = carry._replace(rows=self.search.step_while(goes_on, carry.rows))
-            # Up to R idle rows: their results go out, the next sentences come in. Row B is none.
-            B, R = self.batch_size, max(1, self.batch_size // self.shares[1])
-            done_B = carry.rows.state.done_B
-            rows_R = jnp.argsort(~done_B, stable=True)[:R]
-            rows_R = jnp.where(done_B[rows_R], rows_R, B)
-            places_R = carry.next + jnp.arange(R)
-            come_R = (places_R < end) & (rows_R < B)
-            entries, fresh = jax.tree.map(
-                lambda x: x[jnp.minimum(places_R - first, size - 1)], (block, encoded)
-            )
-            entries = entries._replace(limit_Q=jnp.where(come_R, entries.limit_Q, 0))
-            owners_R = jnp.where(come_R, places_R, self.waiting.limit_Q.shape[0])
-            return _Carry(
-                rows=self.search.replace(carry.rows, rows_R, entries, fresh),
-                owner_B=carry.owner_B.at[rows_R].set(owners_R, mode="drop"),
-                next=carry.next + come_R.sum(),
-                finished=self.collect(carry, rows_R),
-            )
-
-        return jax.lax.while_loop(is_unfinished, hand_over, carry._replace(next=first))
-
-    def goes_on(self, num_waiting: Array, rows: Rows) -> Array:
-        """Whether too few rows are idle for a hand-over, but not all."""
-        B, least = self.batch_size, max(1, self.batch_size // self.shares[0])
-        num_idle = rows.state.done_B.sum()
-        enough = num_idle >= jnp.minimum(least, num_waiting)
-        return (num_idle < B) & ~((num_waiting > 0) & enough)
-
-    @property
-    def shares(self) -> tuple[int, int]:
-        """The shares 1 / n of the rows that must be idle for a hand-over, and that it can hand
-        over. On a GPU one is some forty kernels, however many rows it hands over.
-        """
-        return (8, 4) if jax.default_backend() == "gpu" else (16, 16)
-
-    def collect(self, carry: _Carry, rows_R: Array) -> SearchResult:
-        """What these rows have finished, put to the results of all."""
-        Q = self.waiting.limit_Q.shape[0]
-        owners_R = carry.owner_B.at[rows_R].get(mode="fill", fill_value=Q)
-        return jax.tree.map(
-            lambda of_all, new: of_all.at[owners_R].set(
-                new.at[rows_R].get(mode="clip"), mode="drop"
-            ),
-            carry.finished,
-            carry.rows.state.finished,
-        )
+def _put(tree: Any, index_R: Array, values: Any) -> Any:
+    """Indices outside are dropped."""
+    return jax.tree.map(lambda x, new: x.at[index_R].set(new, mode="drop"), tree, values)

@@ -5,30 +5,34 @@ devices.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.buckets import Bucket, Layout, Sentence, make_buckets
+from transformer_jax.decoding.buckets import Bucket, Sentence, in_blocks, make_buckets
 from transformer_jax.decoding.checks import vocabulary_sizes
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import Found, Waiting, search_waiting
+from transformer_jax.decoding.continuous_batching import NOBODY, Block, Found, Rows, RowSearch
 from transformer_jax.decoding.devices import row_shardings
-from transformer_jax.decoding.models import DecodingModel, Source
+from transformer_jax.decoding.ensemble import Ensemble, as_one, with_cast_matrices
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import Method, SearchResult
+from transformer_jax.decoding.search import NOT_FORCED, Method, SearchResult, results
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer, with_cast_weights
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_ALL = 2**30
 
 # For every function that holds a search's loop, by backend.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,7 +68,7 @@ class Engine:
       buckets: one for sources of up to 128 tokens, one with a quarter of the rows for those of up
         to 512, and so on.
       longest_source: tokens, end symbol included.
-      num_compiled: how many functions have been compiled so far.
+      num_compiled: how many searches have been compiled so far.
       num_nan: sentences so far that have no result because the model's logits were NaN.
       slots_computed, slots_used: rows times steps of the searches so far, and those of them in
         which a sentence was in progress.
@@ -72,7 +76,7 @@ class Engine:
 
     def __init__(
         self,
-        models: Sequence[Transformer],
+        models: Transformer | Sequence[Transformer],
         config: DecodingConfig,
         *,
         suppress: tuple[int, ...] = (),
@@ -90,51 +94,61 @@ class Engine:
         """
         self.config = config
         self._shares = max(1, len(devices))
-        self._vocab_sizes = vocabulary_sizes(models)
+        model = as_one(models)
+        self._source_size, self._target_size = vocabulary_sizes([model])
         if config.batch_size % self._shares:
             raise UserError(
                 f"decoding.batch_size is {config.batch_size}; expected a multiple of "
                 f"{self._shares}, the number of devices that share it."
             )
         self._everywhere, self._rows = row_shardings(devices)
-        self._graphs, states = zip(*(nnx.split(model, nnx.Param) for model in models))
-        self.parameters = states
         self._suppress = suppress
-        self.method(num_hypotheses=1).check(self._vocab_sizes[1])
-        self._position_limit = min(model.config.position_limit for model in models)
+        self.method(num_hypotheses=1).check(self._target_size)
+        self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
-        self._layout = Layout(self.buckets, self._shares)
         self.num_compiled = self.num_nan = self.slots_computed = self.slots_used = 0
-        self._search = jax.jit(
-            self._search_bucket,
-            static_argnames=("bucket", "num_hypotheses"),
-            donate_argnames="memory",
-            compiler_options=COMPILER_OPTIONS.get(jax.default_backend()),
+        self._graph, parameters = nnx.split(model, nnx.Param)
+        self._num_dealt = 0
+        options = COMPILER_OPTIONS.get(jax.default_backend())
+        self._encode = jax.jit(self._encode_block, static_argnames="bucket")
+        self._seat = jax.jit(
+            self._search_rows,
+            static_argnames="bucket",
+            donate_argnames="rows",
+            compiler_options=options,
+        )
+        self._results = jax.jit(partial(results, pad_id=PAD_ID))
+        self._vacate = jax.jit(self._vacate_rows, donate_argnames="rows", out_shardings=self._rows)
+        self.parameters = parameters
+        self._shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere),
+            self._weights,
         )
         # Kept between searches on a CPU, where new memory costs; elsewhere training may need it.
-        self._memory: dict[Bucket, Any] = {}
+        self._kept: dict[tuple[Bucket, int], Rows] = {}
 
     @property
-    def parameters(self) -> tuple[Any, ...]:
-        """Each model's, as ``nnx.to_pure_dict`` gives them.
+    def parameters(self) -> Any:
+        """The model's, as ``nnx.to_pure_dict`` gives them (several models': an ``Ensemble``'s).
 
-        Newer ones may be assigned, as such dicts or as ``nnx.State``, and go to the devices at
+        Newer ones may be assigned, as such a dict or as ``nnx.State``, and go to the devices at
         once; nothing is compiled again.
         """
         return self._parameters
 
     @parameters.setter
-    def parameters(self, parameters: Sequence[Any]) -> None:
-        pure = tuple(
-            nnx.to_pure_dict(each) if isinstance(each, nnx.State) else each for each in parameters
-        )
-        self._parameters = jax.device_put(pure, self._everywhere)  # now, not in every search
-
-    @property
-    def placement(self) -> Any:
-        """The sharding of the parameters, if it was given devices."""
-        return self._everywhere
+    def parameters(self, parameters: Any) -> None:
+        if isinstance(parameters, nnx.State):
+            parameters = nnx.to_pure_dict(parameters)
+        # Now, not in every search.
+        self._parameters = jax.device_put(parameters, self._everywhere)
+        if parameters:
+            model = with_cast_matrices(nnx.merge(self._graph, self._parameters))
+            self._cast_graph, weights = nnx.split(model, nnx.Param)
+            self._weights = nnx.to_pure_dict(weights)
+        else:
+            self._weights = {}
 
     @property
     def num_devices(self) -> int:
@@ -144,10 +158,8 @@ class Engine:
     @property
     def models(self) -> list[Transformer]:
         """The models, with the parameters they have now."""
-        return [
-            nnx.merge(graph, parameters)
-            for graph, parameters in zip(self._graphs, self.parameters, strict=True)
-        ]
+        model = nnx.merge(self._graph, self.parameters)
+        return list(model.models) if isinstance(model, Ensemble) else [model]
 
     def search(
         self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1
@@ -158,37 +170,34 @@ class Engine:
         Raises:
           UserError: a source that is too long, token ids outside the vocabulary.
         """
-        for index, sentence in enumerate(sentences):
-            if len(sentence.tokens) >= self.longest_source:
-                raise UserError(
-                    f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most "
-                    f"{self.longest_source - 1}, one less than decoding.max_source_length (or "
-                    "model.max_positions of learned ones), for the end symbol."
-                )
-            sides = sentence.tokens, sentence.prefix
-            for side, tokens, size in zip(("source", "prefix"), sides, self._vocab_sizes):
-                if len(tokens) and not 0 <= min(tokens) <= max(tokens) < size:
-                    raise UserError(
-                        f"Sentence {index} has {side} tokens from {min(tokens)} to {max(tokens)}; "
-                        f"expected ids of the vocabulary, 0..{size - 1}."
-                    )
+        self._check(sentences)
         # The devices get all the work before the first result is waited for.
-        running = []
-        for bucket, places in self._layout.searches(sentences):
-            its = {place: sentences[index] for index, place in places.items()}
-            running.append((places, self._start(bucket, its, num_hypotheses)))
-        if jax.default_backend() != "cpu":
-            self._memory.clear()
-        found: list[list[Hypothesis]] = [[] for _ in sentences]
+        running: list[tuple[Found, Any]] = []
+        for bucket, blocks in in_blocks(self.buckets, sentences, self._shares):
+            # Gone if the search is interrupted.
+            rows = self._kept.pop((bucket, num_hypotheses), None)
+            rows = rows or self.new_rows(bucket, num_hypotheses)
+            for indices in blocks:
+                its = {index: sentences[index] for index in indices}
+                block = self.encode(bucket, its, num_hypotheses=num_hypotheses)
+                most = _ALL if indices is blocks[-1] else 0
+                rows, left, slots = self.seat(bucket, rows, block, most=most, enough=_ALL)
+                running.append((left, slots))
+            found, rows = self._vacate(rows)
+            running.append((found, np.zeros((1, 2), np.int32)))
+            if jax.default_backend() == "cpu":
+                self._kept[bucket, num_hypotheses] = rows
+        found_of: list[list[Hypothesis]] = [[] for _ in sentences]
         with_nan = []
-        for places, on_device in running:
-            results, slots_computed, slots_used = jax.tree.map(np.asarray, on_device)
-            self.slots_computed += int(slots_computed.sum())
-            self.slots_used += int(slots_used.sum())
-            for index, place in places.items():
-                found[index] = hypotheses(results, place)
-                if np.isnan(results.scores_BN[place, 0]):
-                    with_nan.append(index)
+        for found, slots in map(_read, running):
+            computed, used = slots.sum(axis=0).tolist()
+            self.slots_computed += computed
+            self.slots_used += used
+            for row, index in enumerate(found.number_R.tolist()):
+                if index != NOBODY:
+                    found_of[index] = hypotheses(found.results, row)
+                    if np.isnan(found.results.scores_BN[row, 0]):
+                        with_nan.append(index)
         if with_nan:
             self.num_nan += len(with_nan)
             message = (
@@ -196,7 +205,88 @@ class Engine:
                 "(sentence %d first). Its parameters are damaged, or training has diverged."
             )
             logger.warning(message, len(with_nan), len(sentences), min(with_nan))
-        return found
+        return found_of
+
+    def _check(self, sentences: Sequence[Sentence]) -> None:
+        for index, sentence in enumerate(sentences):
+            if len(sentence.tokens) >= self.longest_source:
+                raise UserError(
+                    f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most "
+                    f"{self.longest_source - 1}, one less than decoding.max_source_length (or "
+                    "model.max_positions of learned ones), for the end symbol."
+                )
+            for side, tokens, size in (
+                ("source", sentence.tokens, self._source_size),
+                ("prefix", sentence.prefix, self._target_size),
+            ):
+                if len(tokens) and not 0 <= min(tokens) <= max(tokens) < size:
+                    raise UserError(
+                        f"Sentence {index} has {side} tokens from {min(tokens)} to {max(tokens)}; "
+                        f"expected ids of the vocabulary, 0..{size - 1}."
+                    )
+
+    def encode(
+        self,
+        bucket: Bucket,
+        sentences: Mapping[int, Sentence],
+        *,
+        num_hypotheses: int = 1,
+        wanted: Mapping[int, int] | None = None,
+    ) -> Block:
+        """A block of numbered sentences of one encoded length, at most ``bucket.block_size`` for
+        each device. ``wanted`` hypotheses are enough (default: ``num_hypotheses``).
+        """
+        source_QS, block = self._block(bucket, sentences, num_hypotheses, wanted or {})
+        return block._replace(cache=self._encode(self._weights, source_QS, bucket=bucket))
+
+    def seat(
+        self, bucket: Bucket, rows: Rows, block: Block, *, most: int, enough: int
+    ) -> tuple[Rows, Found, jax.Array]:
+        """``RowSearch.seat`` on the devices, which overwrites ``rows``."""
+        whole = self._weights, np.int32(most), np.int32(enough)
+        return self._seat(whole, rows, block, bucket=bucket)
+
+    def results(self, rows: Rows) -> SearchResult:
+        """What the sentences in the rows have finished."""
+        return self._results(rows.state.finished)
+
+    def new_rows(self, bucket: Bucket, num_hypotheses: int) -> Rows:
+        """Idle rows on the devices."""
+        rows = jax.jit(partial(self._idle_rows, bucket, num_hypotheses), out_shardings=self._rows)
+        return rows()
+
+    def _block(
+        self,
+        bucket: Bucket,
+        sentences: Mapping[int, Sentence],
+        num_hypotheses: int,
+        wanted: Mapping[int, int],
+    ) -> tuple[np.ndarray, Block]:
+        """The source tokens, and all but the cache. Devices are dealt sentences in turn."""
+        size, capacity = bucket.block_size * self._shares, bucket.lengths[-1]
+        length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
+        source_QS = np.full((size, length), PAD_ID, np.int32)
+        block = Block(
+            number_Q=np.full(size, NOBODY, np.int32),
+            limit_Q=np.zeros(size, np.int32),
+            prefix_QP=np.full((size, self.longest_target(capacity)), NOT_FORCED, np.int32),
+            seed_Q=np.zeros(size, np.uint32),
+            wanted_Q=np.full(size, num_hypotheses, np.int32),
+            cache=(),
+        )
+        for i, (number, sentence) in enumerate(sentences.items()):
+            device = (self._num_dealt + i) % self._shares
+            place = device * bucket.block_size + i // self._shares
+            source_length, prefix = len(sentence.tokens) + 1, sentence.prefix
+            source_QS[place, :source_length] = [*sentence.tokens, EOS_ID]
+            block.number_Q[place] = number
+            block.limit_Q[place] = self.longest_target(source_length)
+            prefix_P = block.prefix_QP[place]
+            prefix_P[: len(prefix)] = prefix[: len(prefix_P)]
+            block.seed_Q[place] = sentence.seed
+            block.wanted_Q[place] = wanted.get(number, num_hypotheses)
+        self._num_dealt += len(sentences)
+        return source_QS, block
 
     def lowered(
         self,
@@ -204,130 +294,98 @@ class Engine:
         *,
         num_hypotheses: int = 1,
         sharding: jax.sharding.Sharding | None = None,
-        parameters: Any = None,
     ) -> jax.stages.Lowered:
-        """The search of one of ``buckets``, not yet compiled: to look at, or to compile ahead; for
-        ``sharding``'s devices, if given, and for parameters of these shapes if there are none yet.
-        """
-        waiting, counts = self._layout.waiting(bucket, {0: Sentence([EOS_ID])}, self.longest_target)
-        parameters = self.parameters if parameters is None else parameters
-        memory = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows),
-            self.cache_shapes(bucket, parameters),
+        """The search of one of ``buckets``, to look at; for ``sharding``'s devices, if given."""
+        source_QS, block = self._block(bucket, {}, num_hypotheses, {})
+        cache = jax.eval_shape(partial(self._encode_block, bucket=bucket), self._shapes, source_QS)
+        rows = jax.eval_shape(partial(self._idle_rows, bucket, num_hypotheses))
+        of_rows = jax.tree.map(partial(_on, self._rows), (rows, cache))
+        given = (
+            (self._shapes, np.int32(0), np.int32(0)),
+            of_rows[0],
+            block._replace(cache=of_rows[1]),
         )
-        given = parameters, waiting, counts, memory
         if sharding is not None:
-            given = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
-            )
-        return self._search.lower(*given, bucket=bucket, num_hypotheses=num_hypotheses)
-
-    def ahead(
-        self, sentences: Sequence[Sentence], *, num_hypotheses: int = 1
-    ) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """What a search of such sentences (without prefixes) compiles: its functions by name, to be
-        lowered later, even if the parameters are gone by then.
-        """
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere),
-            self.parameters,
-        )
-        return {
-            self._name(bucket): partial(
-                self.lowered, bucket, num_hypotheses=num_hypotheses, parameters=shapes
-            )
-            for bucket in dict.fromkeys(bucket for bucket, _ in self._layout.searches(sentences))
-        }
-
-    def cache_shapes(self, bucket: Bucket, parameters: Any = None) -> Any:
-        """Shapes of the caches of one of ``buckets``, with the rows of all devices."""
-        longest = bucket.lengths[-1]
-        rows = bucket.rows * self._shares
-        tokens_BS = jax.ShapeDtypeStruct((rows, longest), jnp.int32)
-        source = Source(tokens_BS, jax.ShapeDtypeStruct((rows,), jnp.int32))
-
-        def start(parameters: Any, source: Source) -> Any:
-            models = [nnx.merge(graph, each) for graph, each in zip(self._graphs, parameters)]
-            model = DecodingModel(models, (longest,), self.config.beam_size)
-            return model.start_cache(source, max_length=self.longest_target(longest))
-
-        return jax.eval_shape(start, self.parameters if parameters is None else parameters, source)
-
-    def _name(self, bucket: Bucket) -> str:
-        rows, longest = bucket.rows * self._shares, bucket.lengths[-1]
-        return f"search for {rows} sentences of up to {longest} tokens"
+            given = jax.tree.map(partial(_on, sharding), given)
+        return self._seat.lower(*given, bucket=bucket)
 
     def longest_target(self, source_length: int) -> int:
         """Positions that any translation of a source of this length can need."""
         return min(source_length + self.config.max_extra_length, self._position_limit)
 
-    def _start(self, bucket: Bucket, sentences: dict[int, Sentence], num_hypotheses: int) -> Found:
-        """What the devices will find for the sentences at these places."""
-        waiting, counts = self._layout.waiting(bucket, sentences, self.longest_target)
-        # Gone if the search is interrupted.
-        memory = self._memory.pop(bucket, None) or self.new_memory(bucket)
-        found, self._memory[bucket] = self._search(
-            self.parameters, waiting, counts, memory, bucket=bucket, num_hypotheses=num_hypotheses
-        )
-        return found
+    def _encode_block(self, weights: Any, source_QS: jax.Array, *, bucket: Bucket) -> Any:
+        def encode(weights: Any, source_QS: jax.Array) -> Any:
+            return self._start_cache(weights, source_QS, bucket, max_length=0)
 
-    def new_memory(self, bucket: Bucket) -> Any:
-        """Caches of ``cache_shapes``, without sentences, on the devices."""
-        zeros = partial(jax.tree.map, jnp.zeros_like, self.cache_shapes(bucket))
-        return jax.jit(zeros, out_shardings=self._rows)()
+        return self._on_devices(encode)(weights, source_QS)
 
-    def _search_bucket(
-        self,
-        parameters: Any,
-        waiting: Waiting,
-        counts: jax.Array,
-        memory: Any,
-        *,
-        bucket: Bucket,
-        num_hypotheses: int,
-    ) -> tuple[Found, Any]:
-        """``memory`` is overwritten, and comes back for the next search of this bucket."""
+    def _search_rows(
+        self, whole: tuple[Any, jax.Array, jax.Array], rows: Rows, block: Block, *, bucket: Bucket
+    ) -> tuple[Rows, Found, jax.Array]:
         self.num_compiled += 1  # this runs when a shape is traced, which is once
-        devices = "" if self._shares == 1 else f" on {self._shares} devices"
-        logger.info("Compiling the %s%s.", self._name(bucket), devices)
-        search = partial(self._search_share, bucket, self.method(num_hypotheses))
-        if self._shares == 1:
-            return search(parameters, waiting, counts, memory)
-        everywhere, rows = self._everywhere.spec, self._rows.spec
-        found, memory = jax.shard_map(
-            search,
-            mesh=self._rows.mesh,
-            in_specs=(everywhere, rows, rows, rows),
-            out_specs=rows,
-            check_vma=False,
-        )(parameters, waiting, counts, memory)
-        return jax.lax.with_sharding_constraint(found, self._everywhere), memory
-
-    def _search_share(
-        self,
-        bucket: Bucket,
-        method: Method,
-        parameters: Any,
-        waiting: Waiting,
-        counts_1M: jax.Array,
-        memory: Any,
-    ) -> tuple[Found, Any]:
-        """What one device does."""
-        transformers = [
-            with_cast_weights(nnx.merge(graph, each))
-            for graph, each in zip(self._graphs, parameters, strict=True)
-        ]
-        model = DecodingModel(transformers, bucket.lengths, self.config.beam_size)
-        found, cache = search_waiting(
-            method,
-            model,
-            waiting,
-            counts_1M[0],
-            memory.cleared(),
-            max_length=self.longest_target(bucket.lengths[-1]),
+        sizes = bucket.rows * self._shares, bucket.lengths[-1], self._shares
+        logger.info(
+            "Compiling the search for %d sentences of up to %d tokens on %d device(s).", *sizes
         )
-        slots = found.slots_computed[None], found.slots_used[None]
-        return Found(found.results, *slots), cache
+        method = self.method(rows.state.finished.scores_BN.shape[1])
+        longest = self.longest_target(bucket.lengths[-1])
+
+        def seat(
+            whole: tuple[Any, jax.Array, jax.Array], rows: Rows, block: Block
+        ) -> tuple[Rows, Found, jax.Array]:
+            weights, most, enough = whole
+            step = nnx.merge(self._cast_graph, weights).decode_step
+            search = RowSearch(method, step, longest, shortest=bucket.lengths[0])
+            return search.seat(rows, block, most, enough)
+
+        return self._on_devices(seat)(whole, rows, block)
+
+    def _on_devices(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Each device calls it with the whole of its first argument and a share of the others."""
+        if self._shares == 1:
+            return function
+        everywhere, rows = self._everywhere.spec, self._rows.spec
+
+        def spread(whole: Any, *shared: Any) -> T:
+            specs = everywhere, *(rows for _ in shared)
+            return jax.shard_map(
+                function, mesh=self._rows.mesh, in_specs=specs, out_specs=rows, check_vma=False
+            )(whole, *shared)
+
+        return spread
+
+    def _start_cache(
+        self, weights: Any, source_BS: jax.Array, bucket: Bucket, *, max_length: int
+    ) -> Any:
+        model: Any = nnx.merge(self._cast_graph, weights)
+        return model.start_cache(
+            model.encode(source_BS),
+            source_BS != PAD_ID,
+            beam_size=self.config.beam_size,
+            max_length=max_length,
+            source_capacity=bucket.lengths[-1],
+        )
+
+    def _idle_rows(self, bucket: Bucket, num_hypotheses: int) -> Rows:
+        num_rows, longest = bucket.rows * self._shares, self.longest_target(bucket.lengths[-1])
+        source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
+        start = partial(self._start_cache, bucket=bucket, max_length=longest)
+        cache = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(start, self._shapes, source_BS)
+        )
+        state = self.method(num_hypotheses).start(
+            jnp.zeros(num_rows, jnp.int32),
+            max_length=longest,
+            prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
+            seed_B=jnp.zeros(num_rows, jnp.uint32),
+        )
+        return Rows(jnp.full(num_rows, NOBODY, jnp.int32), state, cache.cleared())
+
+    def _vacate_rows(self, rows: Rows) -> tuple[Found, Rows]:
+        """What is left in rows that are done, and the rows without it."""
+        found = Found(rows.number_B, self.results(rows))
+        nobody_B = jnp.full_like(rows.number_B, NOBODY)
+        return found, Rows(nobody_B, rows.state, rows.cache.cleared())
 
     def method(self, num_hypotheses: int) -> Method:
         """The search that ``config`` asks for."""
@@ -361,3 +419,18 @@ def hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
         for tokens, score, log_prob, length, token_log_probs in slots
         if length
     ]
+
+
+def _read(found: Any) -> Any:
+    """On the host, in every process all of it."""
+
+    def read(x: Any) -> np.ndarray:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            x = multihost_utils.process_allgather(x, tiled=True)
+        return np.asarray(x)
+
+    return jax.tree.map(read, found)
+
+
+def _on(sharding: Any, x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

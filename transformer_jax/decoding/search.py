@@ -69,8 +69,8 @@ class SearchState(NamedTuple):
     """Tokens that the target must begin with, then at least one NOT_FORCED."""
     seed_B: Array
     """Makes the random numbers of sentences differ (sampling)."""
-    wanted_B: Array | None
-    """Hypotheses that end a beam search, if fewer than are returned."""
+    wanted_B: Array
+    """Hypotheses that end a beam search, at most those that are returned."""
     live: Beams
     finished: SearchResult
     done_B: Array
@@ -175,7 +175,7 @@ class Method(ABC):
                 prefix_BP.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=NOT_FORCED
             ),
             seed_B=seed_B.astype(jnp.uint32),
-            wanted_B=wanted_B,
+            wanted_B=jnp.full(B, N) if wanted_B is None else jnp.clip(wanted_B, 1, N),
             live=Beams(
                 jnp.full((B, W, L), self.pad_id, jnp.int32),
                 jnp.zeros((B, W, L), jnp.float32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, islice
 from typing import Any
 
@@ -44,7 +44,7 @@ class Translator(TrainedModels):
         self.num_failed = self.num_split = 0
 
     def __repr__(self) -> str:
-        count = len(self.engine.parameters)
+        count = len(self.models)
         number = sum(leaf.size for leaf in jax.tree.leaves(self.engine.parameters))
         sampling = self.config.method == "sample"
         return (
@@ -56,18 +56,16 @@ class Translator(TrainedModels):
 
     @property
     def parameters(self) -> Any:
-        """The model's, as ``nnx.to_pure_dict`` gives them (of several models a tuple of those).
+        """The model's, as ``nnx.to_pure_dict`` gives them (of several models an ``Ensemble``'s).
 
         Assign newer ones (a training loop's), or ``nnx.State``, to translate with those; nothing is
         compiled again.
         """
-        all_of_them = self.engine.parameters
-        return all_of_them if len(all_of_them) > 1 else all_of_them[0]
+        return self.engine.parameters
 
     @parameters.setter
     def parameters(self, parameters: Any) -> None:
-        one = isinstance(parameters, Mapping)
-        self.engine.parameters = (parameters,) if one else tuple(parameters)
+        self.engine.parameters = parameters
 
     @property
     def models(self) -> list[Transformer]:
@@ -110,12 +108,6 @@ class Translator(TrainedModels):
         return chain.from_iterable(
             self._translate(block, num_hypotheses) for block in self.blocks(prepared, window)
         )
-
-    def ahead(self, lines: Sequence[str]) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """What translating these lines compiles, as ``Engine.ahead`` has it."""
-        limit = self.engine.longest_source - 1  # longer ones are split into some of this length
-        encoded = self.tokenizer.encode_source(lines)
-        return self.engine.ahead([Sentence(tokens[:limit]) for tokens in encoded if tokens])
 
     def _translate(
         self, block: list[tuple[Request, list[Sentence]]], num_hypotheses: int

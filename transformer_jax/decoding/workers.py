@@ -1,4 +1,7 @@
-"""Threads that search the sentences of many clients together, one for each device."""
+"""Threads that search the sentences of many clients together, one for each device.
+
+Each seats the sentences that have arrived, takes a few steps, and answers those that are done.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,112 @@ import asyncio
 import itertools
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TypeAlias
 
 import jax
 
-from transformer_jax.decoding.buckets import Sentence, length_index
-from transformer_jax.decoding.engine import Engine, Hypothesis
-from transformer_jax.decoding.live_search import Entry, LiveSearch
-from transformer_jax.model.transformer import with_cast_weights
+from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_index
+from transformer_jax.decoding.continuous_batching import Block
+from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
 
 logger = logging.getLogger(__name__)
 
-Found: TypeAlias = "Future[list[Hypothesis]]"
-Search: TypeAlias = LiveSearch[Found]
+FutureHypotheses: TypeAlias = "Future[list[Hypothesis]]"
 
-# New sentences wait until the steps under way are done. These take the shortest time at first, and
-# twice as long whenever nothing has come meanwhile, up to the longest; in seconds.
-_SHORTEST, _LONGEST = 0.01, 0.08
+# New sentences wait until so many steps are done.
+_STEPS = 8
+# A step takes the longer the more rows it has. So there are sets of so many rows, of which the
+# smallest suffices for what is there: 1, and these shares 1 / n of all.
+_SHARES = (4, 1)
 
 
 class SearchFailed(Exception):
     """The search has stopped for good."""
 
 
-class Waiting(NamedTuple):
-    """A sentence without a row; the lowest number came first."""
+@dataclass(eq=False)
+class Entry:
+    """A sentence, and whoever waits for its hypotheses."""
 
-    number: int
-    entry: Entry[Found]
+    sentence: Sentence
+    wanted: int = 1
+    future: FutureHypotheses = field(default_factory=Future)
+
+
+class LiveRows:
+    """Rows of an engine's one device. Hypotheses are those of ``Engine.search``, their scores up to
+    rounding: XLA adds up in another order where there are fewer rows. Not for several threads.
+
+    Attributes:
+      busy: the sentences in the rows, by number.
+    """
+
+    def __init__(self, engine: Engine, bucket: Bucket):
+        assert engine.num_devices == 1
+        self._engine, self.bucket = engine, bucket
+        self.busy: dict[int, Entry] = {}
+        self._numbers = itertools.count()
+        self._rows = engine.new_rows(bucket, engine.config.beam_size)
+
+    @property
+    def num_idle(self) -> int:
+        """Rows without a sentence."""
+        return self.bucket.rows - len(self.busy)
+
+    def compile(self) -> None:
+        """Compile all that sentences need."""
+        self._nobody = self._encode({})
+        for length in self.bucket.lengths:
+            entry = Entry(Sentence([0] * (length - 1)))
+            self.seat([entry])
+            entry.future.cancel()
+            self.take_steps(0)
+
+    def seat(self, entries: Sequence[Entry]) -> None:
+        """Give idle rows to at most ``bucket.block_size`` sentences of one encoded length."""
+        entered = dict(zip(self._numbers, entries, strict=False))
+        self.busy |= entered
+        block = self._encode(entered)
+        self._rows, *_ = self._engine.seat(self.bucket, self._rows, block, most=0, enough=0)
+
+    def take_steps(self, most: int) -> None:
+        """Write up to ``most`` tokens of every sentence, fewer once a block of them is done, and
+        set the results of these: no hypotheses where the model's logits were NaN. Rows of cancelled
+        futures become idle.
+        """
+        limits = {"most": most, "enough": self.bucket.block_size}
+        rows, *_ = self._engine.seat(self.bucket, self._rows, self._nobody, **limits)
+        number_B, is_done_B = jax.device_get((rows.number_B, rows.state.done_B))
+        row_of = {number: row for row, number in enumerate(number_B.tolist())}
+        cancelled = [number for number, each in self.busy.items() if each.future.cancelled()]
+        finished = [number for number in self.busy if is_done_B[row_of[number]]]
+        if finished:
+            found = jax.device_get(self._engine.results(rows))
+        if cancelled:
+            is_done_B = is_done_B.copy()
+            is_done_B[[row_of[number] for number in cancelled]] = True
+            done_B = jax.device_put(is_done_B, rows.state.done_B.sharding)
+            rows = rows._replace(state=rows.state._replace(done_B=done_B))
+        self._rows = rows
+        for number in finished:
+            entry = self.busy.pop(number)
+            its = hypotheses(found, row_of[number])[: entry.wanted]
+            if entry.future.set_running_or_notify_cancel():
+                entry.future.set_result(its)
+        for number in cancelled:
+            self.busy.pop(number, None)
+
+    def _encode(self, entries: dict[int, Entry]) -> Block:
+        return self._engine.encode(
+            self.bucket,
+            {number: entry.sentence for number, entry in entries.items()},
+            num_hypotheses=self._engine.config.beam_size,
+            wanted={number: entry.wanted for number, entry in entries.items()},
+        )
 
 
 class Workers:
@@ -51,18 +128,13 @@ class Workers:
     """
 
     def __init__(self, engines: Sequence[Engine]):
-        """One engine for each device, all alike; ``UserError`` as ``LiveSearch``."""
+        """One engine for each device, all alike."""
         self.failure: SearchFailed | None = None
         self._buckets = engines[0].buckets
-        self._searches: list[list[Search]] = []
-        for engine in engines:
-            models = list(map(with_cast_weights, engine.models))  # once, not at every look
-            self._searches.append([LiveSearch(engine, each, models) for each in engine.buckets])
-        # By bucket and encoded length: a block is of one length.
-        self._waiting: list[list[deque[Waiting]]] = [
-            [deque() for _ in bucket.lengths] for bucket in self._buckets
+        self._searches = [
+            [_sets_of_rows(engine, bucket) for bucket in self._buckets] for engine in engines
         ]
-        self._numbers = itertools.count()
+        self._waiting: list[list[Entry]] = [[] for _ in self._buckets]
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [
@@ -72,12 +144,12 @@ class Workers:
 
     def start(self) -> None:
         """Compile everything, then begin to work."""
-        first, *others = self._searches
+        first, *others = [list(chain(*searches)) for searches in self._searches]
         with ThreadPoolExecutor() as together:
             if jax.default_backend() != "cpu":  # then the others find it in the compilation cache
-                list(together.map(LiveSearch.compile, first))
+                list(together.map(LiveRows.compile, first))
                 first = []
-            list(together.map(LiveSearch.compile, itertools.chain(first, *others)))
+            list(together.map(LiveRows.compile, chain(first, *others)))
         for thread in self._threads:
             thread.start()
 
@@ -90,17 +162,17 @@ class Workers:
             if thread.is_alive():
                 thread.join()
 
-    def submit(self, sentences: Sequence[Sentence], *, wanted: int = 1) -> list[Found]:
+    def submit(self, sentences: Sequence[Sentence], *, wanted: int = 1) -> list[FutureHypotheses]:
         """The hypotheses of each sentence, best first, as ``Engine.search`` gives them."""
-        entries: list[Entry[Found]] = [Entry(Future(), each, wanted) for each in sentences]
+        entries = [Entry(sentence, wanted) for sentence in sentences]
         with self._changed:
-            if self._closed or self.failure is not None:
+            if self._has_ended:
                 _end(entries, self.failure)
             else:
                 for entry in entries:
-                    self._queue(entry.sentence).append(Waiting(next(self._numbers), entry))
+                    self._waiting[bucket_index(self._buckets, entry.sentence)].append(entry)
             self._changed.notify_all()
-        return [entry.owner for entry in entries]
+        return [entry.future for entry in entries]
 
     async def search(self, sentence: Sentence, *, wanted: int = 1) -> list[Hypothesis]:
         """The hypotheses of one sentence; whoever cancels this gives up on it."""
@@ -110,110 +182,77 @@ class Workers:
         finally:
             future.cancel()
 
-    def _queue(self, sentence: Sentence) -> deque[Waiting]:
-        """Where it waits."""
-        longest = [bucket.lengths[-1] for bucket in self._buckets]
-        bucket = length_index(sentence, longest)
-        return self._waiting[bucket][length_index(sentence, self._buckets[bucket].lengths)]
-
     @property
     def num_waiting(self) -> int:
         """Sentences without a row."""
-        return sum(len(queue) for queues in self._waiting for queue in queues)
+        return sum(map(len, self._waiting))
 
     @property
     def num_busy(self) -> int:
         """Rows with a sentence."""
-        return sum(len(search.busy) for searches in self._searches for search in searches)
+        return sum(len(rows.busy) for searches in self._searches for rows in chain(*searches))
 
     @property
     def num_rows(self) -> int:
-        """Rows, of all devices and buckets."""
-        return sum(search.bucket.rows for searches in self._searches for search in searches)
-
-    def _work(self, searches: list[Search]) -> None:
-        def has_work() -> bool:
-            return self._has_ended or self.num_waiting > 0 or any(each.busy for each in searches)
-
-        seconds = dict.fromkeys(searches, _SHORTEST)
-        slot_seconds = dict.fromkeys(searches, _SHORTEST)
-        try:
-            while not self._has_ended:
-                with self._changed:
-                    self._changed.wait_for(has_work)
-                for search, queues in zip(searches, self._waiting, strict=True):
-                    came = self._hand_over(search, queues)
-                    seconds[search] = _SHORTEST if came else min(2 * seconds[search], _LONGEST)
-                    if search.busy:
-                        # Without an idle row nothing is to be gained from looking early.
-                        until_look = seconds[search] if search.idle else _LONGEST
-                        step_seconds = slot_seconds[search] * search.num_stepped
-                        most = max(1, round(until_look / step_seconds))
-                        slot_seconds[search] = self._take_steps(search, most)
-        except Exception as error:
-            logger.exception("The search failed; it must be started again.")
-            self.failure = SearchFailed(str(error))
-        with self._changed:
-            self._changed.notify_all()  # the other devices' threads end, too
-            queues = [queue for queues in self._waiting for queue in queues]
-            _end([waiting.entry for queue in queues for waiting in queue], self.failure)
-            for queue in queues:
-                queue.clear()
-        _end([entry for search in searches for entry in search.busy.values()], self.failure)
+        """Sentences that can be in progress, on all devices and in all buckets."""
+        return len(self._searches) * sum(bucket.rows for bucket in self._buckets)
 
     @property
     def _has_ended(self) -> bool:
         return self._closed or self.failure is not None
 
-    def _hand_over(self, search: Search, queues: list[deque[Waiting]]) -> bool:
-        """Free the rows of cancelled sentences, and give idle ones to those that have waited for
-        longest; returns whether there were any.
-        """
-        for row, entry in list(search.busy.items()):
-            if entry.owner.cancelled():
-                search.leave(row)
-        came = False
-        while block := self._next_block(len(search.idle), search.bucket.block_size, queues):
-            try:
-                search.enter(block)
-            except Exception as error:
-                _end(block, SearchFailed(str(error)))
-                raise
-            came = True
-        return came
+    def _work(self, searches: list[list[LiveRows]]) -> None:
+        def has_work() -> bool:
+            is_busy = any(rows.busy for rows in chain(*searches))
+            return self._has_ended or is_busy or self.num_waiting > 0
 
-    def _next_block(
-        self, num_idle: int, block_size: int, queues: list[deque[Waiting]]
-    ) -> list[Entry[Found]]:
-        block: list[Entry[Found]] = []
+        try:
+            while not self._has_ended:
+                with self._changed:
+                    self._changed.wait_for(has_work)
+                for sets, waiting in zip(searches, self._waiting, strict=True):
+                    self._seat(sets, waiting)
+                    for rows in sets:
+                        if rows.busy:
+                            rows.take_steps(_STEPS)
+        except Exception as error:
+            logger.exception("The search failed; it must be started again.")
+            self.failure = SearchFailed(str(error))
         with self._changed:
-            for queue in queues:
-                while queue and queue[0].entry.owner.cancelled():
-                    queue.popleft()
-            if oldest := min((queue for queue in queues if queue), default=None, key=_age):
-                while oldest and len(block) < min(num_idle, block_size):
-                    entry = oldest.popleft().entry
-                    if not entry.owner.cancelled():
-                        block.append(entry)
-        return block
+            self._changed.notify_all()  # the other devices' threads end, too
+            _end(chain(*self._waiting), self.failure)
+            for waiting in self._waiting:
+                waiting.clear()
+        _end([entry for rows in chain(*searches) for entry in rows.busy.values()], self.failure)
 
-    def _take_steps(self, search: Search, most: int) -> float:
-        """Returns how many seconds a step took for each row that was stepped."""
-        start, slots = time.perf_counter(), search.slots_computed
-        for future, hypotheses in search.take_steps(most):
-            if future.set_running_or_notify_cancel():
-                future.set_result(hypotheses)
-        return (time.perf_counter() - start) / max(1, search.slots_computed - slots)
+    def _seat(self, sets: list[LiveRows], waiting: list[Entry]) -> None:
+        """Give rows to those that have waited for longest, each block of one encoded length."""
+        num_sentences = len(waiting) + sum(len(rows.busy) for rows in sets)
+        rows = next((x for x in sets if x.bucket.rows >= num_sentences), sets[-1])
+        while rows.num_idle:
+            with self._changed:
+                waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
+                if not waiting:
+                    return
+                length_of = rows.bucket.length_of
+                length = length_of(waiting[0].sentence)
+                same = (entry for entry in waiting if length_of(entry.sentence) == length)
+                block = list(islice(same, min(rows.num_idle, rows.bucket.block_size)))
+                for entry in block:
+                    waiting.remove(entry)
+            rows.seat(block)
 
 
-def _end(entries: Iterable[Entry[Found]], failure: SearchFailed | None) -> None:
+def _sets_of_rows(engine: Engine, bucket: Bucket) -> list[LiveRows]:
+    """Smallest first."""
+    counts = sorted({1, *(max(1, bucket.rows // n) for n in _SHARES)})
+    return [LiveRows(engine, bucket._replace(rows=count)) for count in counts]
+
+
+def _end(entries: Iterable[Entry], failure: SearchFailed | None) -> None:
     """Fail their futures, or cancel them if there was no failure."""
     for entry in entries:
         if failure is None:
-            entry.owner.cancel()
-        elif not entry.owner.done() and entry.owner.set_running_or_notify_cancel():
-            entry.owner.set_exception(failure)
-
-
-def _age(queue: deque[Waiting]) -> int:
-    return queue[0].number
+            entry.future.cancel()
+        elif not entry.future.done() and entry.future.set_running_or_notify_cancel():
+            entry.future.set_exception(failure)

@@ -11,10 +11,8 @@ import pytest
 from random_models import make_model
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.buckets import length_index
 from transformer_jax.decoding.engine import Engine, Sentence
-from transformer_jax.decoding.live_search import Entry, LiveSearch
-from transformer_jax.model.transformer import with_cast_weights
+from transformer_jax.decoding.workers import Entry, LiveRows
 
 VOCAB = 40
 
@@ -36,38 +34,37 @@ SENTENCES = [
 ]
 
 
-def live_search(engine):
-    models = list(map(with_cast_weights, engine.models))
-    return LiveSearch(engine, engine.buckets[0], models)
+def live_rows(engine):
+    rows = LiveRows(engine, engine.buckets[0])
+    rows.compile()
+    return rows
 
 
-def search_live(live, sentences, wanted, *, seed):
+def search_live(rows, sentences, wanted, *, seed):
     """Each sentence's hypotheses; the order in which they come, the moments at which they do and
     the numbers of steps are random, and so are those who leave and come again.
     """
-    chance, lengths = random.Random(seed), live.bucket.lengths
+    chance, length_of = random.Random(seed), rows.bucket.length_of
     waiting = chance.sample(range(len(sentences)), len(sentences))
-    found, left = {}, 0
-    while waiting or live.busy:
-        if waiting and live.idle and chance.random() < 0.7:
-            same = [
-                i
-                for i in waiting
-                if length_index(sentences[i], lengths)
-                == length_index(sentences[waiting[0]], lengths)
-            ]
-            most = chance.randint(1, min(len(live.idle), live.bucket.block_size))
-            for i in same[:most]:
+    entries, left = {}, 0
+    while waiting or rows.busy:
+        if waiting and rows.num_idle and chance.random() < 0.7:
+            length = length_of(sentences[waiting[0]])
+            same = [i for i in waiting if length_of(sentences[i]) == length]
+            same = same[: chance.randint(1, min(rows.num_idle, rows.bucket.block_size))]
+            for i in same:
                 waiting.remove(i)
-            live.enter([Entry(i, sentences[i], wanted[i]) for i in same[:most]])
-        found |= live.take_steps(chance.randint(1, 9))
-        if live.busy and left < 10 and chance.random() < 0.2:
-            row = chance.choice(list(live.busy))
-            waiting.append(live.busy[row].owner)
-            live.leave(row)
+                entries[i] = Entry(sentences[i], wanted[i])
+            rows.seat([entries[i] for i in same])
+        if rows.busy and left < 10 and chance.random() < 0.2:
+            gone = chance.choice(list(rows.busy.values()))
+            [number] = [i for i, entry in entries.items() if entry is gone]
+            waiting.append(number)
+            gone.future.cancel()
             left += 1
+        rows.take_steps(chance.randint(1, 9))
     assert left == 10
-    return [found[i] for i in range(len(sentences))]
+    return [entries[i].future.result(timeout=0) for i in range(len(sentences))]
 
 
 @pytest.mark.parametrize(
@@ -84,43 +81,48 @@ def test_every_sentence_gets_what_the_engine_gives_it(settings):
     config = dataclasses.replace(CONFIG, **settings)
     models = [make_model(Vocabulary), make_model(Vocabulary, seed=9)]
     engine = Engine(models, config, devices=jax.devices()[:1])
-    live = live_search(engine)
-    live.compile()
-    compiled = live._enter._cache_size(), live._step._cache_size()
+    rows = live_rows(engine)
+    compiled = engine._encode._cache_size(), engine._seat._cache_size()
+    of_seeds = [
+        search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(3)
+    ]
+    assert compiled == (engine._encode._cache_size(), engine._seat._cache_size())
     alone = {
         count: engine.search(SENTENCES, num_hypotheses=count)
         for count in range(1, config.beam_size + 1)
     }
     if config.method == "sample":  # each draw is made, whoever wants them
         alone = dict.fromkeys(alone, alone[config.beam_size])
-    for seed in range(3):
-        wanted = [1 + (i + seed) % config.beam_size for i in range(len(SENTENCES))]
-        found = search_live(live, SENTENCES, wanted, seed=seed)
-        for i, count in enumerate(wanted):
+    for seed, found in enumerate(of_seeds):
+        for i, count in enumerate(wanted_by(seed, config)):
             its = alone[count][i][:count]
             assert [each.tokens for each in found[i]] == [each.tokens for each in its]
             for got, expected in zip(found[i], its, strict=True):
                 assert got.score == pytest.approx(expected.score, abs=1e-5)
                 assert got.token_log_probs == pytest.approx(expected.token_log_probs, abs=1e-5)
-    assert compiled == (live._enter._cache_size(), live._step._cache_size())
-    assert 0 < live.slots_used <= live.slots_computed
 
 
-def test_a_row_that_is_left_takes_no_more_steps():
-    engine = Engine([make_model(Vocabulary)], CONFIG)
-    live = live_search(engine)
-    live.enter([Entry("gone", SENTENCES[3])])
-    live.take_steps(1)
-    live.leave(0)
-    assert live.idle == list(range(CONFIG.batch_size)) and not live.busy
-    before = live.slots_used
-    assert live.take_steps(5) == [] and live.slots_used == before
+def wanted_by(seed, config):
+    return [1 + (i + seed) % config.beam_size for i in range(len(SENTENCES))]
+
+
+def test_a_cancelled_sentence_leaves_its_row():
+    rows = live_rows(Engine([make_model(Vocabulary)], CONFIG, devices=jax.devices()[:1]))
+    entry = Entry(SENTENCES[3])
+    rows.seat([entry])
+    rows.take_steps(1)
+    assert rows.num_idle == rows.bucket.rows - 1 and not entry.future.done()
+    entry.future.cancel()
+    rows.take_steps(1)
+    assert rows.num_idle == rows.bucket.rows and not rows.busy
+    assert rows._rows.state.done_B.all()
 
 
 def test_broken_parameters_give_a_sentence_no_hypotheses():
     model = make_model(Vocabulary)
     model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
-    engine = Engine([model], CONFIG)
-    live = live_search(engine)
-    live.enter([Entry("broken", SENTENCES[3])])
-    assert live.take_steps(3) == [("broken", [])]
+    rows = live_rows(Engine([model], CONFIG, devices=jax.devices()[:1]))
+    entry = Entry(SENTENCES[3])
+    rows.seat([entry])
+    rows.take_steps(3)
+    assert entry.future.result(timeout=0) == []

@@ -1,0 +1,100 @@
+"""Several Transformers that decode as one.
+
+Letters as in ``model/attention.py`` and ``search.py``; M models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jax import Array
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.decoding.checks import vocabulary_sizes
+from transformer_jax.model.cache import DecoderCache
+from transformer_jax.model.transformer import Transformer, with_cast_weights
+
+
+@struct.dataclass
+class EnsembleCache:
+    """The caches of all models, with the methods of ``DecoderCache``."""
+
+    caches: tuple[DecoderCache, ...]
+
+    @property
+    def needed_B(self) -> Array:
+        """How many positions each sentence's next step must attend to."""
+        return self.caches[0].needed_B
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of positions that a step may be limited to."""
+        return self.caches[0].lengths
+
+    def reorder(self, parents_BW: Array) -> EnsembleCache:
+        """Beam w continues what was beam ``parents_BW[b, w]``."""
+        return EnsembleCache(tuple(cache.reorder(parents_BW) for cache in self.caches))
+
+    def replace_rows(self, rows_R: Array, fresh: EnsembleCache) -> EnsembleCache:
+        """Put the R sentences of ``fresh``, which have not begun, into rows ``rows_R``."""
+        pairs = zip(self.caches, fresh.caches, strict=True)
+        return EnsembleCache(tuple(cache.replace_rows(rows_R, new) for cache, new in pairs))
+
+    def cleared(self) -> EnsembleCache:
+        """An empty cache of the same capacity."""
+        return EnsembleCache(tuple(cache.cleared() for cache in self.caches))
+
+
+class Ensemble(nnx.Module):
+    """Decodes by the mean of its models' probabilities, with the methods of ``Transformer``."""
+
+    def __init__(self, models: Sequence[Transformer]):
+        """Raises ``UserError`` for models with different vocabularies, or none."""
+        vocabulary_sizes(models)
+        self.models = nnx.List(models)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The config of the model with the fewest positions."""
+        return min((model.config for model in self.models), key=lambda x: x.position_limit)
+
+    def encode(self, source_BS: Array) -> tuple[Array, ...]:
+        """Each encoder's output, ``memory_BSD``."""
+        return tuple(model.encode(source_BS) for model in self.models)
+
+    def start_cache(
+        self, memories: tuple[Array, ...], source_mask_BS: Array, **sizes: int
+    ) -> EnsembleCache:
+        """An empty cache; ``sizes`` as in ``Transformer.start_cache``."""
+        each = zip(self.models, memories, strict=True)
+        return EnsembleCache(
+            tuple(model.start_cache(memory, source_mask_BS, **sizes) for model, memory in each)
+        )
+
+    def decode_step(
+        self, tokens_BW: Array, cache: EnsembleCache, *, length: int | None = None
+    ) -> tuple[Array, EnsembleCache]:
+        """Logarithms of the mean probabilities, float32 [B, W, V], and the new cache."""
+        each = zip(self.models, cache.caches, strict=True)
+        steps = [model.decode_step(tokens_BW, its, length=length) for model, its in each]
+        log_probs_MBWV = jnp.stack([jax.nn.log_softmax(logits_BWV) for logits_BWV, _ in steps])
+        mean_BWV = jax.nn.logsumexp(log_probs_MBWV, axis=0) - math.log(len(steps))
+        return mean_BWV, EnsembleCache(tuple(its for _, its in steps))
+
+
+def as_one(models: Transformer | Sequence[Transformer]) -> Transformer | Ensemble:
+    """One model as it is, several as an ``Ensemble``."""
+    if isinstance(models, Transformer):
+        return models
+    return models[0] if len(models) == 1 else Ensemble(models)
+
+
+def with_cast_matrices(model: Transformer | Ensemble) -> Transformer | Ensemble:
+    """The model with its matrices stored in their ``dtype`` (``with_cast_weights``)."""
+    if isinstance(model, Ensemble):
+        return Ensemble([with_cast_weights(each) for each in model.models])
+    return with_cast_weights(model)
