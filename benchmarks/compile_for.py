@@ -382,8 +382,9 @@ def _search(config: Config, device: Any) -> Answer:
     bucket = engine.buckets[0]
     text, figures = _compile(engine.lowered(bucket, sharding=SingleDeviceSharding(device)))
     every = computations(text)
-    caches = {x.shape for x in jax.tree.leaves(engine.cache_shapes(bucket)) if len(x.shape) == 4}
-    written = [name for name in every if "fused" not in name]  # what is fused is written nowhere
+    cache = jax.eval_shape(lambda: engine.new_rows(bucket, 1).cache)
+    caches = {x.shape for x in jax.tree.leaves(cache) if len(x.shape) == 4}
+    written = [name for name in every if "fused" not in name]  # fused: written nowhere
     return figures | {"rows": bucket.rows, "copied_caches": len(copied(every, written, caches))}
 
 

@@ -54,7 +54,7 @@ def search_live(rows, sentences, wanted, *, seed):
             same = same[: chance.randint(1, min(rows.num_idle, rows.bucket.block_size))]
             for i in same:
                 waiting.remove(i)
-                entries[i] = Entry(sentences[i], wanted[i])
+                entries[i] = Entry(sentences[i]._replace(wanted=wanted[i]))
             rows.seat([entries[i] for i in same])
         if rows.busy and left < 10 and chance.random() < 0.2:
             gone = chance.choice(list(rows.busy.values()))

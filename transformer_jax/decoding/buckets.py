@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import count, groupby, takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, count, groupby, takewhile
 from typing import NamedTuple
 
 import jax
+import numpy as np
+
+from transformer_jax.decoding.continuous_batching import NOBODY, Block
+from transformer_jax.decoding.search import NOT_FORCED
+from transformer_jax.special_ids import EOS_ID, PAD_ID
 
 
 class Sentence(NamedTuple):
@@ -20,6 +25,8 @@ class Sentence(NamedTuple):
     """Target tokens that the translation must begin with."""
     seed: int = 0
     """Makes the samples of sentences differ."""
+    wanted: int | None = None
+    """Hypotheses that are enough; None: as many as the search returns."""
 
 
 class Bucket(NamedTuple):
@@ -80,6 +87,34 @@ def in_blocks(
         ]
         if blocks:
             yield bucket, blocks
+
+
+def make_block(
+    bucket: Bucket,
+    dealt: Sequence[Mapping[int, Sentence]],
+    longest_target: Callable[[int], int],
+    num_hypotheses: int,
+) -> tuple[np.ndarray, Block]:
+    """The source tokens of numbered sentences of one encoded length, and all else of their block
+    but the cache. ``dealt`` has those of each device; ``longest_target`` limits a target by the
+    length of its source.
+    """
+    size, capacity = bucket.block_size, bucket.lengths[-1]
+    length = max(map(bucket.length_of, chain(*(its.values() for its in dealt))), default=0)
+    source_QS = np.full((len(dealt) * size, length or bucket.lengths[0]), PAD_ID, np.int32)
+    number_Q, limit_Q, seed_Q, wanted_Q = np.zeros((4, len(source_QS)), np.int32)
+    number_Q[:], wanted_Q[:] = NOBODY, num_hypotheses
+    prefix_QP = np.full((len(source_QS), longest_target(capacity)), NOT_FORCED, np.int32)
+    for device, sentences in enumerate(dealt):
+        for place, (number, sentence) in enumerate(sentences.items(), device * size):
+            source_length, prefix = len(sentence.tokens) + 1, sentence.prefix
+            source_QS[place, :source_length] = [*sentence.tokens, EOS_ID]
+            number_Q[place] = number
+            limit_Q[place] = longest_target(source_length)
+            prefix_QP[place, : len(prefix)] = prefix[: prefix_QP.shape[1]]
+            seed_Q[place] = np.uint32(sentence.seed).view(np.int32)
+            wanted_Q[place] = sentence.wanted or num_hypotheses
+    return source_QS, Block(number_Q, limit_Q, prefix_QP, seed_Q.view(np.uint32), wanted_Q, ())
 
 
 def padded_length(length: int, smallest: int) -> int:

@@ -17,14 +17,14 @@ from jax.experimental import multihost_utils
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.beam_search import BeamSearch
-from transformer_jax.decoding.buckets import Bucket, Sentence, in_blocks, make_buckets
+from transformer_jax.decoding.buckets import Bucket, Sentence, in_blocks, make_block, make_buckets
 from transformer_jax.decoding.checks import vocabulary_sizes
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import NOBODY, Block, Found, Rows, RowSearch
 from transformer_jax.decoding.devices import row_shardings
 from transformer_jax.decoding.ensemble import Ensemble, as_one, with_cast_matrices
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search import NOT_FORCED, Method, SearchResult, results
+from transformer_jax.decoding.search import Method, SearchResult, results
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 _ALL = 2**30
 
-# For every function that holds a search's loop, by backend.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+# For the function that holds the search's loop, by backend.
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # Without this, XLA copies caches that could be updated in place.
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
     # The whole search as one CUDA graph: all that XLA puts into graphs by itself, and loops. The
@@ -108,23 +108,18 @@ class Engine:
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
         self.num_compiled = self.num_nan = self.slots_computed = self.slots_used = 0
-        self._graph, parameters = nnx.split(model, nnx.Param)
         self._num_dealt = 0
-        options = COMPILER_OPTIONS.get(jax.default_backend())
+        self._graph, parameters = nnx.split(model, nnx.Param)
         self._encode = jax.jit(self._encode_block, static_argnames="bucket")
         self._seat = jax.jit(
             self._search_rows,
             static_argnames="bucket",
             donate_argnames="rows",
-            compiler_options=options,
+            compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
         )
         self._results = jax.jit(partial(results, pad_id=PAD_ID))
         self._vacate = jax.jit(self._vacate_rows, donate_argnames="rows", out_shardings=self._rows)
         self.parameters = parameters
-        self._shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere),
-            self._weights,
-        )
         # Kept between searches on a CPU, where new memory costs; elsewhere training may need it.
         self._kept: dict[tuple[Bucket, int], Rows] = {}
 
@@ -226,17 +221,12 @@ class Engine:
                     )
 
     def encode(
-        self,
-        bucket: Bucket,
-        sentences: Mapping[int, Sentence],
-        *,
-        num_hypotheses: int = 1,
-        wanted: Mapping[int, int] | None = None,
+        self, bucket: Bucket, sentences: Mapping[int, Sentence], *, num_hypotheses: int = 1
     ) -> Block:
         """A block of numbered sentences of one encoded length, at most ``bucket.block_size`` for
-        each device. ``wanted`` hypotheses are enough (default: ``num_hypotheses``).
+        each device.
         """
-        source_QS, block = self._block(bucket, sentences, num_hypotheses, wanted or {})
+        source_QS, block = self._block(bucket, sentences, num_hypotheses)
         return block._replace(cache=self._encode(self._weights, source_QS, bucket=bucket))
 
     def seat(
@@ -252,61 +242,32 @@ class Engine:
 
     def new_rows(self, bucket: Bucket, num_hypotheses: int) -> Rows:
         """Idle rows on the devices."""
-        rows = jax.jit(partial(self._idle_rows, bucket, num_hypotheses), out_shardings=self._rows)
-        return rows()
+        make = partial(self._idle_rows, bucket, num_hypotheses)
+        return jax.jit(make, out_shardings=self._rows)()
 
     def _block(
-        self,
-        bucket: Bucket,
-        sentences: Mapping[int, Sentence],
-        num_hypotheses: int,
-        wanted: Mapping[int, int],
+        self, bucket: Bucket, sentences: Mapping[int, Sentence], num_hypotheses: int
     ) -> tuple[np.ndarray, Block]:
-        """The source tokens, and all but the cache. Devices are dealt sentences in turn."""
-        size, capacity = bucket.block_size * self._shares, bucket.lengths[-1]
-        length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
-        source_QS = np.full((size, length), PAD_ID, np.int32)
-        block = Block(
-            number_Q=np.full(size, NOBODY, np.int32),
-            limit_Q=np.zeros(size, np.int32),
-            prefix_QP=np.full((size, self.longest_target(capacity)), NOT_FORCED, np.int32),
-            seed_Q=np.zeros(size, np.uint32),
-            wanted_Q=np.full(size, num_hypotheses, np.int32),
-            cache=(),
-        )
-        for i, (number, sentence) in enumerate(sentences.items()):
-            device = (self._num_dealt + i) % self._shares
-            place = device * bucket.block_size + i // self._shares
-            source_length, prefix = len(sentence.tokens) + 1, sentence.prefix
-            source_QS[place, :source_length] = [*sentence.tokens, EOS_ID]
-            block.number_Q[place] = number
-            block.limit_Q[place] = self.longest_target(source_length)
-            prefix_P = block.prefix_QP[place]
-            prefix_P[: len(prefix)] = prefix[: len(prefix_P)]
-            block.seed_Q[place] = sentence.seed
-            block.wanted_Q[place] = wanted.get(number, num_hypotheses)
-        self._num_dealt += len(sentences)
-        return source_QS, block
+        """Devices are dealt sentences in turn, from block to block."""
+        dealt: list[dict[int, Sentence]] = [{} for _ in range(self._shares)]
+        for number, sentence in sentences.items():
+            dealt[self._num_dealt % self._shares][number] = sentence
+            self._num_dealt += 1
+        return make_block(bucket, dealt, self.longest_target, num_hypotheses)
 
     def lowered(
-        self,
-        bucket: Bucket,
-        *,
-        num_hypotheses: int = 1,
-        sharding: jax.sharding.Sharding | None = None,
+        self, bucket: Bucket, *, sharding: jax.sharding.Sharding | None = None
     ) -> jax.stages.Lowered:
-        """The search of one of ``buckets``, to look at; for ``sharding``'s devices, if given."""
-        source_QS, block = self._block(bucket, {}, num_hypotheses, {})
-        cache = jax.eval_shape(partial(self._encode_block, bucket=bucket), self._shapes, source_QS)
-        rows = jax.eval_shape(partial(self._idle_rows, bucket, num_hypotheses))
-        of_rows = jax.tree.map(partial(_on, self._rows), (rows, cache))
-        given = (
-            (self._shapes, np.int32(0), np.int32(0)),
-            of_rows[0],
-            block._replace(cache=of_rows[1]),
-        )
+        """The search of one of ``buckets``, to look at; for ``sharding``'s device, if given."""
+        source_QS, block = self._block(bucket, {}, 1)
+        cache = jax.eval_shape(partial(self._encode_block, bucket=bucket), self._weights, source_QS)
+        rows = jax.eval_shape(partial(self._idle_rows, bucket, 1))
+        whole = self._weights, np.int32(0), np.int32(0)
+        given = whole, rows, block._replace(cache=cache)
         if sharding is not None:
-            given = jax.tree.map(partial(_on, sharding), given)
+            given = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
+            )
         return self._seat.lower(*given, bucket=bucket)
 
     def longest_target(self, source_length: int) -> int:
@@ -371,7 +332,7 @@ class Engine:
         source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
         start = partial(self._start_cache, bucket=bucket, max_length=longest)
         cache = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(start, self._shapes, source_BS)
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(start, self._weights, source_BS)
         )
         state = self.method(num_hypotheses).start(
             jnp.zeros(num_rows, jnp.int32),
@@ -430,7 +391,3 @@ def _read(found: Any) -> Any:
         return np.asarray(x)
 
     return jax.tree.map(read, found)
-
-
-def _on(sharding: Any, x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -15,7 +15,7 @@ from jax import Array
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.checks import vocabulary_sizes
-from transformer_jax.model.cache import DecoderCache
+from transformer_jax.model.kv_cache import DecoderCache
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 
 

@@ -41,7 +41,6 @@ class Entry:
     """A sentence, and whoever waits for its hypotheses."""
 
     sentence: Sentence
-    wanted: int = 1
     future: FutureHypotheses = field(default_factory=Future)
 
 
@@ -102,7 +101,7 @@ class LiveRows:
         self._rows = rows
         for number in finished:
             entry = self.busy.pop(number)
-            its = hypotheses(found, row_of[number])[: entry.wanted]
+            its = hypotheses(found, row_of[number])[: entry.sentence.wanted]
             if entry.future.set_running_or_notify_cancel():
                 entry.future.set_result(its)
         for number in cancelled:
@@ -113,7 +112,6 @@ class LiveRows:
             self.bucket,
             {number: entry.sentence for number, entry in entries.items()},
             num_hypotheses=self._engine.config.beam_size,
-            wanted={number: entry.wanted for number, entry in entries.items()},
         )
 
 
@@ -164,7 +162,7 @@ class Workers:
 
     def submit(self, sentences: Sequence[Sentence], *, wanted: int = 1) -> list[FutureHypotheses]:
         """The hypotheses of each sentence, best first, as ``Engine.search`` gives them."""
-        entries = [Entry(sentence, wanted) for sentence in sentences]
+        entries = [Entry(sentence._replace(wanted=wanted)) for sentence in sentences]
         with self._changed:
             if self._has_ended:
                 _end(entries, self.failure)
