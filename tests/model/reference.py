@@ -14,9 +14,13 @@ def with_gradients(
     function: Function, inputs: Sequence[Any], cotangent: jax.Array | None = None
 ) -> list[np.ndarray]:
     """The result and its gradient by each input, as float32; a cotangent of ones by default."""
-    out, gradient = jax.vjp(function, *inputs)
-    gradients = gradient(jnp.ones_like(out) if cotangent is None else cotangent)
-    return [np.asarray(x, np.float32) for x in (out, *gradients)]
+
+    @jax.jit
+    def run(*inputs: Any) -> tuple[jax.Array, ...]:
+        out, gradient = jax.vjp(function, *inputs)
+        return out, *gradient(jnp.ones_like(out) if cotangent is None else cotangent)
+
+    return [np.asarray(x, np.float32) for x in run(*inputs)]
 
 
 def against_reference(

@@ -17,7 +17,7 @@ from transformer_jax.model.dropout import scale_up
 from transformer_jax.model.norm_kernel import residual_norm
 from transformer_jax.model.norms import Residual
 
-CONFIG = ModelConfig(d_model=256, dropout=0.1)
+CONFIG = ModelConfig(d_model=128, dropout=0.1)
 
 
 def _inputs(rows: int, length: int, dtype: Any = jnp.float32) -> list[jax.Array]:
@@ -51,7 +51,7 @@ def _keeping(function: Callable[..., jax.Array], keep: jax.Array) -> Callable[..
     return lambda x, y, *of_norm: function(x, y, keep, *of_norm)
 
 
-@pytest.mark.parametrize("rows, length", [(2, 32), (1, 1), (5, 13)])
+@pytest.mark.parametrize("rows, length", [(4, 32), (1, 1), (5, 13)])
 def test_the_kernels_are_dropout_residual_and_norm(rows: int, length: int) -> None:
     x, y, keep, scale, bias, cotangent = _inputs(rows, length)
     against_reference(
@@ -101,7 +101,7 @@ def test_they_are_chosen_in_training_on_one_gpu(monkeypatch: pytest.MonkeyPatch)
     x = inputs[0]
     assert norm_kernel.takes(x)
     assert not norm_kernel.takes(x.astype(jnp.float32))
-    assert not norm_kernel.takes(x[..., :192])
+    assert not norm_kernel.takes(jax.ShapeDtypeStruct((2, 32, 192), x.dtype))
     without_dropout = Residual(CONFIG).after
     assert "pallas" not in str(jax.make_jaxpr(without_dropout)(x, x))
     monkeypatch.setattr(jax, "device_count", lambda: 2)

@@ -61,7 +61,9 @@ def test_gradient_of_layer_norm_is_that_of_its_formula(shape: tuple[int, ...], r
         )(*wide)
     for gradient, exact in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(gradient, exact, rtol=2e-5, atol=2e-5)
-    check_grads(ours, (x, scale, bias), order=2, modes=("fwd", "rev"), atol=0.02, rtol=0.02)
+    if not remat:
+        inputs = x, scale, bias
+        check_grads(jax.jit(ours), inputs, order=2, modes=("fwd", "rev"), atol=0.02, rtol=0.02)
 
 
 def test_layer_norm_in_bfloat16_has_gradients_of_float32() -> None:
