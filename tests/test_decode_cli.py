@@ -65,7 +65,7 @@ def workdir(tmp_path_factory):
             tie_embeddings="none",
         ),
         data=DataConfig(max_source_length=16, max_target_length=16),
-        training=TrainingConfig(average=3),
+        training=TrainingConfig(average=2, checkpoint_every=10),
         decoding=DecodingConfig(
             beam_size=2, max_extra_length=4, max_source_length=16, batch_size=4
         ),
