@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch, BatchPlan, permutation
-from transformer_jax.data.bucketing import choose_shapes, fill_buckets
+from transformer_jax.data.bucketing import choose_widths, fill_buckets, length_histogram
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
 from transformer_jax.errors import UserError
@@ -119,41 +119,26 @@ def test_only_batches_of_the_largest_shape_have_empty_rows():
     assert max(empty[largest]) - min(empty[largest]) <= 1 < len(empty[largest])
 
 
-def test_a_bucket_without_a_larger_one_is_padded():
-    """Long sources with short targets, and the reverse."""
-    long, short = [30] * 19 + [20], [5] * 20
-    lengths_2KN = np.array([[long + short], [short + long]])
-    config = BatchConfig(tokens=240, row_multiple=4)
-    buckets = fill_buckets(lengths_2KN, [(5, 30), (30, 5)], config)
-    for (width, rows_KkB), expected, pairs in zip(
-        buckets, [(5, 30), (30, 5)], [range(20, 40), range(20)]
-    ):
-        assert width == expected and rows_KkB.shape == (1, 3, 8)
-        assert sorted(rows_KkB.ravel()) == [*pairs, 40, 40, 40, 40]
-
-
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_the_longest_pairs_move_up_to_fill_batches(num_samples):
-    """And the width of their bucket follows."""
+def test_buckets_hold_pairs_from_short_to_long(num_samples):
+    """Each as many as fill its batches; its width follows."""
     lengths_2KN = np.stack(random_lengths(0, 500, num_samples))
-    widths, config = [(8, 8), (16, 16), (60, 60)], small_config("bucketed")
-    buckets = fill_buckets(lengths_2KN, widths, config)
+    wanted = [(8, 8), (16, 16), (60, 60)]
+    buckets = fill_buckets(lengths_2KN, wanted, small_config("bucketed"))
+    assert len(buckets) == 3 and buckets[-1][0] == tuple(lengths_2KN.max((1, 2)))
     for v in range(num_samples):
-        pairs_K, longest = (
-            [rows_KkB[v].ravel() for _, rows_KkB in buckets],
-            lengths_2KN[:, v].max(0),
-        )
-        assert sorted(pair for pairs in pairs_K for pair in pairs if pair < 500) == list(range(500))
-        for ((S, T), _), pairs in zip(buckets[:-1], pairs_K):
-            assert lengths_2KN[0, v, pairs].max() <= S and lengths_2KN[1, v, pairs].max() <= T
-        moved = (longest <= 8).sum() - pairs_K[0].size
-        assert 0 <= moved < 64 + 32 * (num_samples - 1)
-        assert set(pairs_K[0]) <= set(np.flatnonzero(longest <= 8))
-        stayed = lengths_2KN[:, v, pairs_K[0]].sum(0).max()
-        assert stayed <= min(
-            lengths_2KN[:, v, i].sum() for i in set(np.flatnonzero(longest <= 8)) - set(pairs_K[0])
-        )
-    assert buckets[-1][0] == tuple(lengths_2KN.max((1, 2)))
+        s, t = lengths_2KN[:, v]
+        pairs = [rows_KkB[v].ravel() for _, rows_KkB in buckets]
+        assert sorted(np.concatenate(pairs))[:500] == list(range(500))
+        assert set(pairs[-1][pairs[-1] >= 500]) <= {500}  # no pair: an empty row
+        before = 0
+        for ((S, T), (most_S, most_T)), here in zip(zip((w for w, _ in buckets), wanted), pairs):
+            here = here[here < 500]
+            assert most_S >= S and most_T >= T
+            assert s[here].max() <= S and t[here].max() <= T
+            held = set(np.flatnonzero((s <= most_S) & (t <= most_T)))
+            before += len(here)
+            assert len(held) - before < 64 + 30 * (num_samples - 1)  # what fills no batch
 
 
 @layouts
@@ -263,15 +248,14 @@ def test_little_padding_of_real_text(shared_data, name, vocab_size, tmp_path):
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60),
     st.integers(1, 8),
 )
-def test_shapes_are_few_and_hold_all_pairs(pairs, buckets):
+def test_widths_are_a_chain_that_holds_all_pairs(pairs, buckets):
     config = BatchConfig(tokens=200, buckets=buckets, row_multiple=1)
     s, t = np.array(pairs).T
-    histogram = np.zeros((41, 41), np.int64)
-    np.add.at(histogram, (s, t), 1)
-    shapes = choose_shapes(histogram, config)
-    assert 1 <= len(shapes) <= buckets
-    assert all(any(a <= S and b <= T for S, T in shapes) for a, b in pairs)
-    assert max(S for S, _ in shapes) == s.max() and max(T for _, T in shapes) == t.max()
+    histogram = length_histogram(np.array([[s], [t]]))
+    assert histogram.sum() == len(pairs) and histogram[s[0], t[0]] >= 1
+    widths = choose_widths(histogram, config)
+    assert len(widths) == buckets and (np.diff(widths, axis=0) >= 0).all()
+    assert widths[-1] == (s.max(), t.max())
 
 
 @settings(deadline=None, max_examples=50)

@@ -1,12 +1,11 @@
 """The batch plan: the pairs of each step, as a pure function of (corpus, config, seed, step).
 
 An epoch brings every pair once. Rows stand in buckets, one for each shape of batch. In the bucketed
-layout a row is one pair, and its bucket is the smallest shape that holds the longest of its stored
-segmentations; the longest pairs that would not fill a batch of a bucket stand in the next larger
-one. In the packed layout a row is several pairs and there is one bucket. Each epoch permutes the
-rows of each bucket, cuts them into batches (the largest bucket's are padded with empty rows), and
-shuffles all batches. So every epoch has the same number of batches of each shape. With K stored
-segmentations epoch e reads segmentation e mod K.
+layout a row is one pair, and buckets hold the pairs from short to long, each as many as fill its
+batches. In the packed layout a row is several pairs and there is one bucket. The last bucket's
+batches are padded with empty rows. Each epoch permutes the rows of each bucket, cuts them into
+batches, and shuffles all batches; so every epoch has the same number of batches of each shape. With
+K stored segmentations epoch e reads segmentation e mod K.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.bucketing import (
     batch_rows,
-    choose_shapes,
+    choose_widths,
     even_batches,
     fill_buckets,
     length_histogram,
@@ -82,7 +81,7 @@ class BatchPlan:
         else:
             rows_KN, num_rows = [np.arange(N)], N + 1  # the last one is empty
             histogram = length_histogram(lengths_2KN)
-            widths = choose_shapes(histogram, config, epochs=corpus.num_samples)
+            widths = choose_widths(histogram, config, epochs=corpus.num_samples)
             buckets = fill_buckets(lengths_2KN, widths, config)
         self._rows = [_grouped(row_N, num_rows) for row_N in rows_KN]
         self._buckets = [rows_KkB for _, rows_KkB in buckets]
