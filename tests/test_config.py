@@ -2,7 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from transformer_jax.config import (
@@ -173,6 +176,15 @@ def test_bad_values_are_named_with_what_was_expected(make: object, message: str)
 def test_bad_json_is_named(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         from_json(text)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("float32"), np.float32, "auto"])
+def test_a_dtype_may_be_one_of_jax(dtype: Any) -> None:
+    config = Config(model=ModelConfig(dtype=dtype))
+    assert config.model.dtype == (dtype if isinstance(dtype, str) else np.dtype(dtype).name)
+    assert from_json(to_json(config)) == config
+    with pytest.raises(UserError, match="model.dtype is 'int32'; expected one of"):
+        ModelConfig(dtype=jnp.int32)  # type: ignore[arg-type]
 
 
 def test_long_values_are_shortened_in_messages() -> None:

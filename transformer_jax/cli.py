@@ -63,7 +63,7 @@ def _do(work: Callable[[], int | None]) -> int:
         return 2
     except OSError as error:
         file = "" if error.filename is None else f"{shown(error.filename)}: "
-        advice = "check the path, its permissions, free disk space, the network"
+        advice = "check the path, its permissions, free disk space, limits (ulimit -a), the network"
         print(f"error: {file}{error.strerror or error}; {advice}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

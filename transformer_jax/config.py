@@ -96,7 +96,8 @@ class ModelConfig(Section, prefix="model."):
     """Add a bias to each token's score before the softmax (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of matrix products and of activations between layers; auto: float32 on CPU, bfloat16 on
-    GPU and TPU. Parameters, softmax, sums inside norms, and the loss are always float32."""
+    GPU and TPU. In Python jnp.float32 and jnp.bfloat16 also work. Parameters, softmax, sums inside
+    norms, and the loss are always float32."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
     """How exactly a GPU or TPU multiplies float32 matrices, in JAX's words. GPU: TF32, which rounds
     to 10 bits, unless it is highest. TPU: one pass in bfloat16, three or six. No matter for
@@ -104,6 +105,11 @@ class ModelConfig(Section, prefix="model."):
     remat: bool = False
     """Recompute each layer's activations in the backward pass: less memory for about a third more
     computation."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, str):  # a type of JAX or NumPy
+            object.__setattr__(self, "dtype", getattr(self.dtype, "__name__", str(self.dtype)))
+        super().__post_init__()
 
     def rules(self) -> Iterator[Rule]:
         yield (

@@ -26,6 +26,8 @@ _WITH_ARGUMENT = re.compile(r"([^/:.]+|.+?\.py):(.*)", re.DOTALL)
 def load_config_file(path: str | Path) -> Config:
     """The config of a recipe (``multi30k``), a Python file with ``get_config()``, or a config.json.
 
+    A Python file is executed: load only files that you trust. A config.json is only read.
+
     What follows a colon is the argument of a recipe's or a file's ``get_config(argument)``:
     ``table3:C-N2``, ``mine/recipe.py:large``.
 

@@ -54,8 +54,8 @@ class Arguments:
     URL (s3://, gs://, ...)."""
     config: str = ""
     """A recipe in configs/ by its name, such as multi30k or, with an argument, table3:C-N2; a
-    config file like those; or a work directory's config.json. Sets the defaults of all other flags.
-    '': the paper's base model."""
+    Python file like those, which is executed, so that you must trust it; or a work directory's
+    config.json. Sets the defaults of all other flags. '': the paper's base model."""
     allow_changes: bool = False
     """Resume with other values of batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
     matmul_precision, remat or start_from, or of steps where the learning rate depends on them."""
