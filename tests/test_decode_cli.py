@@ -183,11 +183,11 @@ def test_a_folder_that_is_no_work_directory(decode, tmp_path):
 def test_a_corrupt_checkpoint_is_named_and_another_can_be_chosen(decode, workdir, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(workdir, copy)
-    (copy / "checkpoints" / "00000030" / "progress.json").write_text("{}")
+    (copy / "checkpoints" / "00000030" / "manifest.json").write_text("{}")
     for flags in ((), ("--checkpoint", "best"), ("--checkpoint", 30)):
         status, out, err = decode(*flags, folder=copy)
         assert (status, out) == (2, "") and err.count("error: ") == 1
-        assert "00000030 is corrupt: progress.json does not have" in err
+        assert "00000030 is corrupt: manifest.json does not have" in err
         assert "Choose another with --checkpoint." in err
     older = ("--checkpoint", 20, "--average", 2)
     assert decode(*older, folder=copy)[:2] == decode(*older)[:2]

@@ -2,11 +2,12 @@
 elsewhere, read.
 """
 
-import dataclasses
 import gzip
 import json
+import os
 import shutil
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,22 +17,26 @@ import jax
 import pytest
 from runs import ONE, entries, no_evaluation, tiny
 
-from transformer_jax.checkpoint import load_model, write_manifest
+from transformer_jax import remote_workdir
+from transformer_jax.checkpoint import complete_steps, load_model
 from transformer_jax.config import Config, DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.data.corpus import corpus_folder
 from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
 from transformer_jax.decoding.program import checked_workdir
 from transformer_jax.errors import UserError
-from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
+from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
+from transformer_jax.training.prepare import prepare
+from transformer_jax.training.workdir import Workdir
 
 URL = "memory://bucket/run"
 
 
-def run(steps):
+def run(steps, **training):
     """A config that only trains."""
-    return no_evaluation(tiny(steps=steps, checkpoint_every=2, keep_checkpoints=2, average=1))
+    options = {"checkpoint_every": 2, "keep_checkpoints": 2, "average": 1} | training
+    return no_evaluation(tiny(steps=steps, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -45,32 +50,37 @@ def store(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def saved(tmp_path):
-    """A folder that looks like a work directory, with two checkpoints."""
-    remote = RemoteWorkdir(URL)
+def saved():
+    """A run at the URL with two checkpoints, which nobody trained."""
+    workdir = Workdir(URL)
     for step in (2, 4):
-        checkpoint(remote, step, f"array {step}")
-    (remote.folder / "config.json").write_text("{}")
-    (remote.folder / "corpus").mkdir()
-    (remote.folder / "corpus" / "tokens").write_text("large")
-    remote.push()
-    return remote
+        checkpoint(workdir, step, f"array {step}")
+    (workdir.folder / "config.json").write_text("{}")
+    (workdir.folder / "corpus").mkdir()
+    (workdir.folder / "corpus" / "tokens").write_text("large")
+    workdir.share_token()
+    workdir.push()
+    return workdir
+
+
+def checkpoint(workdir, step, text):
+    folder = workdir.folder / f"checkpoints/{step:08d}"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "state").mkdir(parents=True)
+    (folder / "state" / "array").write_text(text)
+    content = {"files": {"state/array": zlib.crc32(text.encode())}}
+    content = {"checksum": zlib.crc32(json.dumps(content).encode()), **content}
+    (folder / "manifest.json").write_text(json.dumps(content))
 
 
 def files(folder):
+    """All files but hidden ones and corpora, with their contents."""
+    names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
+        str(name): (folder / name).read_bytes()
+        for name in names
+        if name.parts[0] != "corpus" and not name.name.startswith(".")
     }
-
-
-def checkpoint(remote, step, text):
-    state = remote.folder / f"checkpoints/{step:08d}/state"
-    shutil.rmtree(state.parent, ignore_errors=True)
-    state.mkdir(parents=True)
-    (state / "array").write_text(text)
-    write_manifest(state.parent)
 
 
 def test_a_run_goes_on_on_another_machine(tmp_path, monkeypatch):
@@ -91,106 +101,79 @@ def test_a_run_goes_on_on_another_machine(tmp_path, monkeypatch):
         load_model(URL)
 
 
-def test_the_store_has_what_the_folder_has(saved, store):
-    assert files(saved.folder).keys() - {"corpus/tokens"} == {
-        path.removeprefix("/bucket/run/") for path in store.find("/bucket")
-    }
+def test_the_url_holds_what_the_folder_holds_and_a_reader_gets_it(saved, store):
+    read = local_workdir(URL)
+    assert files(read) == files(saved.folder)
+    (read / "corpus").mkdir()
+    (read / "corpus" / "tokens").write_text("the reader's own")
     shutil.rmtree(saved.folder / "checkpoints/00000002")
+    checkpoint(saved, 4, "another array 4")
     checkpoint(saved, 6, "array 6")
     (saved.folder / "metrics.jsonl").write_text("{}\n")
+    (saved.folder / "tokenizer.model").write_text("of a first attempt")
     saved.push()
-    assert files(local_workdir(URL)) == {
-        name: data for name, data in files(saved.folder).items() if name != "corpus/tokens"
-    }
+    (saved.folder / "tokenizer.model").rename(saved.folder / "tokenizer.source.model")
+    saved.push()
+    os.utime(read / "checkpoints/00000002/manifest.json", (0, 0))
+    assert files(local_workdir(URL)) == files(saved.folder)
+    assert (read / "corpus" / "tokens").exists()
+    assert not any("corpus" in path for path in store.find("/bucket"))
 
 
 def test_the_manifest_comes_last_and_what_a_cut_left_goes(saved, store, monkeypatch):
     checkpoint(saved, 6, "array 6")
-    put = store.put_file
+    open_, opened = store.open, []
 
-    def cut(path, name):
-        assert not name.endswith("manifest.json")
-        put(path, name + "-of-an-earlier-try")
-        raise OSError("cut")
+    def cut(path, mode="rb", **options):
+        if mode == "wb" and "00000006" in path:
+            opened.append(path)
+            if path.endswith("manifest.json"):
+                raise OSError("cut")
+        return open_(path, mode, **options)
 
-    monkeypatch.setattr(store, "put_file", cut)
-    with pytest.raises(UserError, match="could not be copied to .*: cut"):
-        saved.push()
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "open", cut)
+        with pytest.raises(UserError, match="could not be copied to .*: cut. Nothing is lost"):
+            saved.push()
+    assert [path.rpartition("/")[2] for path in opened] == ["array", "manifest.json"]
     assert not (local_workdir(URL) / "checkpoints/00000006").exists()
     saved.push()
-    assert sorted(files(local_workdir(URL) / "checkpoints/00000006")) == [
-        "manifest.json",
-        "state/array",
-    ]
+    assert files(local_workdir(URL)) == files(saved.folder)
 
 
-def test_a_folder_that_is_ahead_goes_on_and_one_behind_catches_up(
-    saved, tmp_path, monkeypatch, caplog
-):
-    checkpoint(saved, 6, "array 6")
-    (saved.folder / "metrics.jsonl").write_text("of six steps")
+def test_the_url_is_the_truth_unless_this_machine_wrote_last(saved, store, tmp_path, monkeypatch):
+    checkpoint(saved, 6, "array 6")  # could not be copied
     before = files(saved.folder)
-    assert RemoteWorkdir(URL).pull() and files(saved.folder) == before
-    assert "continuing from its step 6" in caplog.text
+    Workdir(URL).pull()
+    assert files(saved.folder) == before
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
-    other = RemoteWorkdir(URL)
-    assert other.pull()
-    checkpoint(other, 4, "another array 4")
-    checkpoint(other, 8, "array 8")
-    (other.folder / "metrics.jsonl").write_text("of eight")
-    shutil.rmtree(other.folder / "checkpoints/00000002")
-    fsspec.filesystem("memory").rm("/bucket/run/checkpoints/00000004", recursive=True)
+    other = Workdir(URL)
+    other.pull()
+    other.share_token()
+    assert complete_steps(other.checkpoints) == [2, 4]
+    checkpoint(other, 5, "array 5")
     other.push()
-    assert saved.pull() and files(saved.folder) == files(other.folder) | {"corpus/tokens": b"large"}
-
-
-def test_another_run_at_the_url_is_not_overwritten(saved, store):
-    """Emptied and begun anew from another machine, it is not so far yet as the folder that is left
-    here.
-    """
-    store.rm("/bucket/run/checkpoints", recursive=True)
-    other = RemoteWorkdir(URL, purpose="of another machine")
-    (other.folder / "config.json").write_text("{}")
-    checkpoint(other, 2, "another array 2")
-    other.push()
-    before = files(saved.folder), dict(store.store)
-    with pytest.raises(
-        UserError,
-        match="have no checkpoint in common: the folder's last is of step 4, "
-        r"the URL's of step 2\.",
-    ):
-        saved.pull()
-    assert (files(saved.folder), dict(store.store)) == before
-
-
-@pytest.mark.parametrize("damage", ["", "arra"])
-def test_a_damaged_copy_is_fetched_again(saved, store, damage):
-    array = "checkpoints/00000004/state/array"
-    for remote in (saved, RemoteWorkdir(URL, purpose="read")):
-        local_workdir(URL)
-        (remote.folder / array).write_text(damage)
-        assert remote.pull() and (remote.folder / array).read_text() == "array 4"
-
-
-def test_what_the_run_deletes_meanwhile_is_no_checkpoint_of_the_copy(saved, store, monkeypatch):
-    get = store.get_file
-
-    def gone(path, target):
-        if "00000002" in path:
-            raise FileNotFoundError(path)
-        get(path, target)
-
-    monkeypatch.setattr(store, "get_file", gone)
-    assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]
-
-
-def test_an_emptied_url_begins_anew(saved, store):
+    for work in (saved.check_token, saved.push):
+        with pytest.raises(UserError, match="Another run has started in memory:"):
+            work()
+    saved.pull()
+    assert files(saved.folder) == files(other.folder)
     store.rm("/bucket/run", recursive=True)
-    assert not saved.pull()
-    assert list(files(saved.folder)) == ["corpus/tokens"]
+    saved.pull()
+    assert files(saved.folder) == {} and (saved.folder / "corpus" / "tokens").exists()
     with pytest.raises(UserError, match="memory://bucket/run' holds no config.json"):
         local_workdir(URL)
+
+
+def test_a_run_stops_when_another_starts_at_its_url(tmp_path, monkeypatch):
+    with (
+        pytest.raises(UserError, match="Another run has started in memory:"),
+        prepare(run(6), URL, devices=ONE) as first,
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
+        train(run(2), URL, devices=ONE)
+        first.checkpoints.save(first.state, first.progress)
+    assert complete_steps(local_workdir(URL) / "checkpoints") == [2]
 
 
 def test_text_behind_urls(tmp_path, store, monkeypatch):
@@ -236,10 +219,92 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
         ParallelText(PairsConfig("tsv", ("nowhere://x",)))
 
 
-def test_where_a_url_cannot_be(tmp_path):
-    for name in (f"file://{tmp_path}", f"local://{tmp_path}"):
-        with pytest.raises(UserError, match=f"is on this machine; expected its path, '{tmp_path}'"):
-            RemoteWorkdir(name)
+def test_a_corrupt_copy_is_fetched_again(saved):
+    array = "checkpoints/00000004/state/array"
+    for folder, fetch in ((local_workdir(URL), lambda: local_workdir(URL)), (saved.folder, None)):
+        for damage in ("", "arra"):
+            (folder / array).write_text(damage)
+            if fetch is None:  # as on a machine that was not the last to write
+                (folder / ".token").unlink(missing_ok=True)
+            (fetch or saved.pull)()
+            assert (folder / array).read_text() == "array 4"
+
+
+def test_what_the_run_deletes_meanwhile_is_no_checkpoint_of_the_copy(saved, store, monkeypatch):
+    open_ = store.open
+
+    def gone(path, mode="rb", **options):
+        if "00000002/state" in path:
+            raise FileNotFoundError(path)
+        return open_(path, mode, **options)
+
+    monkeypatch.setattr(store, "open", gone)
+    assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]
+
+
+def test_readers_of_one_url_take_turns_and_leave_what_another_may_load(saved, store, monkeypatch):
+    at_work, most = 0, 0
+    mirror = remote_workdir.mirror_checkpoints
+
+    def counted(*folders):
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        time.sleep(0.05)
+        found = mirror(*folders)
+        at_work -= 1
+        return found
+
+    monkeypatch.setattr(remote_workdir, "mirror_checkpoints", counted)
+    with ThreadPoolExecutor(3) as readers:
+        folders = list(readers.map(local_workdir, [URL] * 3))
+    assert most == 1 and len(set(folders)) == 1
+    store.rm("/bucket/run/checkpoints/00000002", recursive=True)
+    assert complete_steps(local_workdir(URL) / "checkpoints") == [2, 4]
+    os.utime(folders[0] / "checkpoints/00000002/manifest.json", (0, 0))
+    assert complete_steps(local_workdir(URL) / "checkpoints") == [4]
+
+
+def test_a_store_that_cannot_be_written_or_read_is_known_before_training(store, monkeypatch):
+    open_ = store.open
+
+    def refuse(path, mode="rb", **options):
+        if mode.startswith("w"):
+            raise PermissionError("no right to write")
+        return open_(path, mode, **options)
+
+    def silent(path, **options):
+        raise TimeoutError("no answer")
+
+    for name, fault, message in (
+        ("open", refuse, "memory:.*run cannot be written: no right to write"),
+        ("cat_file", silent, "memory:.*run cannot be read: no answer"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(store, name, fault)
+            with pytest.raises(UserError, match=message):
+                train(run(2), URL, devices=ONE)
+    for name in (f"file://{Path.cwd()}", f"local://{Path.cwd()}"):
+        with pytest.raises(
+            UserError, match=f"is on this machine; expected its path, '{Path.cwd()}'"
+        ):
+            Workdir(name)
+
+
+def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, capfd):
+    open_ = store.open
+
+    def sometimes(path, mode="rb", **options):
+        if "checkpoints/00000002" in path and mode == "wb":
+            raise OSError("the store is away")
+        return open_(path, mode, **options)
+
+    monkeypatch.setattr(store, "open", sometimes)
+    train(run(4, keep_checkpoints=1), URL, devices=ONE)
+    said = capfd.readouterr().err
+    assert "Checkpoint " in said and "could not be copied to memory:" in said
+    assert "the store is away. Nothing is lost" in said
+    assert complete_steps(local_workdir(URL) / "checkpoints") == [4]
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -254,99 +319,3 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     cache = DataConfig(cache="~nobody-of-this-name/x")
     assert corpus_folder(Path(), Config(data=cache)) == tmp_path / cache.cache
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_what_the_url_no_longer_has_goes_here_too(saved, store):
-    (saved.folder / "tensorboard").mkdir()
-    (saved.folder / "tensorboard" / "events").write_text("a curve")
-    saved.push()
-    read = local_workdir(URL)
-    (read / ".hidden").write_text("ours")
-    (read / "corpus").mkdir()
-    (read / "corpus" / "tokens").write_text("ours")
-    assert (read / "tensorboard" / "events").exists()
-    store.rm("/bucket/run/tensorboard", recursive=True)
-    local_workdir(URL)
-    assert {".hidden", "corpus/tokens", "config.json"} <= files(read).keys()
-    assert "tensorboard/events" not in files(read)
-
-
-def test_readers_of_one_url_wait_for_each_other(saved, store, monkeypatch):
-    at_work, most = 0, 0
-    pull = RemoteWorkdir.pull
-
-    def counted(remote, **options):
-        nonlocal at_work, most
-        at_work += 1
-        most = max(most, at_work)
-        time.sleep(0.05)
-        found = pull(remote, **options)
-        at_work -= 1
-        return found
-
-    monkeypatch.setattr(RemoteWorkdir, "pull", counted)
-    with ThreadPoolExecutor(3) as readers:
-        folders = list(readers.map(local_workdir, [URL] * 3))
-    assert most == 1 and len(set(folders)) == 1
-
-
-def test_a_cached_checkpoint_that_cannot_be_deleted_whole_is_none(saved, store, monkeypatch):
-    read = local_workdir(URL)
-    store.rm("/bucket/run/checkpoints/00000002", recursive=True)
-
-    def vanished(path, ignore_errors=False):
-        if not ignore_errors:
-            raise FileNotFoundError(path)
-
-    monkeypatch.setattr(shutil, "rmtree", vanished)
-    assert local_workdir(URL) == read
-    assert [path.parent.name for path in read.glob("checkpoints/*/manifest.json")] == ["00000004"]
-
-
-def test_a_store_that_cannot_be_written_is_known_before_training(store, monkeypatch):
-    def refuse(path, name):
-        raise PermissionError("no right to write")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store, "put_file", refuse)
-        with pytest.raises(
-            UserError,
-            match=r"could not be copied to memory://bucket/run: no right to write. Nothing is lost",
-        ):
-            train(run(2), URL, devices=ONE)
-    assert train(run(2), URL, devices=ONE)["steps"] == 2  # as that message says
-
-
-def test_a_store_that_does_not_answer_is_not_an_empty_one(saved, store, monkeypatch):
-    def silent(path, **options):
-        raise TimeoutError("no answer")
-
-    monkeypatch.setattr(store, "info", silent)
-    with pytest.raises(
-        UserError, match=r"'memory:///?bucket/run/config.json' cannot be read: no answer"
-    ):
-        saved.pull()
-    assert saved._steps_here() == [2, 4]
-
-
-def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, caplog):
-    put = store.put_file
-
-    def sometimes(path, name):
-        if "checkpoints/00000002" in name:
-            raise OSError("the store is away")
-        put(path, name)
-
-    monkeypatch.setattr(store, "put_file", sometimes)
-    config = run(4)
-    train(
-        dataclasses.replace(
-            config, training=dataclasses.replace(config.training, keep_checkpoints=1)
-        ),
-        URL,
-        devices=ONE,
-    )
-    said = caplog.text
-    assert "could not be copied to memory://bucket/run: the store is away." in said
-    assert "Training continues; the next checkpoint tries again" in said
-    assert [path.name for path in (local_workdir(URL) / "checkpoints").iterdir()] == ["00000004"]

@@ -19,6 +19,7 @@ from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import StepConfig, init_state, make_step_functions
+from transformer_jax.training.workdir import Workdir
 
 RECIPE = runpy.run_path(str(recipe_path("table3")))
 ROWS, change = RECIPE["ROWS"], RECIPE["change"]
@@ -122,7 +123,7 @@ def test_a_row_trains_resumes_and_translates(
     batch = Batch(*np.random.default_rng(0).integers(4, 40, (2, 8, 6), dtype=np.int32))
     (tmp_path / "config.json").write_text(to_json(config))
     tokenizer.save(tmp_path)
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    checkpoints = Checkpoints(Workdir(tmp_path), config, tokenizer)
 
     # Not compiled, which takes longer; as copies, because the step gives up what it is given.
     before = jax.tree.map(

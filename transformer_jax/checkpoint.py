@@ -1,26 +1,24 @@
-"""Checkpoints on disk: their format, whether they are intact, and the models they hold.
+"""Checkpoints: their format, whether they are intact, and the models they hold.
 
-A checkpoint is a folder that can be used on its own; ``training/saver.py`` writes it::
+A work directory, in a folder or an object store; ``training/saver.py`` writes the checkpoints::
 
+    config.json, tokenizer.model
     checkpoints/00000500/
-        config.json, tokenizer.model
-        progress.json    what training remembers besides the state
         state/           Orbax: parameters, ema (if configured), rest (optimizer state, counters)
-        manifest.json    size and CRC-32 of every file; written last: without it, no checkpoint
+        manifest.json    config, progress, the tokenizer's fingerprint, CRC-32 of every file;
+                         written last: without it, no checkpoint
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
-import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +27,22 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.config import Config
-from transformer_jax.config_io import load_config_file, to_json
+from transformer_jax.config_io import from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.storage import AnyPath, is_url, write_atomically
+from transformer_jax.storage import (
+    AnyPath,
+    files_in,
+    is_url,
+    local_path,
+    remove_folder,
+    write_atomically,
+)
 from transformer_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+P = TypeVar("P", bound=AnyPath)
 
 MANIFEST = "manifest.json"
 
@@ -65,22 +72,22 @@ def load_model(
             f"workdir is {str(workdir)!r}; expected a folder (decode.py and "
             "Translator.from_workdir take URLs)."
         )
-    workdir = Path(workdir).absolute()
-    chosen = choose_checkpoints(workdir, average=average, checkpoint=checkpoint)
-    config, now = config_of(chosen[0]), _current_config(workdir, chosen[0])
+    chosen = choose_checkpoints(local_path(workdir), average=average, checkpoint=checkpoint)
+    folder = chosen[0].parents[1]
+    config, now = config_of(chosen[0]), load_config_file(folder / "config.json")
     trained = vars(config.model)
     for name, value in vars(now.model).items():
         if value != trained[name] and not name.endswith("vocab_size"):
             log.warning(
                 "model.%s is %r in %s/config.json; this has no effect, the model was trained with "
                 "%r.",
-                *(name, value, workdir, trained[name]),
+                *(name, value, folder, trained[name]),
             )
     config = dataclasses.replace(config, decoding=now.decoding)
     graph, _ = nnx.split(_abstract_model(config), nnx.Param)
     log.info("%s: %s.", workdir, described(chosen))
     parameters = jax.tree.map(jnp.asarray, load_parameters(chosen))
-    return config, nnx.merge(graph, parameters), Tokenizer.load(chosen[0])
+    return config, nnx.merge(graph, parameters), load_tokenizer(folder, chosen[0])
 
 
 def save_model(
@@ -98,18 +105,15 @@ def save_model(
     Raises:
       FileExistsError: the folder has a checkpoint of step 0.
     """
-    workdir, config = Path(workdir), dataclasses.replace(config, model=model.config)
-    path = workdir.absolute() / "checkpoints" / checkpoint_name(0)
+    workdir, config = local_path(workdir), dataclasses.replace(config, model=model.config)
+    path = workdir / "checkpoints" / checkpoint_name(0)
     path.mkdir(parents=True)
-    (path / "progress.json").write_text(json.dumps({"imported": True}, indent=2))
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     ocp.save_checkpointables(path / "state", {"parameters": parameters})
-    for folder in (path, workdir):
-        tokenizer.save(folder)
-        # The work directory's comes last: a folder without config.json is no work directory.
-        (folder / "config.json").write_text(to_json(config))
-        if folder == path:
-            write_manifest(path)
+    write_manifest(path, config, tokenizer)
+    tokenizer.save(workdir)
+    # It comes last: a folder without config.json is no work directory.
+    (workdir / "config.json").write_text(to_json(config))
 
 
 def choose_checkpoints(
@@ -124,103 +128,92 @@ def choose_checkpoints(
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
-    intact = functools.cache(_intact)  # no checkpoint is read twice
-    latest = checkpoint in (None, "last")
-    if (workdir / MANIFEST).exists():
-        if not latest and str(checkpoint).zfill(8) != workdir.name:
+    if workdir.parent.name == "checkpoints" and workdir.name.isdigit():
+        if checkpoint not in (None, "last") and str(checkpoint).zfill(8) != workdir.name:
             raise UserError(
                 f"checkpoint is {checkpoint!r}, but {str(workdir)!r} is the folder of a single "
                 "checkpoint; expected last, or the folder of the whole run."
             )
-        folders = [workdir]
-        chosen = intact(workdir)
-    else:
-        steps = complete_steps(workdir / "checkpoints")
-        if not steps:
-            raise UserError(
-                f"{str(workdir)!r} holds no checkpoint; expected a work directory written by "
-                "train.py --workdir, or one of the folders in its checkpoints/."
-            )
-        folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
-        ended = _chosen_at_the_end(workdir, folders)
-        if average is checkpoint is None:
-            if ended:
-                return list(map(intact, ended))
-            log.info("Training in %s has not ended: its last checkpoint counts.", workdir)
-        chosen = (ended or folders)[0]
-        if checkpoint is not None:
-            chosen = _choose(workdir, folders, checkpoint)
-        chosen = intact(chosen)
-    default = _current_config(workdir, chosen).training.average if latest else 1
-    found = up_to(chosen, folders, average or (1 if default == "auto" else default))
+        workdir, checkpoint = workdir.parents[1], workdir.name
+    steps = complete_steps(workdir / "checkpoints")
+    if not steps:
+        raise UserError(
+            f"{str(workdir)!r} holds no checkpoint; expected a work directory written by "
+            "train.py --workdir, or one of the folders in its checkpoints/."
+        )
+    folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
+    summary = _summary(workdir, steps[-1])
+    chosen = summary.get("averaged_steps") or steps[-1:]
+    if average is checkpoint is None:
+        if "averaged_steps" in summary:
+            names = map(checkpoint_name, chosen)
+            return [_intact(workdir / "checkpoints" / name) for name in names]
+        log.info("Training in %s has not ended: its last checkpoint counts.", workdir)
+    newest = folders[steps[::-1].index(_choose(folders, summary, checkpoint, chosen[0]))]
+    default = 1
+    if checkpoint in (None, "last"):
+        default = load_config_file(workdir / "config.json").training.average
+    found = up_to(newest, folders, average or (1 if default == "auto" else default))
     if average is not None and len(found) < average:
         raise UserError(
             f"average is {average}; expected at most {len(found)}, the number of checkpoints up to "
             "the chosen one."
         )
-    return list(map(intact, found))
+    return list(map(_intact, found))
 
 
-def up_to(chosen: Path, folders: Sequence[Path], most: int) -> list[Path]:
+def up_to(chosen: P, folders: Sequence[P], most: int) -> list[P]:
     """A checkpoint and the regular ones before it, at most so many; ``folders`` newest first."""
     before = filter(is_regular, folders[folders.index(chosen) + 1 :])
     return [chosen, *islice(before, most - 1)]
 
 
-def described(checkpoints: Sequence[Path]) -> str:
+def described(checkpoints: Sequence[AnyPath]) -> str:
     """Words for the checkpoints whose mean is taken, newest first."""
-    first, last = (checkpoints[i].name.lstrip("0") or "0" for i in (-1, 0))
+    first, last = (int(checkpoints[i].name) for i in (-1, 0))
     if len(checkpoints) == 1:
         return f"checkpoint {last}"
     return f"mean of {len(checkpoints)} checkpoints, {first} to {last}"
 
 
-def _summary(workdir: Path) -> dict[str, Any]:
-    """What the last start of training wrote when it ended; empty if nothing."""
+def _summary(workdir: Path, step: int) -> dict[str, Any]:
+    """What training wrote when it last ended; empty if that was not at this step."""
     try:
-        return json.loads((workdir / "summary.json").read_text())
+        summary: dict[str, Any] = json.loads((workdir / "summary.json").read_text())
     except (OSError, ValueError):
         return {}
+    return summary if summary.get("steps") == step else {}
 
 
-def _chosen_at_the_end(workdir: Path, folders: Sequence[Path]) -> list[Path]:
-    """The checkpoints that the end of training chose; empty if it has not ended."""
-    summary = _summary(workdir)
-    if summary.get("steps") != int(folders[0].name):  # it went on
-        return []
-    names = [checkpoint_name(step) for step in summary.get("averaged_steps", [])]
-    return [workdir / "checkpoints" / name for name in names]
-
-
-def _choose(workdir: Path, folders: Sequence[Path], checkpoint: str | int) -> Path:
-    """One of a run's checkpoints, which are given newest first."""
-    by_step = {int(folder.name): folder for folder in folders}
-    listed = ", ".join(map(str, sorted(by_step)))
+def _choose(
+    folders: Sequence[Path], summary: dict[str, Any], checkpoint: str | int | None, default: int
+) -> int:
+    """The step of one of a run's checkpoints, which are given newest first."""
+    steps = [int(folder.name) for folder in reversed(folders)]
+    listed = ", ".join(map(str, steps))
+    if checkpoint is None:
+        return default
     if checkpoint == "last":
-        return folders[0]
+        return steps[-1]
     if checkpoint != "best":
-        step = int(checkpoint) if str(checkpoint).isdigit() else None
-        if step not in by_step:
+        if not str(checkpoint).isdigit() or int(checkpoint) not in steps:
             raise UserError(
                 f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}."
             )
-        return by_step[step]
-    noted = progress_of(_intact(folders[0]))
-    summary = _summary(workdir)
-    if summary.get("steps") == int(folders[0].name):  # an evaluation follows its checkpoint
-        noted |= summary
-    step = noted.get("best_step")
-    if step not in by_step:
+        return int(checkpoint)
+    # an evaluation follows its checkpoint
+    best: int | None = (progress_of(_intact(folders[0])) | summary).get("best_step")
+    if best is None or best not in steps:
         why = (
             "the run was not evaluated on a dev set"
-            if step is None
-            else f"that of step {step} could not be saved"
+            if best is None
+            else f"that of step {best} could not be saved"
         )
         raise UserError(f"There is no best checkpoint: {why}. Expected last, or one of {listed}.")
-    return by_step[step]
+    return best
 
 
-def load_parameters(checkpoints: Sequence[Path]) -> Any:
+def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
     """The mean of these checkpoints' parameters, a nested dict of NumPy arrays; with
     ``optimizer.ema_decay``, of their moving averages.
     """
@@ -230,15 +223,15 @@ def load_parameters(checkpoints: Sequence[Path]) -> Any:
     return mean
 
 
-def load_means(checkpoints: Sequence[Path]) -> Iterator[Any]:
+def load_means(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
     """The means of the first, the first two, and so on, as ``load_parameters`` gives them."""
     model = _abstract_model(config_of(checkpoints[0]))
     abstract = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
 
-    def load(folder: Path) -> Any:
+    def load(folder: AnyPath) -> Any:
         which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
-        return ocp.load_checkpointables(folder / "state", {which: wanted})[which]
+        return ocp.load_checkpointables(str(folder / "state"), {which: wanted})[which]
 
     total: Any = None
     for count, folder in enumerate(checkpoints, start=1):
@@ -257,70 +250,106 @@ def checkpoint_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def complete_steps(checkpoints: AnyPath) -> list[int]:
-    """The steps of the complete checkpoints in a ``checkpoints/`` folder, oldest first."""
-    names = [path.parent.name for path in checkpoints.glob(f"*/{MANIFEST}")]
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def config_of(folder: Path) -> Config:
-    """The config of a checkpoint or work directory."""
-    return load_config_file(folder / "config.json")
-
-
-def progress_of(checkpoint: Path) -> dict[str, Any]:
-    """What training remembered besides the state; empty if that file is corrupt."""
-    try:
-        return json.loads((checkpoint / "progress.json").read_text())
-    except (OSError, ValueError):  # ``damage`` reports it
-        return {}
-
-
-def is_imported(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds only parameters, imported for training to start from."""
-    return bool(progress_of(checkpoint).get("imported"))
-
-
-def is_regular(checkpoint: Path) -> bool:
+def is_regular(checkpoint: AnyPath) -> bool:
     """Whether a checkpoint was saved on schedule, not for an interruption or an evaluation.
 
     Only regular ones are kept and averaged, so that interruptions do not change a run's result.
     """
-    every = config_of(checkpoint).training.checkpoint_every
-    return int(checkpoint.name) % every == 0 and not is_imported(checkpoint)
+    step = int(checkpoint.name)  # 0: an imported model
+    return step > 0 and step % config_of(checkpoint).training.checkpoint_every == 0
 
 
-def write_manifest(checkpoint: Path) -> None:
+def complete_steps(checkpoints: AnyPath) -> list[int]:
+    """The steps of the complete checkpoints in a ``checkpoints/`` folder, oldest first. Step 0 is
+    an imported model.
+    """
+    if not isinstance(checkpoints, Path):
+        checkpoints.fs.invalidate_cache()  # others may have written since fsspec looked
+    names = [path.parent.name for path in checkpoints.glob(f"*/{MANIFEST}")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def config_of(checkpoint: AnyPath) -> Config:
+    """The config that a checkpoint was trained with."""
+    return from_json(json.dumps(_manifest(checkpoint).get("config")))
+
+
+def progress_of(checkpoint: AnyPath) -> dict[str, Any]:
+    """What training remembered besides the state; empty if it is corrupt or an imported model."""
+    return _manifest(checkpoint).get("progress", {})  # type: ignore[no-any-return]
+
+
+def load_tokenizer(folder: Path, checkpoint: AnyPath) -> Tokenizer:
+    """A work directory's tokenizer; ``UserError`` unless the checkpoint was trained with it."""
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.fingerprint != _manifest(checkpoint).get("tokenizer"):
+        raise UserError(
+            f"The tokenizer in {str(folder)!r} is not the one that {str(checkpoint)!r} was trained "
+            "with; expected the tokenizer*.model files as the run wrote them. Restore them from a "
+            "copy."
+        )
+    return tokenizer
+
+
+def write_manifest(
+    checkpoint: AnyPath,
+    config: Config,
+    tokenizer: Tokenizer,
+    progress: Mapping[str, Any] | None = None,
+) -> None:
     """Declare the checkpoint complete."""
-    entries = {
-        path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _checksum(path)]
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file()
+    content: dict[str, Any] = {
+        "config": dataclasses.asdict(config),
+        "tokenizer": tokenizer.fingerprint,
+        "progress": progress or {},
+        "files": {name: _checksum(checkpoint / name) for name in files_in(checkpoint)},
     }
-    write_atomically(checkpoint / MANIFEST, json.dumps(entries, indent=1))
+    content = {"checksum": zlib.crc32(json.dumps(content).encode()), **content}
+    path = checkpoint / MANIFEST
+    text = json.dumps(content, indent=1)
+    write_atomically(path, text) if isinstance(path, Path) else path.write_text(text)
 
 
-def delete_checkpoint(checkpoint: Path) -> None:
+def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
+    """The content of a checkpoint's manifest; empty if it is not JSON."""
+    try:
+        content = json.loads((checkpoint / MANIFEST).read_text())
+    except ValueError:
+        return {}
+    if "progress.json" in content:
+        raise UserError(
+            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax, whose "
+            "checkpoints this version does not read; load_model of commit ef0d56b does."
+        )
+    return content  # type: ignore[no-any-return]
+
+
+def delete_checkpoint(checkpoint: AnyPath) -> None:
     """Delete a checkpoint; without its manifest it is none, however far deleting gets."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    remove_folder(checkpoint)
 
 
-def damage(checkpoint: Path) -> str:
+def is_readable(checkpoint: AnyPath) -> bool:
+    """Whether a checkpoint's manifest is intact."""
+    content = _manifest(checkpoint)
+    return content.pop("checksum", None) == zlib.crc32(json.dumps(content).encode())
+
+
+def corruption(checkpoint: AnyPath) -> str:
     """How a checkpoint's files differ from those that were saved; empty if they do not."""
-    try:
-        for name, (size, checksum) in json.loads((checkpoint / MANIFEST).read_text()).items():
-            path = checkpoint / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size or _checksum(path) != checksum:
+    if not is_readable(checkpoint):
+        return f"{MANIFEST} does not have the content that was saved"
+    for name, checksum in _manifest(checkpoint)["files"].items():
+        try:
+            if _checksum(checkpoint / name) != checksum:
                 return f"{name} does not have the content that was saved"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({str(error) or type(error).__name__})"
+        except FileNotFoundError:
+            return f"{name} is missing"
     return ""
 
 
-def _checksum(path: Path) -> int:
+def _checksum(path: AnyPath) -> int:
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -332,14 +361,9 @@ def _abstract_model(config: Config) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
 
 
-def _current_config(workdir: Path, checkpoint: Path) -> Config:
-    """The work directory's config, or the checkpoint's if there is no work directory."""
-    return config_of(workdir if (workdir / "config.json").is_file() else checkpoint)
-
-
 def _intact(checkpoint: Path) -> Path:
     """The checkpoint; ``UserError`` if it is corrupt."""
-    if reason := damage(checkpoint):
+    if reason := corruption(checkpoint):
         raise UserError(
             f"Checkpoint {checkpoint} is corrupt: {reason}. Choose another with --checkpoint."
         )

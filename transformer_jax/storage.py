@@ -6,8 +6,9 @@ import fcntl
 import importlib
 import logging
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -99,6 +100,44 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def copy_file(source: AnyPath, target: AnyPath) -> None:
+    """Copy a file, from or to any store; readers of ``target`` see it complete."""
+    if not isinstance(target, Path):
+        with source.open("rb") as file, target.open("wb") as copy:
+            shutil.copyfileobj(file, copy, 1 << 22)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with source.open("rb") as file, temporary.open("wb") as copy:
+        shutil.copyfileobj(file, copy, 1 << 22)
+    temporary.replace(target)
+
+
+def copy_folder(source: AnyPath, target: AnyPath, *, last: str) -> None:
+    """Copy all files of a folder; ``last`` is the one that declares it complete."""
+    for name in sorted(files_in(source), key=lambda name: name == last):
+        copy_file(source / name, target / name)
+
+
+def files_in(folder: AnyPath) -> list[str]:
+    """The names of all files in a folder and in its folders, relative to it."""
+    if isinstance(folder, Path):
+        found = [path for path in folder.rglob("*") if path.is_file()]
+        return sorted(path.relative_to(folder).as_posix() for path in found)
+    folder.fs.invalidate_cache()  # others may have written since fsspec looked
+    prefix = folder.path.rstrip("/") + "/"
+    return sorted(path.removeprefix(prefix) for path in folder.fs.find(prefix))
+
+
+def remove_folder(folder: AnyPath) -> None:
+    """Delete a folder with its files, as far as that is possible."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with suppress(FileNotFoundError):
+        folder.fs.rm(folder.path, recursive=True)
 
 
 @contextmanager

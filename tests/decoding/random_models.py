@@ -16,6 +16,7 @@ from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import TrainState
+from transformer_jax.training.workdir import Workdir
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 SHARPNESS = 4  # of the softmax, so that the hypotheses differ clearly
@@ -55,7 +56,7 @@ def write_run(
     """
     (folder / "config.json").write_text(to_json(config))
     tokenizer.save(folder)
-    checkpoints = Checkpoints(folder, config, tokenizer)
+    checkpoints = Checkpoints(Workdir(folder), config, tokenizer)
     zero = jnp.int32(0)
     for step, model in models.items():
         state = TrainState(

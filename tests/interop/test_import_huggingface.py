@@ -43,7 +43,7 @@ from transformer_jax.interop.huggingface import export_huggingface
 from transformer_jax.interop.huggingface_import import import_huggingface
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.training.loop import train
-from transformer_jax.training.workdir import claimed
+from transformer_jax.training.workdir import Workdir, claimed
 
 TAGS = [">>deu<<", ">>fra<<"]
 
@@ -306,7 +306,7 @@ def test_training_goes_on_from_the_imported_parameters(workdir, tmp_path, lines)
         )["steps"]
         == 1
     )
-    with claimed(run, config):  # as the same command run again does
+    with claimed(Workdir(run), config):  # as the same command run again does
         pass
     before = nnx.to_pure_dict(nnx.state(load_model(workdir)[1], nnx.Param))
     trained, model, tokenizer = load_model(run)
@@ -568,7 +568,7 @@ def test_an_import_that_was_cut_short_can_be_repeated(
 ) -> None:
     arguments = ["import", "--input", str(marian), "--workdir", str(tmp_path / "w")]
 
-    def full(path):
+    def full(*_):
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:

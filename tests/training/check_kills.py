@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import chex
-from runs import command, entries, final_state, tiny
+from runs import command, entries, final_state, saving, tiny
 
 
 def main() -> None:
@@ -74,11 +74,6 @@ def main() -> None:
 def latest(workdir: Path) -> int:
     """The last step that was logged."""
     return max((entry["step"] for entry in entries(workdir)), default=0)
-
-
-def saving(workdir: Path) -> bool:
-    """Whether a checkpoint is begun and not complete."""
-    return any((workdir / "checkpoints").glob("*.saving"))
 
 
 if __name__ == "__main__":

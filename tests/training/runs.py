@@ -113,6 +113,12 @@ def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
     ]
 
 
+def saving(workdir: Path) -> bool:
+    """Whether a checkpoint is begun and not complete."""
+    folders = (workdir / "checkpoints").glob("*")
+    return any(not (folder / "manifest.json").exists() for folder in folders)
+
+
 def final_state(config: Config, workdir: Path) -> Any:
     """Everything in the last checkpoint."""
     with prepare(config, workdir, devices=ONE) as run:

@@ -1,12 +1,9 @@
-"""Checkpoints: exact, kept as configured, checked when read, usable alone, unharmed by a full
-disk.
-"""
+"""Checkpoints: exact, kept as configured, checked when read, unharmed by a full disk."""
 
 import dataclasses
 import errno
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,9 @@ import chex
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from transformer_jax import checkpoint
-from transformer_jax.checkpoint import load_model
+from transformer_jax.checkpoint import choose_checkpoints, load_model
 from transformer_jax.config import (
     Config,
     DataConfig,
@@ -36,6 +32,7 @@ from transformer_jax.training import saver as checkpoint_module
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import StepFunctions, TrainState, make_step_functions
+from transformer_jax.training.workdir import Workdir
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +51,29 @@ def config(tokenizer: Tokenizer) -> Config:
         ),
         data=DataConfig(max_source_length=16, max_target_length=16),
         optimizer=OptimizerConfig(ema_decay=0.0),
-        training=TrainingConfig(checkpoint_every=1, keep_checkpoints=2, average=2),
+        training=TrainingConfig(keep_checkpoints=2, average=2, checkpoint_every=1),
     )
 
 
 @pytest.fixture(scope="module")
 def run(config: Config) -> StepFunctions:
     return make_step_functions(config, make_mesh(config.mesh))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, config: Config, tokenizer: Tokenizer) -> Checkpoints:
+    """Those of a new work directory, ``tmp_path``."""
+    return _begin(tmp_path, config, tokenizer)
+
+
+def _begin(folder: Path, config: Config, tokenizer: Tokenizer) -> Checkpoints:
+    tokenizer.save(folder)
+    (folder / "config.json").write_text(to_json(config))
+    return Checkpoints(Workdir(folder), config, tokenizer)
+
+
+def _with_training(config: Config, **training: Any) -> Config:
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
 
 
 def _state(run: StepFunctions, step: int) -> TrainState:
@@ -75,10 +88,11 @@ def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress:
     checkpoints.wait()
 
 
-def test_restored_state_is_the_saved_one(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+def _chosen(workdir: Path, **options: Any) -> list[int]:
+    return [int(path.name) for path in choose_checkpoints(workdir, **options)]
+
+
+def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunctions) -> None:
     assert checkpoints.restore_latest(run.abstract_state) is None
     _save(checkpoints, run, 7, best_step=3)
     state, progress = checkpoints.restore_latest(run.abstract_state)
@@ -86,31 +100,32 @@ def test_restored_state_is_the_saved_one(
     assert progress == Progress(best_step=3)
 
 
-def test_newest_and_best_are_kept(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+def test_newest_and_best_are_kept(checkpoints: Checkpoints, run: StepFunctions) -> None:
     _save(checkpoints, run, 1, 2, 3, 4, best_step=1)
     assert checkpoints.steps() == [1, 3, 4]
     _save(checkpoints, run, 5, best_step=5)
     assert checkpoints.steps() == [4, 5]
 
 
-def test_a_checkpoint_is_usable_from_its_folder_alone(
+def test_with_patience_the_mean_up_to_the_best_is_kept(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
-    _save(Checkpoints(tmp_path / "run", config, tokenizer), run, 3)
-    shutil.move(tmp_path / "run" / "checkpoints" / "00000003", tmp_path / "elsewhere")
-    loaded_config, model, loaded_tokenizer = load_model(tmp_path / "elsewhere")
-    assert (loaded_config, loaded_tokenizer.fingerprint) == (config, tokenizer.fingerprint)
-    expected = _state(run, 3).parameters
-    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model, nnx.Param)), expected)
+    data = dataclasses.replace(config.data, dev=PairsConfig("numbers", split="dev"))
+    config = _with_training(dataclasses.replace(config, data=data), patience=9)
+    checkpoints = _begin(tmp_path, config, tokenizer)
+    for step in (1, 2, 3, 4, 5, 6):
+        _save(checkpoints, run, step, best_step=min(step, 3))
+    assert checkpoints.steps() == [2, 3, 5, 6]
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 6, "averaged_steps": [3, 2]}))
+    assert (_chosen(tmp_path), _chosen(tmp_path, checkpoint="last")) == ([3, 2], [6, 5])
+    _save(checkpoints, run, 7, best_step=7)  # it went on
+    assert _chosen(tmp_path) == [7, 6]
 
 
 def test_how_to_decode_is_what_the_work_directory_says_now(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
 ) -> None:
-    _save(Checkpoints(tmp_path, config, tokenizer), run, 1, best_step=9)
+    _save(checkpoints, run, 1, best_step=9)
     now = dataclasses.replace(config, decoding=DecodingConfig(beam_size=7), seed=3)
     (tmp_path / "config.json").write_text(to_json(now))
     assert load_model(tmp_path)[0] == dataclasses.replace(config, decoding=now.decoding)
@@ -120,144 +135,102 @@ def test_how_to_decode_is_what_the_work_directory_says_now(
         load_model(tmp_path, checkpoint="best")
 
 
-def test_averaging_and_choice(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    _save(Checkpoints(tmp_path, config, tokenizer), run, 10, 20, best_step=10)
+def test_averaging_and_choice(tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions) -> None:
+    _save(checkpoints, run, 10, 20, best_step=10)
     start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
 
-    def shift(**options: object) -> float:
-        return float(
-            np.mean(load_model(tmp_path, **options)[1].target_embedding.matrix[...] - start)
-        )
+    def shift(workdir: Path = tmp_path, **options: object) -> float:
+        _, model, _ = load_model(workdir, **options)
+        return float(np.mean(model.target_embedding.matrix[...] - start))
 
     assert shift(average=1) == pytest.approx(20, rel=1e-5)
     assert shift() == pytest.approx(15, rel=1e-5)  # the config's training.average
     assert shift(average=2) == pytest.approx(15, rel=1e-5)
     assert shift(checkpoint="best") == pytest.approx(10, rel=1e-5)
     assert shift(checkpoint=10) == pytest.approx(10, rel=1e-5)
-    with pytest.raises(UserError, match="average is 0; expected at least 1"):
-        load_model(tmp_path, average=0)
-    with pytest.raises(UserError, match="average is 3; expected at most 2"):
-        load_model(tmp_path, average=3)
-    with pytest.raises(
-        UserError, match="checkpoint is 11; expected last, best, or one of the steps 10, 20"
+    assert shift(checkpoints.folder / "00000010") == pytest.approx(10, rel=1e-5)
+    for options, message in (
+        ({"average": 0}, "average is 0; expected at least 1"),
+        ({"average": 3}, "average is 3; expected at most 2"),
+        ({"checkpoint": 11}, "checkpoint is 11; expected last, best, or one of the steps 10, 20"),
     ):
-        load_model(tmp_path, checkpoint=11)
-
-
-def test_a_run_that_patience_ended_gives_the_mean_up_to_its_best(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    training = dataclasses.replace(config.training, patience=3, average=2, keep_checkpoints=2)
-    data = dataclasses.replace(config.data, dev=PairsConfig("numbers", split="dev"))
-    config = dataclasses.replace(config, training=training, data=data)
-    start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
-
-    def save(step: int, **progress: object) -> None:
-        checkpoints.save(_state(run, step), Progress(**progress))
-        checkpoints.wait()
-
-    def shift(**options: object) -> float:
-        return round(
-            float(np.mean(load_model(tmp_path, **options)[1].target_embedding.matrix[...] - start)),
-            3,
-        )
-
-    for step in (10, 20, 30, 40):
-        save(step, best_step=min(step, 30), since_best=max(0, step // 10 - 3))
-    assert shift() == 35
-    save(50, best_step=30, since_best=2)
-    assert checkpoints.steps() == [20, 30, 40, 50]
-    save(60, best_step=30, since_best=3)
-    assert checkpoints.steps() == [20, 30, 50, 60]
-    summary = {"steps": 60, "averaged_steps": [30, 20], "best_step": 30}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert (shift(), shift(average=1), shift(checkpoint="best"), shift(checkpoint="last")) == (
-        25,
-        30,
-        30,
-        55,
-    )
-    save(70, best_step=70, since_best=0)  # it went on, with more patience
-    assert shift() == 65
+        with pytest.raises(UserError, match=message):
+            load_model(tmp_path, **options)
 
 
 def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
     tmp_path: Path,
+    checkpoints: Checkpoints,
     run: StepFunctions,
-    config: Config,
-    tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _save(Checkpoints(tmp_path, config, tokenizer), run, 10, 20)
-    verified, damage = [], checkpoint.damage
+    _save(checkpoints, run, 10, 20)
+    verified, corruption = [], checkpoint.corruption
 
     def counted(path: Path) -> str:
         verified.append(int(path.name))
-        return damage(path)
+        return corruption(path)
 
-    monkeypatch.setattr(checkpoint, "damage", counted)
+    monkeypatch.setattr(checkpoint, "corruption", counted)
     load_model(tmp_path)
     assert verified == [20, 10]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_damaged_last_checkpoint_gives_way_to_the_one_before(
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_a_corrupt_checkpoint_is_named_and_training_resumes_from_the_one_before(
     tmp_path: Path,
+    checkpoints: Checkpoints,
     run: StepFunctions,
-    config: Config,
-    tokenizer: Tokenizer,
     damage: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
     _save(checkpoints, run, 1, 2, best_step=1)
-    # of an earlier time
-    (tmp_path / "checkpoints" / "00000002.damaged" / "state").mkdir(parents=True)
+    folder = checkpoints.folder / "00000002"
     largest = max(
-        (tmp_path / "checkpoints" / "00000002" / "state").rglob("*"),
-        key=lambda p: p.stat().st_size * p.is_file(),
+        (folder / "state").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()
     )
+    if damage == "manifest":
+        largest = folder / "manifest.json"
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     if damage == "remove":
         largest.unlink()
     else:
-        largest.write_bytes(content if damage == "flip" else content[:-10])
-    for chosen in (2, None, "best"):
-        with pytest.raises(UserError, match=f"00000002 is corrupt: state/.*{largest.name}"):
-            load_model(tmp_path, checkpoint=chosen)
-    assert load_model(tmp_path, checkpoint=1)[0] == config
+        largest.write_bytes(content[:-10] if damage == "cut" else content)
+    for options in ({}, {"checkpoint": 2}, {"checkpoint": "best"}, {"average": 2}):
+        with pytest.raises(UserError, match=f"00000002 is corrupt: .*{largest.name}"):
+            load_model(tmp_path, **options)
+    assert load_model(tmp_path, checkpoint=1)
     with caplog.at_level(logging.WARNING):
         state, _ = checkpoints.restore_latest(run.abstract_state)
     assert int(state.step) == 1
-    assert "damaged" in caplog.text
+    assert "00000002 is corrupt" in caplog.text
     assert checkpoints.steps() == [1]
 
 
-def test_when_all_are_damaged_nothing_is_deleted_or_begun_anew(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
-    _save(checkpoints, run, 1, 2)
-    for path in (tmp_path / "checkpoints").glob("*/config.json"):
-        path.write_text("{}")
-    for _ in range(2):  # a second start does not begin anew either
-        with pytest.raises(UserError, match="All 2 checkpoints .* are damaged"):
-            Checkpoints(tmp_path, config, tokenizer).restore_latest(run.abstract_state)
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
-
-
-def test_an_error_while_restoring_is_not_taken_for_damage(
+def test_when_all_are_corrupt_nothing_is_deleted_or_begun_anew(
     tmp_path: Path,
+    checkpoints: Checkpoints,
     run: StepFunctions,
     config: Config,
     tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    """Nor is one taken that is corrupt below the chosen one."""
+    _save(checkpoints, run, 1, 2)
+    for path, options in ((1, {}), (2, {"checkpoint": 2})):
+        [file, *_] = (checkpoints.folder / f"{path:08d}" / "state").rglob("_METADATA")
+        file.write_text("{}")
+        with pytest.raises(UserError, match=f"Checkpoint .*{path:08d} is corrupt: state/"):
+            load_model(tmp_path, **options)
+    for _ in range(2):  # a second start does not begin anew either
+        with pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"):
+            _begin(tmp_path, config, tokenizer).restore_latest(run.abstract_state)
+    assert len(list(checkpoints.folder.iterdir())) == 2
+
+
+def test_an_error_while_restoring_is_not_taken_for_damage(
+    checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _save(checkpoints, run, 1, 2)
 
     def out_of_memory(*_: object) -> None:
@@ -270,81 +243,24 @@ def test_an_error_while_restoring_is_not_taken_for_damage(
 
 
 def test_a_save_that_was_cut_off_is_no_checkpoint(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2)
-    folder = tmp_path / "checkpoints"
-    (folder / "00000002" / "manifest.json").unlink()  # being deleted
-    shutil.copytree(folder / "00000002", folder / "00000003.saving")
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
-    assert int(checkpoints.restore_latest(run.abstract_state)[0].step) == 1
-    assert [path.name for path in folder.iterdir()] == ["00000001"]
-
-
-def test_a_save_that_was_cut_off_before_it_had_its_name_counts(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    """Also where an older checkpoint of its step was half deleted to make room for it."""
-    _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2)
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(folder / "00000002", folder / "00000002.saving")
-    (folder / "00000002" / "manifest.json").unlink()
-    assert (
-        int(Checkpoints(tmp_path, config, tokenizer).restore_latest(run.abstract_state)[0].step)
-        == 2
-    )
-    assert sorted(path.name for path in folder.iterdir()) == ["00000001", "00000002"]
-    shutil.copytree(folder / "00000002", folder / "00000002.replaced")
-    (folder / "00000002").rename(folder / "00000002.saving")
-    assert Checkpoints(tmp_path, config, tokenizer).steps() == [1, 2]
-    assert sorted(path.name for path in folder.iterdir()) == ["00000001", "00000002"]
-
-
-def test_a_step_that_is_saved_again_is_there_until_the_new_one_is_whole(
     tmp_path: Path,
+    checkpoints: Checkpoints,
     run: StepFunctions,
     config: Config,
     tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
-    _save(checkpoints, run, 1)
+    _save(checkpoints, run, 1, 2)
+    (checkpoints.folder / "00000002" / "manifest.json").unlink()
+    again = _begin(tmp_path, config, tokenizer)
+    assert int(again.restore_latest(run.abstract_state)[0].step) == 1
+    assert [path.name for path in again.folder.iterdir()] == ["00000001"]
 
-    def stopped(path: Path) -> None:
-        assert checkpoints.steps() == [1]
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "write_manifest", stopped)
-    _save(checkpoints, run, 1)
-    monkeypatch.undo()
-    assert int(checkpoints.restore_latest(run.abstract_state)[0].step) == 1
+def test_a_complete_step_is_not_saved_again(checkpoints: Checkpoints, run: StepFunctions) -> None:
+    _save(checkpoints, run, 1, corpus="one")
     _save(checkpoints, run, 1, corpus="another")
-    assert checkpoints.restore_latest(run.abstract_state)[1].corpus == "another"
-
-
-def test_full_disk_is_reported_and_older_checkpoints_stay(
-    tmp_path: Path,
-    run: StepFunctions,
-    config: Config,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
-    _save(checkpoints, run, 1)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint_module, "write_manifest", full)
-    _save(checkpoints, run, 2)
-    assert "No space left on device" in caplog.text
-    assert checkpoints.last_saved == -1
-    monkeypatch.undo()
-    assert [int(checkpoints.restore_latest(run.abstract_state)[0].step), *checkpoints.steps()] == [
-        1,
-        1,
-    ]
+    assert checkpoints.restore_latest(run.abstract_state)[1].corpus == "one"
+    assert checkpoints.last_saved == 1
 
 
 def _full(*_: object) -> None:
@@ -352,14 +268,11 @@ def _full(*_: object) -> None:
 
 
 def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
-    tmp_path: Path,
+    checkpoints: Checkpoints,
     run: StepFunctions,
-    config: Config,
-    tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
     monkeypatch.setattr(checkpoint_module, "write_manifest", _full)
     _save(checkpoints, run, 1)
     assert "Checkpoint 1 could not be saved: [Errno 28] No space" in caplog.text
@@ -370,24 +283,19 @@ def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
 
 
 def test_after_a_failed_save_the_next_one_succeeds(
-    tmp_path: Path,
+    checkpoints: Checkpoints,
     run: StepFunctions,
-    config: Config,
-    tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Even if the failed one's folder cannot be deleted, as it is still written to."""
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
     _save(checkpoints, run, 1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module, "write_manifest", _full)
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         _save(checkpoints, run, 2)
-        assert "Checkpoint 2 could not be saved" in caplog.text
-        assert "The newest is of step 1." in caplog.text
-        patch.setattr(checkpoint_module, "write_manifest", checkpoint.write_manifest)
-        _save(checkpoints, run, 2)
+    assert "Checkpoint 2 could not be saved" in caplog.text
+    assert "The newest is of step 1." in caplog.text
+    assert checkpoints.last_saved == -1 and checkpoints.steps() == [1]
+    _save(checkpoints, run, 2)
     checkpoints.check()
     assert checkpoints.steps() == [1, 2] and not checkpoints.failure
     _save(checkpoints, run, 3)
@@ -398,55 +306,26 @@ def test_a_mean_leaves_out_irregular_checkpoints_below_the_chosen_one(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
     """Of an interruption at step 25, or of a best value between two that were due."""
-    training = dataclasses.replace(
-        config.training, checkpoint_every=10, average=3, keep_checkpoints=9
-    )
-    config = dataclasses.replace(config, training=training)
-    checkpoints = Checkpoints(tmp_path, config, tokenizer)
+    config = _with_training(config, average=3, keep_checkpoints=9, checkpoint_every=10)
+    checkpoints = _begin(tmp_path, config, tokenizer)
     for step in (10, 25, 30, 40):
-        progress = Progress(best_step=min(step, 25))  # which keeps step 25
-        checkpoints.save(_state(run, step), progress)
-    checkpoints.wait()
+        _save(checkpoints, run, step, best_step=min(step, 25))
     assert checkpoints.steps() == [10, 25, 30, 40]
-
-    def chosen(**options: Any) -> list[int]:
-        return [int(path.name) for path in checkpoint.choose_checkpoints(tmp_path, **options)]
-
-    assert chosen() == [40, 30, 10]
-    assert chosen(average=2, checkpoint=30) == [30, 10]
-    assert chosen(average=2, checkpoint="best") == [25, 10]  # the chosen one itself may be one
+    assert _chosen(tmp_path) == [40, 30, 10]
+    assert _chosen(tmp_path, average=2, checkpoint=30) == [30, 10]
+    assert _chosen(tmp_path, average=2, checkpoint="best") == [25, 10]  # itself may be one
     with pytest.raises(UserError, match="average is 4; expected at most 3"):
-        chosen(average=4)
-
-
-def test_a_corrupt_checkpoint_is_refused(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    """Also if it is only one of several whose mean is taken."""
-    _save(Checkpoints(tmp_path, config, tokenizer), run, 1, 2, best_step=1)
-    assert load_model(tmp_path)[0] == config
-    for step, options in ((1, {}), (2, {}), (2, {"checkpoint": "best"}), (1, {"checkpoint": 1})):
-        corrupt = tmp_path / "checkpoints" / f"{step:08d}" / "config.json"
-        content = corrupt.read_text()
-        corrupt.write_text(content + " ")
-        with pytest.raises(UserError, match=f"Checkpoint .*{step:08d} is corrupt: config.json"):
-            load_model(tmp_path, **options)
-        corrupt.write_text(content)
-    manifest = tmp_path / "checkpoints" / "00000002" / "manifest.json"
-    manifest.write_text("[")
-    with pytest.raises(UserError, match=r"00000002 is corrupt: manifest.json cannot be read"):
-        load_model(tmp_path)
+        _chosen(tmp_path, average=4)
 
 
 def test_a_model_edited_in_the_work_directory_has_no_effect_and_says_so(
     tmp_path: Path,
+    checkpoints: Checkpoints,
     run: StepFunctions,
     config: Config,
-    tokenizer: Tokenizer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _save(Checkpoints(tmp_path, config, tokenizer), run, 1)
-    (tmp_path / "config.json").write_text(to_json(config))
+    _save(checkpoints, run, 1)
     assert load_model(tmp_path)[0] == config and not caplog.records
     edited = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=99))
     (tmp_path / "config.json").write_text(to_json(edited))
@@ -454,20 +333,30 @@ def test_a_model_edited_in_the_work_directory_has_no_effect_and_says_so(
     assert "model.d_ff is 99 in" in caplog.text and "was trained with 8" in caplog.text
 
 
-def test_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no checkpoint; expected a work directory"):
+def test_an_exchanged_tokenizer_is_named(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
+) -> None:
+    _save(checkpoints, run, 1)
+    other = Tokenizer.train([("a b c", "x y z")] * 20, TokenizerConfig(vocab_size=12))
+    other.save(tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer.*00000001.* was trained with"):
         load_model(tmp_path)
 
 
-def test_manifest_lists_every_file(
-    tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
-) -> None:
-    _save(Checkpoints(tmp_path, config, tokenizer), run, 1)
-    folder = tmp_path / "checkpoints" / "00000001"
-    listed = json.loads((folder / "manifest.json").read_text())
+def test_what_is_no_work_directory_of_this_version_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no checkpoint; expected a work directory"):
+        load_model(tmp_path)
+    folder = tmp_path / "checkpoints" / "00000005"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"config.json": [1, 2], "progress.json": [3, 4]}')
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"00000005.*earlier version.*load_model of commit ef0d56b"):
+        load_model(tmp_path)
+
+
+def test_manifest_lists_every_file(checkpoints: Checkpoints, run: StepFunctions) -> None:
+    _save(checkpoints, run, 1)
+    folder = checkpoints.folder / "00000001"
+    listed = json.loads((folder / "manifest.json").read_text())["files"]
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert (
-        set(listed)
-        == written - {"manifest.json"}
-        > {"config.json", "tokenizer.model", "progress.json"}
-    )
+    assert set(listed) == written - {"manifest.json"} and len(listed) > 2

@@ -333,7 +333,7 @@ def test_a_model_edited_in_the_work_directory_is_refused(tmp_path: Path) -> None
 def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(path: Path) -> None:
+    def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     config = no_evaluation(tiny(steps=40, checkpoint_every=2))
@@ -344,10 +344,10 @@ def test_a_full_disk_ends_a_run_that_has_no_checkpoint_yet(
     assert len(entries(tmp_path)) <= 5
     config = changed(config, "training", steps=6)
 
-    def full_at_4(path: Path) -> None:
+    def full_at_4(path: Path, *content: Any) -> None:
         if "00000004" in path.name:
-            full(path)
-        write_manifest(path)
+            full()
+        write_manifest(path, *content)
 
     with monkeypatch.context() as patch:
         patch.setattr(saver, "write_manifest", full_at_4)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from runs import ONE, no_evaluation, tiny
 
-from transformer_jax.checkpoint import config_of
 from transformer_jax.config import Config
+from transformer_jax.config_io import load_config_file
 from transformer_jax.data.bucketing import default_buckets
 from transformer_jax.training import prepare as preparing
 from transformer_jax.training.loop import train
@@ -35,7 +35,7 @@ def test_a_run_keeps_its_number_of_shapes_on_another_backend(
     config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, buckets=None))
     monkeypatch.setattr(preparing, "default_buckets", lambda platform: 2)
     train(config, tmp_path / "run", devices=ONE)
-    assert config_of(tmp_path / "run").batch.buckets == 2
+    assert load_config_file(tmp_path / "run" / "config.json").batch.buckets == 2
     monkeypatch.setattr(preparing, "default_buckets", lambda platform: 3)
     with prepare(config, tmp_path / "run", devices=ONE) as run:
         assert run.config.batch.buckets == 2 and len(run.plan.shapes) == 2

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import from_first
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
 from transformer_jax.sharding import batch_sharding
+from transformer_jax.storage import AnyPath
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
 from transformer_jax.training.reporting import Example, means
@@ -68,7 +68,7 @@ class Evaluator:
         chosen = number * 7919 % len(pairs)
         return figures, Example(*pairs[chosen], translations[chosen])
 
-    def choose(self) -> list[Path]:
+    def choose(self) -> list[AnyPath]:
         """The checkpoints, newest first, whose mean is the run's model: ``training.average`` says
         how many, or ``auto``: as many as have the lowest dev loss.
         """
@@ -85,14 +85,14 @@ class Evaluator:
             return folders[:1]
         ends = dict.fromkeys([folders[0], *best])
         found = [up_to(end, folders, training.most_averaged) for end in ends]
-        losses: dict[float, list[Path]] = {}
+        losses: dict[float, list[AnyPath]] = {}
         for checkpoints in found:
             for count, mean in enumerate(load_means(checkpoints), start=1):
                 sums = self._loss(self._placed(mean), self._dev)
                 losses.setdefault(means(sums)["loss"], checkpoints[:count])
         return losses[min(losses)]
 
-    def test(self, checkpoints: Sequence[Path]) -> tuple[dict[str, Any], Evaluation]:
+    def test(self, checkpoints: Sequence[AnyPath]) -> tuple[dict[str, Any], Evaluation]:
         """Figures on the test set of the mean of these checkpoints."""
         run = self._run
         translations = self._translate(self._placed(load_parameters(checkpoints)), run.test_pairs)

@@ -19,20 +19,21 @@ from jax.sharding import Mesh
 
 from transformer_jax.checkpoint import (
     choose_checkpoints,
-    complete_steps,
     config_of,
     load_parameters,
+    load_tokenizer,
 )
 from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.bucketing import default_buckets
-from transformer_jax.data.corpus import Corpus, corpus_folder, prepare_corpus
+from transformer_jax.data.corpus import Corpus, corpus_folder, open_corpus, prepare_corpus
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.distributed import (
     check_agreement,
+    from_all,
     from_first,
     is_first,
     together,
@@ -40,9 +41,9 @@ from transformer_jax.distributed import (
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import check_bleu
 from transformer_jax.model.layers import use_matmul_precision
-from transformer_jax.remote_workdir import RemoteWorkdir, local_workdir
+from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import is_url, local_path
+from transformer_jax.storage import AnyPath, copy_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress, selection
 from transformer_jax.training.resuming import (
@@ -57,7 +58,7 @@ from transformer_jax.training.step import (
     TrainState,
     make_step_functions,
 )
-from transformer_jax.training.workdir import claimed, held, remove_tokenizer, write_config
+from transformer_jax.training.workdir import Workdir, claimed, write_config
 
 log = logging.getLogger(__name__)
 
@@ -108,37 +109,47 @@ def prepare(
     use_matmul_precision(config.model)
     mesh = make_mesh(config.mesh, devices)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
-    with together():
-        texts, dev_pairs, test_pairs = check_inputs(config)
-    folder, remote = _local_folder(workdir)
-    config = _with_buckets(config, folder, platform=mesh.devices.flat[0].platform)
+    place = Workdir(workdir)
     with ExitStack() as stack:
-        with together():  # process 0 holds the folder and builds for all
-            if is_first():
-                stack.enter_context(claimed(folder, config, allow_changes=allow_changes))
-                text = prepare_text(folder, config, texts)
         with together():
-            tokenizer, corpora = text if is_first() else prepare_text(folder, config, texts)
-        config = _with_vocabulary(config, tokenizer)
+            texts, dev_pairs, test_pairs = check_inputs(config)
+            newest = None
+            if is_first():  # which holds the work directory, and builds, for all
+                claim = claimed(place, config, allow_changes=allow_changes)
+                newest = stack.enter_context(claim)
+        place.share_token()
+        config = _with_buckets(config, newest, platform=mesh.devices.flat[0].platform)
+        corpora: dict[str, Corpus] = {}
+        with together():
+            if is_first():
+                corpora = _build_text(place, config, texts, newest)
+                place.push()
+        with together():
+            if not is_first():
+                place.pull()
+            tokenizer = Tokenizer.load(place.folder)
+        _share_corpora(place, config, corpora)
         check_agreement(
-            {"tokenizer": tokenizer.fingerprint, "text of data.dev": _hash(dev_pairs)}
-            | {"text of data.test": _hash(test_pairs)}
-            | {f"corpus of data.{name}": corpus.fingerprint for name, corpus in corpora.items()}
+            {
+                "tokenizer": tokenizer.fingerprint,
+                "text of data.dev": _hash(dev_pairs),
+                "text of data.test": _hash(test_pairs),
+            }
         )
+        config = _with_vocabulary(config, tokenizer)
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
         functions = make_step_functions(config, mesh)
-        checkpoints = Checkpoints(folder, config, tokenizer, when_saved=lambda: _copy(remote))
+        checkpoints = Checkpoints(place, config, tokenizer)
         stack.callback(checkpoints.wait)
         state, progress = _restore_or_start(config, functions, checkpoints, corpora)
         if is_first():  # only now: whatever is refused leaves the config as it was
-            write_config(folder, config)
-        if remote is not None:  # a store that cannot be written is known before the first step
-            remote.push()
+            write_config(place.folder, config)
+            place.push()
         yield Prepared(
             began=began,
             config=config,
-            workdir=folder,
-            location=str(folder) if remote is None else remote.url,
+            workdir=place.folder,
+            location=str(place.store),
             mesh=mesh,
             tokenizer=tokenizer,
             train_corpus=corpora["train"],
@@ -151,42 +162,53 @@ def prepare(
             state=state,
             progress=progress,
         )
-        if remote is not None:  # summary.json
-            remote.push()
+        checkpoints.wait()
+        if is_first():  # summary.json
+            place.push()
 
 
-def prepare_text(
-    folder: Path, config: Config, texts: dict[str, ParallelText]
-) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """The tokenizer and the corpora of train and dev, built if need be."""
-    tokenizer = (
-        prepare_tokenizer(folder, config, texts["train"]) if is_first() else Tokenizer.load(folder)
-    )
+def _build_text(
+    place: Workdir, config: Config, texts: dict[str, ParallelText], newest: AnyPath | None
+) -> dict[str, Corpus]:
+    """Make the tokenizer and the corpora of train and dev, unless they are there."""
+    tokenizer = prepare_tokenizer(place.folder, config, texts["train"], newest)
     check_decoding(config.decoding, tokenizer)
-    directory = corpus_folder(folder, config)
-    return tokenizer, {
-        name: prepare_corpus(directory, text, tokenizer, config, name)
-        for name, text in texts.items()
-        if name != "test"
+    directory = corpus_folder(place.folder, config)
+    return {
+        name: prepare_corpus(directory, texts[name], tokenizer, config, name)
+        for name in ("train", "dev")
+        if name in texts
     }
 
 
-def _local_folder(workdir: str | Path) -> tuple[Path, RemoteWorkdir | None]:
-    """The folder to train in; one that mirrors a URL is brought up to date."""
-    if not is_url(str(workdir)):
-        return local_path(workdir).resolve(), None
-    remote = RemoteWorkdir(str(workdir))
-    if jax.process_count() > 1:
-        raise UserError(
-            f"workdir is {str(workdir)!r} and there are {jax.process_count()} processes; expected "
-            "a folder that all of them share."
-        )
-    with held(remote.folder):
-        remote.pull()
-    return remote.folder, remote
+def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -> None:
+    """Give every process the corpora of process 0. Hosts that do not see its folder copy them by
+    way of the work directory.
+    """
+    found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
+    here, there = corpus_folder(place.folder, config), place.store / "corpus"
+
+    def missing() -> list[str]:
+        for name, fingerprint in found.items():
+            if name not in corpora and (corpus := open_corpus(here, fingerprint)):
+                corpora[name] = corpus
+        return [fingerprint[:20] for name, fingerprint in found.items() if name not in corpora]
+
+    wanted = {folder for folders in from_all(missing()) for folder in folders}
+    for copies, source, target in ((is_first(), here, there), (not is_first(), there, here)):
+        with together():
+            for folder in wanted if copies and source != target else ():
+                copy_folder(source / folder, target / folder, last="manifest.json")
+    with together():
+        if lacking := missing():
+            raise UserError(
+                f"The tokenized corpora {', '.join(lacking)} of process 0 are corrupt or missing "
+                f"in {here}; expected the same data.cache in all processes, or a folder of each "
+                "machine's own."
+            )
 
 
-def _with_buckets(config: Config, workdir: Path, *, platform: str) -> Config:
+def _with_buckets(config: Config, newest: AnyPath | None, *, platform: str) -> Config:
     """The config with a number of buckets: if it leaves that open, the number of the run in the
     work directory, wherever that began, so that its batches stay the same.
     """
@@ -194,8 +216,7 @@ def _with_buckets(config: Config, workdir: Path, *, platform: str) -> Config:
         return config
 
     def find() -> int:
-        before = config_of(workdir).batch if (workdir / "config.json").is_file() else config.batch
-        return before.buckets or default_buckets(platform)
+        return (newest and config_of(newest).batch.buckets) or default_buckets(platform)
 
     batch = dataclasses.replace(config.batch, buckets=from_first(find))
     return dataclasses.replace(config, batch=batch)
@@ -211,46 +232,43 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], Pairs, Pairs]
             "There is nothing to train on; expected data.train.source and data.train.target (text "
             "files), another data.train.kind, or a --config."
         )
-    given = [name for name in ("train", "dev", "test") if getattr(data, name).is_given]
+    names = ("train", "dev", "test") if is_first() else ("dev", "test")
+    given = [name for name in names if getattr(data, name).is_given]
     texts = {name: ParallelText(getattr(data, name), data.root) for name in given}
     check_bleu(training.bleu_tokenize, training.bleu_language)
     dev, test = (_read_all(config, texts, name) for name in ("dev", "test"))
     return texts, dev[: training.bleu_sentences] if training.bleu_every else [], test
 
 
-def prepare_tokenizer(workdir: Path, config: Config, text: ParallelText) -> Tokenizer:
-    """The work directory's tokenizer. If it has none yet: that of ``training.start_from``, or one
-    trained on the text.
+def prepare_tokenizer(
+    folder: Path, config: Config, text: ParallelText, newest: AnyPath | None
+) -> Tokenizer:
+    """The work directory's tokenizer, which its newest checkpoint was trained with. If there is no
+    checkpoint: that of ``training.start_from``, or one trained on the text.
 
-    ``tokenizer.origin`` holds the fingerprint of the text, or of the tokenizer, that it comes from:
-    until the first checkpoint the text may still be corrected.
+    ``tokenizer.origin`` says of which text and settings, or of which tokenizer: until the first
+    checkpoint both may still be corrected.
     """
-    if has_tokenizer(workdir) and complete_steps(workdir / "checkpoints"):
-        return Tokenizer.load(workdir)
+    if newest is not None:
+        return load_tokenizer(folder, newest)
     tokenizer = None
     if config.training.start_from:
-        [newest, *_] = _start_checkpoints(config)
+        [first, *_] = _start_checkpoints(config)
         symbols = config.tokenizer.user_defined_symbols
-        tokenizer = Tokenizer.load(newest).with_symbols(symbols)
+        tokenizer = load_tokenizer(first.parents[1], first).with_symbols(symbols)
     elif config.tokenizer.model:
         tokenizer = Tokenizer.train([], config.tokenizer)  # needs no text
-    origin, noted = text if tokenizer is None else tokenizer, workdir / "tokenizer.origin"
-    if has_tokenizer(workdir):
-        if not noted.is_file() or noted.read_text() == origin.fingerprint:
-            return Tokenizer.load(workdir)
-        remove_tokenizer(workdir)
+    origin, noted = text if tokenizer is None else tokenizer, folder / "tokenizer.origin"
+    if noted.is_file() and noted.read_text() == f"{origin.fingerprint} {config.tokenizer}":
+        return Tokenizer.load(folder)
+    noted.unlink(missing_ok=True)
     if tokenizer is None:
         log.info("Training the tokenizer.")
         pairs = text.pairs(invalid_utf8=config.data.invalid_utf8)
         tokenizer = Tokenizer.train(pairs, config.tokenizer)
-    noted.write_text(origin.fingerprint)
-    tokenizer.save(workdir)
+    tokenizer.save(folder)
+    noted.write_text(f"{origin.fingerprint} {config.tokenizer}")
     return tokenizer
-
-
-def has_tokenizer(workdir: Path) -> bool:
-    """Whether a complete tokenizer is there: of two files the target's is written last."""
-    return (workdir / "tokenizer.model").exists() or (workdir / "tokenizer.target.model").exists()
 
 
 def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
@@ -301,8 +319,9 @@ def _initial_state(
     state = functions.init()
     if config.training.start_from:
         source = local_workdir(config.training.start_from)
-        names = from_first(lambda: [str(p.relative_to(source)) for p in _start_checkpoints(config)])
-        values = load_parameters([source / name for name in names])
+        names = from_first(lambda: [path.name for path in _start_checkpoints(config)])
+        folder = source.parent if source.parent.name == "checkpoints" else source / "checkpoints"
+        values = load_parameters([folder / name for name in names])
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         parameters = place(jax.tree.map(_grown, values, abstract), shardings)
         log.info("Starting from the parameters of %s.", config.training.start_from)
@@ -340,15 +359,6 @@ def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
     """A parameter, with the mean of its rows for each token that the vocabulary has gained."""
     missing = np.subtract(abstract.shape, values_VD.shape)
     return np.pad(values_VD, [(0, count) for count in missing], mode="mean")
-
-
-def _copy(remote: RemoteWorkdir | None) -> None:
-    """Copy a new checkpoint to the work directory's URL; training outlasts a store that fails."""
-    try:
-        if remote is not None:
-            remote.push()
-    except UserError as error:
-        log.error("%s Training continues; the next checkpoint tries again.", error)
 
 
 def _read_all(config: Config, texts: dict[str, ParallelText], name: str) -> Pairs:

@@ -1,17 +1,36 @@
-"""Claims a work directory for one run with one config."""
+"""The work directory of a run: where it is, whose it is, and which config may resume in it."""
 
 from __future__ import annotations
 
 import logging
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from transformer_jax.checkpoint import checkpoint_name, complete_steps, config_of
+import jax
+
+from transformer_jax.checkpoint import (
+    checkpoint_name,
+    complete_steps,
+    config_of,
+    delete_checkpoint,
+    is_readable,
+)
 from transformer_jax.config import Config
 from transformer_jax.config_io import to_json
+from transformer_jax.distributed import from_first, together
 from transformer_jax.errors import UserError
-from transformer_jax.storage import locked, write_atomically
+from transformer_jax.remote_workdir import cached_folder, mirror_checkpoints, mirror_small_files
+from transformer_jax.storage import (
+    AnyPath,
+    is_url,
+    local_path,
+    locked,
+    remote_path,
+    write_atomically,
+)
 from transformer_jax.training.resuming import (
     Difference,
     differences_on_resume,
@@ -20,83 +39,177 @@ from transformer_jax.training.resuming import (
 
 log = logging.getLogger(__name__)
 
+_TOKEN = ".token"
+_TOKEN_SECONDS = 60.0  # a network file system may show a new file late
+
+
+class Workdir:
+    """The files of a run.
+
+    Attributes:
+      store: the folder or URL that ``--workdir`` names.
+      folder: the same folder; of a URL the folder of this machine that mirrors it.
+      checkpoints: where Orbax writes them: in ``store`` if it can, else in ``folder``, from where
+        they are copied.
+    """
+
+    def __init__(self, name: str | Path):
+        url = str(name).rstrip("/") if is_url(str(name)) else ""
+        self.store: AnyPath
+        if url:
+            self.folder, self.store = cached_folder(url, "train"), remote_path(url)
+        else:  # resolved, as a link may be repointed during the run
+            self.folder = self.store = local_path(name).resolve()
+        self._copies_checkpoints = bool(url) and not url.startswith("gs://")
+        if self._copies_checkpoints and jax.process_count() > 1:
+            raise UserError(
+                f"workdir is {url!r} and there are {jax.process_count()} processes; expected a "
+                "gs:// URL, or a folder that all of them share."
+            )
+        root: AnyPath = self.folder if self._copies_checkpoints else self.store
+        self.checkpoints, self._token = root / "checkpoints", ""
+
+    def share_token(self) -> None:
+        """Write a token that all processes must find, as they must see the same place. Another run
+        that starts there replaces it.
+        """
+
+        def write() -> str:
+            token = secrets.token_hex()
+            try:
+                for place in (self.store, self.folder):
+                    (place / _TOKEN).write_text(token)
+            except Exception as error:  # each store has errors of its own
+                raise UserError(f"{self.store} cannot be written: {_said(error)}") from error
+            return token
+
+        self._token = from_first(write)
+        with together():
+            end = time.monotonic() + _TOKEN_SECONDS
+            while _token(self.store) != self._token:
+                if time.monotonic() > end:
+                    raise UserError(
+                        f"{self.store} is another place than in process 0, whose file {_TOKEN} did "
+                        f"not appear there within {_TOKEN_SECONDS:.0f} s; expected a folder that "
+                        "all processes share, or a gs:// URL."
+                    )
+                time.sleep(0.2)
+
+    def check_token(self) -> None:
+        """Raise ``UserError`` if another run has started in the same place."""
+        if _token(self.store) != self._token:
+            raise UserError(
+                f"Another run has started in {self.store}; this one stops and leaves it to that."
+            )
+
+    def pull(self) -> None:
+        """Make the folder of this machine what the URL holds, unless this machine was the last to
+        write there: it may have files that could not be copied.
+        """
+        if self.folder is self.store or _token(self.store) == (_token(self.folder) or None):
+            return
+        mirror_small_files(self.store, self.folder)
+        if self._copies_checkpoints:
+            for old in mirror_checkpoints(self.store / "checkpoints", self.checkpoints):
+                delete_checkpoint(old)
+
+    def push(self) -> None:
+        """Make the URL what the folder of this machine holds."""
+        if self.folder is self.store:
+            return
+        try:
+            self.check_token()
+            if self._copies_checkpoints:
+                for old in mirror_checkpoints(self.checkpoints, self.store / "checkpoints"):
+                    delete_checkpoint(old)
+            mirror_small_files(self.folder, self.store)
+        except Exception as error:
+            raise UserError(
+                f"{self.folder} could not be copied to {self.store}: {_said(error)}. Nothing is "
+                "lost: the same command on this machine continues from there."
+            ) from error
+
+
+def _token(place: AnyPath) -> str:
+    """The token there; empty if there is none."""
+    path = place / _TOKEN
+    try:
+        if isinstance(path, Path):
+            return path.read_text()
+        path.fs.invalidate_cache()
+        return str(path.fs.cat_file(path.path).decode())
+    except FileNotFoundError:
+        return ""
+    except Exception as error:
+        raise UserError(f"{place} cannot be read: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
 
 @contextmanager
-def claimed(workdir: Path, config: Config, *, allow_changes: bool = False) -> Iterator[None]:
-    """Make ``workdir`` the work directory of this config, and keep other runs out of it while the
-    context lasts.
+def claimed(
+    workdir: Workdir, config: Config, *, allow_changes: bool = False
+) -> Iterator[AnyPath | None]:
+    """Make ``workdir`` the work directory of this config, and keep other runs on this file system
+    out of it while the context lasts. Yields its newest checkpoint.
 
     With ``allow_changes`` the run in it may resume with other values of settings that are
-    ``changeable``. A folder in which no step was ever trained, for bad input say, is taken over,
-    with its corpora. One with an imported model gets the new config if that leaves the model and
-    the tokenizer as they are.
+    ``changeable``. A folder without a checkpoint is taken over, with its corpora. One with an
+    imported model gets the new config if that leaves the model and the tokenizer as they are.
 
     Raises:
       UserError: another run is at work in it, or it holds a run with another config; a path that is
         no work directory. Nothing in it was changed.
     """
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"{str(workdir)!r} is a file; expected a new folder or a work directory.")
-    workdir.mkdir(parents=True, exist_ok=True)
-    # corpora may be left of a run whose URL was emptied
-    others = [e for e in workdir.iterdir() if not e.name.startswith(".") and e.name != "corpus"]
-    if others and not (workdir / "config.json").exists():
+    folder = workdir.folder
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{str(folder)!r} is a file; expected a new folder or a work directory.")
+    folder.mkdir(parents=True, exist_ok=True)
+    others = [e for e in folder.iterdir() if not e.name.startswith(".") and e.name != "corpus"]
+    if others and folder is workdir.store and not (folder / "config.json").exists():
         raise UserError(
-            f"{str(workdir)!r} is not empty and holds no config.json; expected a new folder or a "
+            f"{str(folder)!r} is not empty and holds no config.json; expected a new folder or a "
             "work directory."
         )
-    with held(workdir):
-        _claim(workdir, config, allow_changes=allow_changes)
-        yield
-
-
-@contextmanager
-def held(workdir: Path) -> Iterator[None]:
-    """Hold the work directory's lock; ``UserError`` if another run does."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(workdir / ".lock"))
+            stack.enter_context(locked(folder / ".lock"))
         except BlockingIOError:
             raise UserError(
-                f"Another run is at work in {str(workdir)!r}; wait for it or choose another "
+                f"Another run is at work in {str(workdir.store)!r}; wait for it or choose another "
                 "--workdir."
             ) from None
-        yield
+        workdir.pull()
+        yield _claim(workdir, config, allow_changes=allow_changes)
 
 
-def _claim(workdir: Path, config: Config, *, allow_changes: bool) -> None:
-    path = workdir / "config.json"
-    if not path.exists():
-        write_config(workdir, config)
-        return
-    differences = differences_on_resume(config_of(workdir), config)
-    steps = complete_steps(workdir / "checkpoints")
-    if _was_trained(workdir, steps):
-        if steps:  # config.json may have been edited, which changes nothing that was trained
-            saved = config_of(workdir / "checkpoints" / checkpoint_name(steps[-1]))
-            fixed = [each for each in differences_on_resume(saved, config) if not each.changeable]
-            differences = [*(each for each in differences if each.changeable), *fixed]
-        _check_changes(workdir, differences, allow_changes=allow_changes)
-    elif steps:
-        if fixed := [
-            each
-            for each in differences
-            if each.name == "training.start_from"  # the imported model is where it starts
-            or (each.name.startswith(("model.", "tokenizer.")) and not each.changeable)
-        ]:
-            raise UserError(
-                f"{str(workdir)!r} holds an imported model; expected its own settings, which "
-                f"--config {path} gives. {fields_that_differ(fixed)}"
-            )
-        write_config(workdir, config)
-    elif differences:
-        # whether other text asks for another tokenizer is for ``prepare_tokenizer`` to say
-        if any(each.name.startswith("tokenizer.") for each in differences):
-            remove_tokenizer(workdir)
-        write_config(workdir, config)
+def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> AnyPath | None:
+    steps = complete_steps(workdir.checkpoints)
+    paths = [workdir.checkpoints / checkpoint_name(step) for step in reversed(steps)]
+    newest = next(filter(is_readable, paths), None)
+    if newest is None:
+        write_config(workdir.folder, config)
+        return None
+    # config.json may have been edited, which changes nothing that was trained
+    differences = differences_on_resume(config_of(newest), config)
+    if any(steps):
+        _check_changes(workdir.store, differences, allow_changes=allow_changes)
+    elif fixed := [
+        each
+        for each in differences
+        if each.name == "training.start_from"  # the imported model is where it starts
+        or (each.name.startswith(("model.", "tokenizer.")) and not each.changeable)
+    ]:
+        raise UserError(
+            f"{str(workdir.store)!r} holds an imported model; expected its own settings, which "
+            f"--config {workdir.store / 'config.json'} gives. {fields_that_differ(fixed)}"
+        )
+    return newest
 
 
-def _check_changes(workdir: Path, differences: list[Difference], *, allow_changes: bool) -> None:
+def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_changes: bool) -> None:
     """Raise ``UserError`` unless the run may resume with these changes of its settings."""
     if not differences:
         return
@@ -116,22 +229,6 @@ def _check_changes(workdir: Path, differences: list[Difference], *, allow_change
         )
 
 
-def _was_trained(workdir: Path, steps: list[int]) -> bool:
-    """Whether any step was trained: there is a checkpoint of one (an import is step 0), or metrics
-    say more than that a run started and compiled.
-    """
-    metrics = workdir / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    before_steps = ('"kind": "start"', '"kind": "compile"')
-    return any(steps) or not all(any(kind in line for kind in before_steps) for line in lines)
-
-
-def write_config(workdir: Path, config: Config) -> None:
+def write_config(folder: Path, config: Config) -> None:
     """Replace the work directory's config."""
-    write_atomically(workdir / "config.json", to_json(config))
-
-
-def remove_tokenizer(workdir: Path) -> None:
-    """Delete the work directory's tokenizer."""
-    for file in workdir.glob("tokenizer*.model"):
-        file.unlink()
+    write_atomically(folder / "config.json", to_json(config))
