@@ -291,7 +291,7 @@ def test_a_store_that_cannot_be_written_or_read_is_known_before_training(store, 
             Workdir(name)
 
 
-def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, capfd):
+def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, caplog):
     open_ = store.open
 
     def sometimes(path, mode="rb", **options):
@@ -301,7 +301,7 @@ def test_training_outlasts_a_store_that_fails_for_a_while(store, monkeypatch, ca
 
     monkeypatch.setattr(store, "open", sometimes)
     train(run(4, keep_checkpoints=1), URL, devices=ONE)
-    said = capfd.readouterr().err
+    said = caplog.text
     assert "Checkpoint " in said and "could not be copied to memory:" in said
     assert "the store is away. Nothing is lost" in said
     assert complete_steps(local_workdir(URL) / "checkpoints") == [4]

@@ -150,10 +150,10 @@ def choose_checkpoints(
             return [_intact(workdir / "checkpoints" / name) for name in names]
         log.info("Training in %s has not ended: its last checkpoint counts.", workdir)
     newest = folders[steps[::-1].index(_choose(folders, summary, checkpoint, chosen[0]))]
-    default = 1
-    if checkpoint in (None, "last"):
-        default = load_config_file(workdir / "config.json").training.average
-    found = up_to(newest, folders, average or (1 if default == "auto" else default))
+    default = load_config_file(workdir / "config.json").training.average
+    if default == "auto" or checkpoint not in (None, "last"):
+        default = 1
+    found = up_to(newest, folders, average or default)
     if average is not None and len(found) < average:
         raise UserError(
             f"average is {average}; expected at most {len(found)}, the number of checkpoints up to "
