@@ -67,8 +67,10 @@ class CompileAhead:
             wait(needed, timeout=0.1)
 
     def close(self) -> None:
-        """Compile no more shapes. A running thread ends on its own; nobody waits for it."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Compile no more shapes. A running thread ends on its own; only several processes wait for
+        it, as they must leave each other in good order.
+        """
+        self._pool.shutdown(wait=jax.process_count() > 1, cancel_futures=True)
 
     def _compile(self, shape: tuple[int, int, int]) -> Any:
         name = "training step of {} rows of {} + {} tokens".format(*shape)
