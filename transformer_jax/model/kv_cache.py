@@ -109,24 +109,29 @@ class DecoderCache:
             position_B=jnp.zeros_like(self.position_B),
         )
 
+    @property
+    def _grown_BWT(self) -> jax.Array:
+        """``ancestors_BWT`` with the position of the next step."""
+        _, W, T = self.ancestors_BWT.shape
+        is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
+        beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
+        return jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT)
+
     def layers(self, length: int | None = None) -> list[LayerAttention]:
         """Each layer's attention in the next step, over the first ``length`` positions (None: over
         all).
         """
         seen: tuple[jax.Array, ...]
-        batch, beam_size, T = self.ancestors_BWT.shape
-        beams_W = jnp.arange(beam_size, dtype=jnp.int32)
+        batch, beam_size, _ = self.ancestors_BWT.shape
         if self.gathers:
-            mask_BS = self.source_mask_BS[:, :length]
-            positions_1T = jnp.arange(min(T, length or T), dtype=jnp.int32)[None]
-            is_new_B1T = (positions_1T == self.position_B[:, None])[:, None]
-            ancestors_BWT = jnp.maximum(self.ancestors_BWT[:, :, :length], 0)
-            ancestors_BWT = jnp.where(is_new_B1T, beams_W[None, :, None], ancestors_BWT)
+            ancestors_BWT = jnp.maximum(self._grown_BWT[:, :, :length], 0)
+            positions_1T = jnp.arange(ancestors_BWT.shape[2], dtype=jnp.int32)[None]
             slots_BWT = positions_1T[:, None] * beam_size + ancestors_BWT
-            seen = slots_BWT, positions_1T <= self.position_B[:, None], mask_BS
+            is_written_BT = positions_1T <= self.position_B[:, None]
+            seen = slots_BWT, is_written_BT, self.source_mask_BS[:, :length]
         else:
             ancestors_BT1W = self.ancestors_BWT.swapaxes(1, 2)[:, :, None]
-            visible_BTWW = ancestors_BT1W == beams_W[None, None, :, None]
+            visible_BTWW = ancestors_BT1W == jnp.arange(beam_size)[None, None, :, None]
             visible_B1LW = visible_BTWW.reshape(batch, 1, -1, beam_size)
             seen = visible_B1LW, self.source_mask_BS[:, None, :, None]
         return [
@@ -136,9 +141,6 @@ class DecoderCache:
 
     def append(self, layers: Sequence[LayerAttention]) -> DecoderCache:
         """Add one position: each layer's newest keys and values."""
-        beams_1W1 = jnp.arange(self.ancestors_BWT.shape[1], dtype=jnp.int32)[None, :, None]
-        positions_1T = jnp.arange(self.ancestors_BWT.shape[2], dtype=jnp.int32)[None]
-        is_new_B1T = (positions_1T == self.position_B[:, None])[:, None]
         # Written when all layers have read: then XLA's CPU backend copies no block.
         return dataclasses.replace(
             self,
@@ -148,7 +150,7 @@ class DecoderCache:
                 else _written(layer.history, layer.own, self.position_B)
                 for layer in layers
             ),
-            ancestors_BWT=jnp.where(is_new_B1T, beams_1W1, self.ancestors_BWT),
+            ancestors_BWT=self._grown_BWT,
             position_B=self.position_B + 1,
         )
 

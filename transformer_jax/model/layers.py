@@ -170,10 +170,13 @@ class EncoderLayer(nnx.Module):
     ) -> jax.Array:
         """[B, S, D] to [B, S, D]; without a key nothing is dropped."""
         keys = as_keys(dropout_key)
-        y_BSD = self.self_attention_residual.before(x_BSD)
-        y_BSD = self.self_attention(y_BSD, y_BSD, mask_BHSS, dropout_key=keys)
-        x_BSD = self.self_attention_residual.after(x_BSD, y_BSD, dropout_key=keys)
-        return _feed_forward(self, x_BSD, keys)
+
+        def attend(y_BSD: jax.Array) -> jax.Array:
+            return self.self_attention(y_BSD, y_BSD, mask_BHSS, dropout_key=keys)
+
+        x_BSD = self.self_attention_residual(x_BSD, attend, dropout_key=keys)
+        feed_forward = partial(self.feed_forward, dropout_key=keys)
+        return self.feed_forward_residual(x_BSD, feed_forward, dropout_key=keys)
 
 
 class DecoderLayer(nnx.Module):
@@ -204,26 +207,22 @@ class DecoderLayer(nnx.Module):
         values of the memory and of earlier steps, and no memory or mask is needed.
         """
         keys = as_keys(dropout_key)
-        y_BTD, attention = self.self_attention_residual.before(x_BTD), self.self_attention
-        if cache is None:
-            y_BTD = attention(y_BTD, y_BTD, self_mask_BHTT, dropout_key=keys)
-        else:
-            positions_B1 = cache.position_B1
-            q_BTHK = attention.queries(y_BTD, positions_B1)
-            own_BTHK = attention.keys_values(y_BTD, positions_B1)
-            y_BTD = attention.output(cache.to_history(q_BTHK, *own_BTHK))
-        x_BTD = self.self_attention_residual.after(x_BTD, y_BTD, dropout_key=keys)
-        y_BTD, attention = self.cross_attention_residual.before(x_BTD), self.cross_attention
-        if cache is None:
-            y_BTD = attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=keys)
-        else:
-            y_BTD = attention.output(cache.to_source(attention.query(y_BTD)))
-        x_BTD = self.cross_attention_residual.after(x_BTD, y_BTD, dropout_key=keys)
-        return _feed_forward(self, x_BTD, keys)
 
+        def attend(y_BTD: jax.Array) -> jax.Array:
+            attention = self.self_attention
+            if cache is None:
+                return attention(y_BTD, y_BTD, self_mask_BHTT, dropout_key=keys)
+            q_BTHK = attention.queries(y_BTD, cache.position_B1)
+            own_BTHK = attention.keys_values(y_BTD, cache.position_B1)
+            return attention.output(cache.to_history(q_BTHK, *own_BTHK))
 
-def _feed_forward(
-    layer: EncoderLayer | DecoderLayer, x_BLD: jax.Array, keys: DropoutKey
-) -> jax.Array:
-    y_BLD = layer.feed_forward(layer.feed_forward_residual.before(x_BLD), dropout_key=keys)
-    return layer.feed_forward_residual.after(x_BLD, y_BLD, dropout_key=keys)
+        def attend_to_memory(y_BTD: jax.Array) -> jax.Array:
+            attention = self.cross_attention
+            if cache is None:
+                return attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=keys)
+            return attention.output(cache.to_source(attention.queries(y_BTD)))
+
+        x_BTD = self.self_attention_residual(x_BTD, attend, dropout_key=keys)
+        x_BTD = self.cross_attention_residual(x_BTD, attend_to_memory, dropout_key=keys)
+        feed_forward = partial(self.feed_forward, dropout_key=keys)
+        return self.feed_forward_residual(x_BTD, feed_forward, dropout_key=keys)

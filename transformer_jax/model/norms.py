@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -24,13 +25,16 @@ class LayerNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """Mean 0 and variance 1 over D, then scale and bias."""
-        normal = _normalised(x_BLD.astype(jnp.float32), self.epsilon)
+        """The normalised input times the scale, plus the bias."""
         shape = (1,) * (x_BLD.ndim - 1) + (-1,)
-        y = normal * self.scale[...].reshape(shape)
+        y = self.normalised(x_BLD.astype(jnp.float32)) * self.scale[...].reshape(shape)
         if self.bias is not None:
             y += self.bias[...].reshape(shape)
         return y.astype(x_BLD.dtype)
+
+    def normalised(self, x_BLD: jax.Array) -> jax.Array:
+        """Mean 0 and variance 1 over D."""
+        return _normalised(x_BLD, self.epsilon)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -61,24 +65,20 @@ def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]
     return mean_BL1, jax.lax.rsqrt(variance_BL1 + epsilon)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(LayerNorm):
     """x / sqrt(mean(x^2)) times a scale (Zhang and Sennrich, 2019), computed in float32."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6):
         """Scale starts at 1."""
-        self.scale = nnx.Param(jnp.ones((d_model,), jnp.float32))
-        self.epsilon = epsilon
+        super().__init__(d_model, epsilon=epsilon, use_bias=False)
 
-    @jax.named_scope("norm")
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """Mean square 1 over D, then the scale; returned in the input's type."""
-        x = x_BLD.astype(jnp.float32)
-        inverse_BL1 = jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + self.epsilon)
-        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return (x * inverse_BL1 * scale).astype(x_BLD.dtype)
+    def normalised(self, x_BLD: jax.Array) -> jax.Array:
+        """Mean square 1 over D."""
+        mean_BL1 = jnp.square(x_BLD).mean(axis=-1, keepdims=True)
+        return x_BLD * jax.lax.rsqrt(mean_BL1 + self.epsilon)
 
 
-def make_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
+def make_norm(config: ModelConfig) -> LayerNorm:
     """The norm of the config: norm_type, norm_epsilon and norm_bias."""
     D, epsilon = config.d_model, config.norm_epsilon
     if config.norm_type == "rms":
@@ -87,10 +87,7 @@ def make_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
 
 
 class Residual(nnx.Module):
-    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4); pre-norm has the norm before the sublayer.
-
-    A layer calls ``before`` on x, its sublayer on the result, and ``after`` on both.
-    """
+    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4), or x + Dropout(Sublayer(LayerNorm(x)))."""
 
     def __init__(self, config: ModelConfig):
         """Reads norm, dropout and what ``make_norm`` reads."""
@@ -98,18 +95,22 @@ class Residual(nnx.Module):
         self.pre = config.norm == "pre"
         self.dropout = config.dropout
 
-    def before(self, x_BLD: jax.Array) -> jax.Array:
-        """What the sublayer takes in."""
-        return self.norm(x_BLD) if self.pre else x_BLD
+    def __call__(
+        self,
+        x_BLD: jax.Array,
+        sublayer: Callable[[jax.Array], jax.Array],
+        *,
+        dropout_key: DropoutKey = None,
+    ) -> jax.Array:
+        """x joined with what the sublayer makes of it: [B, L, D]."""
+        y_BLD = sublayer(self.norm(x_BLD) if self.pre else x_BLD)
+        return self._joined(x_BLD, y_BLD, dropout_key)
 
     @jax.named_scope("residual")
-    def after(
-        self, x_BLD: jax.Array, y_BLD: jax.Array, *, dropout_key: DropoutKey = None
-    ) -> jax.Array:
-        """x joined with what the sublayer gave."""
+    def _joined(self, x_BLD: jax.Array, y_BLD: jax.Array, dropout_key: DropoutKey) -> jax.Array:
         norm, drops = self.norm, self.dropout > 0 and dropout_key is not None
         plain = self.pre or not drops or not norm_kernel.takes(x_BLD)
-        if plain or isinstance(norm, RMSNorm) or norm.bias is None:
+        if plain or norm.bias is None:
             x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
             return x_BLD if self.pre else norm(x_BLD)
         # In training on a GPU one kernel does all, from a mask.
