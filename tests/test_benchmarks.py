@@ -100,7 +100,7 @@ def test_serving_and_decoding_of_a_trained_model(tmp_path: Path) -> None:
     lines.write_text("".join(f"{line}\n" for line in lines_of_words(6)))
     given = ["--workdir", str(workdir), "--input", str(lines)]
     few = ["--", "--batch-size", "8"]
-    table = benchmark(tmp_path, "serving", *given, "--clients", "2", "--seconds", "1", *few)
+    table = benchmark(tmp_path, "serving", *given, "--clients", "2", "--seconds", "0.3", *few)
     for name in ("ours, 2 clients, mixed", "ours, 2 clients, alike"):
         figures = table[name]
         assert figures["lines"] > 2 and 0 < figures["p50 ms"] <= figures["p95 ms"]
