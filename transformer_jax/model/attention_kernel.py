@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
-from transformer_jax.model.gpu import runs_kernels, shares
+from transformer_jax.model.gpu import load, runs_kernels, shares, store
 from transformer_jax.sharding import BATCH_AXES
 
 # The score of a masked position. Finite, so that a row of padding, which sees nothing, has no NaN.
@@ -132,12 +132,11 @@ def _inside(shape: tuple[int, ...], rows: int, columns: int) -> jax.Array | None
 
 
 def _load(ref: Any, rows: int, columns: int | None = None) -> jax.Array:
-    inside = _inside(ref.shape, rows, columns or ref.shape[1])
-    return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
+    return load(ref, _inside(ref.shape, rows, columns or ref.shape[1]))
 
 
 def _store(ref: Any, x_LK: jax.Array, rows: int) -> None:
-    triton.store(ref, x_LK.astype(ref.dtype), mask=_inside(ref.shape, rows, ref.shape[1]))
+    store(ref, x_LK, _inside(ref.shape, rows, ref.shape[1]))
 
 
 def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:

@@ -1,8 +1,11 @@
-"""What decides whether a kernel of ours can run: the GPU, and how a step is shared by several."""
+"""What the GPU kernels share: when they can run, and how blocks are read and written."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+from jax.experimental.pallas import triton
 
 
 def runs_kernels() -> bool:
@@ -26,3 +29,13 @@ def shares() -> tuple[int, int] | None:
     if "tensor" in mesh:
         return mesh["data"] * mesh["fsdp"], mesh["tensor"]
     return (1, 1) if not mesh and jax.device_count() == 1 else None
+
+
+def load(ref: Any, inside: jax.Array | None) -> jax.Array:
+    """A block, with 0 at what is not inside the array; None: all is."""
+    return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
+
+
+def store(ref: Any, x: jax.Array, inside: jax.Array | None) -> None:
+    """Write a block in its array's type, but for what is not inside the array."""
+    triton.store(ref, x.astype(ref.dtype), mask=inside)

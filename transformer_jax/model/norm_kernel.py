@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from transformer_jax.model.gpu import runs_kernels, shares
+from transformer_jax.model.gpu import load, runs_kernels, shares, store
 
 _BLOCK = 8192  # elements that a program holds at once, in whole rows
 
@@ -106,29 +106,29 @@ def _call(kernel: Any, arrays: Any, outs: Any, settings: _Settings) -> list[jax.
 def _forward_kernel(count: int, factor: float, epsilon: float, *refs: Any) -> None:
     x_ref, y_ref, keep_ref, scale_ref, bias_ref, out_ref, sum_ref = refs
     inside = _inside(x_ref.shape, count)
-    x_LD, y_LD, keep_LD = (_load(ref, inside) for ref in (x_ref, y_ref, keep_ref))
+    x_LD, y_LD, keep_LD = (load(ref, inside) for ref in (x_ref, y_ref, keep_ref))
     sum_LD = x_LD.astype(jnp.float32) + _kept(y_LD.astype(jnp.float32), keep_LD, factor)
     sum_LD = sum_LD.astype(sum_ref.dtype)
-    triton.store(sum_ref, sum_LD, mask=inside)
+    store(sum_ref, sum_LD, inside)
     normal_LD, _ = _normal(sum_LD, epsilon)
     out_LD = normal_LD * scale_ref[...][None] + bias_ref[...][None]
-    triton.store(out_ref, out_LD.astype(out_ref.dtype), mask=inside)
+    store(out_ref, out_LD, inside)
 
 
 def _backward_kernel(count: int, factor: float, epsilon: float, *refs: Any) -> None:
     sum_ref, keep_ref, d_out_ref, scale_ref, d_x_ref, d_y_ref, d_scale_ref, d_bias_ref = refs
     inside = _inside(sum_ref.shape, count)
-    normal_LD, inverse_L = _normal(_load(sum_ref, inside), epsilon)
-    d_out_LD = _load(d_out_ref, inside).astype(jnp.float32)
+    normal_LD, inverse_L = _normal(load(sum_ref, inside), epsilon)
+    d_out_LD = load(d_out_ref, inside).astype(jnp.float32)
     d_scale_ref[...] = (d_out_LD * normal_LD).sum(axis=0)
     d_bias_ref[...] = d_out_LD.sum(axis=0)
     d_normal_LD = d_out_LD * scale_ref[...][None]
     along_L = _mean(d_normal_LD * normal_LD)
     d_LD = d_normal_LD - _mean(d_normal_LD)[:, None] - normal_LD * along_L[:, None]
     d_LD *= inverse_L[:, None]
-    triton.store(d_x_ref, d_LD.astype(d_x_ref.dtype), mask=inside)
-    d_y_LD = _kept(d_LD, _load(keep_ref, inside), factor)
-    triton.store(d_y_ref, d_y_LD.astype(d_y_ref.dtype), mask=inside)
+    store(d_x_ref, d_LD, inside)
+    d_y_LD = _kept(d_LD, load(keep_ref, inside), factor)
+    store(d_y_ref, d_y_LD, inside)
 
 
 def _normal(x_LD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
@@ -153,7 +153,3 @@ def _inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
         return None
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return pl.program_id(0) * shape[0] + row < count
-
-
-def _load(ref: Any, inside: jax.Array | None) -> jax.Array:
-    return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
