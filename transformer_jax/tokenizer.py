@@ -85,21 +85,15 @@ class Tokenizer:
         return cls(_read_model(source), _read_model(target), vocabulary=vocabulary)
 
     @classmethod
-    def load(cls, directory: str | Path, *, fingerprint: str = "") -> Tokenizer:
-        """The tokenizer that ``save`` wrote into ``directory``; ``UserError`` if it is absent,
-        corrupt, or another than that of ``fingerprint``.
+    def load(cls, directory: str | Path) -> Tokenizer:
+        """The tokenizer that ``save`` wrote into ``directory``; ``UserError`` if it is absent or
+        corrupt.
         """
         directory = Path(directory)
         names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
         vocabulary = directory / _VOCABULARY
         tokens = json.loads(vocabulary.read_bytes()) if vocabulary.exists() else ()
-        found = cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
-        if fingerprint not in ("", found.fingerprint):
-            raise UserError(
-                f"Tokenizer file {str(directory / names[0])!r} is not the one that the model was "
-                "trained with; restore it."
-            )
-        return found
+        return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
         """This tokenizer, with those of ``symbols`` that it lacks as further tokens at the end; all
