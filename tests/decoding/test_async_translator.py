@@ -77,7 +77,7 @@ def test_what_no_line_may_be(shared, line, message) -> None:
 
 
 def test_checks_name_a_line_only_if_it_has_a_number(translator) -> None:
-    with pytest.raises(UserError, match=r"^prefix '日本' has"):
+    with pytest.raises(UserError, match=r"^The text: prefix '日本' has"):
         translator.check(Request("one", prefix="日本"))
     with pytest.raises(UserError, match=r"^The text is not valid Unicode"):
         translator.check(Request("\ud800"))

@@ -4,8 +4,10 @@ model's own forward pass.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,10 @@ from reference_search import Rules, reference_search
 
 from transformer_jax.config import DecodingConfig, MeshConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.buckets import Bucket, make_buckets
-from transformer_jax.decoding.records import Request, Translation
+from transformer_jax.decoding.engine import Hypothesis
+from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.segments import joint, split
-from transformer_jax.decoding.translator import Translator, _join
+from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.sharding import make_mesh
@@ -53,7 +56,6 @@ def forward(model, source_BS, target_BT):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"norm": "pre", "positions": "learned", "max_positions": 32},
         {"norm": "pre", "norm_type": "rms", "activation": "swiglu", "positions": "rotary"},
         {"final_norm": True, "encoder_window": 3},
@@ -61,7 +63,7 @@ def forward(model, source_BS, target_BT):
 )
 def test_equals_a_plain_search_by_the_whole_forward_pass(tokenizer, settings):
     model = make_model(tokenizer, **settings)
-    lines = LINES[:8]
+    lines = LINES[:6]
     found = Translator(model, tokenizer, CONFIG).stream(lines)
     for line, [translation] in zip(lines, found, strict=True):
         source = [*tokenizer.encode_source([line])[0], EOS_ID]
@@ -199,9 +201,17 @@ def test_a_long_line_is_translated_in_segments(translator, caplog):
     ]
 
 
-def test_segments_are_joined_as_their_language_is_written():
-    segments = [[Translation(text, -1.0, -1.0, 2)] for text in ("好。", "", "是", "Ja.", "Nein.")]
-    assert _join(segments)[0].text == "好。是Ja. Nein."
+def test_segments_are_joined_as_their_language_is_written(translator):
+    texts = ("好。", "", "是", "Ja.", "Nein.")
+    found = [[Hypothesis([i], -1.0, -1.0, [-0.5, -0.5])] for i in range(len(texts))]
+    translator = copy.copy(translator)
+    translator.tokenizer = SimpleNamespace(
+        decode_target=lambda ids: texts[ids[0]], target_tokens=lambda ids: [texts[ids[0]]]
+    )
+    [translation] = translator.translations(Request(""), found)
+    assert translation.text == "好。是Ja. Nein."
+    assert (translation.length, translation.score, translation.log_prob) == (10, -1.0, -5.0)
+    assert len(translation.tokens) == 9 and len(translation.token_log_probs) == 10
     assert [joint(text) for text in ("", "Ja.", "好。", "他说:“好!”", "東京 (", "네.")] == [
         "",
         " ",

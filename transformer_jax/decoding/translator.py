@@ -120,9 +120,9 @@ class Translator(TrainedModels):
     def sentences(self, request: Request) -> list[Sentence]:
         """What to search for a request: itself, its segments, or (an empty line) nothing.
 
-        ``UserError`` as ``prefix_tokens``.
+        ``UserError`` as ``check``.
         """
-        prefix = self.prefix_tokens(request)
+        prefix = self.check(request)
         if not request.text.strip():
             return []
         limit = self.engine.longest_source - 1  # EOS takes one position
@@ -140,37 +140,42 @@ class Translator(TrainedModels):
     def translations(
         self, request: Request, found: Sequence[Sequence[Hypothesis]]
     ) -> list[Translation]:
-        """A request's translations, best first, from the hypotheses of its ``sentences``."""
-        segments = [list(map(self._translation, hypotheses)) for hypotheses in found]
-        if not all(segments):
+        """A request's translations, best first, from the hypotheses of its ``sentences``: the best
+        of each as one line, then the second-best, while every sentence has one.
+        """
+        if not all(found):
             self.num_failed += 1
-            warn_first(
-                self.num_failed,
-                "Line %d: the search found no translation; its output is empty.",
-                request.number,
-            )
-        return _join(segments)
+            said = "Line %d: the search found no translation; its output is empty."
+            warn_first(self.num_failed, said, request.number)
+        unknown = math.nan if found else 0.0  # nothing found; or nothing to translate
+        return list(map(self._joined, zip(*found))) or [Translation("", unknown, unknown, 0)]
 
-    def _translation(self, hypothesis: Hypothesis) -> Translation:
+    def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
+        """One for each segment of a line, as one translation."""
+        text, tokens = "", list[str]()
+        for hypothesis in hypotheses:
+            segment = self.tokenizer.decode_target(hypothesis.tokens)
+            text += (joint(text) if segment else "") + segment
+            tokens += [*self.tokenizer.target_tokens(hypothesis.tokens), "</s>"]
         return Translation(
-            self.tokenizer.decode_target(hypothesis.tokens),
-            hypothesis.score,
-            hypothesis.log_prob,
-            len(hypothesis.tokens) + 1,
-            tuple(self.tokenizer.target_tokens(hypothesis.tokens)),
-            tuple(hypothesis.token_log_probs),
+            text,
+            # the mean, so the best stay first
+            sum(hypothesis.score for hypothesis in hypotheses) / len(hypotheses),
+            sum(hypothesis.log_prob for hypothesis in hypotheses),
+            len(tokens),
+            tuple(tokens[:-1]),
+            tuple(x for hypothesis in hypotheses for x in hypothesis.token_log_probs),
         )
 
-    def check(self, request: Request) -> None:
-        """``UserError`` unless this line can be translated."""
-        _check_text(request)
-        self.prefix_tokens(request)
-
-    def prefix_tokens(self, request: Request) -> list[int]:
-        """The token ids that the request forces; ``UserError`` if that cannot be done."""
+    def check(self, request: Request) -> list[int]:
+        """The token ids that the request forces; ``UserError`` unless it can be translated."""
+        line = f"Line {request.number}" if request.number else "The text"
+        check_text(request.text, line)
+        check_text(request.prefix, f"{line}: prefix")
+        if not request.prefix:
+            return []
         [prefix] = self.tokenizer.encode_target([request.prefix])
-        line = f"Line {request.number}: " if request.number else ""
-        said = f"{line}prefix {shown(request.prefix)}"
+        said = f"{line}: prefix {shown(request.prefix)}"
         if UNK_ID in prefix:
             tokens = shown(" ".join(self.tokenizer.target_tokens(prefix)))
             raise UserError(
@@ -184,38 +189,7 @@ class Translator(TrainedModels):
         return prefix
 
 
-def _join(segments: list[list[Translation]]) -> list[Translation]:
-    """The best of each segment as one line, then the second-best, while every segment has one."""
-    joined = []
-    for hypotheses in zip(*segments, strict=False):
-        text, tokens = "", list[str]()
-        for hypothesis in hypotheses:
-            text += (joint(text) if hypothesis.text else "") + hypothesis.text
-            tokens += [*hypothesis.tokens, "</s>"]
-        joined.append(
-            Translation(
-                text,
-                # the mean, so the best stay first
-                sum(hypothesis.score for hypothesis in hypotheses) / len(hypotheses),
-                sum(hypothesis.log_prob for hypothesis in hypotheses),
-                sum(hypothesis.length for hypothesis in hypotheses),
-                tuple(tokens[:-1]),
-                tuple(x for hypothesis in hypotheses for x in hypothesis.token_log_probs),
-            )
-        )
-    unknown = math.nan if segments else 0.0  # nothing found; or nothing to translate
-    return joined or [Translation("", unknown, unknown, 0)]
-
-
 def numbered_request(line: str | Request, place: int) -> Request:
-    """The line as a request that has a number; ``UserError`` unless it is text."""
+    """The line as a request that has a number."""
     request = line if isinstance(line, Request) else Request(line)
-    if not request.number:
-        request = dataclasses.replace(request, number=place)
-    _check_text(request)
-    return request
-
-
-def _check_text(request: Request) -> None:
-    check_text(request.text, f"Line {request.number}" if request.number else "The text")
-    check_text(request.prefix, f"Line {request.number}: prefix" if request.number else "The prefix")
+    return request if request.number else dataclasses.replace(request, number=place)
