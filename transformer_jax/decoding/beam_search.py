@@ -96,10 +96,10 @@ class BeamSearch(Method):
         Each beam's best come from its logits, whose order is that of the log-probabilities: those
         of the whole vocabulary are never written out.
         """
-        logits_RV, normalizer_R1, maxima_RQ, forced_R, forbidden_RF = scores
+        logits_RV, normalizer_R1, forced_R = scores
         (B, W), V = state.live.log_probs_BW.shape, logits_RV.shape[1]
         K = min(2 * W, V)
-        values_RK, tokens_RK = top_k(logits_RV, K, forbidden_RF, maxima_RQ)
+        values_RK, tokens_RK = top_k(logits_RV, K)
         # Where one token is forced it is the only continuation, whatever the rules say.
         forced_R1, first_1K = forced_R[:, None], (jnp.arange(K) == 0)[None]
         forced_value_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)

@@ -33,39 +33,37 @@ class Constraints:
     def __post_init__(self) -> None:
         require_at_least(0, min_length=self.min_length, no_repeat_ngram=self.no_repeat_ngram)
 
-    def without_repeats(
-        self, logits_RV: Array, *, tokens_RL: Array, position_R: Array, forced_R: Array
+    def apply(
+        self,
+        logits_RV: Array,
+        *,
+        tokens_RL: Array,
+        position_R: Array,
+        forced_R: Array,
+        eos_id: int,
+        pad_id: int,
     ) -> Array:
-        """Logits that are IMPOSSIBLE for tokens that would complete an n-gram again.
+        """Logits that are IMPOSSIBLE for tokens which may not come next: what would complete an
+        n-gram again, the suppressed ones, PAD, and EOS before ``min_length``.
+
+        Only these are written; a copy of all logits would cost more than the rest of the search.
 
         Args:
           tokens_RL: what each of R hypotheses has written: its first ``position_R`` tokens.
-          forced_R: the one token that must come next; negative: any may.
+          forced_R: the one token that must come next, whatever the rules say; negative: any may.
         """
-        if not self.no_repeat_ngram:
-            return logits_RV
-        repeats_RL = _ends_of_repeats(tokens_RL, position_R, self.no_repeat_ngram)
-        banned_RL = repeats_RL & (forced_R[:, None] < 0)
-        rows_R1 = jnp.arange(logits_RV.shape[0])[:, None]
-        return logits_RV.at[rows_R1, tokens_RL].min(jnp.where(banned_RL, IMPOSSIBLE, jnp.inf))
-
-    def forbidden(self, position_R: Array, *, eos_id: int, pad_id: int) -> Array:
-        """The tokens that may not come next in each row, unless forced: int32 [R, F], -1 for none.
-        They are the suppressed ones, PAD, and EOS before ``min_length``.
-        """
-        never = sorted({*self.suppress} if pad_id == eos_id else {*self.suppress, pad_id})
-        never_RF = jnp.tile(jnp.array(never, jnp.int32), (position_R.shape[0], 1))
-        if not self.min_length:
-            return never_RF
-        eos_R = jnp.where(position_R < self.min_length, eos_id, -1)
-        return jnp.concatenate([never_RF, eos_R[:, None]], axis=1)
-
-
-def masked(x_RC: Array, ids_RC: Array, forbidden_RF: Array) -> Array:
-    """Values of the tokens ``ids_RC``: IMPOSSIBLE for those that are forbidden in their rows."""
-    for f in range(forbidden_RF.shape[1]):
-        x_RC = jnp.where(ids_RC == forbidden_RF[:, f : f + 1], IMPOSSIBLE, x_RC)
-    return x_RC
+        is_free_R1, rows_R1 = forced_R[:, None] < 0, jnp.arange(len(forced_R))[:, None]
+        if self.no_repeat_ngram:
+            repeats_RL = _ends_of_repeats(tokens_RL, position_R, self.no_repeat_ngram)
+            bounds_RL = jnp.where(repeats_RL & is_free_R1, IMPOSSIBLE, jnp.inf)
+            logits_RV = logits_RV.at[rows_R1, tokens_RL].min(bounds_RL)
+        never_F = jnp.array(sorted({*self.suppress} | {pad_id} - {eos_id}), jnp.int32)
+        bounds_R1 = jnp.where(is_free_R1, IMPOSSIBLE, jnp.inf)
+        logits_RV = logits_RV.at[:, never_F].min(bounds_R1)
+        if self.min_length:
+            is_early_R = is_free_R1[:, 0] & (position_R < self.min_length)
+            logits_RV = logits_RV.at[:, eos_id].min(jnp.where(is_early_R, IMPOSSIBLE, jnp.inf))
+        return logits_RV
 
 
 def require_at_least(least: float, **settings: float) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.constraints import IMPOSSIBLE, masked, require_at_least
+from transformer_jax.decoding.constraints import IMPOSSIBLE, require_at_least
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
     Method,
@@ -62,16 +62,13 @@ class Sampling(Method):
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""
-        logits_RV, normalizer_R1, _, forced_R, forbidden_RF = scores
-        values_RV = masked(logits_RV, jnp.arange(logits_RV.shape[1])[None], forbidden_RF)
-        drawn_R = self._draw(values_RV, self._keys(state))
+        logits_RV, normalizer_R1, forced_R = scores
+        drawn_R = self._draw(logits_RV, self._keys(state))
         is_forced_R = forced_R >= 0
         tokens_R = jnp.where(is_forced_R, forced_R, drawn_R)
-        chosen_R1 = tokens_R[:, None]
-        value_R1 = jnp.take_along_axis(values_RV, chosen_R1, axis=1)
+        value_R1 = jnp.take_along_axis(logits_RV, tokens_R[:, None], axis=1)
         possible_R1 = (value_R1 > IMPOSSIBLE / 2) | is_forced_R[:, None]
-        token_log_probs_R1 = jnp.take_along_axis(logits_RV, chosen_R1, axis=1) - normalizer_R1
-        token_log_probs_R1 = jnp.where(possible_R1, token_log_probs_R1, IMPOSSIBLE)
+        token_log_probs_R1 = jnp.where(possible_R1, value_R1 - normalizer_R1, IMPOSSIBLE)
         tokens_BW, token_log_probs_BW = (
             x.reshape(state.live.log_probs_BW.shape) for x in (tokens_R, token_log_probs_R1)
         )

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints, require_at_least
-from transformer_jax.decoding.logits import log_sum_exp
 from transformer_jax.errors import UserError
 
 Cache = Any
@@ -80,15 +79,11 @@ class NextToken(NamedTuple):
     """What the model and the constraints say of the token after each of R = B * W hypotheses."""
 
     logits_RV: Array
-    """float32; IMPOSSIBLE where a token would repeat an n-gram."""
+    """float32; IMPOSSIBLE for tokens that may not come next, unless one is forced."""
     normalizer_R1: Array
     """The log-softmax is ``logits_RV - normalizer_R1``."""
-    maxima_RQ: Array | None
-    """Of ``logits_RV``, for ``top_k``, if they are known."""
     forced_R: Array
     """The only token allowed (the prefix's; EOS at the last position), or NOT_FORCED."""
-    forbidden_RF: Array
-    """Tokens that may not come next where none is forced; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,23 +291,22 @@ def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextTo
     B, W, V = logits_BWV.shape
     logits_RV = logits_BWV.reshape(B * W, V).astype(jnp.float32)
     # A row may forbid every token (-inf throughout); its normaliser must not turn that into NaN.
-    normalizer_R1, maxima_RQ = log_sum_exp(logits_RV)
+    normalizer_R1 = jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
     normalizer_R1 = jnp.maximum(normalizer_R1, IMPOSSIBLE)
     position_R = jnp.repeat(state.position_B, W)
     position_B1 = state.position_B[:, None]
     forced_B1 = jnp.take_along_axis(state.prefix_BP, position_B1, axis=1, mode="clip")
     is_last_B = state.position_B + 1 >= state.limit_B
     forced_R = jnp.repeat(jnp.where(is_last_B, method.eos_id, forced_B1[:, 0]), W)
-    choosable_RV = method.constraints.without_repeats(
+    logits_RV = method.constraints.apply(
         logits_RV,
         tokens_RL=state.live.tokens_BWL.reshape(B * W, -1),
         position_R=position_R,
         forced_R=forced_R,
+        eos_id=method.eos_id,
+        pad_id=method.pad_id,
     )
-    ends = {"eos_id": method.eos_id, "pad_id": method.pad_id}
-    forbidden_RF = method.constraints.forbidden(position_R, **ends)
-    maxima_RQ = maxima_RQ if choosable_RV is logits_RV else None
-    return NextToken(choosable_RV, normalizer_R1, maxima_RQ, forced_R, forbidden_RF)
+    return NextToken(logits_RV, normalizer_R1, forced_R)
 
 
 def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW: Array) -> Beams:
