@@ -99,19 +99,15 @@ class Evaluator:
         references = [target for _, target in run.test_pairs]
         tokenize, language = run.config.training.bleu_tokenize, run.config.training.bleu_language
         scores = evaluate(translations, references, tokenize=tokenize, language=language)
-        figures = {
+        figures: dict[str, Any] = {
             "sentences": len(references),
             "checkpoint": int(checkpoints[0].name),
             "averaged_checkpoints": len(checkpoints),
-            "bleu": scores.bleu.value,
-            "bleu_signature": scores.bleu.signature,
-            "chrf": scores.chrf.value,
-            "chrf_signature": scores.chrf.signature,
             "exact_match": scores.exact_match,
         }
-        if scores.paper_bleu:
-            figures["paper_bleu"] = scores.paper_bleu.value
-            figures["paper_bleu_signature"] = scores.paper_bleu.signature
+        for name in ("bleu", "chrf", "paper_bleu"):
+            if score := getattr(scores, name):
+                figures |= {name: score.value, f"{name}_signature": score.signature}
         return figures, scores
 
     def _placed(self, parameters: Any) -> Parameters:

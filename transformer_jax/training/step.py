@@ -98,7 +98,7 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
     return functions._replace(init=partial(functions.init, np.uint32(config.seed)))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     """The functions of all runs with these settings; ``init`` takes the seed."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))))
