@@ -87,13 +87,14 @@ class BatchPlan:
         self._buckets = [rows_KkB for _, rows_KkB in buckets]
         self.shapes = tuple((rows_KkB.shape[2], S, T) for (S, T), rows_KkB in buckets)
         """(B, S, T) of every batch there is, smallest S + T first; each is compiled once."""
-        self._batches = np.array([rows_KkB.shape[1] for rows_KkB in self._buckets])
-        self.steps_per_epoch = int(self._batches.sum())
-        positions_2 = self._batches @ np.array([(B * S, B * T) for B, S, T in self.shapes])
+        batches_b = [rows_KkB.shape[1] for rows_KkB in self._buckets]
+        self._places = [(b, k) for b, batches in enumerate(batches_b) for k in range(batches)]
+        self.steps_per_epoch = len(self._places)
+        positions_2 = batches_b @ np.array([(B * S, B * T) for B, S, T in self.shapes])
         source, target = (tokens_2 / corpus.num_samples / positions_2).tolist()
         self.fill: tuple[float, float] = (source, target)
         """Shares of real tokens among source and target positions, over all batches."""
-        # Step numbers are asked for from two epochs at a time: batches are built ahead.
+        # Batches are built ahead, so steps of two epochs may be asked for at a time.
         self._order = functools.lru_cache(maxsize=2)(self._shuffle_batches)
         self._shuffled = functools.lru_cache(maxsize=len(buckets))(self._shuffle_rows)
 
@@ -131,14 +132,10 @@ class BatchPlan:
         if step < 0:
             raise IndexError(f"step is {step}; expected 0 or more")
         epoch, at = divmod(step, self.steps_per_epoch)
-        buckets, ks = self._order(epoch)
-        return epoch, int(buckets[at]), int(ks[at])
+        return epoch, *self._places[self._order(epoch)[at]]
 
-    def _shuffle_batches(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The buckets of an epoch's batches, and their numbers in these."""
-        order = permutation(self.steps_per_epoch, self._seed, _OF_BATCHES, epoch)
-        buckets = np.repeat(np.arange(len(self.shapes)), self._batches)
-        return buckets[order], ranges(np.zeros_like(self._batches), self._batches)[order]
+    def _shuffle_batches(self, epoch: int) -> np.ndarray:
+        return permutation(self.steps_per_epoch, self._seed, _OF_BATCHES, epoch)
 
     def _shuffle_rows(self, epoch: int, bucket: int) -> np.ndarray:
         """The rows of a bucket's batches, [k, B]."""

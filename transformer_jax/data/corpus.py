@@ -26,7 +26,7 @@ import numpy as np
 from transformer_jax.config import Config, DataConfig, PairsConfig
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.data.tokenize import TokeniseJob, flatten, tokenised
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, shown
 from transformer_jax.storage import local_path, locked
 from transformer_jax.tokenizer import Tokenizer
 
@@ -113,7 +113,7 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def build_corpus(
-    pairs: PairsConfig,
+    text: PairsConfig | ParallelText,
     tokenizer: Tokenizer,
     data: DataConfig,
     directory: str | Path,
@@ -122,7 +122,7 @@ def build_corpus(
     num_samples: int = 1,
     seed: int = 0,
 ) -> Corpus:
-    """Tokenise ``pairs`` into ``directory``, or open what an earlier call with the same inputs and
+    """Tokenise ``text`` into ``directory``, or open what an earlier call with the same inputs and
     settings left there.
 
     Leaves out and counts pairs that are empty, longer than ``data`` allows or of too unequal length
@@ -130,10 +130,10 @@ def build_corpus(
     ``Tokenizer.encode_source``) draws ``num_samples`` segmentations. The result does not depend on
     ``data.workers``.
     """
-    job = TokeniseJob(tokenizer, data)
-    if sampling:
-        job = TokeniseJob(tokenizer, data, sampling, num_samples, seed)
-    return _open_or_build(ParallelText(pairs, data.root), job, Path(directory))
+    if isinstance(text, PairsConfig):
+        text = ParallelText(text, data.root)
+    sampled = (sampling, num_samples, seed) if sampling else ()
+    return _open_or_build(text, TokeniseJob(tokenizer, data, *sampled), Path(directory))
 
 
 def prepare_corpus(
@@ -143,11 +143,15 @@ def prepare_corpus(
 
     Only train is segmented at random.
     """
-    job = TokeniseJob(tokenizer, config.data)
-    if name == "train" and (sampling := config.tokenizer.sampling):
-        num_samples = config.tokenizer.sampled_epochs
-        job = TokeniseJob(tokenizer, config.data, sampling, num_samples, config.seed)
-    corpus = _open_or_build(text, job, directory)
+    corpus = build_corpus(
+        text,
+        tokenizer,
+        config.data,
+        directory,
+        sampling=config.tokenizer.sampling if name == "train" else 0.0,
+        num_samples=config.tokenizer.sampled_epochs,
+        seed=config.seed,
+    )
     counts = ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items())
     _log.info("%s pairs: %s", name, counts)
     return corpus
@@ -237,7 +241,15 @@ def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
                 append(f"{side}_offsets", offsets)
                 end[:] = offsets[-1:] if len(offsets) else end
     counts["read"] += counts["invalid_utf8"]
-    _require_pairs(counts, text.config)
+    if not counts["kept"]:
+        raise UserError(
+            "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} "
+            "longer than data.max_source_length or data.max_target_length, {ratio:,} beyond "
+            "data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least one: check the "
+            "text, or relax these settings.".format(
+                **counts, where=shown(text.config.source or text.config.kind)
+            )
+        )
     fingerprint = job.fingerprint(text)
     manifest = {
         "fingerprint": fingerprint,
@@ -261,18 +273,3 @@ def _publish(temporary: Path, final: Path) -> None:
     except OSError:
         if not final.exists():  # else a builder whose locks do not reach here came first
             raise
-
-
-def _require_pairs(statistics: dict[str, int], pairs: PairsConfig) -> None:
-    """``UserError`` if no pair was kept."""
-    if not statistics["kept"]:
-        where = (
-            ", ".join(map(repr, pairs.source[:3])) + ", ..." * (len(pairs.source) > 3)
-            or f"data of kind {pairs.kind!r}"
-        )
-        raise UserError(
-            "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} "
-            "longer than data.max_source_length or data.max_target_length, {ratio:,} beyond "
-            "data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least one: check the "
-            "text, or relax these settings.".format(**statistics, where=where)
-        )

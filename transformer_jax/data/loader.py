@@ -111,10 +111,7 @@ def _on_devices(plan: BatchPlan, sharding: NamedSharding | None, step: int) -> B
     first, end = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
 
     def place_rows(rows: np.ndarray) -> jax.Array:
-        def of_device(index: Any) -> np.ndarray:
-            begin, stop, _ = index[0].indices(B)
-            return rows[begin - first : stop - first, index[1]]
-
-        return jax.make_array_from_callback((B, rows.shape[1]), sharding, of_device)
+        whole = np.pad(rows, ((first, B - end), (0, 0)))
+        return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
     return jax.tree.map(place_rows, plan.batch(step, slice(first, end)))
