@@ -263,10 +263,8 @@ def complete_steps(checkpoints: AnyPath) -> list[int]:
     """The steps of the complete checkpoints in a ``checkpoints/`` folder, oldest first. Step 0 is
     an imported model.
     """
-    if not isinstance(checkpoints, Path):
-        checkpoints.fs.invalidate_cache()  # others may have written since fsspec looked
-    names = [path.parent.name for path in checkpoints.glob(f"*/{MANIFEST}")]
-    return sorted(int(name) for name in names if name.isdigit())
+    names = (name.partition("/") for name in files_in(checkpoints))
+    return [int(step) for step, _, file in names if file == MANIFEST and step.isdigit()]
 
 
 def config_of(checkpoint: AnyPath) -> Config:

@@ -69,10 +69,18 @@ def no_evaluation(config: Config) -> Config:
 
 
 def command(
-    workdir: Path, cache: Path, config: Config, *flags: str, devices: int = 1
+    workdir: Path | str,
+    cache: Path,
+    config: Config,
+    *flags: str,
+    devices: int = 1,
+    folder: Path | None = None,
 ) -> subprocess.Popen[str]:
-    """``python train.py`` on this config, in a process of its own."""
-    file = workdir.parent / f"{workdir.name}_{hash(config)}_config.py"
+    """``python train.py`` on this config, in a process of its own; the config's file is in
+    ``folder``, or beside the work directory.
+    """
+    name = f"{Path(workdir).name}_{hash(config)}_config.py"
+    file = (folder or Path(workdir).parent) / name
     text = json.dumps(dataclasses.asdict(config))
     file.write_text(
         "from transformer_jax.config_io import from_json\n\n\n"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from transformer_jax.config import Config
 from transformer_jax.data.loader import place
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError
-from transformer_jax.storage import AnyPath, remove_folder
+from transformer_jax.storage import AnyPath, files_in, remove_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import Parameters, TrainState
@@ -142,9 +141,7 @@ class Checkpoints:
 
     def _clean(self) -> None:
         """Remove what an interrupted save left."""
-        if isinstance(self.folder, Path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in self.folder.iterdir() if path.name.isdigit()}
+        names = {name.partition("/")[0] for name in files_in(self.folder)}
         for name in names.difference(map(checkpoint_name, complete_steps(self.folder))):
             remove_folder(self.folder / name)
 
@@ -179,6 +176,8 @@ class Checkpoints:
             response.result()
             if not is_first():  # which does the rest for all
                 return
+            if self.folder.parent == self._workdir.store:
+                self._push()  # logs before the manifest
             noted = dataclasses.asdict(progress)
             write_manifest(path, self._config, self._tokenizer, noted)
         except Exception as error:
@@ -186,9 +185,17 @@ class Checkpoints:
             return
         try:
             self._delete_old(progress.best_step)
-            self._workdir.push()
-        except (OSError, UserError) as error:  # the next save makes up for it
+        except OSError as error:  # the next save makes up for it
             log.warning("Checkpoint %s is saved, but: %s", path, _reason(error))
+        if self.folder.parent != self._workdir.store:
+            self._push()
+
+    def _push(self) -> None:
+        """Copy what the URL lacks; training outlasts a store that fails."""
+        try:
+            self._workdir.push()
+        except UserError as error:
+            log.warning("%s Training continues; the next checkpoint tries again.", error)
 
     def _delete_old(self, best_step: int | None) -> None:
         """Keep the newest, the best, and what may be averaged with them."""

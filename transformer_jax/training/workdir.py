@@ -114,15 +114,17 @@ class Workdir:
                 delete_checkpoint(old)
 
     def push(self) -> None:
-        """Make the URL what the folder of this machine holds."""
+        """Make the URL what the folder of this machine holds. Logs come before the checkpoints that
+        they lead to: a resumed run drops entries after its checkpoint.
+        """
         if self.folder is self.store:
             return
         try:
             self.check_token()
+            mirror_small_files(self.folder, self.store)
             if self._copies_checkpoints:
                 for old in mirror_checkpoints(self.checkpoints, self.store / "checkpoints"):
                     delete_checkpoint(old)
-            mirror_small_files(self.folder, self.store)
         except Exception as error:
             raise UserError(
                 f"{self.folder} could not be copied to {self.store}: {_said(error)}. Nothing is "

@@ -1,0 +1,66 @@
+"""An emulated Google Cloud Storage with one bucket, ``ckpt``, in memory.
+
+    python tests/training/gcs_emulator.py PORT
+
+Adds to gcp-storage-emulator what tensorstore's driver needs: a generation at each download,
+ifGenerationMatch (412) and ifGenerationNotMatch (304).
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+from gcp_storage_emulator import server
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
+
+_lock = threading.RLock()
+
+
+def conditional(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The handler of a request for one object, which looks at its conditions first."""
+
+    def handle(request: Any, response: Any, storage: Any, *others: Any, **named: Any) -> Any:
+        with _lock:
+            name = request.params.get("object_id") or request.query.get("name", [None])[0]
+            if name is not None:
+                try:
+                    found = storage.get_file_obj(request.params["bucket_name"], name)
+                    now = int(found["generation"])
+                except NotFound:
+                    now = 0
+                query = {key: values[0] for key, values in request.query.items()}
+                writes = handler in (objects.insert, objects.delete)
+                if int(query.get("ifGenerationMatch", now)) != now:
+                    if writes:
+                        _ = request.data  # the connection goes on after the body
+                    response.status = HTTPStatus.PRECONDITION_FAILED
+                    return None
+                if now and int(query.get("ifGenerationNotMatch", -1)) == now:
+                    response.status = HTTPStatus.NOT_MODIFIED
+                    return None
+                if now and not writes:
+                    response["x-goog-generation"] = str(now)
+            return handler(request, response, storage, *others, **named)
+
+    return handle
+
+
+def main() -> None:
+    """Serve until killed."""
+    names = ("get", "download", "insert", "delete")
+    wrapped = {getattr(objects, name): conditional(getattr(objects, name)) for name in names}
+    server.HANDLERS = tuple(
+        (route, {method: wrapped.get(handler, handler) for method, handler in methods.items()})
+        for route, methods in server.HANDLERS
+    )
+    ThreadingHTTPServer.daemon_threads = True
+    server.server.HTTPServer = ThreadingHTTPServer
+    server.create_server("127.0.0.1", int(sys.argv[1]), True, default_bucket="ckpt").run()
+
+
+if __name__ == "__main__":
+    main()
