@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gzip
@@ -23,7 +22,6 @@ import pytest
 from flax import nnx
 from random_models import write_run
 
-from transformer_jax import cli
 from transformer_jax.config import (
     Config,
     DataConfig,
@@ -241,16 +239,6 @@ def test_a_window_of_one_answers_each_line_at_once_and_ctrl_c_ends_it_quietly(wo
         process.send_signal(signal.SIGINT)  # it waits for more input
         assert process.wait(60) == 130
         assert re.fullmatch(_QUIET, process.stderr.read().decode())
-
-
-def test_a_ctrl_c_that_python_drops_comes_again():
-    old = signal.getsignal(signal.SIGINT)
-    with cli._insistent_interrupts():
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            time.sleep(30)
-    assert signal.getsignal(signal.SIGINT) is old
 
 
 OBJECTS = "".join(

@@ -57,12 +57,13 @@ def evaluate(
 
     Arguments and errors as in ``bleu`` and ``paper_bleu``.
     """
-    equal = sum(ours == theirs for ours, theirs in zip(hypotheses, references, strict=False))
-    bleu_score, paper = bleu(hypotheses, references, tokenize=tokenize), None
-    if language:
-        given = tokenize == "none"
-        paper = paper_bleu(hypotheses, references, language=language, tokenized=given)
-    return Evaluation(bleu_score, chrf(hypotheses, references), equal / len(references), paper)
+    texts = hypotheses, references
+    scores = bleu(*texts, tokenize=tokenize), chrf(*texts)
+    equal = sum(ours == theirs for ours, theirs in zip(*texts)) / len(references)
+    if not language:
+        return Evaluation(*scores, equal)
+    given = tokenize == "none"
+    return Evaluation(*scores, equal, paper_bleu(*texts, language=language, tokenized=given))
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a") -> Score:
@@ -137,21 +138,14 @@ def check_bleu(tokenize: str, language: str = "") -> None:
         )
 
 
-def check_pairs(hypotheses: Sequence[object], references: Sequence[str]) -> None:
-    """Raise ``UserError`` unless there is one reference for each line, and at least one line."""
-    if len(hypotheses) != len(references):
-        raise UserError(
-            f"{len(hypotheses)} lines to score and {len(references)} reference lines; "
-            "expected as many references as lines."
-        )
-    if not hypotheses:
-        raise UserError("There is nothing to score: 0 lines and 0 references.")
-
-
 def _corpus_score(
     metric: BLEU | CHRF, hypotheses: Sequence[str], references: Sequence[str]
 ) -> Score:
-    check_pairs(hypotheses, references)
+    if len(hypotheses) != len(references) or not references:
+        raise UserError(
+            f"{len(hypotheses)} lines to score and {len(references)} reference lines; "
+            "expected as many references as lines, and at least one."
+        )
     result = metric.corpus_score(hypotheses, [references])
     details = str(result).split(" ")[3:]  # after "BLEU = 41.02"
     return Score(result.name, result.score, str(metric.get_signature()), " ".join(details))

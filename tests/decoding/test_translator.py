@@ -178,12 +178,6 @@ def test_over_long_values_are_shortened_in_messages(translator):
         assert len(str(error.value)) < 400
 
 
-def test_it_says_what_it_is(translator, model, tokenizer):
-    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    size = f"{tokenizer.source_vocab_size} source and {tokenizer.target_vocab_size} target tokens"
-    assert repr(translator) == (f"Translator(1 model, {count:,} parameters, {size}, beam of 3)")
-
-
 def test_a_long_line_is_translated_in_segments(translator, caplog):
     line = " ".join(WORDS) * 30 + ". " + " ".join(WORDS) + ". " + "x" * 100
     with caplog.at_level(logging.WARNING):

@@ -10,7 +10,6 @@ import logging
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -225,7 +224,7 @@ def decode(argv: Sequence[str]) -> None:
     first = list(islice(records, 1))  # an input that cannot be read leaves the output as it is
     results, text, best = arguments.results, files.format == "text", []
     lines = partial(results.text, scores=asked.score is not None) if text else results.json
-    start, numbered = time.perf_counter(), text and results.nbest > 1
+    numbered = text and results.nbest > 1
     with open_output(files.output, resume=files.resume, numbered=numbered) as (write, kept):
         if kept and references is not None:
             raise UserError(
@@ -237,7 +236,6 @@ def decode(argv: Sequence[str]) -> None:
             write(lines(record, translations))
             if references is not None:
                 best.append(translations[0].text)
-    logger.info("Done in %.1f s.", time.perf_counter() - start)
     if _size(files.input) != size:
         said = "%s has changed meanwhile; --resume translates lines that have been appended."
         logger.warning(said, files.input)

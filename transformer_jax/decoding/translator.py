@@ -43,17 +43,6 @@ class Translator(TrainedModels):
         self.engine = Engine(models, self.config, suppress=suppress, devices=devices)
         self.num_failed = self.num_split = 0
 
-    def __repr__(self) -> str:
-        count = len(self.models)
-        number = sum(leaf.size for leaf in jax.tree.leaves(self.engine.parameters))
-        sampling = self.config.method == "sample"
-        return (
-            f"Translator({count} model{'s' * (count != 1)}, {number:,} parameters, "
-            f"{self.tokenizer.source_vocab_size:,} source and "
-            f"{self.tokenizer.target_vocab_size:,} target tokens, "
-            f"{'sampling' if sampling else f'beam of {self.config.beam_size}'})"
-        )
-
     @property
     def parameters(self) -> Any:
         """The model's, as ``nnx.to_pure_dict`` gives them (of several models an ``Ensemble``'s).
