@@ -23,8 +23,8 @@ class DropoutKeys:
         """``drawn``: all masks, if they have been drawn ahead."""
         if not isinstance(key, jax.Array):
             raise UserError(
-                f"dropout_key is {key!r}; expected a random key, for example jax.random.key(0) or "
-                "rngs.dropout() of an nnx.Rngs."
+                f"dropout_key is of type {type(key).__name__}; expected a random key, for example "
+                "jax.random.key(0), or rngs.dropout() of an nnx.Rngs."
             )
         self.key, self._drawn = key, drawn
         self.asked: list[tuple[tuple[int, ...], float]] = []  # shape and rate of each mask

@@ -23,10 +23,14 @@ _NOT_WRITTEN = -1
 # Numbers of positions are multiples of this. On a GPU, so few values are added up by one thread,
 # others next to it; for 32 or more XLA starts a block of 1,024 threads, most of which wait.
 _MULTIPLE = 16
-# Positions of a block (self-attention, cross-attention) up to position 64; from there each block is
-# as long as all before it together, as skipping costs some operations too. A GPU has one block.
-_BLOCKS = {"cpu": (16, 32), "tpu": (64, 64)}
-_EQUAL_BLOCKS = 64
+# Positions where blocks end (self-attention, cross-attention). From position 64 on each block is as
+# long as all before it together, as skipping costs some operations too. A GPU has one block.
+_LONG = [64 << i for i in range(20)]
+_ENDS = {
+    "cpu": ([16, 32, 48, *_LONG], [32, *_LONG]),
+    "tpu": (_LONG, _LONG),
+    "gpu": ([], []),
+}
 # Positions that a step on a GPU may be limited to: so many, twice as many, and so on. Each is
 # compiled on its own, and left out if the whole is not much longer.
 _SHORTEST = 32
@@ -210,19 +214,18 @@ def empty_cache(
     """
     batch, length = source_mask_BS.shape
     S, T = (-(-n // _MULTIPLE) * _MULTIPLE for n in (max(length, source_capacity), max_length))
-    backend = jax.default_backend()
-    gathers = backend == "gpu"
-    self_block, cross_block = (T, S) if gathers else _BLOCKS[backend]
+    ends_T, ends_S = _ENDS[jax.default_backend()]
+    gathers = jax.default_backend() == "gpu"
 
     def of_source(x_BSHK: jax.Array) -> list[jax.Array]:
         padding = (0, 0), (0, 0), (0, S - length), (0, 0)
         x_BHSK = jnp.pad(x_BSHK.swapaxes(1, 2), padding)
-        return [x_BHSK[:, :, i:j] for i, j in _ranges(S, cross_block)]
+        return jnp.split(x_BHSK, [n for n in ends_S if n < S], axis=2)
 
     def of_history(x_BSHK: jax.Array) -> list[jax.Array]:
         B, _, H, K = x_BSHK.shape
-        slots = [(j - i) * beam_size for i, j in _ranges(T, self_block)]
-        return [jnp.zeros((B, H, L, K), x_BSHK.dtype) for L in slots]
+        slots_BHLK = jnp.zeros((B, H, T * beam_size, K), x_BSHK.dtype)
+        return jnp.split(slots_BHLK, [n * beam_size for n in ends_T if n < T], axis=2)
 
     arrays = [_block(*layer, joined=gathers) for layer in cross]
     return DecoderCache(
@@ -238,16 +241,6 @@ def empty_cache(
 
 def _block(keys: jax.Array, values: jax.Array, *, joined: bool) -> Block:
     return (jnp.concatenate([keys, values], axis=-1),) if joined else (keys, values)
-
-
-def _ranges(length: int, block: int) -> list[tuple[int, int]]:
-    """Where blocks begin and end."""
-    ranges, start = [], 0
-    while start < length:
-        stop = min(length, start + (block if start < _EQUAL_BLOCKS else start))
-        ranges.append((start, stop))
-        start = stop
-    return ranges
 
 
 def _written(blocks: Sequence[Block], own: Block, position_B: jax.Array) -> tuple[Block, ...]:
