@@ -144,7 +144,7 @@ def test_losses_are_those_of_one_device(
 def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
     """Along ``tensor`` devices sum the outputs of sub-layers, and hand on no matrix."""
     model = dataclasses.replace(
-        CONFIG.model, vocab_size=256, d_model=64, d_ff=256, num_layers=2, dtype="float32"
+        CONFIG.model, vocab_size=256, d_model=64, d_ff=256, num_layers=1, dtype="float32"
     )
     config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=8))
     run = step_functions(config, 8)
@@ -158,13 +158,13 @@ def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
     assert set(few) == set(many) == {"all-reduce f32", "all-gather f32"}
     # gathered are the gradients of the biases [F], whatever the rows
     assert few["all-gather f32"] == many["all-gather f32"]
-    assert many["all-gather f32"]["mb"] <= 2 * 2 * model.d_ff * 4 / 1e6 + 0.001
+    assert many["all-gather f32"]["mb"] <= 2 * model.d_ff * 4 / 1e6 + 0.001
     layer_mb = (512 - 64) * 16 * model.d_model * 4 / 1e6  # of the rows more, one layer's output
     more_mb = many["all-reduce f32"]["mb"] - few["all-reduce f32"]["mb"]
-    # Two encoder layers of two sub-layers, two decoder layers of three: once forward and once
-    # backward for feed-forward, once forward and once for each of queries, keys and values backward
-    # for attention.
-    assert 2 * 10 <= more_mb / layer_mb <= 4 * 2 + 6 * 4 + 0.01
+    # An encoder layer of two sub-layers, a decoder layer of three: once forward and once backward
+    # for feed-forward, once forward and once for each of queries, keys and values backward for
+    # attention.
+    assert 10 <= more_mb / layer_mb <= 2 * 2 + 3 * 4 + 0.01
 
 
 @pytest.mark.devices(8)
@@ -423,8 +423,8 @@ def test_r_drop_compares_two_draws_of_dropout() -> None:
 
     assert run(0.0, 1).sums.tokens == run(5.0, 1).sums.tokens
     assert divergence(run(0.0, 1)) == 0
-    np.testing.assert_allclose(divergence(run(5.0, 1)), 5 * divergence(run(1.0, 1)), rtol=1e-4)
-    assert divergence(run(5.0, 30)) / 5 < 0.5 * divergence(run(0.01, 30)) / 0.01
+    np.testing.assert_allclose(divergence(run(5.0, 1)), 10 * divergence(run(0.5, 1)), rtol=1e-4)
+    assert divergence(run(5.0, 10)) < 0.5 * 10 * divergence(run(0.5, 10))
 
 
 def test_schedule_is_equation_3_with_steps_from_1() -> None:
@@ -539,7 +539,7 @@ def test_devices_do_not_hand_layers_around(
         vocab_size=256,
         d_model=64,
         d_ff=256,
-        num_layers=2,
+        num_layers=1,
         attention_dropout=0.1,
         feed_forward_dropout=0.1,
     )

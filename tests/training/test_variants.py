@@ -29,7 +29,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "activation": "swiglu",
         "positions": "rotary",
         "feed_forward_bias": False,
-        "num_layers": 2,
     },
     "window": {
         "final_norm": True,
