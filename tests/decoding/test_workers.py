@@ -48,21 +48,21 @@ def search_live(rows, sentences, wanted, *, seed):
     waiting = chance.sample(range(len(sentences)), len(sentences))
     entries, left = {}, 0
     while waiting or rows.busy:
-        if waiting and rows.num_idle and chance.random() < 0.7:
+        if waiting and chance.random() < 0.7:
             length = length_of(sentences[waiting[0]])
             same = [i for i in waiting if length_of(sentences[i]) == length]
-            same = same[: chance.randint(1, min(rows.num_idle, rows.bucket.block_size))]
+            same = same[: chance.randint(1, rows.bucket.block_size)]
             for i in same:
                 waiting.remove(i)
                 entries[i] = Entry(sentences[i]._replace(wanted=wanted[i]))
-            rows.seat([entries[i] for i in same])
+            rows.turn([entries[i] for i in same], 0)
         if rows.busy and left < 10 and chance.random() < 0.2:
             gone = chance.choice(list(rows.busy.values()))
             [number] = [i for i, entry in entries.items() if entry is gone]
             waiting.append(number)
             gone.future.cancel()
             left += 1
-        rows.take_steps(chance.randint(1, 9))
+        rows.turn([], chance.randint(1, 9))
     assert left == 10
     return [entries[i].future.result(timeout=0) for i in range(len(sentences))]
 
@@ -109,11 +109,10 @@ def wanted_by(seed, config):
 def test_a_cancelled_sentence_leaves_its_row():
     rows = live_rows(Engine([make_model(Vocabulary)], CONFIG, devices=jax.devices()[:1]))
     entry = Entry(SENTENCES[3])
-    rows.seat([entry])
-    rows.take_steps(1)
+    rows.turn([entry], 1)
     assert rows.num_idle == rows.bucket.rows - 1 and not entry.future.done()
     entry.future.cancel()
-    rows.take_steps(1)
+    rows.turn([], 1)
     assert rows.num_idle == rows.bucket.rows and not rows.busy
     assert rows._rows.state.done_B.all()
 
@@ -123,6 +122,5 @@ def test_broken_parameters_give_a_sentence_no_hypotheses():
     model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
     rows = live_rows(Engine([model], CONFIG, devices=jax.devices()[:1]))
     entry = Entry(SENTENCES[3])
-    rows.seat([entry])
-    rows.take_steps(3)
+    rows.turn([entry], 3)
     assert entry.future.result(timeout=0) == []

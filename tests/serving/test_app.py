@@ -385,9 +385,9 @@ def test_too_much_to_do_and_too_long_answers_are_refused(
     strict: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rows in strict.service.models[Pair("en", "de")].workers._searches[0][0]:
-        take_steps = partial(LiveRows.take_steps, rows, 1)
-        slowly = partial(lambda its, most: time.sleep(0.2) or its(), take_steps)
-        monkeypatch.setattr(rows, "take_steps", slowly)
+        turn = partial(LiveRows.turn, rows, most=1)
+        slowly = partial(lambda its, entries, most: time.sleep(0.2) or its(entries), turn)
+        monkeypatch.setattr(rows, "turn", slowly)
     with ThreadPoolExecutor(3) as clients:
         replies = list(clients.map(lambda _: strict.ask(q=LINES[6:9]), range(3)))
     assert [reply.status for reply in replies] == [503] * 3
@@ -427,7 +427,7 @@ def test_before_compiling_and_after_a_failure_nothing_is_translated(translator) 
                 raise RuntimeError("out of memory")
 
             for rows in model.workers._searches[0][0]:
-                rows.take_steps = fail
+                rows.turn = fail
             reply = server.ask(q="one")
             assert reply.status == 503 and "started again" in reply.json["error"]
             assert server.request("GET", "/health").status == 503

@@ -16,9 +16,11 @@ from itertools import chain, islice
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_index
-from transformer_jax.decoding.continuous_batching import Block
+from transformer_jax.decoding.continuous_batching import NOBODY, Block, Found
 from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
 
 logger = logging.getLogger(__name__)
@@ -69,43 +71,42 @@ class LiveRows:
         self._nobody = self._encode({})
         for length in self.bucket.lengths:
             entry = Entry(Sentence([0] * (length - 1)))
-            self.seat([entry])
+            self.turn([entry], 0)
             entry.future.cancel()
-            self.take_steps(0)
+            self.turn([], 0)
 
-    def seat(self, entries: Sequence[Entry]) -> None:
-        """Give idle rows to at most ``bucket.block_size`` sentences of one encoded length."""
+    def turn(self, entries: Sequence[Entry], most: int) -> None:
+        """Give rows to at most ``bucket.block_size`` sentences of one encoded length, taking steps
+        until enough are idle. Then write up to ``most`` tokens of every sentence, fewer once a
+        block of them is done.
+
+        Sets the results of futures: no hypotheses where the model's logits were NaN. Rows of
+        cancelled futures become idle.
+        """
         entered = dict(zip(self._numbers, entries, strict=False))
         self.busy |= entered
-        block = self._encode(entered)
-        self._rows, *_ = self._engine.seat(self.bucket, self._rows, block, most=0, enough=0)
-
-    def take_steps(self, most: int) -> None:
-        """Write up to ``most`` tokens of every sentence, fewer once a block of them is done, and
-        set the results of these: no hypotheses where the model's logits were NaN. Rows of cancelled
-        futures become idle.
-        """
+        block = self._encode(entered) if entered else self._nobody
         limits = {"most": most, "enough": self.bucket.block_size}
-        rows, *_ = self._engine.seat(self.bucket, self._rows, self._nobody, **limits)
+        rows, left, _ = self._engine.seat(self.bucket, self._rows, block, **limits)
+        self._answer(left)
         number_B, is_done_B = jax.device_get((rows.number_B, rows.state.done_B))
-        row_of = {number: row for row, number in enumerate(number_B.tolist())}
-        cancelled = [number for number, each in self.busy.items() if each.future.cancelled()]
-        finished = [number for number in self.busy if is_done_B[row_of[number]]]
-        if finished:
-            found = jax.device_get(self._engine.results(rows))
-        if cancelled:
-            is_done_B = is_done_B.copy()
-            is_done_B[[row_of[number] for number in cancelled]] = True
-            done_B = jax.device_put(is_done_B, rows.state.done_B.sharding)
+        if any(number in self.busy for number in number_B[is_done_B].tolist()):
+            found = Found(jnp.where(is_done_B, number_B, NOBODY), self._engine.results(rows))
+            self._answer(found)
+        gone = [number for number, entry in self.busy.items() if entry.future.cancelled()]
+        if gone:
+            done_B = jax.device_put(is_done_B | np.isin(number_B, gone), rows.state.done_B.sharding)
             rows = rows._replace(state=rows.state._replace(done_B=done_B))
+        for number in gone:
+            del self.busy[number]
         self._rows = rows
-        for number in finished:
-            entry = self.busy.pop(number)
-            its = hypotheses(found, row_of[number])[: entry.sentence.wanted]
-            if entry.future.set_running_or_notify_cancel():
-                entry.future.set_result(its)
-        for number in cancelled:
-            self.busy.pop(number, None)
+
+    def _answer(self, found: Found) -> None:
+        number_R, results = jax.device_get(found)
+        for row, number in enumerate(number_R.tolist()):
+            entry = self.busy.pop(number, None)
+            if entry is not None and entry.future.set_running_or_notify_cancel():
+                entry.future.set_result(hypotheses(results, row)[: entry.sentence.wanted])
 
     def _encode(self, entries: dict[int, Entry]) -> Block:
         return self._engine.encode(
@@ -208,11 +209,19 @@ class Workers:
             while not self._has_ended:
                 with self._changed:
                     self._changed.wait_for(has_work)
-                for sets, waiting in zip(searches, self._waiting, strict=True):
-                    self._seat(sets, waiting)
+                work = [
+                    (sets, waiting)
+                    for sets, waiting in zip(searches, self._waiting, strict=True)
+                    if waiting or any(rows.busy for rows in sets)
+                ]
+                for sets, waiting in work:
+                    chosen = self._smallest(sets, waiting)
+                    block = self._next_block(chosen, waiting, may_step=len(work) == 1)
                     for rows in sets:
-                        if rows.busy:
-                            rows.take_steps(_STEPS)
+                        if rows is chosen and block:
+                            rows.turn(block, 0 if waiting else _STEPS)
+                        elif rows.busy:
+                            rows.turn([], _STEPS)
         except Exception as error:
             logger.exception("The search failed; it must be started again.")
             self.failure = SearchFailed(str(error))
@@ -223,22 +232,28 @@ class Workers:
                 waiting.clear()
         _end([entry for rows in chain(*searches) for entry in rows.busy.values()], self.failure)
 
-    def _seat(self, sets: list[LiveRows], waiting: list[Entry]) -> None:
-        """Give rows to those that have waited for longest, each block of one encoded length."""
+    def _smallest(self, sets: list[LiveRows], waiting: list[Entry]) -> LiveRows:
+        """The set of rows that suffices for all sentences, or the largest."""
         num_sentences = len(waiting) + sum(len(rows.busy) for rows in sets)
-        rows = next((x for x in sets if x.bucket.rows >= num_sentences), sets[-1])
-        while rows.num_idle:
-            with self._changed:
-                waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
-                if not waiting:
-                    return
-                length_of = rows.bucket.length_of
-                length = length_of(waiting[0].sentence)
-                same = (entry for entry in waiting if length_of(entry.sentence) == length)
-                block = list(islice(same, min(rows.num_idle, rows.bucket.block_size)))
-                for entry in block:
-                    waiting.remove(entry)
-            rows.seat(block)
+        return next((rows for rows in sets if rows.bucket.rows >= num_sentences), sets[-1])
+
+    def _next_block(self, rows: LiveRows, waiting: list[Entry], *, may_step: bool) -> list[Entry]:
+        """Sentences of the length of the one that has waited for longest, as many as rows are idle.
+        Or a whole block, for whose rows ``turn`` takes steps, if no other bucket waits meanwhile.
+        """
+        with self._changed:
+            waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
+            if not waiting:
+                return []
+            size, length_of = rows.bucket.block_size, rows.bucket.length_of
+            length = length_of(waiting[0].sentence)
+            same = (entry for entry in waiting if length_of(entry.sentence) == length)
+            block = list(islice(same, size))
+            if len(block) < size or not may_step:
+                del block[rows.num_idle :]
+            for entry in block:
+                waiting.remove(entry)
+            return block
 
 
 def _sets_of_rows(engine: Engine, bucket: Bucket) -> list[LiveRows]:
