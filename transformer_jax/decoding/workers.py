@@ -205,6 +205,7 @@ class Workers:
             is_busy = any(rows.busy for rows in chain(*searches))
             return self._has_ended or is_busy or self.num_waiting > 0
 
+        block: list[Entry] = []
         try:
             while not self._has_ended:
                 with self._changed:
@@ -230,7 +231,8 @@ class Workers:
             _end(chain(*self._waiting), self.failure)
             for waiting in self._waiting:
                 waiting.clear()
-        _end([entry for rows in chain(*searches) for entry in rows.busy.values()], self.failure)
+        busy = (rows.busy.values() for rows in chain(*searches))
+        _end(chain(block, *busy), self.failure)
 
     def _smallest(self, sets: list[LiveRows], waiting: list[Entry]) -> LiveRows:
         """The set of rows that suffices for all sentences, or the largest."""
