@@ -46,7 +46,6 @@ def original(tmp_path_factory) -> Path:
     lines = [
         {"kind": "start", "step": 0, "parameters": 1234, "source_fill": 0.75, "target_fill": 0.5}
         | {"environment": environment},
-        {"kind": "compile", "step": 0, "name": "step <a>", "seconds": 1.5, "memory_bytes": 3e9},
         *(
             {"kind": "train", "step": step, "loss": 8 / step, "perplexity": 100.0 / step}
             | {"learning_rate": step / 1000, "tokens_per_second": 100.0 * step}
@@ -164,7 +163,7 @@ def test_an_unfinished_run_is_named_so(report, run):
 
 
 CORRUPT = {
-    "metrics.jsonl, line 8 of 8, is corrupt.": lambda run: (run / "metrics.jsonl").write_text(
+    "metrics.jsonl, line 7 of 7, is corrupt.": lambda run: (run / "metrics.jsonl").write_text(
         (run / "metrics.jsonl").read_text()[:-20]
     ),
     "metrics.jsonl cannot be read: No such file": lambda run: (run / "metrics.jsonl").unlink(),
@@ -209,14 +208,14 @@ def test_lines_that_are_no_entries_are_left_out(report, run):
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + "\n".join(wrong))
     page = report(run)
-    assert [re.search(r"line (\d+) of 19", each)[1] for each in problems(page)] == [
-        *map(str, range(9, 18))
+    assert [re.search(r"line (\d+) of 18", each)[1] for each in problems(page)] == [
+        *map(str, range(8, 17))
     ]
     assert tables(page)["best dev_bleu"] == ["33.333"]
 
 
 def test_a_checkpoint_that_cannot_be_loaded_costs_only_translations(report, run):
-    for file in (run / "checkpoints").glob("*/tokenizer.model"):
+    for file in (run / "checkpoints").glob("*/manifest.json"):
         file.write_bytes(b"")
     page = report(run, flags=())
     assert f"{run}: Translations and attention are not complete" in problems(page)[0]

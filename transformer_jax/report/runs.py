@@ -39,9 +39,8 @@ class Run:
         return [entry["step"] for entry in known], [entry[name] for entry in known]
 
     def latest(self) -> dict[str, Any]:
-        """The latest value of each field, except those of compiled functions."""
-        kept = (entry for entry in self.entries if entry["kind"] != "compile")
-        return {name: value for entry in kept for name, value in entry.items()}
+        """The latest value of each field."""
+        return {name: value for entry in self.entries for name, value in entry.items()}
 
     @property
     def status(self) -> str:
