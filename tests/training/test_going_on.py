@@ -22,7 +22,7 @@ from transformer_jax.config import Config, OptimizerConfig, PairsConfig
 from transformer_jax.config_io import load_config_file, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training import prepare, saver
+from transformer_jax.training import prepare, saver, workdir
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.signals import Signals
@@ -370,3 +370,19 @@ def test_a_link_that_is_repointed_meanwhile_does_not_move_the_run(tmp_path: Path
         run.checkpoints.wait()
     assert complete_steps(tmp_path / "one" / "checkpoints") == [1]
     assert not list((tmp_path / "other").iterdir())
+
+
+def test_what_a_run_cannot_work_with_is_known_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="letters that this locale's encoding lacks.*PYTHONUTF8=1"):
+        train(tiny(), tmp_path / "caf\udcc3\udca9", devices=ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.resource, "getrlimit", lambda _: (20, 20))
+        with pytest.raises(UserError, match=r"may open 20 files; expected .* \(ulimit -n 256\)"):
+            train(tiny(), tmp_path / "run", devices=ONE)
+    monkeypatch.setattr(workdir, "_TOKEN_SECONDS", 0.2)
+    monkeypatch.setattr(workdir, "from_first", lambda compute: "what another disk has")
+    with pytest.raises(UserError, match=r"is another place than in process 0.* \.token"):
+        train(tiny(), tmp_path / "run", devices=ONE)
+    assert not list((tmp_path / "run").glob("[!.]*.model"))

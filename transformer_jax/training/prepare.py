@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -64,6 +65,8 @@ log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
 
+_FEWEST_FILES = 256  # that a process may open: Orbax and JAX fail with less in unclear ways
+
 
 @dataclass
 class Prepared:
@@ -104,6 +107,12 @@ def prepare(
         refused leaves the config of an earlier run as it was.
     """
     began = time.monotonic()
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FEWEST_FILES:
+        raise UserError(
+            f"This process may open {files} files; expected at least {_FEWEST_FILES} "
+            f"(ulimit -n {_FEWEST_FILES})."
+        )
     settings = flatten(config).items()
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
     use_matmul_precision(config.model)

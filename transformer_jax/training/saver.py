@@ -216,7 +216,8 @@ class Checkpoints:
         step, steps = self.last_saved, self.steps()
         self.failure, self.last_saved = _reason(error), -1
         there = f"The newest is of step {steps[-1]}" if steps else "There is no checkpoint"
-        log.error("Checkpoint %d could not be saved: %s. %s.", step, self.failure, there)
+        text = "Checkpoint %d could not be saved: %s (in %s). %s."
+        log.error(text, step, self.failure, path, there)
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
