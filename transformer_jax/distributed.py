@@ -147,11 +147,6 @@ def from_first(compute: Callable[[], T]) -> T:
     return from_all(value)[0]  # type: ignore[no-any-return]
 
 
-def wait_for_others() -> None:
-    """Wait until all processes are here."""
-    from_all(None)
-
-
 def check_agreement(values: Mapping[str, Any]) -> None:
     """Raise ``UserError`` in all processes unless all have the same values (plain JSON); names the
     processes that differ from process 0, and in what.

@@ -16,7 +16,7 @@ import jax
 from transformer_jax.checkpoint import described
 from transformer_jax.config import Config
 from transformer_jax.data.loader import load_batches
-from transformer_jax.distributed import from_first, is_first, wait_for_others
+from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
@@ -270,7 +270,6 @@ class _Loop:
 def _saved_step(checkpoints: Checkpoints) -> int:
     """The step of the last save, once it is on disk; negative if that failed."""
     checkpoints.wait()
-    wait_for_others()
     return from_first(lambda: checkpoints.last_saved)
 
 

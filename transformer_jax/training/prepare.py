@@ -330,14 +330,15 @@ def _initial_state(
         source = local_workdir(config.training.start_from)
         names = from_first(lambda: [path.name for path in _start_checkpoints(config)])
         folder = source.parent if source.parent.name == "checkpoints" else source / "checkpoints"
-        values = load_parameters([folder / name for name in names])
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        parameters = place(jax.tree.map(_grown, values, abstract), shardings)
+        start: list[AnyPath] = [folder / name for name in names]
         log.info("Starting from the parameters of %s.", config.training.start_from)
-    elif (parameters := checkpoints.imported_parameters(abstract)) is not None:
+    elif imported := checkpoints.imported():
+        start = [imported]
         log.info("Starting from the imported parameters in %s.", checkpoints.folder)
     else:
         return state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    parameters = place(jax.tree.map(_grown, load_parameters(start), abstract), shardings)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)
     return state.replace(parameters=parameters, ema=ema)  # type: ignore[attr-defined]
 

@@ -33,7 +33,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.storage import AnyPath, files_in, remove_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
-from transformer_jax.training.step import Parameters, TrainState
+from transformer_jax.training.step import TrainState
 from transformer_jax.training.workdir import Workdir
 
 log = logging.getLogger(__name__)
@@ -125,10 +125,8 @@ class Checkpoints:
                 "model further use --training.start-from with another --workdir."
             ) from error
 
-    def imported_parameters(self, abstract_parameters: Parameters) -> Parameters | None:
-        """The parameters that ``save_model`` left to start from, placed as
-        ``abstract_parameters`` says; None if it left none.
-        """
+    def imported(self) -> AnyPath | None:
+        """The step 0 that ``save_model`` left to start from; None if it left none."""
         path = self.folder / checkpoint_name(0)
         if not (path / MANIFEST).exists():
             return None
@@ -136,8 +134,7 @@ class Checkpoints:
             raise UserError(
                 f"The imported parameters in {path} are corrupt ({reason}); import the model again."
             )
-        wanted = {"parameters": abstract_parameters}
-        return ocp.load_checkpointables(str(path / "state"), wanted)["parameters"]
+        return path
 
     def _clean(self) -> None:
         """Remove what an interrupted save left."""
