@@ -83,8 +83,13 @@ def start_cache(
     backend: str, model: Transformer, source: jax.Array, **settings: object
 ) -> DecoderCache:
     """As it is kept there, to be run here."""
+
+    @jax.jit
+    def start(source: jax.Array) -> DecoderCache:
+        return model.start_cache(model.encode(source), source != 0, **settings)  # type: ignore[arg-type]
+
     with mock.patch.object(jax, "default_backend", return_value=backend):
-        return model.start_cache(encode(model, source), source != 0, **settings)  # type: ignore[arg-type]
+        return start(source)
 
 
 def check_cached_steps(
