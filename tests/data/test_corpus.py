@@ -518,16 +518,18 @@ def test_ctrl_c_ends_all_processes_with_one_traceback(tmp_path):
 
 
 def test_a_dying_worker_is_reported(tmp_path, in_processes, monkeypatch):
-    append, killed = corpora._append, []
+    chunks, killed = tokenize._chunks, []
 
-    def kill_a_worker(file, array):
-        for child in () if killed else psutil.Process().children():
-            if "spawn_main" in " ".join(child.cmdline()):
-                killed.append(child.pid)
-                child.kill()
-        append(file, array)
+    def kill_workers(pairs):
+        for chunk in chunks(pairs):
+            # When they have just started: one that dies while it sends a result blocks the pool.
+            for child in () if killed else psutil.Process().children():
+                if "spawn_main" in " ".join(child.cmdline()):
+                    killed.append(child.pid)
+                    child.kill()
+            yield chunk
 
-    monkeypatch.setattr(corpora, "_append", kill_a_worker)
+    monkeypatch.setattr(tokenize, "_chunks", kill_workers)
     with pytest.raises(
         UserError,
         match=r"^A tokenizing process died\. If memory ran out, lower data\.workers\.$",
