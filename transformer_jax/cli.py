@@ -28,7 +28,10 @@ class _Stderr(logging.Handler):
     """Writes to whatever ``sys.stderr`` is now: a progress bar replaces it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        try:
+            print(self.format(record), file=sys.stderr)
+        except OSError:
+            self.handleError(record)
 
 
 def run_program(work: Callable[[], int | None]) -> int:

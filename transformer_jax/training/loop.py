@@ -115,7 +115,7 @@ class _Loop:
             stop = stop or (self._evaluation_due() and self._evaluate())
             for batch in [] if stop else batches:
                 shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
-                train_step = compiled.wait(shape, self._compiling)
+                train_step = compiled.wait(shape, self._poll)
                 self._watch.poll("step {}, {} rows of {} + {} tokens".format(self._step, *shape))
                 self._state, figures = train_step(self._state, batch)
                 self._read_figures()  # of the step before, while this one runs
@@ -137,6 +137,7 @@ class _Loop:
     def _evaluate(self) -> bool:
         """Evaluate on the dev set; returns whether early stopping triggers."""
         number = -(-self._step // self._config.training.eval_every)
+        self._reporter.status(f"evaluating step {self._step}")
         self._watch.poll(f"evaluation after step {self._step}")
         figures, example = self._evaluator.dev(self._state.evaluated, number=number)
         self._reporter.dev(self._step, figures, example)
@@ -184,11 +185,10 @@ class _Loop:
             **environment(),
         }
         try:
-            self._poll()
-            self._watch.poll("choice of the checkpoints to average")
+            self._poll("choosing the checkpoints to average")
             checkpoints = self._evaluator.choose()
             if run.test_pairs:
-                self._watch.poll("evaluation on the test set")
+                self._poll("evaluating on the test set")
                 summary["test"], scores = self._evaluator.test(checkpoints)
                 self._reporter.say(f"test, {described(checkpoints)}: {scores}")
             summary["averaged_steps"] = [int(path.name) for path in checkpoints]
@@ -208,14 +208,12 @@ class _Loop:
         return summary
 
     def _poll(self, doing: str = "") -> None:
-        """Called every moment of whatever takes long."""
+        """Called every moment of whatever takes long; the progress bar shows what that is."""
         self._watch.poll(doing)
+        if doing:
+            self._reporter.status(doing)
         if self._signals.received is not None:
             raise Interrupted
-
-    def _compiling(self, state: str) -> None:
-        self._reporter.status(state)
-        self._poll(state)
 
     def _read_figures(self) -> None:
         """Take in the last step's figures, unless that was done; log them if due."""

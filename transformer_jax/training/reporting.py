@@ -115,9 +115,9 @@ class Reporter:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not first)
         self._bar = ProgressBar(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("{task.fields[status]}"),
+            BarColumn(16),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),  # its end is cut in a narrow terminal
             console=self._console,
             disable=not (first and self._console.is_terminal),
         )
@@ -149,8 +149,8 @@ class Reporter:
         """A log entry of the training loop."""
         self.write("train", step, values)
         status = (
-            f"loss {values['loss']:.3f}  lr {values['learning_rate']:.2e}  "
-            f"{values['tokens_per_second']:,.0f} tokens/s  epoch {values['epoch']:.2f}"
+            f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"epoch {values['epoch']:.2f}  lr {values['learning_rate']:.2e}"
         )
         self.status(status)
         if not self._console.is_terminal:
