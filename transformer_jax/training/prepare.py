@@ -127,7 +127,6 @@ def prepare(
                 claim = claimed(place, config, allow_changes=allow_changes)
                 newest = stack.enter_context(claim)
         place.share_token()
-        config = _with_buckets(config, newest, platform=mesh.devices.flat[0].platform)
         corpora: dict[str, Corpus] = {}
         with together():
             if is_first():
@@ -145,7 +144,7 @@ def prepare(
                 "text of data.test": _hash(test_pairs),
             }
         )
-        config = _with_vocabulary(config, tokenizer)
+        config = _completed(config, tokenizer, newest, mesh.devices.flat[0].platform)
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(place, config, tokenizer)
@@ -217,20 +216,6 @@ def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -
             )
 
 
-def _with_buckets(config: Config, newest: AnyPath | None, *, platform: str) -> Config:
-    """The config with a number of buckets: if it leaves that open, the number of the run in the
-    work directory, wherever that began, so that its batches stay the same.
-    """
-    if config.batch.buckets is not None:
-        return config
-
-    def find() -> int:
-        return (newest and config_of(newest).batch.buckets) or default_buckets(platform)
-
-    batch = dataclasses.replace(config.batch, buckets=from_first(find))
-    return dataclasses.replace(config, batch=batch)
-
-
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], Pairs, Pairs]:
     """The texts, and the lines of dev and of test that training will translate; what is missing or
     wrong is named now rather than after hours of preparing the training text.
@@ -280,13 +265,25 @@ def prepare_tokenizer(
     return tokenizer
 
 
-def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+def _completed(
+    config: Config, tokenizer: Tokenizer, newest: AnyPath | None, platform: str
+) -> Config:
+    """The config with the tokenizer's vocabulary sizes and a number of buckets: if it leaves that
+    open, the number of the run in the work directory, wherever that began, so that its batches stay
+    the same.
+    """
+
+    def buckets() -> int:
+        earlier = None if newest is None else config_of(newest).batch.buckets
+        return config.batch.buckets or earlier or default_buckets(platform)
+
     model = dataclasses.replace(
         config.model,
         vocab_size=tokenizer.target_vocab_size,
         source_vocab_size=None if tokenizer.joint else tokenizer.source_vocab_size,
     )
-    return dataclasses.replace(config, model=model)
+    batch = dataclasses.replace(config.batch, buckets=from_first(buckets))
+    return dataclasses.replace(config, model=model, batch=batch)
 
 
 def _restore_or_start(

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """Totals so far and the best evaluation; each checkpoint holds it as progress.json."""
+    """Totals so far and the best evaluation; part of each checkpoint's manifest."""
 
     corpus: str = ""  # fingerprint of the training corpus
     train_seconds: float = 0.0  # without evaluation
@@ -33,7 +33,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Progress:
-        """From the content of progress.json, which also says what kind of checkpoint it is."""
+        """From what a manifest holds."""
         names = {each.name for each in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 
