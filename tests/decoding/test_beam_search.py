@@ -365,3 +365,50 @@ def test_tokens_and_rows_of_probability_zero_never_win() -> None:
     )
     assert result.tokens_BNL[0, 0].tolist() == [3, 2, 0, 0, 0, 0]
     np.testing.assert_allclose(result.scores_BN[0, 0], np.log(0.45), rtol=1e-5)
+
+
+def _toy_step(tokens_BW, cache):
+    return jnp.zeros((*tokens_BW.shape, 5)), cache
+
+
+def _squeezed_step(tokens_BW, cache):
+    return jnp.zeros((*tokens_BW.shape, 1, 5)), cache
+
+
+@pytest.mark.parametrize(
+    ("message", "given"),
+    [
+        (r"limit_B has shape \(\); expected \[B\]", {"limit_B": 5}),
+        (r"prefix_BP has shape \(3, 1\); expected \[B, P\] with B = 2", {"prefix_BP": [[3]] * 3}),
+        (r"array of shape \(\); expected \[B, W, \.\.\.\] = \[2, 2\]", {"cache": {"step": 0}}),
+        (r"array of shape \(2, 4\); expected", {"cache": jnp.zeros((2, 4))}),
+        (r"first result has shape None.*, then the cache", {"step_fn": lambda t, c: (c, t)}),
+        (r"first result has shape \(2, 2, 1, 5\)", {"step_fn": _squeezed_step}),
+        (r"step_fn returns ShapeDtypeStruct; expected \(", {"step_fn": lambda t, c: t}),
+        (
+            r"step_fn's cache is \(\(2, 2\), 'int32'\); expected structure",
+            {"step_fn": lambda t, c: (_toy_step(t, c)[0], t)},
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit(message, given) -> None:
+    arguments = {"step_fn": _toy_step, "cache": {}, "limit_B": [3, 3], "prefix_BP": None} | given
+    step_fn, cache = arguments.pop("step_fn"), arguments.pop("cache")
+    with pytest.raises(UserError, match=message):
+        search(BeamSearch(**IDS, beam_size=2), step_fn, cache, max_length=4, **arguments)
+
+
+def test_a_prefix_ends_at_padding() -> None:
+    given = [
+        search(
+            BeamSearch(**IDS, beam_size=2),
+            _toy_step,
+            {},
+            limit_B=[4, 4],
+            max_length=4,
+            prefix_BP=[[3, end], [3, 4]],
+        )
+        for end in (PAD, -1)
+    ]
+    for padded, ended in zip(*given, strict=True):
+        np.testing.assert_array_equal(padded, ended)

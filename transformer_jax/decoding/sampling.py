@@ -34,7 +34,9 @@ class Sampling(Method):
 
     num_samples: int = 1
     temperature: float = 1.0
-    """Logits are divided by it: below 1 likely tokens gain."""
+    """Logits are divided by it: below 1 likely tokens gain. 0 is refused; ``top_k=1`` takes the
+    likeliest.
+    """
     top_k: int = 0
     """Draw from the likeliest k tokens only (Fan et al., 2018); 0: from all."""
     top_p: float = 1.0

@@ -160,6 +160,8 @@ class Method(ABC):
         """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
         N, num_live = self.num_hypotheses or W, W if self.independent else 1
+        if self.pad_id != self.eos_id:
+            prefix_BP = jnp.where(prefix_BP == self.pad_id, NOT_FORCED, prefix_BP)
         live_BW = jnp.broadcast_to(
             jnp.where(jnp.arange(W) < num_live, jnp.float32(0), IMPOSSIBLE), (B, W)
         )
@@ -229,22 +231,26 @@ def search(
       limit_B: longest length of each sentence's results, EOS included, at most ``max_length``; 0:
         nothing to search. At the last position only EOS is allowed, so that every hypothesis ends.
       max_length: length of the result's arrays; static under ``jax.jit``.
-      prefix_BP: tokens that the targets must begin with, -1 after their ends.
+      prefix_BP: tokens that the targets must begin with; -1 or PAD after their ends. Their
+        log-probabilities count in the scores (in t5x they do not).
       seed_B: for ``Sampling``, a number that makes a sentence's samples its own (default: its row).
       reorder: ``reorder(cache, parents_BW)`` makes beam w continue what was beam
         ``parents_BW[b, w]``. By default axis 1 of every leaf is gathered.
 
     Raises:
-      UserError: a beam wider than the vocabulary, a token id outside it, a ``max_length`` below 1.
+      UserError: a beam wider than the vocabulary, a token id outside it, a ``max_length`` below 1;
+        arrays or results of ``step_fn`` of other shapes.
     """
     if max_length < 1:
         raise UserError(f"max_length is {max_length}; expected at least 1.")
     limit_B = jnp.asarray(limit_B)
-    B = limit_B.shape[0]
+    B = limit_B.size
+    prefix_BP = jnp.zeros((B, 0), jnp.int32) if prefix_BP is None else jnp.asarray(prefix_BP)
+    _check_shapes(step_fn, cache, limit_B, prefix_BP, (B, method.num_beams), reorder)
     state = method.start(
         jnp.minimum(limit_B, max_length),
         max_length=max_length,
-        prefix_BP=jnp.zeros((B, 0), jnp.int32) if prefix_BP is None else prefix_BP,
+        prefix_BP=prefix_BP,
         seed_B=jnp.arange(B) if seed_B is None else seed_B,
     )
     state, _ = jax.lax.while_loop(
@@ -253,6 +259,40 @@ def search(
         (state, cache),
     )
     return results(state.finished, method.pad_id)
+
+
+def _check_shapes(
+    step_fn: StepFn,
+    cache: Cache,
+    limit_B: Array,
+    prefix_BP: Array,
+    shape_BW: tuple[int, int],
+    reorder: Reorder,
+) -> None:
+    def require(found: Any, expected: str, *, fits: bool) -> None:
+        if not fits:
+            raise UserError(f"{found}; expected {expected}.")
+
+    require(f"limit_B has shape {limit_B.shape}", "[B]", fits=limit_B.ndim == 1)
+    fits = prefix_BP.ndim == 2 and len(prefix_BP) == len(limit_B)
+    require(f"prefix_BP has shape {prefix_BP.shape}", f"[B, P] with B = {shape_BW[0]}", fits=fits)
+    for leaf in jax.tree.leaves(cache) if reorder is gather_beams else []:
+        shape = f"[B, W, ...] = {[*shape_BW]}, or another function for reorder"
+        fits = jnp.shape(leaf)[:2] == shape_BW
+        require(f"The cache has an array of shape {jnp.shape(leaf)}", shape, fits=fits)
+    found = jax.eval_shape(step_fn, jax.ShapeDtypeStruct(shape_BW, jnp.int32), cache)
+    fits = isinstance(found, tuple) and len(found) == 2
+    require(f"step_fn returns {type(found).__name__}", "(logits_BWV, cache)", fits=fits)
+    shape_BWV = getattr(found[0], "shape", None)
+    fits = shape_BWV is not None and len(shape_BWV) == 3 and shape_BWV[:2] == shape_BW
+    shape = f"logits [B, W, V] with B, W = {[*shape_BW]}, then the cache"
+    require(f"step_fn's first result has shape {shape_BWV}", shape, fits=fits)
+    before, after = (
+        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x).name), x)
+        for x in (cache, found[1])
+    )
+    shape = f"structure, shapes and types of the one given, {before}"
+    require(f"step_fn's cache is {after}", shape, fits=before == after)
 
 
 def take_step(
