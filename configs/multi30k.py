@@ -43,6 +43,7 @@ def get_config() -> Config:
             eval_every=480,
             checkpoint_every=60,  # about an epoch
             keep_checkpoints=10,
+            average=10,
             bleu_tokenize="none",
             select_by="bleu",
         ),

@@ -39,7 +39,7 @@ def get_config() -> Config:
         batch=BatchConfig(tokens=8192),
         optimizer=OptimizerConfig(peak_learning_rate=0.002, warmup_steps=2000),
         training=TrainingConfig(
-            steps=10_000, eval_every=1000, checkpoint_every=250, select_by="bleu"
+            steps=10_000, eval_every=1000, checkpoint_every=250, average=5, select_by="bleu"
         ),
         decoding=DecodingConfig(max_source_length=64, batch_size=64),
     )

@@ -104,5 +104,5 @@ class TrainedModels:
 def warn_first(count: int, message: str, *arguments: Any) -> None:
     """Log the warning if its ``count`` is among the first few: a large file may have thousands."""
     if count <= _MOST_WARNINGS:
-        last = " (Further ones are only counted.)" if count == _MOST_WARNINGS else ""
+        last = " (Further ones are not shown.)" if count == _MOST_WARNINGS else ""
         logger.warning(message + last, *arguments)

@@ -52,8 +52,8 @@ def train(
     ``stopped_by`` in the summary names the signal if SIGTERM or Ctrl-C ended the run early.
 
     Args:
-      workdir: a folder, or a URL, which is mirrored in a folder of this machine (single process
-        only; ``remote_workdir.py``).
+      workdir: a folder or a URL. Several processes need a folder that all of them share, or
+        gs://.
       devices: default: all.
       allow_changes: resume although settings differ that are ``changeable`` (``resuming.py``);
         otherwise a run keeps its config.
