@@ -226,6 +226,7 @@ def test_the_program_reads_a_work_directory(workdir, tmp_path, capsys):
     flags = ["--text", "one two", "--target", "TWO", "--output", str(file), "--heads", "1"]
     assert program.main(["attention", "--workdir", str(workdir), *flags]) == 0
     assert "▁TWO" in texts_in(file)
+    capsys.readouterr()
     assert program.main(["attention", "--workdir", str(tmp_path), *flags]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 

@@ -147,6 +147,7 @@ def test_sigterm_under_load_answers_what_was_accepted(process, translator) -> No
             if body != {"translatedText": expected[i % 60]}:
                 wrong.append((reply.status, body))
             answered[number] += 1
+        connection.close()
 
     threads = [threading.Thread(target=client, args=[number]) for number in range(8)]
     for thread in threads:
