@@ -38,22 +38,24 @@ class Bucket(NamedTuple):
     """
     rows: int
     """Sentences that each device has in progress."""
+    num_devices: int = 1
 
     @property
     def block_size(self) -> int:
         """Sentences that a device encodes at a time, all in one shape. Few, as seldom exactly as
-        many of a length wait.
+        many of a length wait; several devices wait for each other after each block.
         """
-        return max(1, self.rows // 4)
+        return max(1, self.rows // (4 if self.num_devices == 1 else 2))
 
     def length_of(self, sentence: Sentence) -> int:
         """The length that a sentence is encoded in: its own one decides, end symbol included."""
         return self.lengths[bisect_left(self.lengths, len(sentence.tokens) + 1)]
 
 
-def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
+def make_buckets(longest: int, batch_size: int, num_devices: int = 1) -> tuple[Bucket, ...]:
     """A bucket for the lengths 16, 24, 32, ..., 128, one for those up to 512, one up to 2,048,
-    ..., to the longest; each with a quarter of the rows of the one before.
+    ..., to the longest; each with a quarter of the rows of the one before. The devices share
+    ``batch_size`` rows.
 
     On accelerators only for 32, 64, 128, ...: there padding costs less than compiling an encoder.
     """
@@ -61,7 +63,10 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
     widths = _widths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
     lengths = [*takewhile(lambda width: width < longest, widths), longest]
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
-    return tuple(Bucket(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)
+    rows = batch_size // num_devices
+    return tuple(
+        Bucket(tuple(group), max(1, rows // 4**power), num_devices) for power, group in groups
+    )
 
 
 def bucket_index(buckets: Sequence[Bucket], sentence: Sentence) -> int:
@@ -70,7 +75,7 @@ def bucket_index(buckets: Sequence[Bucket], sentence: Sentence) -> int:
 
 
 def in_blocks(
-    buckets: Sequence[Bucket], sentences: Sequence[Sentence], num_devices: int
+    buckets: Sequence[Bucket], sentences: Sequence[Sentence]
 ) -> Iterator[tuple[Bucket, list[list[int]]]]:
     """Each bucket with its sentences' indices in blocks of one encoded length, longest first."""
     of_length: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -78,7 +83,7 @@ def in_blocks(
         number = bucket_index(buckets, sentences[index])
         of_length[number, buckets[number].length_of(sentences[index])].append(index)
     for number, bucket in enumerate(buckets):
-        size = bucket.block_size * num_devices
+        size = bucket.block_size * bucket.num_devices
         blocks = [
             indices[first : first + size]
             for (its, _), indices in of_length.items()

@@ -106,7 +106,7 @@ class Engine:
         self.method(num_hypotheses=1).check(self._target_size)
         self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
-        self.buckets = make_buckets(self.longest_source, config.batch_size // self._shares)
+        self.buckets = make_buckets(self.longest_source, config.batch_size, self._shares)
         self.num_compiled = self.num_nan = self.slots_computed = self.slots_used = 0
         self._num_dealt = 0
         self._graph, parameters = nnx.split(model, nnx.Param)
@@ -168,7 +168,7 @@ class Engine:
         self._check(sentences)
         # The devices get all the work before the first result is waited for.
         running: list[tuple[Found, Any]] = []
-        for bucket, blocks in in_blocks(self.buckets, sentences, self._shares):
+        for bucket, blocks in in_blocks(self.buckets, sentences):
             # Gone if the search is interrupted.
             rows = self._kept.pop((bucket, num_hypotheses), None)
             rows = rows or self.new_rows(bucket, num_hypotheses)
