@@ -58,9 +58,9 @@ def test_copy_task(run: Callable[..., str]) -> None:
 
 
 def test_a_vision_transformer_reads_digits(run: Callable[..., str]) -> None:
-    printed = run("digits_vit", steps=120)
+    printed = run("digits_vit", steps=150)
     [accuracy] = re.findall(r"accuracy on 360 test images: ([\d.]+)%", printed)
-    assert float(accuracy) >= 94
+    assert float(accuracy) >= 95
 
 
 def test_a_language_model_draws_names_of_numbers(run: Callable[..., str]) -> None:
