@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from transformer_jax.errors import UserError, needs_extra, shown
 
@@ -91,10 +91,17 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     if path.exists() and not path.is_file():  # a device or a named pipe, which must stay
         path.write_bytes(content)
         return
+    with _replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name ``path`` when it is complete and on disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -109,10 +116,8 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
             shutil.copyfileobj(file, copy, 1 << 22)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with source.open("rb") as file, temporary.open("wb") as copy:
+    with source.open("rb") as file, _replacing(target) as copy:
         shutil.copyfileobj(file, copy, 1 << 22)
-    temporary.replace(target)
 
 
 def copy_folder(source: AnyPath, target: AnyPath, *, last: str) -> None:

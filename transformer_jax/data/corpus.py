@@ -36,7 +36,7 @@ COUNTS = ("read", "kept", "empty", "too_long", "ratio", "invalid_utf8")
 """Of pairs, in ``Corpus.statistics``: read, kept, and left out for these reasons."""
 
 _TEMPORARY = "tmp-"
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _SIDES = ("source", "target")
 
 
@@ -162,11 +162,16 @@ def corpus_folder(workdir: Path, config: Config) -> Path:
     return local_path(config.data.cache) if config.data.cache else workdir / "corpus"
 
 
+def corpus_name(fingerprint: str) -> str:
+    """The name of a corpus' folder."""
+    return fingerprint[:20]
+
+
 def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
     """The corpus in ``directory`` with this fingerprint; None if it is absent or corrupt."""
-    folder = directory / fingerprint[:20]
+    folder = directory / corpus_name(fingerprint)
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
         arrays = {
             name: np.memmap(folder / name, dtype, "r") for name, dtype in manifest["dtypes"].items()
         }
@@ -191,7 +196,7 @@ def _open_or_build(text: ParallelText, job: TokeniseJob, directory: Path) -> Cor
     with locked(directory / ".lock", wait=True, notice=notice) as alone:
         if corpus := open_corpus(directory, fingerprint):  # built while this process waited
             return corpus
-        if (final := directory / fingerprint[:20]).exists():
+        if (final := directory / corpus_name(fingerprint)).exists():
             _log.warning("The tokenised corpus %s is corrupt; it is built again.", final)
             shutil.rmtree(final)
         for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # by a killed process
@@ -200,7 +205,7 @@ def _open_or_build(text: ParallelText, job: TokeniseJob, directory: Path) -> Cor
         temporary.mkdir()
         try:
             fingerprint = _write(temporary, text, job)
-            _publish(temporary, directory / fingerprint[:20])
+            _publish(temporary, directory / corpus_name(fingerprint))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -211,7 +216,7 @@ def _open_or_build(text: ParallelText, job: TokeniseJob, directory: Path) -> Cor
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     corpus = open_corpus(directory, fingerprint)
-    assert corpus is not None, f"{directory / fingerprint[:20]} was just written"
+    assert corpus is not None, f"{directory / corpus_name(fingerprint)} was just written"
     return corpus
 
 
@@ -258,7 +263,7 @@ def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
         "checksums": checksums,
         "statistics": counts,
     }
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     return fingerprint
 
 

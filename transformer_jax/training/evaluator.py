@@ -77,7 +77,7 @@ class Evaluator:
         folders = [run.checkpoints.folder / checkpoint_name(step) for step in reversed(steps)]
         best = [path for path in folders if int(path.name) == run.progress.best_step]
         if training.average != "auto":
-            stopped_early = training.ends_early(run.progress.since_best)
+            stopped_early = run.progress.early_stopping_triggered(run.config)
             end = best[0] if stopped_early and best else folders[0]
             return up_to(end, folders, training.average)
         if self._dev is None:

@@ -28,7 +28,14 @@ from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.bucketing import default_buckets
-from transformer_jax.data.corpus import Corpus, corpus_folder, open_corpus, prepare_corpus
+from transformer_jax.data.corpus import (
+    MANIFEST,
+    Corpus,
+    corpus_folder,
+    corpus_name,
+    open_corpus,
+    prepare_corpus,
+)
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.decoding.checks import check_decoding
@@ -200,13 +207,13 @@ def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -
         for name, fingerprint in found.items():
             if name not in corpora and (corpus := open_corpus(here, fingerprint)):
                 corpora[name] = corpus
-        return [fingerprint[:20] for name, fingerprint in found.items() if name not in corpora]
+        return [corpus_name(each) for name, each in found.items() if name not in corpora]
 
     wanted = {folder for folders in from_all(missing()) for folder in folders}
     for copies, source, target in ((is_first(), here, there), (not is_first(), there, here)):
         with together():
             for folder in wanted if copies and source != target else ():
-                copy_folder(source / folder, target / folder, last="manifest.json")
+                copy_folder(source / folder, target / folder, last=MANIFEST)
     with together():
         if lacking := missing():
             raise UserError(
