@@ -96,13 +96,17 @@ def test_names_in_the_page_of_the_paper_exist() -> None:
     assert not [name for name in names - arguments if not _imports(name)]
 
 
-def test_the_readme_map_names_every_module_and_no_other() -> None:
-    files = (ROOT / "transformer_jax").rglob("*.py")
-    modules = {path.stem for path in files} - {"__init__", "__main__"}
-    readme_map = (ROOT / "README.md").read_text().split("## Which file to open")[1]
-    named = set(re.findall(r"(?:^ +|; )(\w+):", readme_map, re.MULTILINE)) - {"__main__"}
-    assert not modules - named, f"README.md has no place for {modules - named}"
-    assert not named - modules, f"README.md names {named - modules}, which is no module"
+def test_the_code_map_names_every_module_and_no_other() -> None:
+    package = ROOT / "transformer_jax"
+    modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
+    modules = {path for path in modules if not path.endswith("__init__.py")}
+    code_map, outside = (ROOT / "docs/code_map.md").read_text().split("## Outside the package")
+    named = re.findall(r"^\| `([\w/]+\.py)` \| .+ \|$", code_map, re.MULTILINE)
+    assert not modules - set(named), f"docs/code_map.md lacks {modules - set(named)}"
+    assert not set(named) - modules, f"docs/code_map.md names missing {set(named) - modules}"
+    assert len(named) == len(modules)
+    for path in re.findall(r"`([\w/.]+)`(?=.* \| )", outside):
+        assert (ROOT / path).exists(), f"docs/code_map.md names missing {path}"
 
 
 @pytest.mark.parametrize(
