@@ -226,7 +226,7 @@ def test_flags_of_other_documented_commands_exist(
     name, *task = program.split()
     folder = (ROOT / name.replace(".", "/")).is_dir()
     with pytest.raises(SystemExit):
-        importlib.import_module(name + ".__main__" * folder).main([*task, "--help", "all"])
+        importlib.import_module(name + ".__main__" * folder).main([*task, "--help"])
     there = set(re.findall(r"--([a-z][\w.-]*)", capsys.readouterr().out))
     assert flags and not flags - there, f"the documents give {program} --{flags - there}"
 

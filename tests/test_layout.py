@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TRUNK = [
     "errors",
     "special_ids",
-    "removed",
     "machine",
     "storage",
     "config_checks",

@@ -4,11 +4,6 @@ Its names, listed in ``__init__.pyi``, are imported when they are first used: ``
 wait for JAX.
 """
 
-import sys
-
 import lazy_loader
 
-from transformer_jax.removed import RemovedModules
-
-sys.meta_path.append(RemovedModules)
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,15 +8,13 @@ import logging
 import os
 import sys
 import threading
-import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from transformer_jax.config import Config
-from transformer_jax.config_io import flatten, load_config_file
+from transformer_jax.config_io import load_config_file
 from transformer_jax.errors import UserError, shown
-from transformer_jax.removed import advice_for_flag
 
 T = TypeVar("T")
 
@@ -78,26 +76,19 @@ def parse_flags(
     argv: Sequence[str] | None = None,
     *,
     defaults: Mapping[str, Any] | None = None,
-    common: Collection[str] = (),
 ) -> T:
     """The flags of a program as an instance of ``arguments``.
 
-    ``--help`` and wrong flags end the program. Plain ``--help`` shows the ``common`` flags,
-    ``--help NAME`` those of a nested dataclass, ``--help all`` everything.
+    ``--help`` and wrong flags end the program.
 
     Args:
       arguments: a dataclass, perhaps of dataclasses; the docstrings under its fields are the help.
         A union of dataclasses: a subcommand for each.
       argv: flags; None: those of this process.
       defaults: values of fields, in place of the defaults that ``arguments`` declares.
-      common: fields, such as ``settings.model.d_ff``; empty: all.
     """
     import tyro  # not at the top: library code imports this module too
 
-    argv = list(sys.argv[1:] if argv is None else argv)
-    for flag in sorted(flags_given(argv)):
-        if advice := advice_for_flag(flag):
-            raise UserError(f"--{flag} was removed: {advice}")
     spec = sys.modules["__main__"].__spec__
     prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     if not dataclasses.is_dataclass(arguments):
@@ -108,48 +99,7 @@ def parse_flags(
         if field.default is field.default_factory is dataclasses.MISSING
     }
     default = arguments(**values | dict(defaults or {}))
-    if asked := {"-h", "--help"} & set(argv):
-        topic = "".join(argv[argv.index(asked.pop()) + 1 :][:1])
-        selection = _selection(default, _fields_to_show(list(flatten(default)), topic, common))
-        tyro.cli(selection, prog=prog, args=["--help"])
     return tyro.cli(arguments, prog=prog, args=argv, default=default)
-
-
-def _fields_to_show(
-    fields: Collection[str], topic: str, common: Collection[str]
-) -> Collection[str]:
-    """Those of ``fields`` that ``--help TOPIC`` is about; '' or another flag: plain ``--help``."""
-    if not topic or topic.startswith("-"):
-        return common or fields
-    found = [field for field in fields if topic == "all" or f".{topic}." in f".{field}"]
-    if not found:
-        sections = dict.fromkeys(field.split(".")[-2] for field in fields if "." in field)
-        raise UserError(f"--help is {shown(topic)}; expected all or one of {', '.join(sections)}.")
-    return found
-
-
-def _selection(values: Any, chosen: Collection[str], prefix: str = "") -> type:
-    """A dataclass with the ``chosen`` fields of ``values``, for their help.
-
-    Their docstrings become text without line breaks; tyro would keep those of the source.
-    """
-    import docstring_parser
-    import tyro
-
-    cls, fields = type(values), []
-    parsed = docstring_parser.parse_from_object(cls).params
-    docs = {field.arg_name: " ".join((field.description or "").split()) for field in parsed}
-    for name, kind in typing.get_type_hints(cls, include_extras=True).items():
-        value = getattr(values, name)
-        if dataclasses.is_dataclass(value):
-            inner = _selection(value, chosen, f"{prefix}{name}.")
-            notes = getattr(kind, "__metadata__", ("",))
-            fields.append((name, Annotated[inner, *notes], inner()))
-        elif f"{prefix}{name}" in chosen:
-            fields.append((name, Annotated[kind, tyro.conf.arg(help=docs.get(name))], value))
-    selection = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
-    selection.__doc__ = cls.__doc__
-    return selection
 
 
 def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError, shown
-from transformer_jax.removed import SETTINGS
 
 _PACKAGE = Path(__file__).parent
 _RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")
@@ -100,9 +99,6 @@ def _reason(error: BaseException) -> str:
         return str(error)
     said = str(error).partition(". Did you mean")[0]  # Python 3.13 adds its own hint
     unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
-    for setting, (_, advice) in SETTINGS.items():
-        if unknown and setting.rpartition(".")[2] == unknown[1]:
-            return f"{setting} was removed: {advice}"
     fields = [field.rpartition(".")[2] for field in flatten(Config())]
     near = difflib.get_close_matches(unknown[1], fields, n=1) if unknown else []
     hint = f" Did you mean {near[0]}?" if near else ""
@@ -141,11 +137,6 @@ def _build(section: Any, values: Any, prefix: str) -> Any:
     fields = {field.name: field.default_factory for field in dataclasses.fields(section)}
     arguments = {}
     for name, value in values.items():
-        if removed := SETTINGS.get(f"{prefix}{name}"):
-            default, advice = removed
-            if default not in (value, tuple(value) if isinstance(value, list) else value):
-                raise UserError(f"{prefix}{name} is {shown(value)}, but was removed: {advice}")
-            continue
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = (

@@ -44,23 +44,6 @@ logger = logging.getLogger(__name__)
 
 Answers: TypeAlias = Iterator[tuple[Record, list[Translation]]]
 
-COMMON = (
-    "workdir",
-    "checkpoint",
-    "average",
-    "files.input",
-    "files.output",
-    "files.format",
-    "files.resume",
-    "results.nbest",
-    "results.alignments",
-    "evaluation.reference",
-    "evaluation.score",
-    "search.beam_size",
-    "search.length_penalty",
-    "search.batch_size",
-)
-
 
 @dataclass(frozen=True)
 class Files(Section):
@@ -114,12 +97,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Translate lines of text with a trained model: one line out for each line in.
-
-    `--help` shows common flags, `--help all` every flag, `--help SECTION` one of
-
-    files, results, evaluation, search.
-    """
+    """Translate lines of text with a trained model: one line out for each line in."""
 
     workdir: tuple[str, ...] = ()
     """Work directory of a training run, or its URL; several: their models translate together (mean
@@ -152,7 +130,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     """
     workdirs = tuple(checked_workdir(workdir) for workdir in flag_values(argv, "workdir"))
     config = load_config_file(f"{workdirs[0]}/config.json") if workdirs else Config()
-    arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding}, common=COMMON)
+    arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding})
     files, results, evaluation = arguments.files, arguments.results, arguments.evaluation
     search, given = arguments.search, flags_given(argv)
     if files.window is None and files.input is None and sys.stdin.isatty():

@@ -20,17 +20,6 @@ from transformer_jax import (
     shown,
 )
 
-COMMON = (
-    "workdir",
-    "languages",
-    "host",
-    "port",
-    "max_queue",
-    "max_characters",
-    "timeout",
-    "search.beam_size",
-    "search.batch_size",
-)
 _LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Za-z0-9]{2,8})*")
 
 
@@ -55,11 +44,7 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Translate for other programs, as LibreTranslate does, and on a page for people.
-
-    `--help` shows common flags, `--help search` how translations are searched for, `--help all`
-    every flag.
-    """
+    """Translate for other programs, as LibreTranslate does, and on a page for people."""
 
     workdir: tuple[str, ...] = ()
     """Work directories of training runs, or their URLs: a model for each pair of languages."""
@@ -96,7 +81,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     Raises:
         UserError: values that cannot work, runs that do not exist, two models of one pair.
     """
-    arguments = parse_flags(Arguments, argv, common=COMMON)
+    arguments = parse_flags(Arguments, argv)
     arguments = replace(arguments, workdir=tuple(flag_values(argv, "workdir")))
     _check_values(arguments)
     from transformer_jax import local_workdir  # loads JAX, which --help does without

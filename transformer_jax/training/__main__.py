@@ -16,38 +16,10 @@ import tyro
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
 from transformer_jax.config import Config, Processes
 
-COMMON = (
-    "workdir",
-    "config",
-    "allow_changes",
-    "settings.data.root",
-    "settings.data.train.kind",
-    "settings.data.train.source",
-    "settings.data.train.target",
-    "settings.data.dev.source",
-    "settings.data.dev.target",
-    "settings.tokenizer.vocab_size",
-    "settings.model.d_model",
-    "settings.model.num_layers",
-    "settings.model.dropout",
-    "settings.batch.tokens",
-    "settings.optimizer.peak_learning_rate",
-    "settings.training.steps",
-    "settings.training.start_from",
-    "settings.training.eval_every",
-    "settings.training.checkpoint_every",
-    "settings.seed",
-)
-
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train a Transformer. The same command run again resumes.
-
-    `--help` shows common flags, `--help all` every flag, `--help SECTION` one of
-
-    model, tokenizer, data, batch, optimizer, training, decoding, mesh, processes.
-    """
+    """Train a Transformer. The same command run again resumes."""
 
     workdir: str
     """Folder of this run, made if it does not exist: config, tokenizer, checkpoints, metrics. Or a
@@ -75,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(argv: list[str]) -> int:
-    arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv), common=COMMON)
+    arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv))
     # JAX is imported only after the flags are checked, so that --help and errors come at once.
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.distributed import is_first, start
