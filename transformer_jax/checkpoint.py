@@ -95,8 +95,8 @@ def save_model(
 ) -> None:
     """Write a model that was not trained here as a new work directory.
 
-    Programs take the folder as they take that of a run. Training in it continues from the model's
-    parameters, with a new optimizer.
+    Programs take the folder as they take that of a run, but nothing is trained in it:
+    ``training.start_from`` begins a run with this model in another folder.
 
     Args:
       workdir: the folder; it must not have checkpoints.
@@ -255,8 +255,7 @@ def is_regular(checkpoint: AnyPath) -> bool:
 
     Only regular ones are kept and averaged, so that interruptions do not change a run's result.
     """
-    step = int(checkpoint.name)  # 0: an imported model
-    return step > 0 and step % config_of(checkpoint).training.checkpoint_every == 0
+    return int(checkpoint.name) % config_of(checkpoint).training.checkpoint_every == 0
 
 
 def complete_steps(checkpoints: AnyPath) -> list[int]:

@@ -329,10 +329,9 @@ class BatchConfig(Section, prefix="batch."):
     tokens: Positive = 25_000
     """Token positions on each side of one step's global batch, padding included (25,000 + 25,000 in
     the paper)."""
-    buckets: Positive | None = None
+    buckets: Positive = 8
     """bucketed: number of (source length, target length) shapes, each compiled once. More shapes
-    mean less padding. None: 12 on CPUs, 8 elsewhere, where compiling takes longer; a run keeps the
-    number that it began with."""
+    mean less padding."""
     row_length: Positive = 256
     """packed: length of a row on the longer side; the other side is shorter in the ratio of the
     corpus."""

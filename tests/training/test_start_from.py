@@ -11,10 +11,9 @@ import pytest
 from flax import nnx
 from runs import ONE, no_evaluation, tiny
 
-from transformer_jax.checkpoint import load_model, save_model
+from transformer_jax.checkpoint import load_model
 from transformer_jax.config import Config, PairsConfig, TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.loop import train
 from transformer_jax.training.prepare import prepare
@@ -124,15 +123,3 @@ def test_another_shape_of_model_is_refused_before_the_text_is_read(
     assert not (tmp_path / "run" / "corpus").exists()
     free = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.3))
     assert train(free, tmp_path / "run", devices=ONE)["steps"] == 4  # the folder is not lost
-
-
-def test_an_imported_model_and_another_to_start_from(general: Path, tmp_path: Path) -> None:
-    """Otherwise the parameters of one would get the vocabulary of the other."""
-    config, _, _ = load_model(general)
-    sentences = [("one two", "eins zwei"), ("three", "drei")] * 20
-    tokenizer = Tokenizer.train(sentences, TokenizerConfig(vocab_size=20))
-    sizes = dataclasses.replace(config.model, vocab_size=20)
-    save_model(tmp_path, config, Transformer(sizes, rngs=nnx.Rngs(0)), tokenizer)
-    start = dataclasses.replace(config.training, start_from=str(general))
-    with pytest.raises(UserError, match="holds an imported model.*\n  training.start_from: ''"):
-        train(dataclasses.replace(config, training=start), tmp_path, devices=ONE)

@@ -10,15 +10,6 @@ from transformer_jax.config import BatchConfig
 from transformer_jax.errors import UserError
 
 
-def default_buckets(platform: str) -> int:
-    """How many shapes ``batch.buckets = None`` means on a backend, "cpu" or another.
-
-    Compiling one takes seconds on a CPU and most of a minute elsewhere. Eight instead of twelve
-    cost 2 to 4% of the real tokens in a batch (docs/performance.md).
-    """
-    return 12 if platform == "cpu" else 8
-
-
 def length_histogram(lengths_2KN: np.ndarray) -> np.ndarray:
     """How many pairs, in all segmentations, have s source and t target tokens: int64 [S, T]."""
     S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
@@ -32,7 +23,7 @@ def choose_widths(
     histogram: np.ndarray, config: BatchConfig, *, epochs: int = 1
 ) -> list[tuple[int, int]]:
     """At most ``config.buckets`` widths (S, T) of rows, each holding the one before, that hold all
-    pairs with little padding (``buckets`` None: as many as on a CPU).
+    pairs with little padding.
 
     ``histogram[s, t]`` counts the pairs of these lengths in so many epochs. Starts from equal
     shares of the pairs, then widens, narrows or drops one bucket at a time for as long as that
@@ -49,7 +40,7 @@ def choose_widths(
         batch = epochs * (config.tokens // widths_b2.max(1).clip(1))
         return float(np.where(pairs > 0, np.maximum(pairs, batch), 0) @ (S + T))
 
-    count = config.buckets or default_buckets("cpu")
+    count = config.buckets
     quantiles = (np.arange(1, count + 1) * histogram.sum() - 1) // count
     sides = (histogram.sum(other).cumsum() for other in (1, 0))
     widths = np.stack([np.searchsorted(sums, quantiles, "right") for sums in sides], 1)

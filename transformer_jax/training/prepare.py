@@ -27,7 +27,6 @@ from transformer_jax.checkpoint import (
 from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
-from transformer_jax.data.bucketing import default_buckets
 from transformer_jax.data.corpus import (
     MANIFEST,
     Corpus,
@@ -151,7 +150,7 @@ def prepare(
                 "text of data.test": _hash(test_pairs),
             }
         )
-        config = _completed(config, tokenizer, newest, mesh.devices.flat[0].platform)
+        config = _with_vocabulary(config, tokenizer)
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(place, config, tokenizer)
@@ -272,25 +271,13 @@ def prepare_tokenizer(
     return tokenizer
 
 
-def _completed(
-    config: Config, tokenizer: Tokenizer, newest: AnyPath | None, platform: str
-) -> Config:
-    """The config with the tokenizer's vocabulary sizes and a number of buckets: if it leaves that
-    open, the number of the run in the work directory, wherever that began, so that its batches stay
-    the same.
-    """
-
-    def buckets() -> int:
-        earlier = None if newest is None else config_of(newest).batch.buckets
-        return config.batch.buckets or earlier or default_buckets(platform)
-
+def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     model = dataclasses.replace(
         config.model,
         vocab_size=tokenizer.target_vocab_size,
         source_vocab_size=None if tokenizer.joint else tokenizer.source_vocab_size,
     )
-    batch = dataclasses.replace(config.batch, buckets=from_first(buckets))
-    return dataclasses.replace(config, model=model, batch=batch)
+    return dataclasses.replace(config, model=model)
 
 
 def _restore_or_start(
@@ -303,8 +290,7 @@ def _restore_or_start(
     corpus, selected = corpora["train"].fingerprint, selection(config, corpora.get("dev"))
     restored = checkpoints.restore_latest(functions.abstract_state)
     if restored is None:
-        state = _initial_state(config, functions, checkpoints)
-        return state, Progress(corpus=corpus, selected=selected)
+        return _initial_state(config, functions), Progress(corpus=corpus, selected=selected)
     state, progress = restored
     step = int(state.step)
     if progress.corpus != corpus:
@@ -324,23 +310,17 @@ def _restore_or_start(
     return state, progress
 
 
-def _initial_state(
-    config: Config, functions: StepFunctions, checkpoints: Checkpoints
-) -> TrainState:
-    """Random parameters, those of ``training.start_from``, or imported ones."""
+def _initial_state(config: Config, functions: StepFunctions) -> TrainState:
+    """Random parameters, or those of ``training.start_from``."""
     abstract: Parameters = functions.abstract_state.parameters
     state = functions.init()
-    if config.training.start_from:
-        source = local_workdir(config.training.start_from)
-        names = from_first(lambda: [path.name for path in _start_checkpoints(config)])
-        folder = source.parent if source.parent.name == "checkpoints" else source / "checkpoints"
-        start: list[AnyPath] = [folder / name for name in names]
-        log.info("Starting from the parameters of %s.", config.training.start_from)
-    elif imported := checkpoints.imported():
-        start = [imported]
-        log.info("Starting from the imported parameters in %s.", checkpoints.folder)
-    else:
+    if not config.training.start_from:
         return state
+    source = local_workdir(config.training.start_from)
+    names = from_first(lambda: [path.name for path in _start_checkpoints(config)])
+    folder = source.parent if source.parent.name == "checkpoints" else source / "checkpoints"
+    start = [folder / name for name in names]
+    log.info("Starting from the parameters of %s.", config.training.start_from)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     parameters = place(jax.tree.map(_grown, load_parameters(start), abstract), shardings)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), parameters)

@@ -73,12 +73,8 @@ class Difference(NamedTuple):
 
 
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:
-    """The settings that differ and would change what the resumed run computes. None for
-    ``batch.buckets`` is no difference: it stands for the run's own number.
-    """
+    """The settings that differ and would change what the resumed run computes."""
     old_flat, new_flat = flatten(old), flatten(new)
-    if None in (old.batch.buckets, new.batch.buckets):
-        del old_flat["batch.buckets"]
     # These schedules reach zero at training.steps, so that every step's rate depends on it.
     ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})
     return [

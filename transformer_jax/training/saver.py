@@ -98,8 +98,8 @@ class Checkpoints:
             )
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint that training saved, oldest first."""
-        return [step for step in complete_steps(self.folder) if step]
+        """Steps with a complete checkpoint, oldest first."""
+        return complete_steps(self.folder)
 
     def restore_latest(self, abstract_state: TrainState) -> tuple[TrainState, Progress] | None:
         """The newest intact checkpoint, placed on devices as ``abstract_state`` says; None if
@@ -124,17 +124,6 @@ class Checkpoints:
                 f"writes ({_reason(error)}). Expected a checkpoint of this version; to train its "
                 "model further use --training.start-from with another --workdir."
             ) from error
-
-    def imported(self) -> AnyPath | None:
-        """The step 0 that ``save_model`` left to start from; None if it left none."""
-        path = self.folder / checkpoint_name(0)
-        if not (path / MANIFEST).exists():
-            return None
-        if reason := from_first(lambda: corruption(path)):
-            raise UserError(
-                f"The imported parameters in {path} are corrupt ({reason}); import the model again."
-            )
-        return path
 
     def _clean(self) -> None:
         """Remove what an interrupted save left."""

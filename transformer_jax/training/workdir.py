@@ -170,12 +170,11 @@ def claimed(
     out of it while the context lasts. Yields its newest checkpoint.
 
     With ``allow_changes`` the run in it may resume with other values of settings that are
-    ``changeable``. A folder without a checkpoint is taken over, with its corpora. One with an
-    imported model gets the new config if that leaves the model and the tokenizer as they are.
+    ``changeable``. A folder without a checkpoint is taken over, with its corpora.
 
     Raises:
-      UserError: another run is at work in it, or it holds a run with another config; a path that is
-        no work directory. Nothing in it was changed.
+      UserError: another run is at work in it, or it holds a run with another config, or an imported
+        model; a path that is no work directory. Nothing in it was changed.
     """
     folder = workdir.folder
     if folder.exists() and not folder.is_dir():
@@ -201,6 +200,11 @@ def claimed(
 
 def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> AnyPath | None:
     steps = complete_steps(workdir.checkpoints)
+    if 0 in steps:
+        raise UserError(
+            f"{str(workdir.store)!r} holds an imported model, which training does not change; "
+            f"expected --training.start-from {workdir.store} and another --workdir."
+        )
     paths = [workdir.checkpoints / checkpoint_name(step) for step in reversed(steps)]
     newest = next(filter(is_readable, paths), None)
     if newest is None:
@@ -208,18 +212,7 @@ def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> AnyPath 
         return None
     # config.json may have been edited, which changes nothing that was trained
     differences = differences_on_resume(config_of(newest), config)
-    if any(steps):
-        _check_changes(workdir.store, differences, allow_changes=allow_changes)
-    elif fixed := [
-        each
-        for each in differences
-        if each.name == "training.start_from"  # the imported model is where it starts
-        or (each.name.startswith(("model.", "tokenizer.")) and not each.changeable)
-    ]:
-        raise UserError(
-            f"{str(workdir.store)!r} holds an imported model; expected its own settings, which "
-            f"--config {workdir.store / 'config.json'} gives. {fields_that_differ(fixed)}"
-        )
+    _check_changes(workdir.store, differences, allow_changes=allow_changes)
     return newest
 
 
