@@ -49,13 +49,13 @@ Search = Callable[[], Ids]
 def numbered_tokens(vocab_size: int) -> Any:
     """Stands in for the tokenizer of a model of random weights: what exports ask of one."""
     names = ["<pad>", "<s>", "</s>", "<unk>", *(f"p{i}" for i in range(4, vocab_size))]
-    sizes = {"source_vocab_size": vocab_size, "target_vocab_size": vocab_size}
-    found = SimpleNamespace(
-        source_model=b"", target_model=None, joint=True, vocabulary=False, **sizes
+    side = SimpleNamespace(
+        model=b"",
+        vocab_size=vocab_size,
+        tokens=lambda ids: [names[i] for i in ids],
+        require_ids=lambda *_: [],
     )
-    found.source_tokens = found.target_tokens = lambda ids: [names[i] for i in ids]
-    found.require_target_ids = lambda *_: []
-    return found
+    return SimpleNamespace(source=side, target=side, joint=True, vocabulary=False)
 
 
 def load(job: Answer) -> tuple[Config, Any, Any]:
@@ -90,15 +90,15 @@ def export(job: Answer) -> Engine:
     config, model, tokenizer = load(job)
     folder, count = Path(job["folder"]), job["sentences"]
     if job["workdir"]:
-        source = tokenizer.encode_source(list(islice(read_lines(job["input"]), count)))
+        source = tokenizer.source.encode(list(islice(read_lines(job["input"]), count)))
     else:
         rng = np.random.default_rng(0)
         lengths = rng.lognormal(3.196, 0.513, count).clip(3, 98).astype(int)
         source = [rng.integers(4, config.model.vocab_size, n - 1).tolist() for n in lengths]
     found = {
         "ids": sorted(filter(None, source), key=len, reverse=True),
-        "source": tokenizer.source_tokens(range(tokenizer.source_vocab_size)),
-        "target": tokenizer.target_tokens(range(tokenizer.target_vocab_size)),
+        "source": tokenizer.source.tokens(range(tokenizer.source.vocab_size)),
+        "target": tokenizer.target.tokens(range(tokenizer.target.vocab_size)),
     }
     (folder / "source.json").write_text(json.dumps(found))
     if set(job["engines"]) != {"ours"}:

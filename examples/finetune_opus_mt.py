@@ -32,7 +32,7 @@ def make_random_model(folder: Path, pairs: tj.PairsConfig) -> Path:
     """A MarianMT folder with a vocabulary for this text and weights that know nothing."""
     tokenizer = tj.Tokenizer.train(read_pairs(pairs), tj.TokenizerConfig(vocab_size=160))
     sizes = {"d_model": 64, "d_ff": 256, "num_heads": 4, "num_layers": 1, "norm_epsilon": 1e-5}
-    config = tj.Config(model=tj.ModelConfig(vocab_size=tokenizer.target_vocab_size, **sizes))
+    config = tj.Config(model=tj.ModelConfig(vocab_size=tokenizer.target.vocab_size, **sizes))
     folder.mkdir(parents=True)
     export_huggingface(config, tj.Transformer(config.model, rngs=nnx.Rngs(0)), tokenizer, folder)
     return folder

@@ -63,14 +63,14 @@ def main(steps: int = 400) -> None:
     names = [num2words(number) for number in range(10_000)]
     seen = names[::7]
     tokenizer = tj.Tokenizer.train(zip(seen, seen), tj.TokenizerConfig(CONFIG.vocab_size))
-    corpus = tj.Corpus.from_lists(*[tokenizer.encode_target(seen)] * 2)
+    corpus = tj.Corpus.from_lists(*[tokenizer.target.encode(seen)] * 2)
     plan = tj.BatchPlan(corpus, tj.BatchConfig(tokens=1024, buckets=1), seed=0)
     model = LanguageModel(CONFIG, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(0.002), wrt=nnx.Param)
     for step in range(steps):
         train_step(model, optimizer, plan.batch(step).target_BT)
     tokens_NL = nnx.jit(draw, static_argnums=(1, 2))(model, 500, plan.batch(0).target_BT.shape[1])
-    samples = [tokenizer.decode_target(tokens_L) for tokens_L in tokens_NL.tolist()]
+    samples = [tokenizer.target.decode(tokens_L) for tokens_L in tokens_NL.tolist()]
     right = [sample for sample in samples if sample in names]
     print(*samples[::50], sep="\n")
     print(f"{len(right)} of 500 are names; {len(set(right) - set(seen))} of them are new")

@@ -95,7 +95,7 @@ def test_a_run_goes_on_on_another_machine(tmp_path, monkeypatch):
     assert json.loads((read / "summary.json").read_text())["steps"] == 6
     (_, one, tokenizer), (_, two, _) = load_model(read), load_model(whole)
     chex.assert_trees_all_equal(*(jax.tree.leaves(model) for model in (one, two)))
-    assert tokenizer.target_vocab_size == 150
+    assert tokenizer.target.vocab_size == 150
     load_model(local_workdir(f"{URL}/checkpoints/00000006"))
     with pytest.raises(UserError, match="expected a folder"):
         load_model(URL)

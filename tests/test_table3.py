@@ -111,7 +111,7 @@ def test_a_row_trains_resumes_and_translates(
     is saved, restored to the same next step, and translates.
     """
     small, layers = tiny(average=1), 2 if row.startswith("C-N") else 1
-    vocabulary = {"vocab_size": tokenizer.target_vocab_size}
+    vocabulary = {"vocab_size": tokenizer.target.vocab_size}
     model = dataclasses.replace(small.model, d_model=32, num_heads=8, num_layers=layers)
     config = change(row, dataclasses.replace(small, model=model))
     config = dataclasses.replace(

@@ -46,11 +46,11 @@ BYTES = train(vocab_size=330, byte_fallback=True, normalization="identity")
 def test_decoding_inverts_encoding(algorithm, joint):
     tokenizer = train(algorithm, joint)
     for sampling in (0.0, 0.3):
-        ids = tokenizer.encode_source(SOURCES, sampling=sampling, seed=1)
-        assert [tokenizer.decode_source(line) for line in ids] == SOURCES
-        ids = tokenizer.encode_target(TARGETS, sampling=sampling, seed=1)
-        assert [tokenizer.decode_target(line) for line in ids] == TARGETS
-    assert (tokenizer.joint, tokenizer.source_vocab_size, tokenizer.target_vocab_size) == (
+        ids = tokenizer.source.encode(SOURCES, sampling=sampling, seed=1)
+        assert [tokenizer.source.decode(line) for line in ids] == SOURCES
+        ids = tokenizer.target.encode(TARGETS, sampling=sampling, seed=1)
+        assert [tokenizer.target.decode(line) for line in ids] == TARGETS
+    assert (tokenizer.joint, tokenizer.source.vocab_size, tokenizer.target.vocab_size) == (
         joint,
         60,
         60,
@@ -62,23 +62,23 @@ def test_decoding_inverts_encoding(algorithm, joint):
     st.sampled_from([0.0, 0.5]),
 )
 def test_identity_with_bytes_gives_any_line_back(line, sampling):
-    [ids] = BYTES.encode_source([line], sampling=sampling, seed=1)
-    assert BYTES.decode_source(ids) == line
+    [ids] = BYTES.source.encode([line], sampling=sampling, seed=1)
+    assert BYTES.source.decode(ids) == line
     assert UNK_ID not in ids
 
 
 def test_a_decoded_line_has_no_newline():
-    newline = [i for i in range(BYTES.source_vocab_size) if BYTES.source_tokens([i]) == ["<0x0A>"]]
-    assert BYTES.decode_source(newline) == " "
+    newline = [i for i in range(BYTES.source.vocab_size) if BYTES.source.tokens([i]) == ["<0x0A>"]]
+    assert BYTES.source.decode(newline) == " "
 
 
 def test_special_ids_are_never_text():
     tokenizer = train()
-    ids = tokenizer.encode_source(["forty-two", "</s> <pad>", "", "forty \u4e2d two"])
+    ids = tokenizer.source.encode(["forty-two", "</s> <pad>", "", "forty \u4e2d two"])
     assert not {PAD_ID, BOS_ID, EOS_ID} & {i for line in ids for i in line}
     assert ids[2] == []
     assert ids[3].count(UNK_ID) == 1
-    assert tokenizer.decode_target([BOS_ID, *ids[0], EOS_ID, PAD_ID, PAD_ID]) == "forty-two"
+    assert tokenizer.target.decode([BOS_ID, *ids[0], EOS_ID, PAD_ID, PAD_ID]) == "forty-two"
 
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
@@ -109,7 +109,7 @@ def test_save_and_load(tmp_path, joint):
         == tokenizer.fingerprint
         == pickle.loads(pickle.dumps(tokenizer)).fingerprint
     )
-    assert loaded.encode_target(TARGETS) == tokenizer.encode_target(TARGETS)
+    assert loaded.target.encode(TARGETS) == tokenizer.target.encode(TARGETS)
     expected = (
         ["tokenizer.model"] if joint else ["tokenizer.source.model", "tokenizer.target.model"]
     )
@@ -122,7 +122,7 @@ def test_save_and_load(tmp_path, joint):
 def test_sampling_of_no_strength_is_sentencepieces_own_segmentation():
     for tokenizer in (train(), BYTES):
         lines = [*SOURCES, "caf\u00e9 \u4e2d\u4e2d forty", "  a  b "]
-        assert tokenizer.encode_source(lines, sampling=1e-12) == tokenizer.encode_source(lines)
+        assert tokenizer.source.encode(lines, sampling=1e-12) == tokenizer.source.encode(lines)
 
 
 @pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
@@ -132,7 +132,7 @@ def test_sampling_depends_on_the_seed_and_on_nothing_else(algorithm, tmp_path):
 
     def digest(seed):
         return hashlib.sha256(
-            json.dumps(tokenizer.encode_source(AMBIGUOUS[:200], sampling=0.05, seed=seed)).encode()
+            json.dumps(tokenizer.source.encode(AMBIGUOUS[:200], sampling=0.05, seed=seed)).encode()
         ).hexdigest()
 
     assert digest(1) == digest(1) != digest(2)
@@ -140,7 +140,7 @@ def test_sampling_depends_on_the_seed_and_on_nothing_else(algorithm, tmp_path):
 import hashlib, json, sys
 from transformer_jax.tokenizer import Tokenizer
 lines = json.load(sys.stdin)
-ids = Tokenizer.load({str(tmp_path)!r}).encode_source(lines, sampling=0.05, seed=1)
+ids = Tokenizer.load({str(tmp_path)!r}).source.encode(lines, sampling=0.05, seed=1)
 print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
 """
     other = subprocess.run(
@@ -156,8 +156,8 @@ print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
 @pytest.mark.parametrize("algorithm", ["bpe", "unigram"])
 def test_sampling_has_sentencepieces_distribution(algorithm):
     tokenizer, n = train(algorithm, pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True)), 20_000
-    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.source_model)
-    ours = Counter(map(tuple, tokenizer.encode_source(["tobane"] * n, sampling=0.05, seed=1)))
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.source.model)
+    ours = Counter(map(tuple, tokenizer.source.encode(["tobane"] * n, sampling=0.05, seed=1)))
     theirs = Counter(
         map(
             tuple,
@@ -181,7 +181,7 @@ def test_a_vocabulary_larger_than_the_text_supports(algorithm, joint):
     ) as raised:
         train(algorithm, joint, vocab_size=5000)
     most = int(str(raised.value).split("at most ")[1].split(":")[0])
-    assert train(algorithm, joint, vocab_size=most).source_vocab_size == most
+    assert train(algorithm, joint, vocab_size=most).source.vocab_size == most
 
 
 def test_a_vocabulary_smaller_than_the_alphabet():
@@ -203,7 +203,7 @@ def test_load_from_a_folder_without_or_with_a_damaged_tokenizer(tmp_path):
         UserError, match=r"tokenizer\.model' does not exist; expected a SentencePiece"
     ):
         Tokenizer.load(tmp_path)
-    for damaged in (b"", b"no model", train().source_model[:500]):
+    for damaged in (b"", b"no model", train().source.model[:500]):
         (tmp_path / "tokenizer.model").write_bytes(damaged)
         with pytest.raises(
             UserError, match=r"tokenizer\.model' is not a SentencePiece model, or is corrupt"
@@ -271,8 +271,8 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
     lines = ["<2de> one hundred", "<2de-formal> <BT> six", "one<BT>two", "seven"]
     for sampling in (0.0, 0.5):
         found = [
-            tokenizer.source_tokens(ids)
-            for ids in tokenizer.encode_source(lines, sampling=sampling, seed=3)
+            tokenizer.source.tokens(ids)
+            for ids in tokenizer.source.encode(lines, sampling=sampling, seed=3)
         ]
         assert [[piece for piece in pieces if piece in symbols] for pieces in found] == [
             ["<2de>"],
@@ -281,12 +281,12 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
             [],
         ]
         assert not any("<unk>" in pieces for pieces in found)
-        assert [tokenizer.decode_source(tokenizer._source.ids(pieces)) for pieces in found] == lines
-    plain = [tokenizer.encode_source([line])[0] for line in lines]
-    assert algorithm == "unigram" or tokenizer.encode_source(lines, sampling=1e-12) == plain
-    tags = [tokenizer.source_tag(line) for line in lines]
+        assert [tokenizer.source.decode(tokenizer.source.ids(pieces)) for pieces in found] == lines
+    plain = [tokenizer.source.encode([line])[0] for line in lines]
+    assert algorithm == "unigram" or tokenizer.source.encode(lines, sampling=1e-12) == plain
+    tags = [tokenizer.source.split_tag(line) for line in lines]
     assert [rest for _, rest in tags] == [" one hundred", " six", "one<BT>two", "seven"]
-    assert [tokenizer.source_tokens(ids) for ids, _ in tags][1:] == [
+    assert [tokenizer.source.tokens(ids) for ids, _ in tags][1:] == [
         ["\u2581", "<2de-formal>", "\u2581", "<BT>"],
         [],
         [],
@@ -308,20 +308,20 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
     """
     old = train(algorithm, joint, user_defined_symbols=("<2de>",))
     new = old.with_symbols(("<2fr>", "<2de>", "<BT>"))
-    assert (new.source_vocab_size, new.target_vocab_size) == (
-        old.source_vocab_size + 2,
-        old.target_vocab_size + 2,
+    assert (new.source.vocab_size, new.target.vocab_size) == (
+        old.source.vocab_size + 2,
+        old.target.vocab_size + 2,
     )
-    assert new.encode_source(SOURCES) == old.encode_source(SOURCES) and new.encode_target(
+    assert new.source.encode(SOURCES) == old.source.encode(SOURCES) and new.target.encode(
         TARGETS
-    ) == old.encode_target(TARGETS)
+    ) == old.target.encode(TARGETS)
     [tagged], [plain] = (
-        new.encode_source(["<2fr> <BT> one hundred"]),
-        old.encode_source(["one hundred"]),
+        new.source.encode(["<2fr> <BT> one hundred"]),
+        old.source.encode(["one hundred"]),
     )
-    assert [id_ for id_ in tagged if id_ >= old.source_vocab_size] == [
-        old.source_vocab_size,
-        old.source_vocab_size + 1,
+    assert [id_ for id_ in tagged if id_ >= old.source.vocab_size] == [
+        old.source.vocab_size,
+        old.source.vocab_size + 1,
     ]
     assert tagged[-len(plain) :] == plain
     assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
@@ -329,11 +329,11 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
         UserError,
         match=r"which the vocabulary has as an ordinary or a special token; expected another name",
     ):
-        old.with_symbols(old.source_tokens([9]))
+        old.with_symbols(old.source.tokens([9]))
     with pytest.raises(
         UserError, match=r"which the vocabulary has as an ordinary or a special token"
     ):
-        old.with_symbols(old.source_tokens([EOS_ID]))
+        old.with_symbols(old.source.tokens([EOS_ID]))
 
 
 def test_an_imported_vocabulary_grows_by_symbols(tmp_path):
@@ -341,30 +341,30 @@ def test_an_imported_vocabulary_grows_by_symbols(tmp_path):
     as it is.
     """
     plain = train("unigram", True)
-    pieces = [*plain.source_tokens(range(plain.source_vocab_size)), ">>deu<<"]
-    models = [plain.source_model] * 2
+    pieces = [*plain.source.tokens(range(plain.source.vocab_size)), ">>deu<<"]
+    models = [plain.source.model] * 2
     imported = Tokenizer(*models, vocabulary=pieces)
     assert imported.joint
     with_sign = Tokenizer(*models, vocabulary=[*pieces, "Ω"])
     for sampling in (0.0, 0.1):
-        assert len(pieces) in with_sign.encode_source(["one Ω two"], sampling=sampling)[0]
-        assert with_sign.source_tag(">>fra<< one") == ([UNK_ID], " one")
+        assert len(pieces) in with_sign.source.encode(["one Ω two"], sampling=sampling)[0]
+        assert with_sign.source.split_tag(">>fra<< one") == ([UNK_ID], " one")
     grown = imported.with_symbols(("<2fr>", ">>deu<<"))
     deu, fr = len(pieces) - 1, len(pieces)
-    assert grown.source_vocab_size == len(pieces) + 1
+    assert grown.source.vocab_size == len(pieces) + 1
     assert (
-        grown.encode_source(["one hundred"])
-        == imported.encode_source(["one hundred"])
-        == plain.encode_source(["one hundred"])
+        grown.source.encode(["one hundred"])
+        == imported.source.encode(["one hundred"])
+        == plain.source.encode(["one hundred"])
     )
     for line, tags in (
         (">>deu<< one", [deu]),
         ("<2fr> one", [fr]),
         (">>deu<< <2fr> one", [deu, fr]),
     ):
-        tag, rest = grown.source_tag(line)
+        tag, rest = grown.source.split_tag(line)
         assert [id_ for id_ in tag if id_ >= deu] == tags and rest.strip() == "one"
-        assert [id_ for id_ in grown.encode_source([line])[0] if id_ >= deu] == tags
+        assert [id_ for id_ in grown.source.encode([line])[0] if id_ >= deu] == tags
     grown.save(tmp_path)
     for same in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(grown))):
         assert same.vocabulary == grown.vocabulary and same.fingerprint == grown.fingerprint

@@ -43,6 +43,7 @@ from .remote_workdir import local_workdir
 from .sharding import batch_sharding, make_mesh, state_shardings
 from .special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from .storage import write_atomically
+from .subword_model import SubwordModel
 from .tokenizer import Tokenizer
 from .training.loop import train
 from .training.loss import smoothed_cross_entropy
@@ -84,6 +85,7 @@ __all__ = [
     "SearchResult",
     "Sentence",
     "SentenceAttention",
+    "SubwordModel",
     "Tokenizer",
     "TokenizerConfig",
     "TrainingConfig",

@@ -24,6 +24,7 @@ class SubwordModel:
     """
 
     def __init__(self, model: bytes, vocabulary: Sequence[str] = ()) -> None:
+        self.model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._foreign = bool(vocabulary)
         proto = model_proto(model)
@@ -42,7 +43,11 @@ class SubwordModel:
     def encode(
         self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0
     ) -> list[list[int]]:
-        """Token ids of each line, without BOS and EOS; with ``sampling`` a random segmentation."""
+        """Token ids of each line, without BOS and EOS.
+
+        ``sampling`` draws one segmentation of each line at random (see ``SubwordSampler``). Same
+        ``lines`` and ``seed``, same result.
+        """
         if not sampling and not self._foreign:
             if len(lines) == 1:  # a call for several starts a thread, which costs as much as a line
                 return [self._processor.encode(lines[0])]
@@ -71,15 +76,29 @@ class SubwordModel:
         return text.replace("\n", " ")
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Tokens as SentencePiece writes them."""
+        """Tokens as SentencePiece writes them: ▁ (U+2581) begins a word."""
         return [self._tokens[token] for token in ids]
 
     def ids(self, tokens: Iterable[str]) -> list[int]:
         """Token ids; UNK_ID for what is no token."""
         return [self._ids.get(token, UNK_ID) for token in tokens]
 
-    def split_leading_symbols(self, line: str) -> tuple[list[int], str]:
-        """Ids of the tag and the user-defined symbols that ``line`` begins with, and its rest."""
+    def require_ids(self, tokens: Sequence[str], field: str) -> list[int]:
+        """The ids of the tokens in the config's ``field``; ``UserError`` for what is no token."""
+        for token in tokens:
+            if token not in self._ids:
+                raise UserError(
+                    f"{field} has {token!r}; expected tokens of the target vocabulary ('▁' begins "
+                    "a word)."
+                )
+        return self.ids(tokens)
+
+    def split_tag(self, line: str) -> tuple[list[int], str]:
+        """Tokens at the beginning of ``line`` that every segment of it needs, and its rest.
+
+        They are any of ``tokenizer.user_defined_symbols``, after a tag like ``>>deu<<`` of an
+        imported model.
+        """
         found = self._leading.match(line)
         assert found is not None  # it may be empty
         return self.encode([found[0]])[0], line[found.end() :]

@@ -6,12 +6,10 @@ import hashlib
 import io
 import json
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 import sentencepiece
 
@@ -21,14 +19,12 @@ from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.storage import local_path, write_atomically
 from transformer_jax.subword_model import SubwordModel, with_symbols
 
-_T = TypeVar("_T")
-
 _MODEL, _SOURCE, _TARGET = "tokenizer.model", "tokenizer.source.model", "tokenizer.target.model"
 _VOCABULARY = "tokenizer.vocab.json"
 
 
 class Tokenizer:
-    """One SentencePiece model for both languages, or one for each.
+    """One SentencePiece model for both languages, or one for each: ``source`` and ``target``.
 
     Built from the bytes of the model files; ``target_model=None`` means that both languages share
     ``source_model``. ``vocabulary`` is given where token ids are not those of the models' pieces:
@@ -42,11 +38,12 @@ class Tokenizer:
         *,
         vocabulary: Sequence[str] = (),
     ) -> None:
-        self.source_model, self.target_model = source_model, target_model
         self.vocabulary = tuple(vocabulary)
-        self._models = [model for model in (source_model, target_model) if model is not None]
-        sides = [SubwordModel(model, self.vocabulary) for model in self._models]
-        self._source, self._target = sides[0], sides[-1]
+        self.source = SubwordModel(source_model, self.vocabulary)
+        self.target = self.source
+        """The same object as ``source`` where both languages share a model."""
+        if target_model is not None:
+            self.target = SubwordModel(target_model, self.vocabulary)
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
@@ -65,14 +62,12 @@ class Tokenizer:
         most = config.max_training_sentences
         sample = _evenly_spread(pairs, max(1, most // 2) if config.joint else most)
         if config.joint:
-            lines = (line for pair in _drain(sample) for line in pair)
-            return cls(_learn(lines, config, "training text"))
-        targets = deque(target for _, target in sample)
-        sources = (source for source, _ in _drain(sample))
-        source_model = _learn(sources, config, "source side of the training text")
-        return cls(
-            source_model, _learn(_drain(targets), config, "target side of the training text")
+            return cls(_learn(chain.from_iterable(sample), config, "training text"))
+        source, target = (
+            _learn((pair[i] for pair in sample), config, f"{side} side of the training text")
+            for i, side in enumerate(("source", "target"))
         )
+        return cls(source, target)
 
     @classmethod
     def from_spm(cls, source: Path, target: Path, vocabulary: Sequence[str]) -> Tokenizer:
@@ -106,12 +101,19 @@ class Tokenizer:
         return Tokenizer(*models, vocabulary=self.vocabulary and (*self.vocabulary, *missing))
 
     @property
+    def _models(self) -> list[bytes]:
+        """The contents of the model files."""
+        sides = [self.source] if self.target is self.source else [self.source, self.target]
+        return [side.model for side in sides]
+
+    @property
     def _files(self) -> dict[str, bytes]:
         """Names and contents of the files that ``save`` writes."""
-        names = (_MODEL,) if self.target_model is None else (_SOURCE, _TARGET)
+        models = self._models
+        names = (_MODEL,) if len(models) == 1 else (_SOURCE, _TARGET)
         text = json.dumps(self.vocabulary, ensure_ascii=False, indent=0)
         vocabulary = {_VOCABULARY: text.encode()} if self.vocabulary else {}
-        return vocabulary | dict(zip(names, self._models, strict=True))
+        return vocabulary | dict(zip(names, models, strict=True))
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer's files; each of them appears whole or not at all."""
@@ -128,78 +130,13 @@ class Tokenizer:
     @property
     def joint(self) -> bool:
         """Whether both languages share one vocabulary."""
-        return self.target_model is None or bool(self.vocabulary)
-
-    @property
-    def source_vocab_size(self) -> int:
-        """Number of source tokens, the four special ones included."""
-        return self._source.vocab_size
-
-    @property
-    def target_vocab_size(self) -> int:
-        """Number of target tokens, the four special ones included."""
-        return self._target.vocab_size
+        return self.target is self.source or bool(self.vocabulary)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the models and the vocabulary."""
         digests = (hashlib.sha256(content).digest() for content in self._files.values())
         return hashlib.sha256(b"".join(digests)).hexdigest()
-
-    def encode_source(
-        self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0
-    ) -> list[list[int]]:
-        """Token ids of each line, without BOS and EOS.
-
-        ``sampling`` draws one segmentation of each line at random (see ``SubwordSampler``). Same
-        ``lines`` and ``seed``, same result.
-        """
-        return self._source.encode(lines, sampling=sampling, seed=seed)
-
-    def encode_target(
-        self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0
-    ) -> list[list[int]]:
-        """Like ``encode_source``, for the target language."""
-        return self._target.encode(lines, sampling=sampling, seed=seed)
-
-    def source_tag(self, line: str) -> tuple[list[int], str]:
-        """Tokens at the beginning of ``line`` that every segment of it needs, and the rest of it.
-
-        They are any of ``tokenizer.user_defined_symbols``, after a tag like ``>>deu<<`` of an
-        imported model.
-        """
-        return self._source.split_leading_symbols(line)
-
-    def decode_source(self, ids: Iterable[int]) -> str:
-        """Text of one sequence of source tokens; PAD, BOS and EOS are left out."""
-        return self._source.decode(ids)
-
-    def decode_target(self, ids: Iterable[int]) -> str:
-        """Text of one sequence of target tokens; PAD, BOS and EOS are left out."""
-        return self._target.decode(ids)
-
-    def source_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Source tokens as SentencePiece writes them: ▁ (U+2581) begins a word."""
-        return self._source.tokens(ids)
-
-    def target_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Target tokens as SentencePiece writes them."""
-        return self._target.tokens(ids)
-
-    def target_ids(self, tokens: Sequence[str]) -> list[int]:
-        """The ids of target tokens; UNK_ID for what is none."""
-        return self._target.ids(tokens)
-
-    def require_target_ids(self, tokens: Sequence[str], field: str) -> list[int]:
-        """``target_ids`` of what the config's ``field`` has; ``UserError`` for what is no token."""
-        ids = self.target_ids(tokens)
-        for token, number in zip(tokens, ids, strict=True):
-            if number == UNK_ID and token not in self.target_tokens([UNK_ID]):
-                raise UserError(
-                    f"{field} has {token!r}; expected tokens of the target vocabulary ('▁' begins "
-                    "a word)."
-                )
-        return ids
 
 
 def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> bytes:
@@ -225,7 +162,7 @@ def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> by
     return model
 
 
-def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> deque[tuple[str, str]]:
+def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
     """Every k-th pair, k being the smallest power of 2 that leaves at most ``most``."""
     kept: list[tuple[str, str]] = []
     stride = 1
@@ -238,18 +175,12 @@ def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> deque[tuple[s
             if index % stride:
                 continue
         kept.append(pair)
-    return deque(kept)
+    return kept
 
 
-def _drain(items: deque[_T]) -> Iterator[_T]:
-    # Letting lines go while SentencePiece reads them keeps one copy of the text in memory, not two.
-    while items:
-        yield items.popleft()
-
-
-def _learn(lines: Iterator[str], config: TokenizerConfig, what: str) -> bytes:
-    lines = (line for line in lines if line.strip())
-    first = next(lines, None)
+def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
+    given = (line for line in lines if line.strip())
+    first = next(given, None)
     if first is None:
         raise UserError(
             f"The {what} is empty; expected sentences to train the tokenizer on: check data.train."
@@ -257,7 +188,7 @@ def _learn(lines: Iterator[str], config: TokenizerConfig, what: str) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=chain([first], lines),
+            sentence_iterator=chain([first], given),
             model_writer=model,
             model_type=config.algorithm,
             vocab_size=config.vocab_size,

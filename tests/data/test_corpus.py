@@ -2,6 +2,7 @@
 opens.
 """
 
+import copy
 import dataclasses
 import errno
 import json
@@ -83,10 +84,10 @@ def test_corpus_holds_the_pairs_in_order(tmp_path):
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     [sources], [targets] = sequences(corpus, "source"), sequences(corpus, "target")
     assert sources == [
-        [*ids, EOS_ID] for ids in TOKENIZER.encode_source([source for source, _ in PAIRS])
+        [*ids, EOS_ID] for ids in TOKENIZER.source.encode([source for source, _ in PAIRS])
     ]
     assert targets == [
-        [*ids, EOS_ID] for ids in TOKENIZER.encode_target([target for _, target in PAIRS])
+        [*ids, EOS_ID] for ids in TOKENIZER.target.encode([target for _, target in PAIRS])
     ]
     assert (corpus.num_pairs, corpus.num_samples) == (3000, 1)
     tokens, offsets = corpus.sides[0]
@@ -107,7 +108,7 @@ def test_corpus_holds_the_pairs_in_order(tmp_path):
 def test_segmentations_differ_but_say_the_same(tmp_path):
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path, **SAMPLED)
     assert corpus.num_samples == 3 and corpus.lengths()[0].shape == (3, 3000)
-    for side, decode in (("source", TOKENIZER.decode_source), ("target", TOKENIZER.decode_target)):
+    for side, decode in (("source", TOKENIZER.source.decode), ("target", TOKENIZER.target.decode)):
         versions = sequences(corpus, side)
         texts = [pair[side == "target"] for pair in PAIRS]
         assert all([decode(ids) for ids in version] == texts for version in versions)
@@ -213,14 +214,14 @@ def test_filters_and_their_counts(tmp_path, in_processes, workers, sampling):
         "invalid_utf8": 1,
     }
     for version in sequences(corpus, "source"):
-        assert [TOKENIZER.decode_source(ids) for ids in version] == ["one", "six"]
+        assert [TOKENIZER.source.decode(ids) for ids in version] == ["one", "six"]
 
 
 LONGER, LONGER_TOKENS = (
     "seven thousand, two hundred",
-    len(TOKENIZER.encode_source(["seven thousand, two hundred"])[0]),
+    len(TOKENIZER.source.encode(["seven thousand, two hundred"])[0]),
 )
-SHORTER, SHORTER_TOKENS = "one", len(TOKENIZER.encode_source(["one"])[0])
+SHORTER, SHORTER_TOKENS = "one", len(TOKENIZER.source.encode(["one"])[0])
 
 
 def test_length_limits_are_exact(tmp_path):
@@ -578,7 +579,9 @@ def test_any_sequences_and_lengths_can_be_read(pairs, data):
 def test_tokens_are_wide_enough(tmp_path, monkeypatch):
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "16")
     assert corpus.sides[1].tokens.dtype == np.uint16
-    monkeypatch.setattr(Tokenizer, "target_vocab_size", 2**16 + 1)
+    wide = copy.copy(TOKENIZER.target)
+    wide._tokens = range(2**16 + 1)
+    monkeypatch.setattr(TOKENIZER, "target", wide)
     corpus = build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path / "32")
     assert [side.tokens.dtype for side in corpus.sides] == [np.uint16, np.int32]
 

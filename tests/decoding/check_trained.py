@@ -63,7 +63,7 @@ def main(arguments: Arguments) -> None:
         max_extra_length=arguments.max_extra_length,
     )
     lines = list(read_lines(arguments.input))[: arguments.limit]
-    encoded = translator.tokenizer.encode_source(lines)
+    encoded = translator.tokenizer.source.encode(lines)
     limit = translator.engine.longest_source - 1
     sentences = [Sentence(tokens[:limit]) for tokens in encoded if tokens]
     print(

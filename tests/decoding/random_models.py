@@ -36,7 +36,7 @@ def train_tokenizer(lines: list[str]) -> Tokenizer:
 def make_model(tokenizer: Tokenizer, seed: int = 8, **settings: Any) -> Transformer:
     """One of its vocabulary; ``settings`` are fields of ``ModelConfig``."""
     small = {"tie_embeddings": "none", "d_model": 16, "d_ff": 32, "num_heads": 2, "num_layers": 1}
-    vocab_size = tokenizer.target_vocab_size
+    vocab_size = tokenizer.target.vocab_size
     config = ModelConfig(vocab_size=vocab_size, dtype="float32", **small | settings)
     model = Transformer(config, rngs=nnx.Rngs(seed))
     model.softmax_matrix[...] = model.softmax_matrix[...] * SHARPNESS

@@ -39,7 +39,7 @@ def scorer(model, tokenizer):
 
 def test_translations_are_aligned_in_order(scorer):
     def translation(text):
-        tokens = scorer.tokenizer.target_tokens(scorer.tokenizer.encode_target([text])[0])
+        tokens = scorer.tokenizer.target.tokens(scorer.tokenizer.target.encode([text])[0])
         return Translation(text, 0.0, 0.0, len(tokens) + 1, tuple(tokens))
 
     pairs = [("one two", translation("ONE TWO")), ("one two", translation("TWO"))]
@@ -51,8 +51,8 @@ def test_translations_are_aligned_in_order(scorer):
         assert t == unaligned
         if (alignment := t.alignment) is not None:
             assert alignment.target == (*t.tokens, "</s>") and alignment.source[-1] == "</s>"
-            source, target = alignment.source[:-1], scorer.tokenizer.target_ids(t.tokens)
-            [expected] = scorer.align_tokens([(scorer.tokenizer.encode_source([text])[0], target)])
+            source, target = alignment.source[:-1], scorer.tokenizer.target.ids(t.tokens)
+            [expected] = scorer.align_tokens([(scorer.tokenizer.source.encode([text])[0], target)])
             np.testing.assert_allclose(alignment.weights_TS, expected, atol=1e-6)
             assert "".join(source).replace("▁", " ").strip() == text
             for i, j in (map(int, pair.split("-")) for pair in alignment.hard().split()):
@@ -94,8 +94,8 @@ def test_hard_alignments_count_the_words_of_the_text_as_it_was(scorer, tokenizer
     zero-width space.
     """
     text = "one´two \u200b three"
-    [source] = tokenizer.encode_source([text])
-    assert "".join(tokenizer.source_tokens(source)).count("▁") == 3
+    [source] = tokenizer.source.encode([text])
+    assert "".join(tokenizer.source.tokens(source)).count("▁") == 3
     [translation] = scorer.score([(text, text.upper())])
     [alignment] = [t.alignment for t in scorer.align([(text, translation)])]
     tokens = zip(alignment.source, alignment.source_words, strict=False)
@@ -107,10 +107,10 @@ def test_an_unknown_token_is_a_word_of_its_own():
     """Written as ⁇, which this vocabulary encodes as two question marks."""
     lines = ["why ? who ?? what ???", *LINES]
     tokenizer = train_tokenizer(lines)
-    tokens = [*tokenizer.encode_target(["ONE"])[0], UNK_ID, *tokenizer.encode_target(["A TWO"])[0]]
-    text = tokenizer.decode_target(tokens)
+    tokens = [*tokenizer.target.encode(["ONE"])[0], UNK_ID, *tokenizer.target.encode(["A TWO"])[0]]
+    text = tokenizer.target.decode(tokens)
     assert (
-        text.split() == ["ONE", "⁇", "A", "TWO"] and UNK_ID not in tokenizer.encode_target(["⁇"])[0]
+        text.split() == ["ONE", "⁇", "A", "TWO"] and UNK_ID not in tokenizer.target.encode(["⁇"])[0]
     )
     found = alignment(tokenizer, ("", text), ([], tokens), np.ones((len(tokens) + 1, 1)))
     names = zip(found.target, found.target_words, strict=False)

@@ -33,9 +33,9 @@ def test_weights_are_those_of_the_model_without_padding(translator):
     text, target = LINES[2], LINES[3].upper()
     found = sentence_attention(translator, text, target=target)
     [model], tokenizer = translator.models, translator.tokenizer
-    [source], [labels] = tokenizer.encode_source([text]), tokenizer.encode_target([target])
-    assert found.source == (*tokenizer.source_tokens(source), "</s>")
-    assert found.target == (*tokenizer.target_tokens(labels), "</s>")
+    [source], [labels] = tokenizer.source.encode([text]), tokenizer.target.encode([target])
+    assert found.source == (*tokenizer.source.tokens(source), "</s>")
+    assert found.target == (*tokenizer.target.tokens(labels), "</s>")
     expected = nnx.jit(Transformer.attention_weights)(
         model, jnp.array([[*source, EOS_ID]]), jnp.array([[*labels, EOS_ID]])
     )
@@ -55,8 +55,8 @@ def test_weights_of_the_first_layers_are_computed_as_the_paper_says(translator):
     found = sentence_attention(translator, "one two", target="TWO")
     [model], tokenizer = translator.models, translator.tokenizer
     for kind, tokens in (
-        ("encoder", [*tokenizer.encode_source(["one two"])[0], EOS_ID]),
-        ("decoder", [BOS_ID, *tokenizer.encode_target(["TWO"])[0]]),
+        ("encoder", [*tokenizer.source.encode(["one two"])[0], EOS_ID]),
+        ("decoder", [BOS_ID, *tokenizer.target.encode(["TWO"])[0]]),
     ):
         ids_1L = jnp.array([tokens])
         embedding = model.source_embedding if kind == "encoder" else model.target_embedding

@@ -345,10 +345,10 @@ def tokenizer():
 
 
 def test_settings_are_checked_without_a_model(tokenizer):
-    size = tokenizer.target_vocab_size
+    size = tokenizer.target.vocab_size
     config = DecodingConfig(suppress=("▁", "A"), beam_size=size)
     suppress = check_decoding(config, tokenizer)
-    assert tokenizer.target_tokens(suppress) == ["▁", "A"]
+    assert tokenizer.target.tokens(suppress) == ["▁", "A"]
 
     def refuse(message, **settings):
         with pytest.raises(UserError, match=message):

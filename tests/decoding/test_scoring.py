@@ -46,7 +46,7 @@ def scorer(model, tokenizer):
 
 @pytest.fixture(scope="module")
 def pairs(tokenizer):
-    return list(zip(tokenizer.encode_source(LINES), tokenizer.encode_target(TARGETS), strict=True))
+    return list(zip(tokenizer.source.encode(LINES), tokenizer.target.encode(TARGETS), strict=True))
 
 
 def by_hand(model, source, target):
@@ -78,9 +78,9 @@ def test_devices_share_the_rows(model, tokenizer, scorer, pairs):
 
 def test_the_score_of_a_translation_is_what_the_search_reported(model, tokenizer, scorer):
     found = list(Translator(model, tokenizer, CONFIG).stream(LINES, num_hypotheses=2))
-    sources = tokenizer.encode_source(LINES)
+    sources = tokenizer.source.encode(LINES)
     pairs = [
-        (source, tokenizer.target_ids(t.tokens))
+        (source, tokenizer.target.ids(t.tokens))
         for source, both in zip(sources, found, strict=True)
         for t in both
     ]
@@ -140,7 +140,7 @@ def test_empty_lines_are_scored_as_their_end(model, scorer):
     for t, (source, target) in zip(
         scorer.score([("", ""), (LINES[3], "")]), [("", ""), (LINES[3], "")], strict=True
     ):
-        expected = by_hand(model, scorer.tokenizer.encode_source([source])[0], [])
+        expected = by_hand(model, scorer.tokenizer.source.encode([source])[0], [])
         assert (t.text, t.length, t.tokens) == (target, 1, ()) and t.log_prob == pytest.approx(
             expected[0], abs=1e-5
         )
@@ -193,7 +193,7 @@ def test_every_shape_is_compiled_once(model, tokenizer, caplog):
 def test_over_long_pairs_are_scored_whole(model, tokenizer, scorer):
     source, target = " ".join(WORDS * 6), " ".join(WORDS * 4).upper()
     [t] = scorer.score([(source, target)])
-    tokens = tokenizer.encode_source([source])[0], tokenizer.encode_target([target])[0]
+    tokens = tokenizer.source.encode([source])[0], tokenizer.target.encode([target])[0]
     assert min(map(len, tokens)) > CONFIG.max_source_length
     np.testing.assert_allclose(t.token_log_probs, by_hand(model, *tokens), atol=1e-4)
 

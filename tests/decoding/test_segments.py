@@ -28,8 +28,8 @@ def test_long_lines_are_split_at_sentence_ends(tokenizer):
     segments = split(line, 23, tokenizer)
     assert len(segments) > 1 and all(len(segment) <= 23 for segment in segments)
     joined = [token for segment in segments for token in segment]
-    assert joined == tokenizer.encode_source([line])[0]
-    ends = {tokenizer.encode_source([sentence])[0][-1] for sentence in sentences}
+    assert joined == tokenizer.source.encode([line])[0]
+    ends = {tokenizer.source.encode([sentence])[0][-1] for sentence in sentences}
     assert {segment[-1] for segment in segments} <= ends
 
 
@@ -75,10 +75,10 @@ def test_segments_without_spaces_have_the_tokens_of_their_text(chinese):
     """
     line = "".join(CHINESE) * 3 + "我们去学校" * 9
     segments = split(line, 20, chinese)
-    texts = [chinese.decode_source(segment) for segment in segments]
-    assert "".join(texts) == chinese.decode_source(chinese.encode_source([line])[0])
-    assert segments == chinese.encode_source(texts) and all(
+    texts = [chinese.source.decode(segment) for segment in segments]
+    assert "".join(texts) == chinese.source.decode(chinese.source.encode([line])[0])
+    assert segments == chinese.source.encode(texts) and all(
         len(segment) <= 20 for segment in segments
     )
-    assert all("▁" not in "".join(chinese.source_tokens(segment))[1:] for segment in segments)
+    assert all("▁" not in "".join(chinese.source.tokens(segment))[1:] for segment in segments)
     assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # as many sentences as fit

@@ -66,7 +66,7 @@ def test_equals_a_plain_search_by_the_whole_forward_pass(tokenizer, settings):
     lines = LINES[:6]
     found = Translator(model, tokenizer, CONFIG).stream(lines)
     for line, [translation] in zip(lines, found, strict=True):
-        source = [*tokenizer.encode_source([line])[0], EOS_ID]
+        source = [*tokenizer.source.encode([line])[0], EOS_ID]
         source_1S = np.array([source + [PAD_ID] * (24 - len(source))])
 
         def log_probs(tokens, source_1S=source_1S):
@@ -78,7 +78,7 @@ def test_equals_a_plain_search_by_the_whole_forward_pass(tokenizer, settings):
             log_probs, Rules(len(source) + CONFIG.max_extra_length), beam_size=3
         )
         assert translation.score == pytest.approx(best.score, abs=1e-4)
-        assert translation.text == tokenizer.decode_target(best.tokens)
+        assert translation.text == tokenizer.target.decode(best.tokens)
         assert translation.length == len(best.tokens)
 
 
@@ -200,7 +200,7 @@ def test_segments_are_joined_as_their_language_is_written(translator):
     found = [[Hypothesis([i], -1.0, -1.0, [-0.5, -0.5])] for i in range(len(texts))]
     translator = copy.copy(translator)
     translator.tokenizer = SimpleNamespace(
-        decode_target=lambda ids: texts[ids[0]], target_tokens=lambda ids: [texts[ids[0]]]
+        target=SimpleNamespace(decode=lambda ids: texts[ids[0]], tokens=lambda ids: [texts[ids[0]]])
     )
     [translation] = translator.translations(Request(""), found)
     assert translation.text == "好。是Ja. Nein."
@@ -226,14 +226,14 @@ def test_tags_that_a_line_begins_with_go_before_each_segment():
     line = "<2de> <BT> " + " ".join(WORDS * 3)
     segments = split(line, 15, tokenizer)
     assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
-    tags = tokenizer.encode_source(["<2de> <BT>"])[0]
+    tags = tokenizer.source.encode(["<2de> <BT>"])[0]
     assert all(segment[: len(tags)] == tags for segment in segments)
     assert [
         token for segment in segments for token in segment[len(tags) :]
-    ] == tokenizer.encode_source([line])[0][len(tags) :]
+    ] == tokenizer.source.encode([line])[0][len(tags) :]
     many = "<2de> " * 30 + "one two"  # more than a segment: no tag, but placeholders
     segments = split(many, 15, tokenizer)
-    assert [token for segment in segments for token in segment] == tokenizer.encode_source([many])[
+    assert [token for segment in segments for token in segment] == tokenizer.source.encode([many])[
         0
     ]
     assert len(translator.translate([many, line])) == 2

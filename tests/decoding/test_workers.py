@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ VOCAB = 40
 class Vocabulary:
     """All that ``make_model`` asks of a tokenizer."""
 
-    target_vocab_size = VOCAB
+    target = SimpleNamespace(vocab_size=VOCAB)
 
 
 CONFIG = DecodingConfig(beam_size=3, max_extra_length=10, max_source_length=32, batch_size=8)

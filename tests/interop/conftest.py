@@ -67,8 +67,8 @@ def make() -> Callable[..., tuple[Config, Transformer]]:
     def build(tokenizer: Tokenizer, seed: int = 0, **fields: Any) -> tuple[Config, Transformer]:
         sizes = {"d_model": 16, "d_ff": 24, "num_heads": 2, "num_layers": 2, "dtype": "float32"}
         vocabulary = {
-            "vocab_size": tokenizer.target_vocab_size,
-            "source_vocab_size": None if tokenizer.joint else tokenizer.source_vocab_size,
+            "vocab_size": tokenizer.target.vocab_size,
+            "source_vocab_size": None if tokenizer.joint else tokenizer.source.vocab_size,
         }
         config = Config(
             model=ModelConfig(**(sizes | vocabulary | fields)),

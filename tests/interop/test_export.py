@@ -116,16 +116,16 @@ def test_logits_agree_with_the_libraries(
     fields, formats = VARIANTS[name]
     tokenizer = separate if name.startswith("two") else joint
     config, model = make(tokenizer, **fields)
-    sources = [[*ids, EOS_ID] for ids in tokenizer.encode_source(lines[:4])]
+    sources = [[*ids, EOS_ID] for ids in tokenizer.source.encode(lines[:4])]
     upper = [line.upper() for line in lines[4:8]]
-    targets = [[*ids, EOS_ID] for ids in tokenizer.encode_target(upper)]
+    targets = [[*ids, EOS_ID] for ids in tokenizer.target.encode(upper)]
     source_BS, target_BT = padded(sources), padded(targets)
     ours_BTV, real_BT = logits(model, source_BS, target_BT), target_BT != PAD_ID
 
     folder, _ = export("ctranslate2", tmp_path / "ctranslate2", config, model, tokenizer)
     scores = ctranslate2_of(folder).score_batch(
-        [tokenizer.source_tokens(ids[:-1]) for ids in sources],
-        [tokenizer.target_tokens(ids[:-1]) for ids in targets],
+        [tokenizer.source.tokens(ids[:-1]) for ids in sources],
+        [tokenizer.target.tokens(ids[:-1]) for ids in targets],
     )
     log_probs_BTV = np.asarray(jax.nn.log_softmax(ours_BTV))
     for b, (score, ids) in enumerate(zip(scores, targets, strict=True)):
@@ -154,8 +154,8 @@ def test_logits_agree_with_the_libraries(
         assert getattr(config_again.model, field) == getattr(config.model, field), field
     assert config_again.model.norm_epsilon == 1e-5
     assert config_again.decoding.beam_size == config.decoding.beam_size
-    assert tokenizer_again.encode_source(lines) == tokenizer.encode_source(lines)
-    assert tokenizer_again.encode_target(upper) == tokenizer.encode_target(upper)
+    assert tokenizer_again.source.encode(lines) == tokenizer.source.encode(lines)
+    assert tokenizer_again.target.encode(upper) == tokenizer.target.encode(upper)
     assert tokenizer_again.joint == tokenizer.joint
     in_float32 = dataclasses.replace(config_again.model, dtype="float32")
     graph, _ = nnx.split(Transformer(in_float32, rngs=nnx.Rngs(9)), nnx.Param)
@@ -191,9 +191,9 @@ def by_ctranslate2(
 ) -> list[tuple[list[int], float]]:
     """The token ids and the score of each translation, by the exported settings with changes."""
     settings = json.loads((folder / "generation_config.json").read_text()) | changes
-    tokens = [tokenizer.source_tokens(ids) for ids in tokenizer.encode_source(texts)]
+    tokens = [tokenizer.source.tokens(ids) for ids in tokenizer.source.encode(texts)]
     found = ctranslate2_of(folder).translate_batch(tokens, return_scores=True, **settings)
-    return [(tokenizer.target_ids(each.hypotheses[0]), each.scores[0]) for each in found]
+    return [(tokenizer.target.ids(each.hypotheses[0]), each.scores[0]) for each in found]
 
 
 def by_transformers(
@@ -202,7 +202,7 @@ def by_transformers(
     """The same; a score only from a beam search."""
     batch = MarianTokenizer.from_pretrained(folder)(texts, return_tensors="pt", padding=True)
     given = [[i for i in row if i != PAD_ID] for row in batch.input_ids.tolist()]
-    assert given == [[*ids, EOS_ID] for ids in tokenizer.encode_source(texts)]
+    assert given == [[*ids, EOS_ID] for ids in tokenizer.source.encode(texts)]
     found = marian_of(folder).generate(
         **batch, num_beams=beam_size, return_dict_in_generate=True, output_scores=True
     )
@@ -237,7 +237,7 @@ def test_greedy_and_beam_outputs_agree_with_the_libraries(tmp_path, joint, lines
                 by_ctranslate2(folders["ctranslate2"], joint, texts, beam_size=beam_size),
                 by_transformers(folders["huggingface"], joint, texts, beam_size),
             ):
-                assert [joint.decode_target(ids) for ids, _ in found] == expected
+                assert [joint.target.decode(ids) for ids, _ in found] == expected
 
 
 def test_scores_are_those_of_the_libraries_at_length_offset_0(
@@ -257,7 +257,7 @@ def test_scores_are_those_of_the_libraries_at_length_offset_0(
         folder, notes = export(form, tmp_path / form, config, model, joint)
         assert not any("rank otherwise" in note for note in notes)
         targets, scores = zip(*search(folder, joint, texts), strict=True)
-        log_probs = scorer.score_tokens(list(zip(joint.encode_source(texts), targets, strict=True)))
+        log_probs = scorer.score_tokens(list(zip(joint.source.encode(texts), targets, strict=True)))
         np.testing.assert_allclose(scores, [x.sum() / len(x) ** 0.8 for x in log_probs], atol=1e-4)
         assert (np.array(ours) > np.array(scores) - 1e-4).all()
     np.testing.assert_allclose(ours, scores, atol=1e-4)
@@ -333,7 +333,7 @@ def test_notes_name_what_is_only_approximated(tmp_path, joint, make) -> None:
     assert "length^0.6" in note and "((5 + length) / 6)^0.6" in note
     theirs = MarianMTModel.from_pretrained(folder).generation_config
     assert (theirs.length_penalty, theirs.max_length, theirs.min_new_tokens) == (0.6, 35, 2)
-    assert theirs.bad_words_ids == [[PAD_ID], joint.target_ids(["T"])]
+    assert theirs.bad_words_ids == [[PAD_ID], joint.target.ids(["T"])]
     assert theirs.no_repeat_ngram_size == 3
 
 
@@ -343,8 +343,8 @@ def test_marian_tokenizer_takes_tags_off_a_line_before_it_cuts_it(tmp_path, line
         TokenizerConfig(vocab_size=48, user_defined_symbols=(">>deu<<",)),
     )
     folder, _ = export("huggingface", tmp_path / "tagged", *make(tagged), tagged)
-    theirs, [ours] = MarianTokenizer.from_pretrained(folder), tagged.encode_source([">>deu<< one"])
-    assert tagged.source_tokens(ours)[0] == "▁"
+    theirs, [ours] = MarianTokenizer.from_pretrained(folder), tagged.source.encode([">>deu<< one"])
+    assert tagged.source.tokens(ours)[0] == "▁"
     assert theirs(">>deu<< one").input_ids == [*ours[1:], EOS_ID]
 
 

@@ -156,16 +156,16 @@ def _vocabulary(marian: Path) -> dict[str, int]:
 def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lines) -> None:
     tokenizer, theirs_ = load_model(workdir)[2], theirs[1]
     ours_of = np.array(
-        _columns(marian, tokenizer.source_tokens(range(tokenizer.source_vocab_size)))
+        _columns(marian, tokenizer.source.tokens(range(tokenizer.source.vocab_size)))
     )
     # with a PAD of our own
-    assert tokenizer.vocabulary and tokenizer.source_vocab_size == len(ours_of) + 1
+    assert tokenizer.vocabulary and tokenizer.source.vocab_size == len(ours_of) + 1
     odd = ["Äone zzz Ä two", "OÄN 漢字 Ä ÄÄ", "  two  ones", "", "three-four, fiveeee"]
     tagged = [">>deu<< one two", ">>fra<<one two", ">>xxx<< one", "one >>deu<< two", ">>deu<<"]
     texts = lines[:20] + [_target(line) for line in lines[:20]] + odd + tagged
-    assert tokenizer.joint and tokenizer.target_model is not None
+    assert tokenizer.joint and tokenizer.target is not tokenizer.source
     unknown = 0
-    for side, encode in (("source", tokenizer.encode_source), ("target", tokenizer.encode_target)):
+    for side, encode in (("source", tokenizer.source.encode), ("target", tokenizer.target.encode)):
         for text, ids in zip(texts, encode(texts), strict=True):
             expected = (theirs_(text) if side == "source" else theirs_(text_target=text)).input_ids[
                 :-1
@@ -177,12 +177,12 @@ def test_text_becomes_the_pieces_of_their_tokenizer(marian, workdir, theirs, lin
     lacking = next(
         p for p in _pieces((marian / "source.spm").read_bytes()) if p not in _vocabulary(marian)
     )
-    assert tokenizer.target_ids([lacking]) == [UNK_ID]
+    assert tokenizer.target.ids([lacking]) == [UNK_ID]
     segments = split(">>deu<<" + " one two three" * 20, 15, tokenizer)
     assert len(segments) > 3 and all(len(segment) <= 15 for segment in segments)
-    assert all(tokenizer.source_tokens(segment[:1]) == [">>deu<<"] for segment in segments)
-    ids = tokenizer.encode_target([_target(line) for line in lines[:8]])
-    assert [tokenizer.decode_target(row) for row in ids] == [_target(line) for line in lines[:8]]
+    assert all(tokenizer.source.tokens(segment[:1]) == [">>deu<<"] for segment in segments)
+    ids = tokenizer.target.encode([_target(line) for line in lines[:8]])
+    assert [tokenizer.target.decode(row) for row in ids] == [_target(line) for line in lines[:8]]
 
 
 @pytest.mark.cpu("an imported model computes in bfloat16 elsewhere")
@@ -190,7 +190,7 @@ def test_logits_agree_and_new_pieces_get_no_probability(
     marian, workdir, theirs, lines, logits
 ) -> None:
     config, model, tokenizer = load_model(workdir)
-    columns = _columns(marian, tokenizer.source_tokens(range(tokenizer.source_vocab_size)))
+    columns = _columns(marian, tokenizer.source.tokens(range(tokenizer.source.vocab_size)))
     assert (config.model.activation, config.model.norm_epsilon, config.model.softmax_bias) == (
         "silu",
         1e-5,
@@ -213,8 +213,8 @@ def test_logits_agree_and_new_pieces_get_no_probability(
                 .numpy()
             )
         sides = [
-            [*tokenizer.encode_source([source])[0], EOS_ID],
-            [*tokenizer.encode_target([target])[0], EOS_ID],
+            [*tokenizer.source.encode([source])[0], EOS_ID],
+            [*tokenizer.target.encode([target])[0], EOS_ID],
         ]
         source_BS, target_BT = (np.array([ids + [PAD_ID] * (40 - len(ids))]) for ids in sides)
         ours = logits(model, source_BS, target_BT)[0, : len(target_ids)]
@@ -268,8 +268,8 @@ def test_ctranslate2_gets_tags_as_pieces(workdir, tmp_path) -> None:
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.spm")).encode(
         "two", out_type=str
     )
-    assert [">>deu<<", *pieces] == tokenizer.source_tokens(
-        tokenizer.encode_source([">>deu<< two"])[0]
+    assert [">>deu<<", *pieces] == tokenizer.source.tokens(
+        tokenizer.source.encode([">>deu<< two"])[0]
     )
     assert ">>deu<<" in json.loads((tmp_path / "shared_vocabulary.json").read_text())
 
@@ -511,9 +511,9 @@ def test_an_imported_model_can_be_exported_and_imported_again(workdir, tmp_path,
     theirs = MarianTokenizer.from_pretrained(tmp_path)
     again, _, tokenizer_again = import_huggingface(tmp_path)
     texts = [*lines, *map(_target, lines), ">>deu<< one", "漢 Ä zzz"]
-    assert [theirs(text).input_ids[:-1] for text in texts] == tokenizer.encode_source(texts)
-    assert tokenizer_again.encode_source(texts) == tokenizer.encode_source(texts)
-    assert tokenizer_again.encode_target(texts) == tokenizer.encode_target(texts)
+    assert [theirs(text).input_ids[:-1] for text in texts] == tokenizer.source.encode(texts)
+    assert tokenizer_again.source.encode(texts) == tokenizer.source.encode(texts)
+    assert tokenizer_again.target.encode(texts) == tokenizer.target.encode(texts)
     assert again.decoding.suppress == config.decoding.suppress
 
 

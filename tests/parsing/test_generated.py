@@ -102,8 +102,8 @@ def test_each_bracket_is_one_token(config: str) -> None:
     pairs = [(" ".join(parse.words), parse.sequence()) for parse in parses]
     tokenizer = Tokenizer.train(pairs, dataclasses.replace(settings, vocab_size=300))
     for _, sequence in pairs:
-        (ids,) = tokenizer.encode_target([sequence])
-        assert len(ids) == len(sequence.split()) and tokenizer.decode_target(ids) == sequence
+        (ids,) = tokenizer.target.encode([sequence])
+        assert len(ids) == len(sequence.split()) and tokenizer.target.decode(ids) == sequence
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_attention_has_a_row_for_each_token(server: Server) -> None:
 
 def test_long_texts_have_no_attention(server: Server) -> None:
     line = " ".join(LINES)[:1500]
-    [tokens] = server.translator.tokenizer.encode_source([line])
+    [tokens] = server.translator.tokenizer.source.encode([line])
     assert len(tokens) > 256
     answer = server.ask(q=[line, "one"], split=False, attention=True).json
     [long], [short] = answer["sentences"]

@@ -201,7 +201,7 @@ def test_corrected_text_gets_a_tokenizer_of_its_own(
     first = Tokenizer.load(tmp_path / "run")
     train(config("right"), tmp_path / "run", devices=ONE)
     second = Tokenizer.load(tmp_path / "run")
-    assert first.encode_source(["xy"])[0].count(3) and not second.encode_source(["xy"])[0].count(3)
+    assert first.source.encode(["xy"])[0].count(3) and not second.source.encode(["xy"])[0].count(3)
     # From the first checkpoint on the text is what it was.
     with pytest.raises(UserError, match="The training text is not the one"):
         train(config("wrong"), tmp_path / "run", devices=ONE)

@@ -84,8 +84,8 @@ def test_the_vocabulary_grows_by_new_tags(general: Path, tmp_path: Path) -> None
     assert train(config, tmp_path / "run", devices=ONE)["steps"] == 4
     tokenizer = Tokenizer.load(tmp_path / "run")
     assert (
-        tokenizer.source_tokens([len(old)]) == ["<2en>"]
-        and len(old) in tokenizer.encode_source(["<2en> eins"])[0]
+        tokenizer.source.tokens([len(old)]) == ["<2en>"]
+        and len(old) in tokenizer.source.encode(["<2en> eins"])[0]
     )
     assert load_model(tmp_path / "run")[0].model.vocab_size == len(old) + 1
 

@@ -127,7 +127,7 @@ def build_corpus(
 
     Leaves out and counts pairs that are empty, longer than ``data`` allows or of too unequal length
     (in any segmentation); ``UserError`` if none is left. With ``sampling`` (see
-    ``Tokenizer.encode_source``) draws ``num_samples`` segmentations. The result does not depend on
+    ``Tokenizer.source.encode``) draws ``num_samples`` segmentations. The result does not depend on
     ``data.workers``.
     """
     if isinstance(text, PairsConfig):

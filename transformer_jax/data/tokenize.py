@@ -76,14 +76,14 @@ class TokeniseJob:
 
     def dtypes(self) -> list[np.dtype]:
         """Of source and target tokens."""
-        sizes = self.tokenizer.source_vocab_size, self.tokenizer.target_vocab_size
+        sizes = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
     def tokenise(self, numbered_chunk: tuple[int, Pairs]) -> TokenisedChunk:
         """Segment and filter one chunk; its number goes into the seeds."""
         number, pairs = numbered_chunk
         sides = []
-        for side, encode in enumerate((self.tokenizer.encode_source, self.tokenizer.encode_target)):
+        for side, encode in enumerate((self.tokenizer.source.encode, self.tokenizer.target.encode)):
             lines, versions = [pair[side] for pair in pairs], []
             for v in range(self.num_samples):
                 digest = hashlib.sha256(repr((self.seed, number, v, side)).encode()).digest()

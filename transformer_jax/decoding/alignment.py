@@ -40,16 +40,13 @@ def alignment(
 ) -> Alignment:
     """The alignment of (source, target) texts, given the token ids of both and their weights."""
     sides, words = [], []
-    for text, ids, encode, names in (
-        (texts[0], tokens[0], tokenizer.encode_source, tokenizer.source_tokens),
-        (texts[1], tokens[1], tokenizer.encode_target, tokenizer.target_tokens),
-    ):
-        sides.append(tuple(names(ids)))
+    for text, ids, side in zip(texts, tokens, (tokenizer.source, tokenizer.target)):
+        sides.append(tuple(side.tokens(ids)))
         its_words = text.split()
         encoded = [
             # SentencePiece writes <unk> as ⁇, which may be encoded as two question marks.
-            ["<unk>"] if word == "⁇" else names(ids)
-            for word, ids in zip(its_words, encode(its_words), strict=True)
+            ["<unk>"] if word == "⁇" else side.tokens(ids)
+            for word, ids in zip(its_words, side.encode(its_words), strict=True)
         ]
         words.append(word_numbers(sides[-1], encoded))
     source, target = sides

@@ -81,21 +81,21 @@ def sentence_attention(
             "attention weights of its own."
         )
     [model], tokenizer = translator.models, translator.tokenizer
-    [source] = tokenizer.encode_source([text])
+    [source] = tokenizer.source.encode([text])
     longest = min(_LONGEST, model.config.position_limit)
     source_1S = _padded("text", source, longest)
     if target is None:
         [[translation]] = translator.stream([text])
-        found = tokenizer.target_ids(translation.tokens)
+        found = tokenizer.target.ids(translation.tokens)
     else:
         check_text(target, "target")
-        [found] = tokenizer.encode_target([target])
+        [found] = tokenizer.target.encode([target])
     weights = _attention_weights(model, source_1S, _padded("target", found, longest))
     encoder_NHSS, decoder_NHTT, cross_NHTS = (np.concatenate(layers) for layers in weights)
     S, T = len(source) + 1, len(found) + 1
     return SentenceAttention(
-        (*tokenizer.source_tokens(source), "</s>"),
-        (*tokenizer.target_tokens(found), "</s>"),
+        (*tokenizer.source.tokens(source), "</s>"),
+        (*tokenizer.target.tokens(found), "</s>"),
         encoder_NHSS[..., :S, :S],
         decoder_NHTT[..., :T, :T],
         cross_NHTS[..., :T, :S],

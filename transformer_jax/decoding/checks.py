@@ -18,17 +18,17 @@ def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, .
       UserError: a token to suppress that the target vocabulary lacks, or EOS; a beam wider than the
         vocabulary.
     """
-    suppress = tuple(tokenizer.require_target_ids(config.suppress, "decoding.suppress"))
+    suppress = tuple(tokenizer.target.require_ids(config.suppress, "decoding.suppress"))
     if EOS_ID in suppress:
-        [end] = tokenizer.target_tokens([EOS_ID])
+        [end] = tokenizer.target.tokens([EOS_ID])
         raise UserError(
             f"decoding.suppress has {end!r}, without which no translation ends before its longest "
             "length; expected other tokens (decoding.min_length asks for longer translations)."
         )
-    if config.method == "beam" and config.beam_size > tokenizer.target_vocab_size:
+    if config.method == "beam" and config.beam_size > tokenizer.target.vocab_size:
         raise UserError(
             f"decoding.beam_size is {config.beam_size}; expected at most "
-            f"{tokenizer.target_vocab_size}, the tokens of the vocabulary."
+            f"{tokenizer.target.vocab_size}, the tokens of the vocabulary."
         )
     return suppress
 

@@ -71,14 +71,14 @@ class Scorer(TrainedModels):
             check_text(source, f"Line {number}: source")
             check_text(target, f"Line {number}: target")
         sources, targets = zip(*pairs) if pairs else ((), ())
-        encoded = self.tokenizer.encode_target(targets)
-        scored = self.score_tokens(list(zip(self.tokenizer.encode_source(sources), encoded)))
+        encoded = self.tokenizer.target.encode(targets)
+        scored = self.score_tokens(list(zip(self.tokenizer.source.encode(sources), encoded)))
         alpha, offset = self.config.length_penalty, self.config.length_offset
         translations = []
         for text, tokens, log_probs in zip(targets, encoded, scored):
             log_prob, length = float(log_probs.sum(dtype=np.float64)), len(log_probs)
             score = log_prob / float(length_divisor(length, alpha, offset))
-            names = tuple(self.tokenizer.target_tokens(tokens))
+            names = tuple(self.tokenizer.target.tokens(tokens))
             each = tuple(map(float, log_probs))
             translations.append(Translation(text, score, log_prob, length, names, each))
         return translations
@@ -91,8 +91,8 @@ class Scorer(TrainedModels):
         An empty translation gets none, nor does one that is, or whose source is, longer than
         ``longest``. Raises as ``align_tokens``.
         """
-        sources = self.tokenizer.encode_source([source for source, _ in pairs])
-        targets = [self.tokenizer.target_ids(translation.tokens) for _, translation in pairs]
+        sources = self.tokenizer.source.encode([source for source, _ in pairs])
+        targets = [self.tokenizer.target.ids(translation.tokens) for _, translation in pairs]
         tokens = list(zip(sources, targets))
         aligned = []
         weights = self.align_tokens(tokens, layer=layer)

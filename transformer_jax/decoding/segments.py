@@ -24,7 +24,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
     An over-long sentence is cut between words, an over-long word anywhere. A tag that the line
     begins with goes before each segment.
     """
-    tag, rest = tokenizer.source_tag(line)
+    tag, rest = tokenizer.source.split_tag(line)
     if len(tag) <= limit // 2:  # otherwise it is no tag, whatever it is
         line, limit = rest, limit - len(tag)
     else:
@@ -38,7 +38,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
         tokens[-1] += its_tokens
     # Encoded as one text a segment has its own tokens, as a rule no more: a sentence that no space
     # precedes begins with one for it.
-    whole = tokenizer.encode_source([text.strip() for text in texts])
+    whole = tokenizer.source.encode([text.strip() for text in texts])
     return [
         tag + (segment if len(segment) <= limit else units)
         for segment, units in zip(whole, tokens, strict=True)
@@ -47,7 +47,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
 
 def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
     """``text`` cut as seldom as possible into stretches of at most ``limit`` tokens."""
-    [tokens] = tokenizer.encode_source([text.strip()])
+    [tokens] = tokenizer.source.encode([text.strip()])
     if len(tokens) <= limit or len(text) == 1:
         yield text, tokens[:limit]
         return

@@ -43,7 +43,7 @@ class TrainedModels:
             together, or not with the model.
         """
         models = [models] if isinstance(models, Transformer) else list(models)
-        tokens = tokenizer.source_vocab_size, tokenizer.target_vocab_size
+        tokens = tokenizer.source.vocab_size, tokenizer.target.vocab_size
         sizes = vocabulary_sizes(models)
         if tokens != sizes:
             raise UserError(

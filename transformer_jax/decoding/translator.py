@@ -115,7 +115,7 @@ class Translator(TrainedModels):
         if not request.text.strip():
             return []
         limit = self.engine.longest_source - 1  # EOS takes one position
-        [tokens] = segments = self.tokenizer.encode_source([request.text])
+        [tokens] = segments = self.tokenizer.source.encode([request.text])
         if len(tokens) > limit:
             segments = split(request.text, limit, self.tokenizer)
             self.num_split += 1
@@ -143,9 +143,9 @@ class Translator(TrainedModels):
         """One for each segment of a line, as one translation."""
         text, tokens = "", list[str]()
         for hypothesis in hypotheses:
-            segment = self.tokenizer.decode_target(hypothesis.tokens)
+            segment = self.tokenizer.target.decode(hypothesis.tokens)
             text += (joint(text) if segment else "") + segment
-            tokens += [*self.tokenizer.target_tokens(hypothesis.tokens), "</s>"]
+            tokens += [*self.tokenizer.target.tokens(hypothesis.tokens), "</s>"]
         return Translation(
             text,
             # the mean, so the best stay first
@@ -163,10 +163,10 @@ class Translator(TrainedModels):
         check_text(request.prefix, f"{line}: prefix")
         if not request.prefix:
             return []
-        [prefix] = self.tokenizer.encode_target([request.prefix])
+        [prefix] = self.tokenizer.target.encode([request.prefix])
         said = f"{line}: prefix {shown(request.prefix)}"
         if UNK_ID in prefix:
-            tokens = shown(" ".join(self.tokenizer.target_tokens(prefix)))
+            tokens = shown(" ".join(self.tokenizer.target.tokens(prefix)))
             raise UserError(
                 f"{said} has tokens that the vocabulary lacks ({tokens}); leave them out."
             )

@@ -22,7 +22,8 @@ def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], 
     """Write source.spm and target.spm into ``folder``; returns the source and the target tokens, by
     their ids.
     """
-    (folder / "source.spm").write_bytes(tokenizer.source_model)
-    (folder / "target.spm").write_bytes(tokenizer.target_model or tokenizer.source_model)
-    source, target = range(tokenizer.source_vocab_size), range(tokenizer.target_vocab_size)
-    return tokenizer.source_tokens(source), tokenizer.target_tokens(target)
+    sides = {"source.spm": tokenizer.source, "target.spm": tokenizer.target}
+    for name, side in sides.items():
+        (folder / name).write_bytes(side.model)
+    source, target = (side.tokens(range(side.vocab_size)) for side in sides.values())
+    return source, target

@@ -57,7 +57,7 @@ def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """The keywords of ``translate_batch``."""
     decoding = config.decoding
     longest_source, longest_target = length_limits(config)
-    forbidden = tokenizer.target_tokens(_forbidden(decoding, tokenizer))
+    forbidden = tokenizer.target.tokens(_forbidden(decoding, tokenizer))
     return {
         **{theirs: getattr(decoding, ours) for ours, (_, _, theirs) in _NAMES.items()},
         "patience": _PATIENCE,
@@ -122,4 +122,4 @@ def search_notes(config: Config, library: str) -> list[str]:
 
 
 def _forbidden(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:
-    return [PAD_ID, *tokenizer.require_target_ids(decoding.suppress, "decoding.suppress")]
+    return [PAD_ID, *tokenizer.target.require_ids(decoding.suppress, "decoding.suppress")]

@@ -154,7 +154,7 @@ class Service:
         self, query: Query, model: AsyncTranslator, turns: asyncio.Semaphore, text: str, prefix: str
     ) -> asyncio.Task[list[Translation]]:
         """The translation of a sentence, which counts as accepted until it ends."""
-        encode = model.translator.tokenizer.encode_source
+        encode = model.translator.tokenizer.source.encode
         work = model.translate(
             Request(text, prefix),
             num_hypotheses=1 + query.alternatives,
@@ -174,7 +174,7 @@ def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:
     """The tag that a text begins with, such as <2de>, which all of its sentences need, with the
     space after it; and the rest of the text.
     """
-    _, rest = model.translator.tokenizer.source_tag(text)
+    _, rest = model.translator.tokenizer.source.split_tag(text)
     if rest == text:
         return "", text
     rest = rest.lstrip()

@@ -274,8 +274,8 @@ def prepare_tokenizer(
 def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
     model = dataclasses.replace(
         config.model,
-        vocab_size=tokenizer.target_vocab_size,
-        source_vocab_size=None if tokenizer.joint else tokenizer.source_vocab_size,
+        vocab_size=tokenizer.target.vocab_size,
+        source_vocab_size=None if tokenizer.joint else tokenizer.source.vocab_size,
     )
     return dataclasses.replace(config, model=model)
 
