@@ -22,8 +22,8 @@ from random_models import lines_of_words, write_run
 from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig
 from transformer_jax.decoding.async_translator import AsyncTranslator
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.serving.__main__ import UVICORN
 from transformer_jax.serving.app import App
-from transformer_jax.serving.limits import LimitedProtocol
 from transformer_jax.serving.service import Service
 
 LINES = lines_of_words(60)
@@ -103,7 +103,7 @@ def serving(service: Service, translator: Translator, **settings: Any) -> Iterat
 @contextmanager
 def answering(app: Any, **settings: Any) -> Iterator[int]:
     """The port where uvicorn runs an ASGI application until the end of the block."""
-    config = uvicorn.Config(app, port=0, http=LimitedProtocol, log_level="warning", **settings)
+    config = uvicorn.Config(app, port=0, **UVICORN, **settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

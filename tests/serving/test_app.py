@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -18,14 +19,12 @@ from servers import LINES, Server, make_model_to_serve, serving
 from transformer_jax.config import TokenizerConfig
 from transformer_jax.decoding.records import Request
 from transformer_jax.decoding.workers import LiveRows
-from transformer_jax.serving import app
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service, _split_tag
 from transformer_jax.tokenizer import Tokenizer
 
 FORM = "application/x-www-form-urlencoded"
-PART = b'\r\n--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n'
 
 
 def events(body: bytes) -> list[tuple[str, dict]]:
@@ -80,14 +79,6 @@ def test_forms_and_parameters_do_as_well(server: Server) -> None:
         path = f"/translate?q={words}&source=en{'' if form else '&target=de'}"
         kind = "application/x-www-form-urlencoded"
         assert server.request("POST", path, form, content_type=kind).json == answer
-    parts = "".join(
-        f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
-        for name, value in {"q": LINES[7], "source": "en", "target": "de"}.items()
-    )
-    kind = "multipart/form-data; boundary=x"
-    assert (
-        server.request("POST", "/translate", parts + "--x--\r\n", content_type=kind).json == answer
-    )
 
 
 def test_texts_keep_their_white_space(server: Server) -> None:
@@ -211,17 +202,6 @@ def test_what_is_no_json_is_refused(server: Server, body) -> None:
     assert reply.status == 400 and reply.json["error"], reply
 
 
-def test_forms_in_odd_encodings_are_refused(server: Server) -> None:
-    for charset, status in ("utf-7", 400), ("undefined", 400), ("utf-8", 200):
-        parts = "".join(
-            f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
-            for name, value in {"q": "+2AA-", "target": "de"}.items()
-        )
-        kind = f"multipart/form-data; boundary=x; charset={charset}"
-        reply = server.request("POST", "/translate", parts + "--x--\r\n", content_type=kind)
-        assert reply.status == status, reply
-
-
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
@@ -229,13 +209,8 @@ def test_forms_in_odd_encodings_are_refused(server: Server) -> None:
         ("/translate", "target=de&q=fünf".encode("latin-1"), FORM),
         ("/translate?target=de&q=f%FCnf", b"", FORM),
         ("/translate?target=de&q=f%FCnf", b"", ""),
-        (
-            "/translate",
-            PART % b"target" + b"de" + PART % b"q" + b"f\xfcnf\r\n--x--\r\n",
-            "multipart/form-data; boundary=x",
-        ),
     ],
-    ids=["escaped", "raw", "parameter and form", "parameter", "multipart"],
+    ids=["escaped", "raw", "parameter and form", "parameter"],
 )
 def test_forms_that_are_not_utf_8_are_refused(server: Server, path, body, kind) -> None:
     reply = server.request("POST", path, body, content_type=kind)
@@ -257,7 +232,6 @@ def test_forms_that_are_not_utf_8_are_refused(server: Server, path, body, kind) 
         ({"origin": "null"}, 403),
         ({"origin": "http://["}, 403),
         ({"origin": "https://a.example", "host": "a.example"}, 200),  # the same, an older browser
-        ({"origin": "http://a.example:80", "host": "a.example:80"}, 403),  # DNS rebinding
         ({"sec_fetch_site": "cross-site"}, 403),
         ({"sec_fetch_site": "same-site"}, 403),
     ],
@@ -270,18 +244,22 @@ def test_pages_of_other_sites_are_refused(server: Server, headers, status) -> No
 
 def test_bodies_of_other_types_are_refused(server: Server) -> None:
     body = b'{"q": "one", "target": "de"}'
-    for kind in "text/plain", "text/plain; application/json", "application/jsonl", "":
+    for kind in "text/plain", "text/plain; application/json", "multipart/form-data", "":
         reply = server.request("POST", "/translate", body, content_type=kind)
         assert reply.status == 415 and "expected one of application/json" in reply.json["error"]
 
 
-def test_answers_say_that_browsers_load_nothing_from_elsewhere(server: Server) -> None:
+def test_answers_are_of_the_type_that_they_say_and_the_page_loads_nothing_from_elsewhere(
+    server: Server,
+) -> None:
     for path in "/", "/page.js", "/docs", "/openapi.json", "/health", "/metrics", "/nothing":
         headers = server.request("GET", path).headers
         assert headers["X-Content-Type-Options"] == "nosniff"
-        policy = headers["Content-Security-Policy"]
-        assert policy.startswith("default-src 'none'") and "http" not in policy
-        assert ("unsafe" in policy) == (path == "/docs")
+        assert headers["X-Frame-Options"] == "DENY"
+    page = server.request("GET", "/").body.decode()
+    [policy] = re.findall(r'Content-Security-Policy" content="(.*?)"', page)
+    assert policy.startswith("default-src 'none'") and "http" not in policy
+    assert "unsafe" not in policy and page.index(policy) < page.index("<script")
 
 
 def test_requests_for_pages_and_folders(server: Server) -> None:
@@ -311,20 +289,59 @@ def test_control_characters_do_no_harm(server: Server) -> None:
     assert server.ask(q="\x00").status == 200
 
 
-def test_bodies_of_ten_megabytes_are_not_read(server: Server) -> None:
+HEAD = b"POST /translate HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"Content-Length: 1000000000\r\n\r\n" + b"x" * 40_000,
+        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (40_000, b"x" * 40_000),
+    ],
+    ids=["length", "chunks"],
+)
+def test_large_bodies_are_not_read_to_their_end(server: Server, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        client.sendall(b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n{")
+        client.sendall(HEAD + sent)
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
 
 
-def test_slow_bodies_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_SECONDS_TO_SEND", 0.2)
+@pytest.mark.parametrize("sent", [b"X: " + b"x" * 70_000, b"X: x\r\n" * 20_000])
+def test_heads_above_64_kilobytes_are_refused(server: Server, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        client.sendall(b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
-        answer = b""
-        while more := client.recv(1000):
-            answer += more
-    assert answer.startswith(b"HTTP/1.1 408 ") and b"body took more than 0.2 s" in answer
+        client.sendall(HEAD + sent)
+        assert client.recv(1000).startswith(b"HTTP/1.1 400 ")
+
+
+def test_slow_bodies_are_refused(strict: Server) -> None:
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=20) as client:
+        client.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
+        answer = client.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"took more than 0.3 s" in answer
+
+
+def test_clients_that_leave_within_a_body_do_no_harm(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
+    assert server.ask(q="one").status == 200 and not caplog.records
+
+
+def test_a_client_that_reads_nothing_holds_up_nobody(server: Server) -> None:
+    body = json.dumps({"q": "\n".join(LINES), "target": "de", "attention": True}).encode()
+    sent = HEAD.replace(b"translate", b"translate/stream") + b"Content-Type: application/json\r\n"
+    clients = []
+    for _ in range(5):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(sent + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        clients.append(client)
+        assert server.ask(q="one").status == 200
+        assert server.is_idle()
+    for client in clients:
+        client.close()
 
 
 def test_a_stream_that_is_never_read_leaves_the_queue(server: Server) -> None:

@@ -11,13 +11,28 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformer_jax import UserError, needs_extra, run_program
 from transformer_jax.serving.flags import Arguments, Served, checked_flags
 
 if TYPE_CHECKING:
     from transformer_jax.serving.service import Service
+
+UVICORN: dict[str, Any] = {
+    "http": "h11",  # limits what a client may send before a request begins
+    "h11_max_incomplete_event_size": 2**16,
+    "headers": [
+        ("X-Content-Type-Options", "nosniff"),
+        ("X-Frame-Options", "DENY"),
+        ("Referrer-Policy", "no-referrer"),
+    ],
+    "log_level": "warning",
+    "access_log": False,
+    "server_header": False,
+    "proxy_headers": False,
+}
+"""Settings of the HTTP server."""
 
 log = logging.getLogger("transformer_jax.serving")
 
@@ -34,7 +49,6 @@ def _serve(argv: list[str]) -> None:
         import uvicorn
 
         from transformer_jax.serving.app import App
-        from transformer_jax.serving.limits import LimitedProtocol
     # uvicorn stops at a signal when requests are answered, then raises it once more. Nothing is to
     # be kept then, nor before: no wait for what compiles, and no exception, which could be caught
     # wherever the signal came.
@@ -44,12 +58,8 @@ def _serve(argv: list[str]) -> None:
         app = App(_load(arguments, served), timeout=arguments.timeout)
         config = uvicorn.Config(
             app.asgi(),
-            http=LimitedProtocol,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
             timeout_graceful_shutdown=round(arguments.timeout) + 5,
+            **UVICORN,
         )
         # Searching threads would wait 5 ms for the one that answers requests.
         sys.setswitchinterval(0.0005)

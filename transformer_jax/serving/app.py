@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qs
 
 from babel import Locale, UnknownLocaleError
 from fastapi import FastAPI, Request
@@ -20,10 +19,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_fastapi_instrumentator import Instrumentator
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import Message
+from starlette.requests import ClientDisconnect
 
 from transformer_jax import SearchFailed, UserError, shown
-from transformer_jax.serving.limits import SecurityHeaders, read_body
 from transformer_jax.serving.metrics import SearchMetrics
 from transformer_jax.serving.schema import (
     CONTENT_TYPES,
@@ -42,19 +40,17 @@ logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
 _STATUSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 403, 408, 413, 415, 503)
+    status: {"model": Error} for status in (400, 403, 413, 415, 503)
 }
 _BYTES_A_CHARACTER = 12  # \ud83d\ude00 is the longest that JSON may write, %F0%9F%98%80 a form's
 _BYTES_BESIDES = 10_000
-_LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
-_SECONDS_TO_SEND = 30  # a request's body
 
 
 class App:
     """The requests that a service answers."""
 
     def __init__(self, service: Service, *, timeout: float):
-        """``timeout``: the most seconds that an answer may take."""
+        """``timeout``: the most seconds that a request may take to arrive and to be answered."""
         self.service, self.timeout = service, timeout
 
     def asgi(self) -> FastAPI:
@@ -82,9 +78,10 @@ class App:
         for name in ("", "page.js", "words.js", "page.css"):
             file = _page(name or "index.html")
             get(f"/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)
-        for failure in (UserError, SearchFailed, TimeoutError, HTTPException, Exception):
+        for failure in (
+            *(UserError, SearchFailed, TimeoutError, ClientDisconnect, HTTPException, Exception),
+        ):
             app.add_exception_handler(failure, self._refuse)
-        app.add_middleware(SecurityHeaders)
         registry = CollectorRegistry()
         registry.register(SearchMetrics(self.service))
         measured = Instrumentator(should_group_status_codes=False, registry=registry)
@@ -93,8 +90,8 @@ class App:
 
     async def translate(self, request: Request) -> Answer | Response:
         """Translate a text, or several, as LibreTranslate does, with some more fields."""
-        answering = self.service.begin(await self._query(request))
         async with asyncio.timeout(self.timeout):
+            answering = self.service.begin(await self._query(request))
             answer = await _unless_gone(request, answering.whole())
         return answer or Response(status_code=499)  # which nobody is there to read
 
@@ -102,7 +99,8 @@ class App:
         """Translate a text, answering with an event `sentence` for each of its sentences as soon as
         it is done, then `done` with what /translate answers, or `error`.
         """
-        query = await self._query(request)
+        async with asyncio.timeout(self.timeout):
+            query = await self._query(request)
         if not isinstance(query.q, str):
             raise UserError("q is a list; expected one text where sentences are streamed.")
         return StreamingResponse(
@@ -128,17 +126,19 @@ class App:
         return Status(status=status)
 
     async def _query(self, request: Request) -> Query:
-        """What a request asks: JSON, or a form and the URL's parameters.
+        """The content of a request: JSON, or a form and the URL's parameters.
 
         Raises:
           UserError: fields that are wrong or no UTF-8.
-          Refused: a page of another site that a browser shows; a body that is too large, comes too
-            slowly or is of another type.
+          Refused: a browser shows a page of another site, which would spend a local server's time;
+            the body is too large or of another type.
         """
-        if _is_foreign(request):
+        site = request.headers.get("sec-fetch-site")  # HTTPS and localhost only; else:
+        origin, host = request.headers.get("origin"), request.headers.get("host")
+        same = origin is None or origin.partition("://")[2] == host
+        if site not in ("same-origin", "none") if site else not same:
             raise Refused(403, "A page of another site asks; expected the web UI or a program.")
-        limit = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES
-        body = await read_body(request, limit=limit, seconds=_SECONDS_TO_SEND)
+        body = await self._body(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if body and kind not in CONTENT_TYPES:
             said = f"The content type is {shown(kind)}; expected one of {', '.join(CONTENT_TYPES)}."
@@ -146,13 +146,27 @@ class App:
         try:
             if body and kind == "application/json":
                 return Query.model_validate_json(body)
-            return Query.model_validate(await _form(request, body, kind))
+            form = f"{request.scope['query_string'].decode()}&{body.decode()}"
+            fields = parse_qs(form, keep_blank_values=True, errors="strict")
+            return Query.model_validate(
+                {name: each if len(each) > 1 else each[0] for name, each in fields.items()}
+            )
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = [*first["loc"], "The request"][0]
             raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
         except UnicodeError:
             raise UserError("The form or a URL parameter is not UTF-8; expected UTF-8.") from None
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                said = f"The body is too large; expected at most {limit} bytes; send less."
+                raise Refused(413, said, limit=limit)
+        return bytes(body)
 
     async def _events(self, answering: Answering) -> AsyncIterator[str]:
         end = asyncio.get_running_loop().time() + self.timeout
@@ -179,8 +193,10 @@ class App:
             case SearchFailed():
                 return Refused(503, FAILED)
             case TimeoutError():
-                said = f"The translation took more than {self.timeout:g} s; send less, or later."
+                said = f"The request took more than {self.timeout:g} s; send less, or later."
                 return Refused(503, said)
+            case ClientDisconnect():
+                return Refused(499, "The client has gone.")
             case HTTPException(status_code=status):
                 return Refused(status, f"{error.detail}; /docs lists what there is.")
         return Refused(500, "Something failed in the server; its log says what.")
@@ -190,43 +206,6 @@ class App:
         content = refused.told.model_dump_json(exclude_none=True)
         headers = getattr(error, "headers", refused.headers)  # 405 lists the methods
         return Response(content, refused.status_code, headers, "application/json")
-
-
-def _is_foreign(request: Request) -> bool:
-    """Whether a browser sends this for a page of another site, which would spend a local server's
-    time. (Browsers send ``Sec-Fetch-Site`` to HTTPS and localhost only.)
-    """
-    if site := request.headers.get("sec-fetch-site"):
-        return site not in ("same-origin", "none")
-    scheme, _, host = request.headers.get("origin", "").partition("://")
-    if not scheme:
-        return False
-    # A site may point its own name at this machine (DNS rebinding), but has no certificate here.
-    local = request.scope["server"][0] in ("127.0.0.1", "::1")
-    rebound = local and scheme == "http" and not _LOCAL.fullmatch(host)
-    return rebound or host != request.headers.get("host")
-
-
-async def _form(request: Request, body: bytes, kind: str) -> dict[str, Any]:
-    """The fields of a form and the URL's parameters; one that comes several times is a list."""
-
-    async def whole() -> Message:
-        return {"type": "http.request", "body": body}
-
-    fields: list[tuple[str, Any]] = _url_fields(request.scope["query_string"].decode())
-    form = body.decode()
-    if kind == "multipart/form-data":
-        async with Request(request.scope, whole).form() as parts:
-            fields += parts.multi_items()
-    else:
-        fields += _url_fields(form)
-    values: dict[str, list[Any]] = {}
-    for name, value in fields:
-        values.setdefault(name, []).append(value)
-    return {name: each if len(each) > 1 else each[0] for name, each in values.items()}
-
-
-_url_fields = partial(parse_qsl, keep_blank_values=True, errors="strict")
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:

@@ -61,7 +61,7 @@ class Arguments:
     max_characters: int = 20_000
     """Characters in a request. More are refused (413)."""
     timeout: float = 60.0
-    """Seconds that an answer may take; then the request gets 503."""
+    """Seconds that a request may take to arrive and be answered; then it gets 503."""
     checkpoint: Literal["last", "best"] | int | None = None
     """The newest checkpoint, the best on the dev set, or that of a step. Default: what the end of
     training chose, or the newest."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from transformer_jax import Translation
 
-CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
+CONTENT_TYPES = "application/json", "application/x-www-form-urlencoded"
 
 
 def _rounded(x: float) -> float | None:

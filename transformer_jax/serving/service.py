@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 FAILED = "The search has failed; the server must be started again."
 _COMPILING = "The server is still compiling; try again soon."
 _HEADERS = {
-    408: {"Connection": "close"},  # what is left of the body is never read
-    413: {"Connection": "close"},
+    413: {"Connection": "close"},  # what is left of the body is never read
     503: {"Retry-After": "1"},
 }
 _LONGEST_ALIGNED = 256  # tokens: attention's time and memory grow with the square
