@@ -248,7 +248,7 @@ def test_a_recipe_is_found_by_name_from_any_folder(
 def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
-    with pytest.raises(UserError, match="is a folder; expected a Python file"):
+    with pytest.raises(UserError, match="config.json' does not exist; expected a Python file"):
         load_config_file(tmp_path)
     with pytest.raises(UserError, match=r"'multi30' is no recipe; expected one of") as error:
         load_config_file("multi30")

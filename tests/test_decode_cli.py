@@ -125,13 +125,12 @@ def test_no_line_in_no_line_out(decode):
 
 
 def test_flags_reach_the_search(decode, workdir):
+    checkpoint = workdir / "checkpoints" / "00000020"
     translator = Translator.from_workdir(
-        workdir, checkpoint=20, average=2, beam_size=3, length_penalty=1.0, batch_size=2
+        checkpoint, average=2, beam_size=3, length_penalty=1.0, batch_size=2
     )
     _, out, _ = decode(
         *(
-            "--checkpoint",
-            20,
             "--average",
             2,
             "--beam-size",
@@ -140,13 +139,10 @@ def test_flags_reach_the_search(decode, workdir):
             1.0,
             "--batch-size",
             2,
-        )
+        ),
+        folder=checkpoint,
     )
     assert out.split("\n")[:-1] == translator.translate(LINES)
-
-
-def test_best_is_the_checkpoint_that_training_says(decode):
-    assert decode("--checkpoint", "best")[1] == decode("--checkpoint", "20", "--average", 1)[1]
 
 
 def test_n_best(decode, expected):
@@ -175,20 +171,21 @@ def test_reference(decode, expected, tmp_path):
 
 def test_a_folder_that_is_no_work_directory(decode, tmp_path):
     status, _, err = decode(folder=tmp_path)
-    assert status == 2 and "expected a work directory" in err
+    assert status == 2 and "a work directory's config.json" in err
 
 
 def test_a_corrupt_checkpoint_is_named_and_another_can_be_chosen(decode, workdir, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(workdir, copy)
     (copy / "checkpoints" / "00000030" / "manifest.json").write_text("{}")
-    for flags in ((), ("--checkpoint", "best"), ("--checkpoint", 30)):
-        status, out, err = decode(*flags, folder=copy)
+    for folder in (copy, copy / "checkpoints" / "00000030"):
+        status, out, err = decode(folder=folder)
         assert (status, out) == (2, "") and err.count("error: ") == 1
         assert "00000030 is corrupt: manifest.json does not have" in err
-        assert "Choose another with --checkpoint." in err
-    older = ("--checkpoint", 20, "--average", 2)
-    assert decode(*older, folder=copy)[:2] == decode(*older)[:2]
+        assert "Choose another one by its folder." in err
+    older = Path("checkpoints", "00000020")
+    one, other = (decode("--average", 2, folder=folder / older)[:2] for folder in (copy, workdir))
+    assert one == other
 
 
 def test_a_work_directory_at_a_url(workdir, expected, tmp_path, monkeypatch):
@@ -478,7 +475,6 @@ def test_what_other_flags_imply(workdir):
         (("--beam-size", 0), "decoding.beam_size is 0"),
         (("--max-extra-length", 2**31 - 1), "is 2147483647; expected a number from 1 to 65,536"),
         (("--beam-size", 31), "decoding.beam_size is 31"),
-        (("--checkpoint", 15), "checkpoint is 15; expected last, best, or one of the steps 10, 20"),
         (("--average", 9), "average is 9"),
         (("--suppress", "</s>"), "decoding.suppress has '</s>'"),
         (("--alignments", "soft"), "alignments is soft with --format text; expected hard, or JSON"),

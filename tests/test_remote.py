@@ -22,7 +22,7 @@ from transformer_jax.checkpoint import complete_steps, load_model
 from transformer_jax.config import Config, DataConfig, PairsConfig, TokenizerConfig
 from transformer_jax.data.corpus import corpus_folder
 from transformer_jax.data.sources import ParallelText, read_lines, read_pairs
-from transformer_jax.decoding.program import checked_workdir
+from transformer_jax.decoding.program import local_copy
 from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.tokenizer import Tokenizer
@@ -313,7 +313,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(run(2), "~/run", devices=ONE)
     assert local_workdir("~/run") == tmp_path / "run"
-    assert checked_workdir("~/run") == str(tmp_path / "run")
+    assert local_copy("~/run") == str(tmp_path / "run")
     settings = TokenizerConfig(model="~/run/tokenizer.model")
     assert Tokenizer.train([], settings).fingerprint == Tokenizer.load("run").fingerprint
     cache = DataConfig(cache="~nobody-of-this-name/x")

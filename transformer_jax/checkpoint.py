@@ -16,6 +16,7 @@ import json
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,46 +49,32 @@ MANIFEST = "manifest.json"
 
 
 def load_model(
-    workdir: str | Path,
-    *,
-    average: int | None = None,
-    checkpoint: str | int | None = None,
+    path: str | Path, *, average: int | None = None
 ) -> tuple[Config, Transformer, Tokenizer]:
-    """The trained model of a work directory, or of a single checkpoint's folder.
+    """The trained model of a work directory, or of one checkpoint's folder in it.
 
     Args:
-      average: take the mean of the parameters of this many checkpoints: the chosen one and the
-        regular ones before it (section 6.1). None: with ``best`` or a step the chosen one alone;
-        otherwise what the end of the run chose (``averaged_steps`` in summary.json), or, if it has
-        not ended, up to ``training.average`` (``auto``: one).
-      checkpoint: ``last``, ``best`` (on the dev set), or a step. None: the last, or the newest of
-        those that the end of the run chose. For a single checkpoint: None, ``last``, or its own
-        step.
+      path: a work directory: the checkpoints that the end of the run chose (``averaged_steps`` in
+        summary.json) or, if it has not ended, the last one. Or a checkpoint's folder: that one.
+      average: take the mean of the parameters of this many checkpoints: the newest of those and the
+        regular ones before it (section 6.1).
 
     Raises:
       UserError: there is no such checkpoint, one is corrupt, or there are fewer than ``average``.
     """
-    if is_url(str(workdir)):
+    if is_url(str(path)):
         raise UserError(
-            f"workdir is {str(workdir)!r}; expected a folder (decode.py and "
-            "Translator.from_workdir take URLs)."
+            f"path is {str(path)!r}; expected a folder (decode.py and Translator.from_workdir take "
+            "URLs)."
         )
-    chosen = choose_checkpoints(local_path(workdir), average=average, checkpoint=checkpoint)
-    folder = chosen[0].parents[1]
-    config, now = config_of(chosen[0]), load_config_file(folder / "config.json")
-    trained = vars(config.model)
-    for name, value in vars(now.model).items():
-        if value != trained[name] and not name.endswith("vocab_size"):
-            log.warning(
-                "model.%s is %r in %s/config.json; this has no effect, the model was trained with "
-                "%r.",
-                *(name, value, folder, trained[name]),
-            )
-    config = dataclasses.replace(config, decoding=now.decoding)
+    chosen = choose_checkpoints(local_path(path), average=average)
+    workdir = chosen[0].parents[1]
+    decoding = load_config_file(workdir / "config.json").decoding
+    config = dataclasses.replace(config_of(chosen[0]), decoding=decoding)
     graph, _ = nnx.split(_abstract_model(config), nnx.Param)
-    log.info("%s: %s.", workdir, described(chosen))
+    log.info("%s: %s.", path, described(chosen))
     parameters = jax.tree.map(jnp.asarray, load_parameters(chosen))
-    return config, nnx.merge(graph, parameters), load_tokenizer(folder, chosen[0])
+    return config, nnx.merge(graph, parameters), load_tokenizer(workdir, chosen[0])
 
 
 def save_model(
@@ -116,50 +103,46 @@ def save_model(
     (workdir / "config.json").write_text(to_json(config))
 
 
-def choose_checkpoints(
-    workdir: Path,
-    *,
-    average: int | None = None,
-    checkpoint: str | int | None = None,
-) -> list[Path]:
+def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
     """The folders of the checkpoints whose mean ``load_model`` takes: intact, newest first.
 
     Takes the same arguments and raises the same errors.
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
-    if workdir.parent.name == "checkpoints" and workdir.name.isdigit():
-        if checkpoint not in (None, "last") and str(checkpoint).zfill(8) != workdir.name:
-            raise UserError(
-                f"checkpoint is {checkpoint!r}, but {str(workdir)!r} is the folder of a single "
-                "checkpoint; expected last, or the folder of the whole run."
-            )
-        workdir, checkpoint = workdir.parents[1], workdir.name
+    is_checkpoint = path.parent.name == "checkpoints" and path.name.isdigit()
+    workdir = path.parents[1] if is_checkpoint else path
     steps = complete_steps(workdir / "checkpoints")
-    if not steps:
-        raise UserError(
-            f"{str(workdir)!r} holds no checkpoint; expected a work directory written by "
-            "train.py --workdir, or one of the folders in its checkpoints/."
-        )
     folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
-    summary = _summary(workdir, steps[-1])
-    chosen = summary.get("averaged_steps") or steps[-1:]
-    if average is checkpoint is None:
-        if "averaged_steps" in summary:
-            names = map(checkpoint_name, chosen)
-            return [_intact(workdir / "checkpoints" / name) for name in names]
-        log.info("Training in %s has not ended: its last checkpoint counts.", workdir)
-    newest = folders[steps[::-1].index(_choose(folders, summary, checkpoint, chosen[0]))]
-    default = load_config_file(workdir / "config.json").training.average
-    if default == "auto" or checkpoint not in (None, "last"):
-        default = 1
-    found = up_to(newest, folders, average or default)
-    if average is not None and len(found) < average:
+    if not folders or (is_checkpoint and path not in folders):
         raise UserError(
-            f"average is {average}; expected at most {len(found)}, the number of checkpoints up to "
-            "the chosen one."
+            f"{str(path)!r} holds no checkpoint; expected a work directory written by train.py "
+            "--workdir, or one of the folders in its checkpoints/."
         )
-    return list(map(_intact, found))
+    chosen = [path] if is_checkpoint else _chosen_at_the_end(workdir, folders)
+    if average is not None:
+        chosen = up_to(chosen[0], folders, average)
+        if len(chosen) < average:
+            raise UserError(
+                f"average is {average}; expected at most {len(chosen)}, the number of checkpoints "
+                "up to the chosen one."
+            )
+    for checkpoint in chosen:
+        if reason := corruption(checkpoint):
+            raise UserError(
+                f"Checkpoint {checkpoint} is corrupt: {reason}. Choose another one by its folder."
+            )
+    return chosen
+
+
+def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
+    """The checkpoints that summary.json names, or the last one if training has not ended."""
+    with suppress(OSError, ValueError):
+        summary = json.loads((workdir / "summary.json").read_text())
+        if summary["steps"] == int(folders[0].name) and "averaged_steps" in summary:
+            return [workdir / "checkpoints" / checkpoint_name(s) for s in summary["averaged_steps"]]
+    log.info("Training in %s has not ended: its last checkpoint counts.", workdir)
+    return folders[:1]
 
 
 def up_to(chosen: P, folders: Sequence[P], most: int) -> list[P]:
@@ -174,43 +157,6 @@ def described(checkpoints: Sequence[AnyPath]) -> str:
     if len(checkpoints) == 1:
         return f"checkpoint {last}"
     return f"mean of {len(checkpoints)} checkpoints, {first} to {last}"
-
-
-def _summary(workdir: Path, step: int) -> dict[str, Any]:
-    """What training wrote when it last ended; empty if that was not at this step."""
-    try:
-        summary: dict[str, Any] = json.loads((workdir / "summary.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return summary if summary.get("steps") == step else {}
-
-
-def _choose(
-    folders: Sequence[Path], summary: dict[str, Any], checkpoint: str | int | None, default: int
-) -> int:
-    """The step of one of a run's checkpoints, which are given newest first."""
-    steps = [int(folder.name) for folder in reversed(folders)]
-    listed = ", ".join(map(str, steps))
-    if checkpoint is None:
-        return default
-    if checkpoint == "last":
-        return steps[-1]
-    if checkpoint != "best":
-        if not str(checkpoint).isdigit() or int(checkpoint) not in steps:
-            raise UserError(
-                f"checkpoint is {checkpoint!r}; expected last, best, or one of the steps {listed}."
-            )
-        return int(checkpoint)
-    # an evaluation follows its checkpoint
-    best: int | None = (progress_of(_intact(folders[0])) | summary).get("best_step")
-    if best is None or best not in steps:
-        why = (
-            "the run was not evaluated on a dev set"
-            if best is None
-            else f"that of step {best} could not be saved"
-        )
-        raise UserError(f"There is no best checkpoint: {why}. Expected last, or one of {listed}.")
-    return best
 
 
 def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
@@ -313,11 +259,6 @@ def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
         content = json.loads((checkpoint / MANIFEST).read_text())
     except ValueError:
         return {}
-    if "progress.json" in content:
-        raise UserError(
-            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax, whose "
-            "checkpoints this version does not read; load_model of commit ef0d56b does."
-        )
     return content  # type: ignore[no-any-return]
 
 
@@ -356,12 +297,3 @@ def _checksum(path: AnyPath) -> int:
 
 def _abstract_model(config: Config) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))
-
-
-def _intact(checkpoint: Path) -> Path:
-    """The checkpoint; ``UserError`` if it is corrupt."""
-    if reason := corruption(checkpoint):
-        raise UserError(
-            f"Checkpoint {checkpoint} is corrupt: {reason}. Choose another with --checkpoint."
-        )
-    return checkpoint

@@ -23,7 +23,8 @@ _WITH_ARGUMENT = re.compile(r"([^/:.]+|.+?\.py):(.*)", re.DOTALL)
 
 
 def load_config_file(path: str | Path) -> Config:
-    """The config of a recipe (``multi30k``), a Python file with ``get_config()``, or a config.json.
+    """The config of a recipe (``multi30k``), a Python file with ``get_config()``, a config.json, or
+    the config.json of a work directory or of one of its checkpoints.
 
     A Python file is executed: load only files that you trust. A config.json is only read.
 
@@ -40,9 +41,11 @@ def load_config_file(path: str | Path) -> Config:
     path = Path(name)
     if path.name == name and not path.suffix:
         path = recipe_path(name)
+    if path.is_dir():
+        is_checkpoint = path.parent.name == "checkpoints" and path.name.isdigit()
+        path = (path.parents[1] if is_checkpoint else path) / "config.json"
     problems = {
         "does not exist": not path.exists(),
-        "is a folder": path.is_dir(),
         "is not a regular file": not path.is_file(),
         "ends in neither .py nor .json": path.suffix not in (".py", ".json"),
     }

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
 from transformer_jax import checkpoint
-from transformer_jax.checkpoint import choose_checkpoints, load_model
+from transformer_jax.checkpoint import load_model
 from transformer_jax.config import (
     BatchConfig,
     DataConfig,
@@ -515,18 +515,6 @@ def test_an_imported_model_can_be_exported_and_imported_again(workdir, tmp_path,
     assert tokenizer_again.source.encode(texts) == tokenizer.source.encode(texts)
     assert tokenizer_again.target.encode(texts) == tokenizer.target.encode(texts)
     assert again.decoding.suppress == config.decoding.suppress
-
-
-def test_of_one_checkpoints_folder_only_itself_can_be_chosen(workdir) -> None:
-    folder = workdir / "checkpoints" / "00000000"
-    for chosen in ("last", 0, "0"):
-        assert choose_checkpoints(folder, checkpoint=chosen) == [folder]
-    for chosen in ("best", 5):
-        with pytest.raises(
-            UserError,
-            match=f"checkpoint is {chosen!r}, but .* is the folder of a single checkpoint",
-        ):
-            choose_checkpoints(folder, checkpoint=chosen)
 
 
 def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path, capsys) -> None:

@@ -34,8 +34,8 @@ def changed(config: Config, section: str, **fields: Any) -> Config:
     )
 
 
-def parameters(workdir: Path, **which: Any) -> Any:
-    return nnx.to_pure_dict(nnx.state(load_model(workdir, **which)[1], nnx.Param))
+def parameters(path: Path, average: int | None = None) -> Any:
+    return nnx.to_pure_dict(nnx.state(load_model(path, average=average)[1], nnx.Param))
 
 
 def interrupted_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +60,12 @@ def test_interruptions_change_nothing_of_what_is_averaged(
     # The newest counts, whatever made it; before it those that were due.
     mean = jax.tree.map(
         lambda *x: np.mean(x, axis=0),
-        *(parameters(tmp_path / "run", checkpoint=s) for s in (8, 11)),
+        *(parameters(tmp_path / "run" / "checkpoints" / f"{s:08d}") for s in (8, 11)),
     )
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parameters(tmp_path / "run"), mean
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        parameters(tmp_path / "run", average=2),
+        mean,
     )
     train(config, tmp_path / "run", devices=ONE)
     for run in ("whole", "run"):

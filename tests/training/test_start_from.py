@@ -40,8 +40,8 @@ def _own_text(folder: Path, start_from: Path, **training: Any) -> Config:
     )
 
 
-def _parameters(workdir: Path, **which: Any) -> Any:
-    return nnx.to_pure_dict(nnx.state(load_model(workdir, **which)[1], nnx.Param))
+def _parameters(path: Path) -> Any:
+    return nnx.to_pure_dict(nnx.state(load_model(path)[1], nnx.Param))
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
@@ -94,7 +94,7 @@ def test_one_checkpoint_of_another_run(general: Path, tmp_path: Path) -> None:
     config = _own_text(tmp_path, general / "checkpoints" / "00000005")
     with prepare(config, tmp_path / "run", devices=ONE) as run:
         state = run.state
-    chex.assert_trees_all_equal(state.parameters, _parameters(general, checkpoint=5))
+    chex.assert_trees_all_equal(state.parameters, _parameters(general / "checkpoints" / "00000005"))
 
 
 def test_the_same_command_goes_on_without_the_other_run(general: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 
@@ -69,22 +69,21 @@ class AsyncTranslator:
         cls,
         workdir: str | Path,
         *,
-        checkpoint: Literal["last", "best"] | int | None = None,
         average: int | None = None,
         **settings: Any,
     ) -> Self:
         """The model of a training run, on all devices.
 
-        ``workdir`` is a folder or a URL; ``settings`` replace fields of the run's ``decoding``
-        config; ``checkpoint`` and ``average`` choose the parameters as in ``load_model``.
+        ``workdir`` is a work directory or one of its checkpoints, a folder or a URL; ``settings``
+        replace fields of the run's ``decoding`` config; ``average`` is that of ``load_model``.
 
         Raises:
           UserError: as ``load_model`` and ``Translator``.
         """
         folder = local_workdir(workdir)
-        search = replace(load_config_file(folder / "config.json").decoding, **settings)
+        search = replace(load_config_file(folder).decoding, **settings)
         devices = devices_for_rows(search.batch_size)  # before JAX starts
-        _, model, tokenizer = load_model(folder, checkpoint=checkpoint, average=average)
+        _, model, tokenizer = load_model(folder, average=average)
         return cls(model, tokenizer, search, devices=devices)
 
     def start(self) -> None:

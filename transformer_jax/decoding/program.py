@@ -100,14 +100,11 @@ class Arguments:
     """Translate lines of text with a trained model: one line out for each line in."""
 
     workdir: tuple[str, ...] = ()
-    """Work directory of a training run, or its URL; several: their models translate together (mean
-    of their probabilities)."""
-    checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on the dev set, or that of a step. Default: what the end of
-    training chose, or the newest."""
+    """Work directory of a training run, or the folder of one of its checkpoints, or the URL of
+    either; several: their models translate together (mean of their probabilities)."""
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: what the
-    end of training chose; with --checkpoint best or a step, 1."""
+    """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
+    training chose; of a single checkpoint's folder, itself."""
     compilation_cache: str = "auto"
     """Folder where compiled functions are kept between runs. off: they are not. auto:
     JAX_COMPILATION_CACHE_DIR, or else transformer_jax/compiled in the user's cache folder
@@ -128,8 +125,8 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     Raises:
         UserError: values that cannot work, or a work directory without a config.
     """
-    workdirs = tuple(checked_workdir(workdir) for workdir in flag_values(argv, "workdir"))
-    config = load_config_file(f"{workdirs[0]}/config.json") if workdirs else Config()
+    workdirs = tuple(local_copy(workdir) for workdir in flag_values(argv, "workdir"))
+    config = load_config_file(workdirs[0]) if workdirs else Config()
     arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding})
     files, results, evaluation = arguments.files, arguments.results, arguments.evaluation
     search, given = arguments.search, flags_given(argv)
@@ -157,19 +154,13 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     ), config
 
 
-def checked_workdir(workdir: str) -> str:
-    """The folder with a run's config; a URL is copied to this machine."""
+def local_copy(workdir: str) -> str:
+    """The path of a work directory; a URL is copied to this machine."""
     if is_url(workdir):
         from transformer_jax.remote_workdir import local_workdir  # loads JAX
 
         return str(local_workdir(workdir))
-    folder = local_path(workdir)
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"workdir is {workdir!r}, which has no config.json; "
-            "expected a work directory written by train.py."
-        )
-    return str(folder)
+    return str(local_path(workdir))
 
 
 def decode(argv: Sequence[str]) -> None:
@@ -243,7 +234,6 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
     task = Translator if arguments.evaluation.score is None else Scorer
     models: Translator | Scorer = task.from_workdir(
         arguments.workdir,
-        checkpoint=arguments.checkpoint,
         average=arguments.average,
         devices=devices,
         **vars(arguments.search),

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 
@@ -62,15 +62,14 @@ class TrainedModels:
         cls,
         workdir: str | Path | Sequence[str | Path],
         *,
-        checkpoint: Literal["last", "best"] | int | None = None,
         average: int | None = None,
         devices: Sequence[jax.Device] = (),
         **settings: Any,
     ) -> Self:
         """The models of a training run, or of several that work as one.
 
-        ``workdir`` is a folder or a URL; ``settings`` replace fields of the (first) run's
-        ``decoding`` config; ``checkpoint`` and ``average`` choose the parameters as in
+        ``workdir`` is a work directory or one of its checkpoints, a folder or a URL; ``settings``
+        replace fields of the (first) run's ``decoding`` config; ``average`` is that of
         ``load_model``.
 
         Raises:
@@ -79,10 +78,7 @@ class TrainedModels:
         workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
         if not workdirs:
             raise UserError("workdir is empty; expected one or more work directories.")
-        loaded = [
-            load_model(local_workdir(each), checkpoint=checkpoint, average=average)
-            for each in workdirs
-        ]
+        loaded = [load_model(local_workdir(each), average=average) for each in workdirs]
         configs, models, tokenizers = zip(*loaded, strict=True)
         for other, tokenizer in zip(workdirs, tokenizers, strict=True):
             if tokenizer.fingerprint != tokenizers[0].fingerprint:

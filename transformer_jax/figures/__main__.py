@@ -56,14 +56,9 @@ class Attention:
     """Heads, from 1. Default: all."""
     only: tuple[int, ...] = ()
     """With --style lines: tokens of the left column whose lines are drawn, from 1. Default: all."""
-    checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on the dev set, or that of a step. Default: what the end of
-    training chose, or the newest.
-    """
     average: int | None = None
-    """Number of checkpoints to average, up to the chosen one. Default: what the end of training
-    chose; with --checkpoint best or a step, 1.
-    """
+    """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
+    training chose; of a single checkpoint's folder, itself."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +110,7 @@ def _attention(task: Attention) -> None:
     from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
 
     keep_compiled("auto")
-    translator = Translator.from_workdir(
-        task.workdir, checkpoint=task.checkpoint, average=task.average, batch_size=1
-    )
+    translator = Translator.from_workdir(task.workdir, average=task.average, batch_size=1)
     use_matmul_precision(translator.models[0].config)
     attention = sentence_attention(translator, task.text, target=task.target)
     if task.output.endswith(".npz"):

@@ -29,19 +29,14 @@ class Export:
     """
 
     workdir: str
-    """Work directory of a training run."""
+    """Work directory of a training run, or the folder of one of its checkpoints."""
     format: Literal["ctranslate2", "huggingface"]
     """CTranslate2's folder, or a MarianMT folder for Hugging Face's transformers."""
     output: str
     """Folder to write; it must not exist, or be empty."""
-    checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on the dev set, or that of a step. Default: what the end of
-    training chose, or the newest.
-    """
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: what the
-    end of training chose; with --checkpoint best or a step, 1.
-    """
+    """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
+    training chose; of a single checkpoint's folder, itself."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +74,7 @@ def _export(task: Export) -> None:
 
     exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
     with _new_folder(task.output, "output") as folder:
-        config, model, tokenizer = load_model(
-            local_workdir(task.workdir), average=task.average, checkpoint=task.checkpoint
-        )
+        config, model, tokenizer = load_model(local_workdir(task.workdir), average=task.average)
         notes = exports[task.format](config, model, tokenizer, folder)
     for note in notes:
         logger.info("note: %s", note)

@@ -80,7 +80,6 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     for workdir, pair, search in served:
         models[pair] = AsyncTranslator.from_workdir(
             workdir,
-            checkpoint=arguments.checkpoint,
             average=arguments.average,
             **vars(search),
         )

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import tyro
 
@@ -62,12 +62,9 @@ class Arguments:
     """Characters in a request. More are refused (413)."""
     timeout: float = 60.0
     """Seconds that a request may take to arrive and be answered; then it gets 503."""
-    checkpoint: Literal["last", "best"] | int | None = None
-    """The newest checkpoint, the best on the dev set, or that of a step. Default: what the end of
-    training chose, or the newest."""
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: what the
-    end of training chose; with --checkpoint best or a step, 1."""
+    """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
+    training chose; of a single checkpoint's folder, itself."""
     compilation_cache: str = "auto"
     """Folder where compiled functions are kept between runs; off, or auto: as in decode.py."""
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
@@ -87,7 +84,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     from transformer_jax import local_workdir  # loads JAX, which --help does without
 
     folders = [local_workdir(workdir) for workdir in arguments.workdir]
-    configs = [load_config_file(folder / "config.json") for folder in folders]
+    configs = [load_config_file(folder) for folder in folders]
     pairs = _pairs(arguments, configs)
     precisions = {config.model.matmul_precision for config in configs}
     if len(precisions) > 1:
