@@ -15,6 +15,7 @@ from flax import nnx
 from random_models import lines_of_words, make_model, train_tokenizer, write_run
 
 from benchmarks import all as all_parts
+from benchmarks.chart import COLORS, chart, comparisons
 from benchmarks.in_turn import markdown, measure
 from benchmarks.train import torch_loss
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig
@@ -134,6 +135,13 @@ def test_parts_are_resumed_and_failures_named(
     (tmp_path / "write.py").unlink()  # it is not run again
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--parts", "good"])
     assert all_parts.main() == 0
+
+
+def test_chart_of_the_table_in_the_documentation(tmp_path: Path) -> None:
+    rows = comparisons((ROOT / "docs/performance.md").read_text())
+    assert len(rows) > 5 and any(row.ratio < 1 for row in rows)
+    chart(rows, *COLORS["dark"]).savefig(tmp_path / "chart.svg")
+    assert len(chart(rows, *COLORS["light"]).axes[0].patches) == len(rows)
 
 
 def test_both_models_of_the_training_benchmark_compute_the_same_loss() -> None:
