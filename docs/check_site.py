@@ -1,5 +1,6 @@
-"""Checks of the documentation site, which `make docs` runs: every document is a page, local links
-lead somewhere, and the API reference has the names that the package offers.
+"""Checks of the documentation site, which `make docs` runs: every document but README.md is a
+page, local links lead somewhere, newcomers' terms are in the search index, and the API reference
+has the names that the package offers.
 
     python docs/check_site.py build/site
 """
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def check_links(site: Path) -> None:
-    documents = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")}
+    documents = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {ROOT / "README.md"}
     pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in documents}
     assert not (missing := pages - set(site.rglob("*.html"))), f"no pages: {missing}"
     for page in pages | {site / "index.html"}:
@@ -37,6 +38,14 @@ def check_api(site: Path) -> None:
     differences = anchors.symmetric_difference(names)
     assert not differences, f"in the API reference or in __init__.pyi alone: {differences}"
     assert "Number of source tokens where the vocabularies are separate; None: one" in pages
+
+
+def check_search(site: Path) -> None:
+    """The search finds terms by which newcomers look."""
+    index = (site / "searchindex.js").read_text()
+    terms = set(re.findall(r'"?([\w-]+)"?:', index[index.index("terms:") :]))
+    for word in ("cache", "accumul", "precis", "penalti", "loader", "prefetch", "checkpoint"):
+        assert word in terms, f"the search index lacks {word}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The documentation site, which `make docs` makes with Sphinx of README.md, the other pages and
-docstrings.
+"""The documentation site, which `make docs` builds with Sphinx from docs/index.md, the other
+pages and docstrings.
 """
 
+import re
 import typing
 from pathlib import Path
 
@@ -14,16 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 project = "transformer_jax"
 extensions = [
     "myst_nb",  # pages in Markdown, and notebooks
-    "sphinx_external_toc",  # their order, in _toc.yml: README.md is the home page, and no directive
+    "sphinx_external_toc",  # their order, in _toc.yml: docs/index.md is the home page
     "sphinx.ext.autodoc",  # docs/api.md, docs/settings.md
     "sphinx.ext.napoleon",  # docstrings in Google's style
     "sphinx.ext.viewcode",
 ]
-include_patterns = ["*.md", "docs/*.md", "notebooks/*.ipynb"]
+include_patterns = ["C*.md", "SECURITY.md", "docs/*.md", "notebooks/*.ipynb"]
 exclude_patterns = [  # folders that need not be searched: .venv, runs, ...
     path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "notebooks")
 ]
 external_toc_path = "docs/_toc.yml"
+myst_enable_extensions = ["attrs_inline"]  # classes of images
 myst_heading_anchors = 4  # as GitHub names them
 nb_execution_mode = "off"  # they are kept with their output
 highlight_language = "none"  # as on GitHub
@@ -47,14 +49,22 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path = ["_redirect"]
 
+PICTURE = re.compile(
+    r'<picture>.*?srcset="(.*?)".*?src="(.*?)" alt="(.*?)".*?</picture>', re.DOTALL
+)
+
 
 def setup(app: Sphinx) -> None:
     """Keep Napoleon from taking what is before a colon in a field's first line for its type: the
-    first line becomes an empty comment.
+    first line becomes an empty comment. Let a <picture> follow the theme that the reader chose.
     """
 
     def add_line(_: Sphinx, kind: str, *rest: list[str]) -> None:
         if kind in ("attribute", "property", "data"):
             rest[-1][:0] = ["..", ""]
 
+    def follow_theme(_: Sphinx, __: str, source: list[str]) -> None:
+        source[0] = PICTURE.sub(r"![\3](\1){.only-dark} ![\3](\2){.only-light}", source[0])
+
     app.connect("autodoc-process-docstring", add_line, priority=100)
+    app.connect("source-read", follow_theme)

@@ -45,7 +45,9 @@ def _anchors(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", path.read_text()):
+    text = path.read_text()
+    pictures = re.findall(r'src(?:set)?="([^"#]*)()"', text)
+    for target, anchor in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", text) + pictures:
         if not target.startswith("http"):
             linked = path.parent / target if target else path
             assert linked.exists(), f"{path.name} links to {target}"
@@ -107,6 +109,19 @@ def test_the_code_map_names_every_module_and_no_other() -> None:
     assert len(named) == len(modules)
     for path in re.findall(r"`([\w/.]+)`(?=.* \| )", outside):
         assert (ROOT / path).exists(), f"docs/code_map.md names missing {path}"
+
+
+def test_the_readme_has_figures_of_the_pages_only() -> None:
+    """Results and speed; and it stays short."""
+    readme = (ROOT / "README.md").read_text()
+    tables = readme.split("## Results")[1].split("## Install")[0]
+    figures = set(re.findall(r"\d+(?:[.,]\d+)+", tables))
+    pages = "".join(
+        (ROOT / "docs" / f"{name}.md").read_text() for name in ("results", "performance")
+    )
+    assert len(figures) > 15
+    assert not [figure for figure in figures if figure not in pages]
+    assert len(readme.splitlines()) <= 120
 
 
 @pytest.mark.parametrize(
