@@ -24,7 +24,7 @@ BRANCHES := tests/interop tests/parsing tests/serving tests/test_benchmarks.py t
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-gpu lint types unit trunk branches docs format clean
+.PHONY: help demo quick test test-gpu lint types unit trunk branches docs check-docs format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ docs: $(VENV)/.installed-docs  ## the documentation site, in build/site
 	$(RUN) -m sphinx -q -W --keep-going -c docs . build/site
 	$(RUN) docs/check_site.py build/site
 	@echo 'Open build/site/index.html'
+
+check-docs:  ## run the commands of README.md and the tutorials in a fresh clone
+	$(PYTHON) docs/check_commands.py
 
 format: $(VENV)/.installed  ## rewrite the code in the project's style
 	$(VENV)/bin/ruff check --fix .

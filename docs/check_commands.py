@@ -1,6 +1,6 @@
 """Run the shell commands of README.md and the tutorials in a fresh clone: `make check-docs`.
 
-Every ```sh block runs, page by page, in one bash. A block after `<!-- not run: REASON -->` does not;
+Every ```sh block runs, page by page. One after `<!-- not run: REASON -->` does not;
 its reason is printed.
 """
 

@@ -22,7 +22,7 @@ from transformer_jax.config_io import flatten, load_config_file, recipe_path
 from transformer_jax.training.__main__ import Arguments
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE_3 = re.findall(
     r"^\| (\S+) \| (?:`(.+?)`)? *\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
     (ROOT / "docs" / "results.md").read_text(),
@@ -176,15 +176,26 @@ def test_flags_of_table_3_give_its_models(row: str, flags: str, paper: str, ours
     assert row == "big" or abs(with_41000 - int(paper)) < 0.7
 
 
+def _command_lines(path: Path) -> list[str]:
+    """The indented lines of a page and those in its ``sh`` fences."""
+    lines, fence = [], None
+    for line in path.read_text().replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            fence = line[3:] if fence is None else None
+        elif fence == "sh" or (fence is None and line.startswith("    ")):
+            lines.append(line)
+    return lines
+
+
 def _training_commands() -> list[tuple[str, list[str]]]:
     """The flags of every documented ``train.py`` but those that begin from a work directory's
     config; pipes and comments left out, variables of loops with one of their values.
     """
     commands = []
     for path in DOCUMENTS:
-        for line in path.read_text().replace("\\\n", " ").splitlines():
+        for line in _command_lines(path):
             found = re.search(
-                r'^    .*?(?:train\.py|slurm\.sh|RUN="python train.py) (.*?)(?:  #|["<>|]|$)', line
+                r'(?:train\.py|slurm\.sh|RUN="python train.py) (.*?)(?:  #|["<>|]|$)', line
             )
             if found and "..." not in found[1]:
                 words = found[1].replace("$row", "C-N2").replace("$seed", "1")
@@ -221,11 +232,12 @@ def _other_commands() -> dict[str, set[str]]:
     programs: dict[str, set[str]] = {}
     names = "|".join(INSTALLED)
     for path in DOCUMENTS:
-        text = path.read_text().replace("\\\n", " ")
-        for line in re.sub(r"python decode\.py", "transformer-decode", text).splitlines():
-            command, *_ = re.split(r"  #|[<>]", line)
+        for line in _command_lines(path):
+            command, *_ = re.split(
+                r"  #|[<>]", line.replace("python decode.py", "transformer-decode")
+            )
             for module, installed, rest in re.findall(
-                rf"^    .*?(?:python -m (transformer_jax\S+(?: [a-z]+)?)|({names}))(?: (.*)|$)",
+                rf"^.*?(?:python -m (transformer_jax\S+(?: [a-z]+)?)|({names}))(?: (.*)|$)",
                 command,
             ):
                 flags = re.findall(r"--([a-z][\w.-]*)", rest)
