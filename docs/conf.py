@@ -20,7 +20,7 @@ extensions = [
     "sphinx.ext.napoleon",  # docstrings in Google's style
     "sphinx.ext.viewcode",
 ]
-include_patterns = ["C*.md", "SECURITY.md", "docs/*.md", "notebooks/*.ipynb"]
+include_patterns = ["C*.md", "SECURITY.md", "docs/*.md", "docs/tutorials/*.md", "notebooks/*.ipynb"]
 exclude_patterns = [  # folders that need not be searched: .venv, runs, ...
     path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "notebooks")
 ]

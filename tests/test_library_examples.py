@@ -60,6 +60,7 @@ BLOCKS = [
     for name in (
         *("README.md", "docs/library.md", "docs/decoding.md", "docs/serving.md"),
         *("docs/parsing.md", "docs/interop.md"),
+        *("docs/tutorials/from_flax_wmt.md", "docs/tutorials/one_module.md"),
     )
     for block in blocks(name)
     if "m30k-ct2" not in block.code  # a model in a folder that only its reader has
