@@ -21,6 +21,9 @@ QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_
 BRANCHES := tests/interop tests/parsing tests/serving tests/test_benchmarks.py tests/test_figures.py \
 	tests/test_report.py tests/test_wheel.py
 
+# Python compiles what is imported; of what is installed, that is a small part.
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
+
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -37,7 +40,9 @@ demo: $(VENV)/.installed  ## train on number names for a few minutes, then trans
 quick: lint types  ## lint, types and the fast tests: about 90 s on 2 cores
 	$(PYTEST) $(QUICK)
 
-test: lint types unit  ## lint, types and every test: what CI runs
+# Two at a time: types are checked while what the tests compare with is installed.
+test:  ## lint, types and every test: what CI runs
+	@$(MAKE) --no-print-directory --jobs=2 lint types unit
 
 test-gpu: $(VENV)/.installed-compare $(VENV)/.installed-$(PLATFORM)  ## every test, on a GPU (PLATFORM=tpu: on a TPU)
 	TEST_PLATFORM=$(PLATFORM) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
@@ -75,13 +80,13 @@ clean:  ## remove .venv, caches and build output; runs/ and data/ stay
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP) -r requirements.txt
 	@touch $@
 
 $(VENV)/.installed-compare $(VENV)/.installed-docs: $(VENV)/.installed-%: requirements-%.txt $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-$*.txt
+	$(PIP) -r requirements-$*.txt
 	@touch $@
 
 $(VENV)/.installed-cuda $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	$(PIP) -e '.[$*]'
 	@touch $@
