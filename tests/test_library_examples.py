@@ -5,19 +5,20 @@ comments say.
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import io
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import transformer_jax
+from transformer_jax import Config, DecodingConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,6 +70,15 @@ TRAINS = [block for block in BLOCKS if "train(config, " in block.code]
 OTHERS = [block for block in BLOCKS if block not in TRAINS]
 
 
+_train_anywhere = transformer_jax.train
+
+
+def _train(config: Config, workdir: str) -> dict[str, Any]:
+    decoding = DecodingConfig(max_source_length=24, max_extra_length=8, batch_size=8)
+    config = dataclasses.replace(config, decoding=decoding)
+    return _train_anywhere(config, workdir, devices=jax.devices()[:1])
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the blocks run: the guide's training block has left its work directory under every name
@@ -77,8 +87,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("examples")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))  # for the compilation cache that training turns on
-        one_device = functools.partial(transformer_jax.train, devices=jax.devices()[:1])
-        patch.setattr(transformer_jax, "train", one_device)
+        # Few sentences, all short, on one device: each length, width and device is compiled.
+        patch.setattr(transformer_jax, "train", _train)
+        patch.setattr("transformer_jax.decoding.devices.find_devices", lambda: jax.devices()[:1])
         # the time goes into compiling, not into running
         jax.config.update("jax_disable_most_optimizations", True)
         try:
