@@ -24,10 +24,13 @@ def _errors(notebook: nbformat.NotebookNode) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_run(path: Path, tmp_path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:  # a tenth of the training shows that it runs
+def test_notebooks_run(tmp_path: Path) -> None:
+    """One after the other in one kernel, which starts for seconds; each defines all it needs."""
+    cells = []
+    for path in NOTEBOOKS:
+        cells += nbformat.read(path, as_version=4).cells
+        cells.append(nbformat.v4.new_code_cell("%reset -f"))
+    for cell in cells:  # a tenth of the training shows that it runs
         cell.source = re.sub(
             r"(steps|_every)=(\d+)", lambda m: f"{m[1]}={int(m[2]) // 10}", cell.source
         )
@@ -37,6 +40,7 @@ def test_notebooks_run(path: Path, tmp_path: Path) -> None:
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
     }
+    notebook = nbformat.v4.new_notebook(cells=cells)
     client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": tmp_path}})
     client.execute(env=os.environ | alone)  # CellExecutionError where a cell fails
     assert not _errors(notebook)
