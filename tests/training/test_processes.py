@@ -1,4 +1,4 @@
-"""Two processes of four devices are one run: same losses, and they end, die and resume together."""
+"""Two processes of two devices are one run: same losses, and they end, die and resume together."""
 
 import dataclasses
 import json
@@ -9,18 +9,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import chex
+import jax
 import numpy as np
 import pytest
 from runs import command, entries, final_state, no_evaluation, tiny, wait_for
 
-from transformer_jax import distributed
+from transformer_jax import distributed, train
 from transformer_jax.checkpoint import complete_steps
 from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
 
-WHOLE = tiny(steps=12, eval_every=12, checkpoint_every=3)
+WHOLE = tiny(steps=12, eval_every=12, bleu_every=0, checkpoint_every=3)
 STEPS = no_evaluation(WHOLE)
 
 
@@ -32,10 +34,10 @@ def address() -> str:
 
 
 def two(workdir: Path, cache: Path, *configs: Config) -> list[subprocess.Popen[str]]:
-    """Start two processes of four devices each; a config for both, or one each."""
+    """Start two processes of two devices each; a config for both, or one each."""
     flags = "--coordinator-address", address(), "--num-processes", "2", "--process-id"
     return [
-        command(workdir, cache, configs[i % len(configs)], *flags, str(i), devices=4)
+        command(workdir, cache, configs[i % len(configs)], *flags, str(i), devices=2)
         for i in range(2)
     ]
 
@@ -56,10 +58,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
+@pytest.mark.cpu("the programs that it starts run on CPUs")
 def test_two_processes_learn_what_one_learns(finished: Path, tmp_path: Path) -> None:
-    process = command(tmp_path / "run", tmp_path / "cache", WHOLE, devices=8)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
+    train(WHOLE, tmp_path / "run", devices=jax.devices()[:4])
     for name in ("loss", "source_fill", "gradient_norm"):
         several, one = (
             [entry[name] for entry in entries(workdir)] for workdir in (finished, tmp_path / "run")
@@ -73,6 +74,7 @@ def test_two_processes_learn_what_one_learns(finished: Path, tmp_path: Path) -> 
     assert summaries[0]["test"] == summaries[1]["test"]
 
 
+@pytest.mark.cpu("the programs that it starts run on CPUs")
 def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Path) -> None:
     """SIGKILL for one: the other ends by itself, telling why. Both go on exactly, and so does one
     process of two devices.
@@ -102,9 +104,7 @@ def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Pat
         entry["loss"] for entry in entries(finished)
     ]
     chex.assert_trees_all_equal(final_state(STEPS, workdir), final_state(WHOLE, finished))
-    alone = command(tmp_path / "alone", tmp_path / "cache", STEPS, devices=2)
-    [said_alone] = ends([alone])
-    assert alone.returncode == 0, said_alone
+    train(STEPS, tmp_path / "alone", devices=jax.devices()[:2])
     for name in ("loss", "source_fill"):
         one, several = (
             [entry[name] for entry in entries(folder)] for folder in (tmp_path / "alone", finished)
@@ -112,16 +112,10 @@ def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Pat
         np.testing.assert_allclose(one, several, rtol=1e-5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_saves_and_ends_both(
-    finished: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    workdir, cache = tmp_path / "run", finished.parent / "cache"
-    both = two(
-        workdir,
-        cache,
-        dataclasses.replace(STEPS, training=dataclasses.replace(STEPS.training, steps=100_000)),
-    )
+def saved_and_ended(
+    both: list[subprocess.Popen[str]], workdir: Path, number: signal.Signals
+) -> str:
+    """What process 0 says when a signal to process 1 after step 3 has ended both."""
     wait_for(lambda: len(entries(workdir)) > 3, both[0], "step 3")
     both[1].send_signal(number)
     said = ends(both, within=60)
@@ -131,6 +125,17 @@ def test_a_signal_to_one_saves_and_ends_both(
         == json.loads((workdir / "summary.json").read_text())["steps"]
     )
     assert "Run the same command again" in said[0]
+    return said[0]
+
+
+def test_ctrl_c_in_one_saves_and_ends_both(finished: Path, tmp_path: Path) -> None:
+    both = two(tmp_path / "run", finished.parent / "cache", endless())
+    saved_and_ended(both, tmp_path / "run", signal.SIGINT)
+
+
+def endless(**training: Any) -> Config:
+    training = {"steps": 100_000, "checkpoint_every": 1000} | training
+    return dataclasses.replace(STEPS, training=dataclasses.replace(STEPS.training, **training))
 
 
 def test_another_config_in_one_process_is_named(finished: Path, tmp_path: Path) -> None:
@@ -200,25 +205,17 @@ def test_flags_that_do_not_go_together(settings: Processes, message: str) -> Non
         distributed.start(settings)
 
 
-def test_two_begin_from_another_run(finished: Path, tmp_path: Path) -> None:
-    """One process reads the checkpoints' names for both, and neither waits for the other in
-    vain.
+@pytest.mark.cpu("the programs that it starts run on CPUs")
+def test_two_begin_from_another_run_and_end_together(finished: Path, tmp_path: Path) -> None:
+    """One process reads the checkpoints' names for both, and neither waits for the other in vain.
+    SIGTERM to one saves and ends both.
     """
-    config = dataclasses.replace(
-        STEPS, training=dataclasses.replace(STEPS.training, steps=2, start_from=str(finished))
-    )
-    both = two(tmp_path / "run", finished.parent / "cache", config)
-    said = ends(both, within=120)
-    assert [process.returncode for process in both] == [0, 0], "\n".join(said)
-    alone = command(tmp_path / "alone", tmp_path / "cache", config, devices=8)
-    [said_alone] = ends([alone])
-    assert alone.returncode == 0, said_alone
-    assert (
-        "Starting from the parameters of" in said[0]
-        and "Starting from the parameters of" in said_alone
-    )
+    both = two(tmp_path / "run", finished.parent / "cache", endless(start_from=str(finished)))
+    said = saved_and_ended(both, tmp_path / "run", signal.SIGTERM)
+    assert "Starting from the parameters of" in said
+    train(endless(start_from=str(finished), steps=2), tmp_path / "alone", devices=jax.devices()[:4])
     several, one = (
-        [entry["loss"] for entry in entries(tmp_path / name)] for name in ("run", "alone")
+        [entry["loss"] for entry in entries(tmp_path / name)][:2] for name in ("run", "alone")
     )
     np.testing.assert_allclose(several, one, rtol=1e-5)
     assert one[0] < entries(finished)[0]["loss"] - 0.1  # not a fresh model's
