@@ -3,6 +3,7 @@ compilation cache that outlives the session.
 """
 
 import atexit
+import gc
 import hashlib
 import os
 import shutil
@@ -53,11 +54,13 @@ SLOW = [
 # tpu), as in `make test-gpu`. pytest's workers inherit it.
 os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 0, "cpu": 0})
 
-# Compiling is most of what the tests do. Less optimisation and XLA's older, plainer code generator
-# (which jaxlib 0.11 has no more) take a third of the time and change no arithmetic they rely on.
+# Compiling is most of what the tests do. Less optimisation, one module for LLVM instead of 32, and
+# XLA's older, plainer code generator (which jaxlib 0.11 has no more) take a third of the time and
+# change no arithmetic they rely on.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
@@ -146,6 +149,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     place = {name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(SLOW)))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often, and none of what is imported: tracing makes many objects."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)
