@@ -59,8 +59,13 @@ def saved():
     (workdir.folder / "corpus").mkdir()
     (workdir.folder / "corpus" / "tokens").write_text("large")
     workdir.share_token()
-    workdir.push()
+    push(workdir)
     return workdir
+
+
+def push(workdir):
+    workdir.push_files()
+    workdir.push_checkpoints()
 
 
 def checkpoint(workdir, step, text):
@@ -111,9 +116,9 @@ def test_the_url_holds_what_the_folder_holds_and_a_reader_gets_it(saved, store):
     checkpoint(saved, 6, "array 6")
     (saved.folder / "metrics.jsonl").write_text("{}\n")
     (saved.folder / "tokenizer.model").write_text("of a first attempt")
-    saved.push()
+    push(saved)
     (saved.folder / "tokenizer.model").rename(saved.folder / "tokenizer.source.model")
-    saved.push()
+    push(saved)
     os.utime(read / "checkpoints/00000002/manifest.json", (0, 0))
     assert files(local_workdir(URL)) == files(saved.folder)
     assert (read / "corpus" / "tokens").exists()
@@ -134,10 +139,10 @@ def test_the_manifest_comes_last_and_what_a_cut_left_goes(saved, store, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(store, "open", cut)
         with pytest.raises(UserError, match="could not be copied to .*: cut. Nothing is lost"):
-            saved.push()
+            push(saved)
     assert [path.rpartition("/")[2] for path in opened] == ["array", "manifest.json"]
     assert not (local_workdir(URL) / "checkpoints/00000006").exists()
-    saved.push()
+    push(saved)
     assert files(local_workdir(URL)) == files(saved.folder)
 
 
@@ -152,8 +157,8 @@ def test_the_url_is_the_truth_unless_this_machine_wrote_last(saved, store, tmp_p
     other.share_token()
     assert complete_steps(other.checkpoints) == [2, 4]
     checkpoint(other, 5, "array 5")
-    other.push()
-    for work in (saved.check_token, saved.push):
+    push(other)
+    for work in (saved.check_token, saved.push_files, saved.push_checkpoints):
         with pytest.raises(UserError, match="Another run has started in memory:"):
             work()
     saved.pull()
@@ -246,14 +251,13 @@ def test_readers_of_one_url_take_turns_and_leave_what_another_may_load(saved, st
     at_work, most = 0, 0
     mirror = remote_workdir.mirror_checkpoints
 
-    def counted(*folders):
+    def counted(*folders, **options):
         nonlocal at_work, most
         at_work += 1
         most = max(most, at_work)
         time.sleep(0.05)
-        found = mirror(*folders)
+        mirror(*folders, **options)
         at_work -= 1
-        return found
 
     monkeypatch.setattr(remote_workdir, "mirror_checkpoints", counted)
     with ThreadPoolExecutor(3) as readers:

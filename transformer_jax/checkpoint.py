@@ -15,9 +15,8 @@ import dataclasses
 import json
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +120,8 @@ def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
         )
     chosen = [path] if is_checkpoint else _chosen_at_the_end(workdir, folders)
     if average is not None:
-        chosen = up_to(chosen[0], folders, average)
+        config = load_config_file(workdir / "config.json")
+        chosen = up_to(chosen[0], folders, average, config)
         if len(chosen) < average:
             raise UserError(
                 f"average is {average}; expected at most {len(chosen)}, the number of checkpoints "
@@ -145,10 +145,16 @@ def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
     return folders[:1]
 
 
-def up_to(chosen: P, folders: Sequence[P], most: int) -> list[P]:
-    """A checkpoint and the regular ones before it, at most so many; ``folders`` newest first."""
-    before = filter(is_regular, folders[folders.index(chosen) + 1 :])
-    return [chosen, *islice(before, most - 1)]
+def up_to(chosen: P, folders: Sequence[P], most: int, config: Config) -> list[P]:
+    """A checkpoint and those saved on schedule before it, at most so many; ``folders`` newest
+    first.
+
+    Those of interruptions and evaluations are left out, so that interruptions do not change a run's
+    result.
+    """
+    every = config.training.checkpoint_every
+    older = folders[folders.index(chosen) + 1 :]
+    return [chosen, *[path for path in older if int(path.name) % every == 0][: most - 1]]
 
 
 def described(checkpoints: Sequence[AnyPath]) -> str:
@@ -163,45 +169,25 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
     """The mean of these checkpoints' parameters, a nested dict of NumPy arrays; with
     ``optimizer.ema_decay``, of their moving averages.
     """
-    mean: Any = None
-    for mean in load_means(checkpoints):  # holds three of them at a time  # noqa: B007
-        pass
-    return mean
-
-
-def load_means(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
-    """The means of the first, the first two, and so on, as ``load_parameters`` gives them."""
     model = _abstract_model(config_of(checkpoints[0]))
     abstract = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
-
-    def load(folder: AnyPath) -> Any:
-        which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
-        return ocp.load_checkpointables(str(folder / "state"), {which: wanted})[which]
-
     total: Any = None
-    for count, folder in enumerate(checkpoints, start=1):
-        loaded = load(folder)
+    for folder in checkpoints:
+        which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
+        loaded = ocp.load_checkpointables(str(folder / "state"), {which: wanted})[which]
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loaded)):
             raise UserError(
                 f"The parameters in {folder} are not all finite numbers: training diverged, or "
                 "another program saved them. Choose an earlier checkpoint."
             )
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
-        yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
+    return jax.tree.map(lambda x: x / np.float32(len(checkpoints)), total)
 
 
 def checkpoint_name(step: int) -> str:
     """The name of a step's folder in ``checkpoints/``."""
     return f"{step:08d}"
-
-
-def is_regular(checkpoint: AnyPath) -> bool:
-    """Whether a checkpoint was saved on schedule, not for an interruption or an evaluation.
-
-    Only regular ones are kept and averaged, so that interruptions do not change a run's result.
-    """
-    return int(checkpoint.name) % config_of(checkpoint).training.checkpoint_every == 0
 
 
 def complete_steps(checkpoints: AnyPath) -> list[int]:
@@ -268,17 +254,30 @@ def delete_checkpoint(checkpoint: AnyPath) -> None:
     remove_folder(checkpoint)
 
 
-def is_readable(checkpoint: AnyPath) -> bool:
-    """Whether a checkpoint's manifest is intact."""
-    content = _manifest(checkpoint)
-    return content.pop("checksum", None) == zlib.crc32(json.dumps(content).encode())
+def newest_intact(checkpoints: AnyPath) -> int | None:
+    """The newest step in a ``checkpoints/`` folder whose checkpoint is intact; None if there is no
+    checkpoint, ``UserError`` if all are corrupt.
+    """
+    steps = complete_steps(checkpoints)
+    for step in reversed(steps):
+        path = checkpoints / checkpoint_name(step)
+        if not (reason := corruption(path)):
+            return step
+        log.warning("Checkpoint %s is corrupt (%s); using the one before it.", path, reason)
+    if steps:
+        raise UserError(
+            f"All {len(steps)} checkpoints in {checkpoints} are corrupt; expected at least one "
+            "that is intact. Restore them from a backup, or start in another --workdir."
+        )
+    return None
 
 
 def corruption(checkpoint: AnyPath) -> str:
     """How a checkpoint's files differ from those that were saved; empty if they do not."""
-    if not is_readable(checkpoint):
+    content = _manifest(checkpoint)
+    if content.pop("checksum", None) != zlib.crc32(json.dumps(content).encode()):
         return f"{MANIFEST} does not have the content that was saved"
-    for name, checksum in _manifest(checkpoint)["files"].items():
+    for name, checksum in content["files"].items():
         try:
             if _checksum(checkpoint / name) != checksum:
                 return f"{name} does not have the content that was saved"

@@ -435,10 +435,6 @@ class TrainingConfig(Section, prefix="training."):
         """The most checkpoints whose mean the end of training may choose."""
         return 5 if self.average == "auto" else self.average
 
-    def ends_early(self, since_best: int) -> bool:
-        """Whether so many evaluations without a better figure trigger early stopping."""
-        return 0 < self.patience <= since_best
-
 
 @dataclass(frozen=True)
 class DecodingConfig(Section, prefix="decoding."):

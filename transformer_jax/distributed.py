@@ -115,7 +115,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def from_all(value: Any) -> list[Any]:
+def _from_all(value: Any) -> list[Any]:
     """Every process' value (plain JSON), in the order of their numbers."""
     if jax.process_count() == 1:
         return [value]
@@ -133,9 +133,9 @@ def together() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from_all(str(error) or type(error).__name__)
+        _from_all(str(error) or type(error).__name__)
         raise
-    for number, failure in enumerate(from_all("")):
+    for number, failure in enumerate(_from_all("")):
         if failure:
             raise UserError(f"Process {number} failed: {failure}")
 
@@ -144,14 +144,23 @@ def from_first(compute: Callable[[], T]) -> T:
     """``compute()`` of process 0 (plain JSON), in every process. Raises as ``together`` does."""
     with together():
         value = compute() if is_first() else None
-    return from_all(value)[0]  # type: ignore[no-any-return]
+    return _from_all(value)[0]  # type: ignore[no-any-return]
+
+
+def first_then_others(compute: Callable[[], T]) -> T:
+    """``compute()`` in process 0, then in the others. Raises as ``together`` does."""
+    for turn in (True, False):
+        with together():
+            if turn == is_first():
+                value = compute()
+    return value
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
     """Raise ``UserError`` in all processes unless all have the same values (plain JSON); names the
     processes that differ from process 0, and in what.
     """
-    expected, *others = from_all(values)
+    expected, *others = _from_all(values)
     problems = [
         f"process {number}: {name} is {its.get(name)!r}, in process 0 {expected.get(name)!r}"
         for number, its in enumerate(others, start=1)

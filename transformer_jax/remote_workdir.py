@@ -48,10 +48,8 @@ def local_workdir(workdir: str | Path) -> Path:
                 f"{str(workdir)!r} holds no config.json; expected a work directory written by "
                 "train.py --workdir."
             )
-        for old in mirror_checkpoints(store / "checkpoints", folder / "checkpoints"):
-            if time.time() - (old / MANIFEST).stat().st_mtime > _GRACE_SECONDS:
-                delete_checkpoint(old)
         mirror_small_files(store, folder)
+        mirror_checkpoints(store / "checkpoints", folder / "checkpoints", grace=_GRACE_SECONDS)
     return folder / "checkpoints" / step if step else folder
 
 
@@ -80,9 +78,9 @@ def mirror_small_files(source: AnyPath, target: AnyPath) -> None:
             (target / name).unlink()
 
 
-def mirror_checkpoints(source: AnyPath, target: AnyPath) -> list[AnyPath]:
+def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) -> None:
     """Copy the complete checkpoints that ``target`` lacks or has otherwise, their manifests last;
-    returns the folders in ``target`` of those that ``source`` does not have.
+    delete those that ``source`` does not have, once their copies are ``grace`` seconds old.
     """
     there, here = complete_steps(source), complete_steps(target)
     for name in map(checkpoint_name, there):
@@ -93,7 +91,9 @@ def mirror_checkpoints(source: AnyPath, target: AnyPath) -> list[AnyPath]:
             copy_folder(source / name, target / name, last=MANIFEST)
         except FileNotFoundError:  # its run has deleted it meanwhile
             delete_checkpoint(target / name)
-    return [target / checkpoint_name(step) for step in here if step not in there]
+    for name in map(checkpoint_name, set(here).difference(there)):
+        if not grace or time.time() - (target / name / MANIFEST).stat().st_mtime > grace:
+            delete_checkpoint(target / name)
 
 
 def _same(source: AnyPath, target: AnyPath) -> bool:

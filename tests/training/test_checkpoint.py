@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from transformer_jax import checkpoint
-from transformer_jax.checkpoint import choose_checkpoints, load_model
+from transformer_jax.checkpoint import choose_checkpoints, load_model, newest_intact
 from transformer_jax.config import (
     Config,
     DataConfig,
@@ -32,7 +32,7 @@ from transformer_jax.training import saver as checkpoint_module
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.step import StepFunctions, TrainState, make_step_functions
-from transformer_jax.training.workdir import Workdir
+from transformer_jax.training.workdir import Workdir, claimed
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,9 @@ def _chosen(workdir: Path, step: int | None = None, average: int | None = None) 
 
 
 def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunctions) -> None:
-    assert checkpoints.restore_latest(run.abstract_state) is None
+    assert newest_intact(checkpoints.folder) is None
     _save(checkpoints, run, 7, best_step=3)
-    state, progress = checkpoints.restore_latest(run.abstract_state)
+    state, progress = checkpoints.restore(7, run.abstract_state)
     chex.assert_trees_all_equal(state, _state(run, 7))
     assert progress == Progress(best_step=3)
 
@@ -181,6 +181,7 @@ def test_a_corrupt_checkpoint_is_named_and_training_resumes_from_the_one_before(
     run: StepFunctions,
     damage: str,
     caplog: pytest.LogCaptureFixture,
+    config: Config,
 ) -> None:
     _save(checkpoints, run, 1, 2, best_step=1)
     folder = checkpoints.folder / "00000002"
@@ -199,9 +200,9 @@ def test_a_corrupt_checkpoint_is_named_and_training_resumes_from_the_one_before(
         with pytest.raises(UserError, match=f"00000002 is corrupt: .*{largest.name}"):
             load_model(path, average=average)
     assert load_model(checkpoints.folder / "00000001")
-    with caplog.at_level(logging.WARNING):
-        state, _ = checkpoints.restore_latest(run.abstract_state)
-    assert int(state.step) == 1
+    with caplog.at_level(logging.WARNING), claimed(Workdir(tmp_path), config) as step:
+        state, _ = checkpoints.restore(step, run.abstract_state)
+    assert int(state.step) == step == 1
     assert "00000002 is corrupt" in caplog.text
     assert checkpoints.steps() == [1]
 
@@ -211,7 +212,6 @@ def test_when_all_are_corrupt_nothing_is_deleted_or_begun_anew(
     checkpoints: Checkpoints,
     run: StepFunctions,
     config: Config,
-    tokenizer: Tokenizer,
 ) -> None:
     """Nor is one taken that is corrupt below the chosen one."""
     _save(checkpoints, run, 1, 2)
@@ -221,8 +221,11 @@ def test_when_all_are_corrupt_nothing_is_deleted_or_begun_anew(
         with pytest.raises(UserError, match=f"Checkpoint .*{step:08d} is corrupt: state/"):
             load_model(tmp_path, average=2)
     for _ in range(2):  # a second start does not begin anew either
-        with pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"):
-            _begin(tmp_path, config, tokenizer).restore_latest(run.abstract_state)
+        with (
+            pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"),
+            claimed(Workdir(tmp_path), config),
+        ):
+            pass
     assert len(list(checkpoints.folder.iterdir())) == 2
 
 
@@ -236,7 +239,7 @@ def test_an_error_while_restoring_is_not_taken_for_damage(
 
     monkeypatch.setattr(checkpoint_module, "_restore_state", out_of_memory)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        checkpoints.restore_latest(run.abstract_state)
+        checkpoints.restore(2, run.abstract_state)
     assert checkpoints.steps() == [1, 2]
 
 
@@ -245,20 +248,19 @@ def test_a_save_that_was_cut_off_is_no_checkpoint(
     checkpoints: Checkpoints,
     run: StepFunctions,
     config: Config,
-    tokenizer: Tokenizer,
 ) -> None:
     _save(checkpoints, run, 1, 2)
     (checkpoints.folder / "00000002" / "manifest.json").unlink()
-    again = _begin(tmp_path, config, tokenizer)
-    assert int(again.restore_latest(run.abstract_state)[0].step) == 1
-    assert [path.name for path in again.folder.iterdir()] == ["00000001"]
+    with claimed(Workdir(tmp_path), config) as step:
+        assert step == 1
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]
 
 
 def test_a_complete_step_is_not_saved_again(checkpoints: Checkpoints, run: StepFunctions) -> None:
     _save(checkpoints, run, 1, corpus="one")
     _save(checkpoints, run, 1, corpus="another")
-    assert checkpoints.restore_latest(run.abstract_state)[1].corpus == "one"
-    assert checkpoints.last_saved == 1
+    assert checkpoints.restore(1, run.abstract_state)[1].corpus == "one"
+    assert checkpoints.holds(1)
 
 
 def _full(*_: object) -> None:
@@ -275,9 +277,8 @@ def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
     _save(checkpoints, run, 1)
     assert "Checkpoint 1 could not be saved: [Errno 28] No space" in caplog.text
     assert "There is no checkpoint." in caplog.text
-    for again in (checkpoints.check, lambda: _save(checkpoints, run, 2)):
-        with pytest.raises(UserError, match=r"The first checkpoint .* No space.*at the beginning"):
-            again()
+    with pytest.raises(UserError, match=r"The first checkpoint .* No space.*at the beginning"):
+        _save(checkpoints, run, 2)
 
 
 def test_after_a_failed_save_the_next_one_succeeds(
@@ -292,9 +293,8 @@ def test_after_a_failed_save_the_next_one_succeeds(
         _save(checkpoints, run, 2)
     assert "Checkpoint 2 could not be saved" in caplog.text
     assert "The newest is of step 1." in caplog.text
-    assert checkpoints.last_saved == -1 and checkpoints.steps() == [1]
+    assert not checkpoints.holds(2) and checkpoints.steps() == [1]
     _save(checkpoints, run, 2)
-    checkpoints.check()
     assert checkpoints.steps() == [1, 2] and not checkpoints.failure
     _save(checkpoints, run, 3)
     assert [path.name for path in sorted(checkpoints.folder.iterdir())] == ["00000002", "00000003"]

@@ -197,7 +197,7 @@ def test_corrected_text_gets_a_tokenizer_of_its_own(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
-            prepare, "_restore_or_start", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            prepare, "_initial_state", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         train(config("wrong"), tmp_path / "run", devices=ONE)
     first = Tokenizer.load(tmp_path / "run")

@@ -147,7 +147,7 @@ def test_another_config_in_one_process_is_named(finished: Path, tmp_path: Path) 
 
 
 def test_a_file_that_one_process_lacks_ends_both(finished: Path, tmp_path: Path) -> None:
-    """Each names it, and neither waits. Training text only process 0 needs."""
+    """Each names it, and neither waits."""
     (tmp_path / "text").write_text("1 2\n" * 50)
     pairs = PairsConfig("text", ("text",), ("text",))
     configs = [

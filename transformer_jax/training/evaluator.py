@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from transformer_jax.checkpoint import checkpoint_name, load_means, load_parameters, up_to
+from transformer_jax.checkpoint import checkpoint_name, load_parameters, up_to
 from transformer_jax.config import Config
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
@@ -43,9 +43,10 @@ class Evaluator:
     def __init__(self, run: Prepared, *, poll: Callable[[], None] = lambda: None):
         """``poll`` is called between batches, and may raise to stop an evaluation."""
         self._run, self._poll = run, poll
-        self._dev = None if run.dev_corpus is None else evaluation_plan(run.dev_corpus, run.config)
+        dev = run.corpora.get("dev")
+        self._dev = None if dev is None else evaluation_plan(dev, run.config)
         self._translator: Translator | None = None
-        if run.dev_pairs or run.test_pairs:
+        if any(run.pairs.values()):
             devices = list(run.mesh.devices.flat)
             batch_size = -(-run.config.decoding.batch_size // len(devices)) * len(devices)
             config = dataclasses.replace(run.config.decoding, batch_size=batch_size)
@@ -59,7 +60,7 @@ class Evaluator:
         """
         assert self._dev is not None
         figures: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
-        every, pairs = self._run.config.training.bleu_every, self._run.dev_pairs
+        every, pairs = self._run.config.training.bleu_every, self._run.pairs["dev"]
         if not every or number % every:
             return figures, None
         translations = self._translate(parameters, pairs)
@@ -79,24 +80,24 @@ class Evaluator:
         if training.average != "auto":
             stopped_early = run.progress.early_stopping_triggered(run.config)
             end = best[0] if stopped_early and best else folders[0]
-            return up_to(end, folders, training.average)
+            return up_to(end, folders, training.average, run.config)
         if self._dev is None:
             log.info("There is no data.dev to choose an average by: the last checkpoint counts.")
             return folders[:1]
         ends = dict.fromkeys([folders[0], *best])
-        found = [up_to(end, folders, training.most_averaged) for end in ends]
+        found = [up_to(end, folders, training.most_averaged, run.config) for end in ends]
         losses: dict[float, list[AnyPath]] = {}
         for checkpoints in found:
-            for count, mean in enumerate(load_means(checkpoints), start=1):
-                sums = self._loss(self._placed(mean), self._dev)
+            for count in range(1, len(checkpoints) + 1):
+                sums = self._loss(self._mean(checkpoints[:count]), self._dev)
                 losses.setdefault(means(sums)["loss"], checkpoints[:count])
         return losses[min(losses)]
 
     def test(self, checkpoints: Sequence[AnyPath]) -> tuple[dict[str, Any], Evaluation]:
         """Figures on the test set of the mean of these checkpoints."""
-        run = self._run
-        translations = self._translate(self._placed(load_parameters(checkpoints)), run.test_pairs)
-        references = [target for _, target in run.test_pairs]
+        run, pairs = self._run, self._run.pairs["test"]
+        translations = self._translate(self._mean(checkpoints), pairs)
+        references = [target for _, target in pairs]
         tokenize, language = run.config.training.bleu_tokenize, run.config.training.bleu_language
         scores = evaluate(translations, references, tokenize=tokenize, language=language)
         figures: dict[str, Any] = {
@@ -110,9 +111,10 @@ class Evaluator:
                 figures |= {name: score.value, f"{name}_signature": score.signature}
         return figures, scores
 
-    def _placed(self, parameters: Any) -> Parameters:
+    def _mean(self, checkpoints: Sequence[AnyPath]) -> Parameters:
         abstract = self._run.functions.abstract_state.parameters
-        return place(parameters, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        return place(load_parameters(checkpoints), shardings)
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
         total: Any = None

@@ -16,7 +16,7 @@ import jax
 from transformer_jax.checkpoint import described
 from transformer_jax.config import Config
 from transformer_jax.data.loader import load_batches
-from transformer_jax.distributed import from_first, is_first
+from transformer_jax.distributed import is_first
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
@@ -24,7 +24,6 @@ from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
-from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.signals import Interrupted, Signals
 from transformer_jax.training.step import StepMetrics
 from transformer_jax.training.summary import environment, peak_memory_bytes, totals
@@ -66,7 +65,11 @@ def train(
         _watched() as watch,
         prepare(config, workdir, devices=devices, allow_changes=allow_changes) as run,
         closing(
-            Reporter(run.workdir, steps=run.config.training.steps, start_step=int(run.state.step))
+            Reporter(
+                run.workdir.folder,
+                steps=run.config.training.steps,
+                start_step=int(run.state.step),
+            )
         ) as reporter,
         Signals() as signals,
         closing(CompileAhead(run)) as compiled,
@@ -82,6 +85,10 @@ class _Watch:
     """
 
     doing = "before the first step"
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.poll()
 
     def poll(self, doing: str = "") -> None:
         """Put the tracebacks off."""
@@ -132,7 +139,7 @@ class _Loop:
     def _evaluation_due(self) -> bool:
         training, step = self._config.training, self._step
         due = step > 0 and (step % training.eval_every == 0 or step >= training.steps)
-        return due and self._run.dev_corpus is not None
+        return due and "dev" in self._run.corpora
 
     def _evaluate(self) -> bool:
         """Evaluate on the dev set; returns whether early stopping triggers."""
@@ -159,9 +166,9 @@ class _Loop:
         checkpoints = self._run.checkpoints
         if self._step == 0:  # stopped before the first step: there is nothing to resume
             return
-        if _saved_step(checkpoints) != self._step:
+        if not checkpoints.holds(self._step):
             self._save()
-        if _saved_step(checkpoints) != self._step:
+        if not checkpoints.holds(self._step):
             steps = checkpoints.steps()
             newest = f"resumes at step {steps[-1]}" if steps else "starts at the beginning"
             raise UserError(
@@ -187,7 +194,7 @@ class _Loop:
         try:
             self._poll("choosing the checkpoints to average")
             checkpoints = self._evaluator.choose()
-            if run.test_pairs:
+            if "test" in run.pairs:
                 self._poll("evaluating on the test set")
                 summary["test"], scores = self._evaluator.test(checkpoints)
                 self._reporter.say(f"test, {described(checkpoints)}: {scores}")
@@ -197,13 +204,13 @@ class _Loop:
         finally:
             if is_first():
                 text = json.dumps(summary, indent=2) + "\n"
-                write_atomically(run.workdir / "summary.json", text)
+                write_atomically(run.workdir.folder / "summary.json", text)
         if summary["stopped_by"]:
             saved = f"saved at step {self._step}" if self._step else "nothing was trained yet"
             again = "Run the same command again to resume."
             self._reporter.say(f"{summary['stopped_by']}: {saved}. {again}")
         else:
-            model, file = described(checkpoints), f"{run.location}/summary.json"
+            model, file = described(checkpoints), f"{run.workdir.store}/summary.json"
             self._reporter.say(f"done at step {self._step}: {model}; figures in {file}")
         return summary
 
@@ -222,7 +229,7 @@ class _Loop:
         step, (figures, shape), self._unread = self._step, self._unread, None
         metrics = jax.device_get(figures)
         if self._first_step_seconds is None:
-            self._first_step_seconds = time.monotonic() - self._run.began
+            self._first_step_seconds = time.monotonic() - self._watch.began
         self._meter.add(metrics, shape)
         self._reporter.advance(step)
         if metrics.bad_in_a_row:
@@ -252,7 +259,7 @@ class _Loop:
         source_fill, target_fill = run.plan.fill
         axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
         say(
-            f"{run.train_corpus.num_pairs:,} training pairs; vocabulary "
+            f"{run.corpora['train'].num_pairs:,} training pairs; vocabulary "
             f"{config.model.vocab_size:,}; {count:,} parameters\n"
             f"devices: {axes}; {run.plan.steps_per_epoch:,} steps an epoch\n"
             f"batches of {config.batch.tokens:,} tokens a side; "
@@ -265,18 +272,11 @@ class _Loop:
         self._reporter.write("start", self._step, figures | {"environment": environment()})
 
 
-def _saved_step(checkpoints: Checkpoints) -> int:
-    """The step of the last save, once it is on disk; negative if that failed."""
-    checkpoints.wait()
-    return from_first(lambda: checkpoints.last_saved)
-
-
 @contextmanager
 def _watched() -> Iterator[_Watch]:
     """Watch a run; say what to do about errors of JAX's runtime."""
     watch = _Watch()
     try:
-        watch.poll()
         yield watch
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())[:400]

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +32,9 @@ class Progress:
     best_dev_loss: float | None = None
     best_dev_bleu: float | None = None
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Progress:
-        """From what a manifest holds."""
-        names = {each.name for each in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in names})
-
     def early_stopping_triggered(self, config: Config) -> bool:
         """Whether ``training.patience`` evaluations in a row were no better than the best."""
-        return config.training.ends_early(self.since_best)
+        return 0 < config.training.patience <= self.since_best
 
     def note_evaluation(self, figures: dict[str, Any], config: Config, *, step: int) -> bool:
         """Take in an evaluation's figures; returns whether it is the best so far by
@@ -69,12 +64,12 @@ class Progress:
             self.since_best, self.selected = 0, selected
 
 
-def selection(config: Config, dev_corpus: Corpus | None) -> list[Any]:
+def selection(config: Config, corpora: Mapping[str, Corpus]) -> list[Any]:
     """What the best evaluation is the best of: results on another dev set, or of another search,
     do not compare.
     """
     training = config.training
-    dev = None if dev_corpus is None else dev_corpus.fingerprint
+    dev = corpora["dev"].fingerprint if "dev" in corpora else None
     if training.select_by == "loss":
         return [dev, "loss", training.label_smoothing]
     # These two do not change translations of dev.

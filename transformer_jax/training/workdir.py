@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from transformer_jax.checkpoint import (
     complete_steps,
     config_of,
     delete_checkpoint,
-    is_readable,
+    newest_intact,
 )
 from transformer_jax.config import Config
 from transformer_jax.config_io import to_json
@@ -25,6 +25,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import cached_folder, mirror_checkpoints, mirror_small_files
 from transformer_jax.storage import (
     AnyPath,
+    files_in,
     is_url,
     local_path,
     locked,
@@ -111,24 +112,30 @@ class Workdir:
             return
         mirror_small_files(self.store, self.folder)
         if self._copies_checkpoints:
-            for old in mirror_checkpoints(self.store / "checkpoints", self.checkpoints):
-                delete_checkpoint(old)
+            mirror_checkpoints(self.store / "checkpoints", self.checkpoints)
 
-    def push(self) -> None:
-        """Make the URL what the folder of this machine holds. Logs come before the checkpoints that
-        they lead to: a resumed run drops entries after its checkpoint.
+    def push_files(self) -> None:
+        """Make the URL what the folder of this machine holds, checkpoints aside."""
+        if self.folder is not self.store:
+            self._push(mirror_small_files, self.folder, self.store)
+
+    def push_checkpoints(self) -> None:
+        """Make the checkpoints at the URL those of this machine, unless Orbax writes them there.
+
+        ``push_files`` comes first: a resumed run drops log entries after its checkpoint.
         """
-        if self.folder is self.store:
-            return
+        if self._copies_checkpoints:
+            self._push(mirror_checkpoints, self.checkpoints, self.store / "checkpoints")
+
+    def _push(
+        self, mirror: Callable[[AnyPath, AnyPath], None], source: AnyPath, target: AnyPath
+    ) -> None:
         try:
             self.check_token()
-            mirror_small_files(self.folder, self.store)
-            if self._copies_checkpoints:
-                for old in mirror_checkpoints(self.checkpoints, self.store / "checkpoints"):
-                    delete_checkpoint(old)
+            mirror(source, target)
         except Exception as error:
             raise UserError(
-                f"{self.folder} could not be copied to {self.store}: {_said(error)}. Nothing is "
+                f"{source} could not be copied to {target}: {_said(error)}. Nothing is "
                 "lost: the same command on this machine continues from there."
             ) from error
 
@@ -165,9 +172,10 @@ def _said(error: Exception) -> str:
 @contextmanager
 def claimed(
     workdir: Workdir, config: Config, *, allow_changes: bool = False
-) -> Iterator[AnyPath | None]:
+) -> Iterator[int | None]:
     """Make ``workdir`` the work directory of this config, and keep other runs on this file system
-    out of it while the context lasts. Yields its newest checkpoint.
+    out of it while the context lasts. Yields the step of its newest intact checkpoint; what came
+    after that one, or was not saved whole, is deleted.
 
     With ``allow_changes`` the run in it may resume with other values of settings that are
     ``changeable``. A folder without a checkpoint is taken over, with its corpora.
@@ -198,21 +206,23 @@ def claimed(
         yield _claim(workdir, config, allow_changes=allow_changes)
 
 
-def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> AnyPath | None:
-    steps = complete_steps(workdir.checkpoints)
+def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> int | None:
+    folder, steps = workdir.checkpoints, complete_steps(workdir.checkpoints)
     if 0 in steps:
         raise UserError(
             f"{str(workdir.store)!r} holds an imported model, which training does not change; "
             f"expected --training.start-from {workdir.store} and another --workdir."
         )
-    paths = [workdir.checkpoints / checkpoint_name(step) for step in reversed(steps)]
-    newest = next(filter(is_readable, paths), None)
+    newest = newest_intact(folder)
     if newest is None:
         write_config(workdir.folder, config)
-        return None
-    # config.json may have been edited, which changes nothing that was trained
-    differences = differences_on_resume(config_of(newest), config)
-    _check_changes(workdir.store, differences, allow_changes=allow_changes)
+    else:
+        # config.json may have been edited, which changes nothing that was trained
+        differences = differences_on_resume(config_of(folder / checkpoint_name(newest)), config)
+        _check_changes(workdir.store, differences, allow_changes=allow_changes)
+    kept = [checkpoint_name(step) for step in steps if step <= (newest or 0)]
+    for name in {name.partition("/")[0] for name in files_in(folder)}.difference(kept):
+        delete_checkpoint(folder / name)
     return newest
 
 
