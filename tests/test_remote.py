@@ -277,12 +277,14 @@ def test_a_store_that_cannot_be_written_or_read_is_known_before_training(store, 
             raise PermissionError("no right to write")
         return open_(path, mode, **options)
 
-    def silent(path, **options):
-        raise TimeoutError("no answer")
+    def silent(path, mode="rb", **options):
+        if mode.startswith("r"):
+            raise TimeoutError("no answer")
+        return open_(path, mode, **options)
 
     for name, fault, message in (
         ("open", refuse, "memory:.*run cannot be written: no right to write"),
-        ("cat_file", silent, "memory:.*run cannot be read: no answer"),
+        ("open", silent, "memory:.*run cannot be read: no answer"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(store, name, fault)

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -156,22 +156,23 @@ def first_then_others(compute: Callable[[], T]) -> T:
     return value
 
 
-def check_agreement(values: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` in all processes unless all have the same values (plain JSON); names the
-    processes that differ from process 0, and in what.
+def check_agreement(values: dict[str, Any]) -> None:
+    """Raise ``UserError`` in all processes unless all have the same values (plain JSON); names what
+    differs from process 0.
     """
-    expected, *others = _from_all(values)
-    problems = [
-        f"process {number}: {name} is {its.get(name)!r}, in process 0 {expected.get(name)!r}"
-        for number, its in enumerate(others, start=1)
-        for name in sorted(its.keys() | expected.keys())
-        if its.get(name) != expected.get(name)
+    expected = from_first(lambda: values)
+    names = sorted(values.keys() | expected.keys())
+    differences = [
+        f"\n  {name} is {values.get(name)!r}, in process 0 {expected.get(name)!r}"
+        for name in names
+        if values.get(name) != expected.get(name)
     ]
-    if problems:
-        raise UserError(
-            "The processes of this run differ; expected the same command and the same files.\n  "
-            + "\n  ".join(problems)
-        )
+    with together():
+        if differences:
+            raise UserError(
+                "The processes of this run differ; expected the same command and the same files."
+                + "".join(differences)
+            )
 
 
 def _client() -> Any:

@@ -82,7 +82,7 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
         and summary["peak_memory_bytes"]["host"] > 1e7
     )
     assert summary["best_dev_loss"] == min(entry["dev_loss"] for entry in entries(finished, "dev"))
-    assert (finished / "tokenizer.model").exists() and list((finished / "tensorboard").iterdir())
+    assert (finished / "tokenizer.model").exists()
     train_entries = entries(finished)
     assert [entry["step"] for entry in train_entries] == list(range(1, 31))
     assert train_entries[-1]["loss"] < 0.9 * train_entries[0]["loss"]
@@ -90,7 +90,6 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
         "learning_rate",
         "gradient_norm",
         "tokens_per_second",
-        "source_fill",
         "data_wait_share",
     } <= set(train_entries[0])
     assert train_entries[-1]["peak_memory_bytes"]["host"] > 1e7
@@ -136,7 +135,6 @@ def test_parameters_split_over_devices_change_nothing(finished: Path, tmp_path: 
     summary = train(config, tmp_path / "run")
     for kind, name in (
         ("train", "loss"),
-        ("train", "source_fill"),
         ("dev", "dev_loss"),
         ("dev", "dev_bleu"),
     ):
@@ -173,7 +171,7 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
         patch.setattr(
             Evaluator,
             "dev",
-            lambda self, parameters, number: (dev_figures(1.0, dev_bleu=next(bleus)), None),
+            lambda self, parameters, number: (dev_figures(1.0, dev_bleu=next(bleus)), ""),
         )
         patch.setattr(Evaluator, "test", lambda self, checkpoints: ({}, None))
         summary = train(config, tmp_path / "run", devices=ONE)
@@ -366,7 +364,7 @@ def test_packed_rows_and_sampled_subwords_train(tmp_path: Path) -> None:
     train(config, tmp_path / "run", devices=ONE)
     found = entries(tmp_path / "run")
     assert found[-1]["loss"] < found[0]["loss"]
-    assert found[0]["target_fill"] > 0.9
+    assert entries(tmp_path / "run", "start")[0]["target_fill"] > 0.9
 
 
 def test_a_run_without_a_checkpoint_keeps_its_tokenizer(tmp_path: Path) -> None:
@@ -383,7 +381,7 @@ def test_a_stuck_step_writes_tracebacks_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def stuck_add(self: Meter, *given: Any) -> None:
-        if not self._progress.target_tokens:
+        if not self._progress.tokens:
             time.sleep(1)
         add(self, *given)
 

@@ -26,7 +26,7 @@ from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import AnyPath
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
-from transformer_jax.training.reporting import Example, means
+from transformer_jax.training.reporting import means
 from transformer_jax.training.step import Parameters
 
 log = logging.getLogger(__name__)
@@ -54,20 +54,21 @@ class Evaluator:
             self._translator = Translator(model, run.tokenizer, config, devices=devices)
             self._translator.parameters = ()  # each evaluation brings its own
 
-    def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], Example | None]:
-        """Figures ``dev_loss``, ...; with ``dev_bleu`` and one translation if evaluation
-        ``number`` includes BLEU.
+    def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
+        """Figures ``dev_loss``, ...; with ``dev_bleu`` and a sentence with its translation if
+        evaluation ``number`` includes BLEU.
         """
         assert self._dev is not None
         figures: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
         every, pairs = self._run.config.training.bleu_every, self._run.pairs["dev"]
         if not every or number % every:
-            return figures, None
+            return figures, ""
         translations = self._translate(parameters, pairs)
         tokenize = self._run.config.training.bleu_tokenize
         figures["dev_bleu"] = bleu(translations, [y for _, y in pairs], tokenize=tokenize).value
         chosen = number * 7919 % len(pairs)
-        return figures, Example(*pairs[chosen], translations[chosen])
+        lines = zip(("source", "reference", "translation"), (*pairs[chosen], translations[chosen]))
+        return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
     def choose(self) -> list[AnyPath]:
         """The checkpoints, newest first, whose mean is the run's model: ``training.average`` says
@@ -76,22 +77,21 @@ class Evaluator:
         run, training = self._run, self._run.config.training
         steps = from_first(run.checkpoints.steps)
         folders = [run.checkpoints.folder / checkpoint_name(step) for step in reversed(steps)]
-        best = [path for path in folders if int(path.name) == run.progress.best_step]
+        last, best = (
+            folders[0],
+            [path for path in folders if int(path.name) == run.progress.best_step],
+        )
         if training.average != "auto":
-            stopped_early = run.progress.early_stopping_triggered(run.config)
-            end = best[0] if stopped_early and best else folders[0]
-            return up_to(end, folders, training.average, run.config)
+            ends = best if run.progress.early_stopping_triggered(run.config) and best else [last]
+            return up_to(ends[0], folders, training.average, run.config)
         if self._dev is None:
             log.info("There is no data.dev to choose an average by: the last checkpoint counts.")
-            return folders[:1]
-        ends = dict.fromkeys([folders[0], *best])
+            return [last]
+        dev = self._dev
+        ends = list(dict.fromkeys([last, *best]))
         found = [up_to(end, folders, training.most_averaged, run.config) for end in ends]
-        losses: dict[float, list[AnyPath]] = {}
-        for checkpoints in found:
-            for count in range(1, len(checkpoints) + 1):
-                sums = self._loss(self._mean(checkpoints[:count]), self._dev)
-                losses.setdefault(means(sums)["loss"], checkpoints[:count])
-        return losses[min(losses)]
+        choices = [chain[: n + 1] for chain in found for n in range(len(chain))]
+        return min(choices, key=lambda choice: means(self._loss(self._mean(choice), dev))["loss"])
 
     def test(self, checkpoints: Sequence[AnyPath]) -> tuple[dict[str, Any], Evaluation]:
         """Figures on the test set of the mean of these checkpoints."""

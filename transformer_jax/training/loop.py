@@ -20,7 +20,7 @@ from transformer_jax.distributed import is_first
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
-from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
+from transformer_jax.training.compiling import CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
@@ -109,8 +109,7 @@ class _Loop:
             stop=run.config.training.steps,
         )
         self._meter = Meter(run.progress)
-        # The last step's figures and the shape of its batch.
-        self._unread: tuple[StepMetrics, tuple[int, int, int]] | None = None
+        self._unread: StepMetrics | None = None  # of the last step
         self._first_step_seconds: float | None = None  # from the start of prepare() on
 
     def train(self, compiled: CompileAhead) -> None:
@@ -126,7 +125,7 @@ class _Loop:
                 self._watch.poll("step {}, {} rows of {} + {} tokens".format(self._step, *shape))
                 self._state, figures = train_step(self._state, batch)
                 self._read_figures()  # of the step before, while this one runs
-                self._step, self._unread = self._step + 1, (figures, shape)
+                self._step, self._unread = self._step + 1, figures
                 stop, evaluate = self._signals.stop_after(self._step), self._evaluation_due()
                 if stop or evaluate or self._step % self._config.training.checkpoint_every == 0:
                     self._save()
@@ -144,7 +143,7 @@ class _Loop:
     def _evaluate(self) -> bool:
         """Evaluate on the dev set; returns whether early stopping triggers."""
         number = -(-self._step // self._config.training.eval_every)
-        self._reporter.status(f"evaluating step {self._step}")
+        self._reporter.show(status=f"evaluating step {self._step}")
         self._watch.poll(f"evaluation after step {self._step}")
         figures, example = self._evaluator.dev(self._state.evaluated, number=number)
         self._reporter.dev(self._step, figures, example)
@@ -218,7 +217,7 @@ class _Loop:
         """Called every moment of whatever takes long; the progress bar shows what that is."""
         self._watch.poll(doing)
         if doing:
-            self._reporter.status(doing)
+            self._reporter.show(status=doing)
         if self._signals.received is not None:
             raise Interrupted
 
@@ -226,12 +225,11 @@ class _Loop:
         """Take in the last step's figures, unless that was done; log them if due."""
         if self._unread is None:
             return
-        step, (figures, shape), self._unread = self._step, self._unread, None
-        metrics = jax.device_get(figures)
+        step, metrics, self._unread = self._step, jax.device_get(self._unread), None
         if self._first_step_seconds is None:
             self._first_step_seconds = time.monotonic() - self._watch.began
-        self._meter.add(metrics, shape)
-        self._reporter.advance(step)
+        self._meter.add(metrics)
+        self._reporter.show(completed=step)
         if metrics.bad_in_a_row:
             norm = repr(float(metrics.gradient_norm))
             self._reporter.write("bad_step", step, {"gradient_norm": norm})
@@ -282,7 +280,10 @@ def _watched() -> Iterator[_Watch]:
         reason = " ".join(str(error).split())[:400]
         if "RESOURCE_EXHAUSTED" in str(error):
             raise TrainingError(
-                f"Out of memory: {watch.doing}. {LESS_MEMORY} ({reason})"
+                f"Out of memory: {watch.doing}. Set optimizer.accumulate_steps (the same batch in "
+                "microbatches) or model.remat, lower batch.tokens, or split the parameters over "
+                "devices (mesh.fsdp); a run that has begun takes the first three with "
+                f"--allow-changes. ({reason})"
             ) from error
         if jax.process_count() == 1:
             raise

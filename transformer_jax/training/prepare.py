@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import resource
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -68,8 +67,6 @@ log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
 
-_FEWEST_FILES = 256  # that a process may open: Orbax and JAX fail with less in unclear ways
-
 
 @dataclass
 class Prepared:
@@ -105,12 +102,6 @@ def prepare(
       UserError: anything about settings, text or work directory that would fail later on. What is
         refused leaves the config of an earlier run as it was.
     """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < _FEWEST_FILES:
-        raise UserError(
-            f"This process may open {files} files; expected at least {_FEWEST_FILES} "
-            f"(ulimit -n {_FEWEST_FILES})."
-        )
     settings = flatten(config).items()
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
     use_matmul_precision(config.model)

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard curves, and the terminal."""
+"""What a run reports while it trains: metrics.jsonl and the terminal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import math
 import operator
 import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,14 +23,6 @@ from transformer_jax.storage import write_atomically
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import StepMetrics
-
-
-class Example(NamedTuple):
-    """A sentence of the dev set and its translation."""
-
-    source: str
-    reference: str
-    translation: str
 
 
 def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
@@ -48,12 +38,11 @@ def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
 
 
 class Meter:
-    """Adds to the totals in ``progress``; gives the figures of the steps since the last entry."""
+    """Adds to the totals in ``progress``; gives the means of the steps since the last entry."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
         self._sums: LossSums
-        self._positions: np.ndarray  # of source and target, padding included
         self.restart()
         self._begin_entry(0.0)
 
@@ -61,15 +50,13 @@ class Meter:
         """Time since the last step does not count as training."""
         self._since = time.perf_counter()
 
-    def add(self, metrics: StepMetrics, shape: tuple[int, int, int]) -> None:
-        """The figures of the next step, on a batch of this shape (B, S, T)."""
-        now, progress = time.perf_counter(), self._progress
-        progress.train_seconds += now - self._since
-        progress.source_tokens += int(metrics.source_tokens)
-        progress.target_tokens += int(metrics.sums.tokens)
+    def add(self, metrics: StepMetrics) -> None:
+        """The figures of the next step."""
+        now = time.perf_counter()
+        self._progress.train_seconds += now - self._since
+        self._progress.tokens += int(metrics.source_tokens + metrics.sums.tokens)
         if not metrics.bad_in_a_row:
             self._sums = jax.tree.map(operator.add, self._sums, metrics.sums)
-        self._positions += [shape[0] * shape[1], shape[0] * shape[2]]
         self._since = now
 
     def entry(self, waited: float) -> dict[str, Any]:
@@ -77,15 +64,9 @@ class Meter:
 
         ``waited``: seconds that the loop has waited for data so far.
         """
-        now, before = self._progress, self._before
-        seconds = max(now.train_seconds - before.train_seconds, 1e-9)
-        source = now.source_tokens - before.source_tokens
-        target = now.target_tokens - before.target_tokens
-        values: dict[str, Any] = means(self._sums) | {
-            "tokens_per_second": (source + target) / seconds,
-            "target_tokens_per_second": target / seconds,
-            "source_fill": source / self._positions[0],
-            "target_fill": target / self._positions[1],
+        seconds = max(self._progress.train_seconds - self._before.train_seconds, 1e-9)
+        values = means(self._sums) | {
+            "tokens_per_second": (self._progress.tokens - self._before.tokens) / seconds,
             "data_wait_share": (waited - self._waited) / seconds,
         }
         self._begin_entry(waited)
@@ -93,57 +74,52 @@ class Meter:
 
     def _begin_entry(self, waited: float) -> None:
         self._before, self._waited = copy(self._progress), waited
-        self._sums, self._positions = LossSums(*np.zeros(4)), np.zeros(2)
+        self._sums = LossSums(*np.zeros(4))
 
 
 class Reporter:
-    """Writes a run's entries to metrics.jsonl and TensorBoard and shows progress on stderr; of
-    several processes only the first does.
+    """Writes a run's entries to metrics.jsonl and shows progress on stderr; of several processes
+    only the first does.
     """
 
     def __init__(self, workdir: Path, *, steps: int, start_step: int):
         """Drops what came after step ``start_step`` was saved, from a run that was interrupted;
         this run writes it again.
         """
-        first = is_first()
-        path = workdir / "metrics.jsonl" if first else Path(os.devnull)
-        if first:
+        path = workdir / "metrics.jsonl"
+        if is_first():
             _truncate(path, start_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = (path if is_first() else Path(os.devnull)).open("a", encoding="utf-8")
         self._failed = False
-        self._board = _Board(workdir / "tensorboard", purge_step=start_step + 1) if first else None
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not first)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_first())
         self._bar = ProgressBar(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(16),
             TimeRemainingColumn(),
             TextColumn("{task.fields[status]}"),  # its end is cut in a narrow terminal
             console=self._console,
-            disable=not (first and self._console.is_terminal),
+            disable=not (is_first() and self._console.is_terminal),
         )
         self._task = self._bar.add_task("", total=steps, completed=start_step, status="")
         self._bar.start()
         self._console.show_cursor()  # nobody would after a second Ctrl-C
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """A line in metrics.jsonl, with null for NaN and infinity; its numbers go to TensorBoard,
-        too.
+        """A line in metrics.jsonl, with null for NaN and infinity. A full disk costs entries, not
+        the run.
         """
-        told = {
+        finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
-        entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **told}
-        numbers = {
-            f"{kind}/{name}": value
-            for name, value in told.items()
-            if isinstance(value, int | float)
-        }
-        with self._reporting_errors():
+        entry = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite}
+        try:
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
-            if self._board is not None:
-                self._board.write(step, numbers)
+        except OSError as error:
+            if not self._failed:
+                self.say(f"metrics cannot be written: {error}")
+            self._failed = True
 
     def training(self, step: int, values: dict[str, Any]) -> None:
         """A log entry of the training loop."""
@@ -152,84 +128,34 @@ class Reporter:
             f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s  "
             f"epoch {values['epoch']:.2f}  lr {values['learning_rate']:.2e}"
         )
-        self.status(status)
+        self.show(status=status)
         if not self._console.is_terminal:
             self.say(f"step {step}  {status}")
 
-    def status(self, text: str) -> None:
-        """Text in the progress bar."""
-        self._bar.update(self._task, status=text)
-
-    def dev(self, step: int, figures: dict[str, Any], example: Example | None) -> None:
-        """An evaluation on the dev set."""
+    def dev(self, step: int, figures: dict[str, Any], example: str) -> None:
+        """An evaluation on the dev set; ``example`` is a sentence of it with its translation."""
         self.write("dev", step, figures)
         text = (
             f"step {step}: dev loss {figures['dev_loss']:.4f}, "
             f"perplexity {figures['dev_perplexity']:.3f}, accuracy {figures['dev_accuracy']:.2%}"
         )
-        if example is not None:
-            text += (
-                f", BLEU {figures['dev_bleu']:.2f}\n  source      {example.source}"
-                f"\n  reference   {example.reference}\n  translation {example.translation}"
-            )
+        if example:
+            text += f", BLEU {figures['dev_bleu']:.2f}\n{example}"
         self.say(text)
 
-    def advance(self, step: int) -> None:
-        """Move the bar."""
-        self._bar.update(self._task, completed=step)
+    def show(self, **fields: Any) -> None:
+        """Change the progress bar: its ``status``, a text, or ``completed`` steps."""
+        self._bar.update(self._task, **fields)
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
         self._console.print(text, markup=False)
 
     def close(self) -> None:
-        """Close the files and release the terminal."""
+        """Close the file and release the terminal."""
         self._bar.stop()
-        for file in (self._file, self._board):
-            with self._reporting_errors():
-                if file is not None:
-                    file.close()
-
-    @contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
-        """A full disk costs entries, not the run."""
-        try:
-            yield
-        except OSError as error:
-            if not self._failed:
-                self.say(f"metrics cannot be written: {error}")
-            self._failed = True
-
-
-class _Board:
-    """TensorBoard's file. tensorboardX's ``SummaryWriter`` is not used: its thread ends with the
-    first error of the disk, and from then on writing blocks for ever.
-    """
-
-    def __init__(self, folder: Path, *, purge_step: int):
-        """TensorBoard does not show what was written from ``purge_step`` on."""
-        # If PyTorch is installed, tensorboardX would load it: two seconds and much memory.
-        hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
-        finally:
-            if hidden:
-                del sys.modules["torch"]
-        folder.mkdir(parents=True, exist_ok=True)
-        self._new_event, self._writer = Event, EventsWriter(str(folder / "events"))
-        start = SessionLog(status=SessionLog.START)
-        self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        event = self._new_event(wall_time=time.time(), step=step)
-        for tag, value in scalars.items():
-            event.summary.value.add(tag=tag, simple_value=value)
-        self._writer.write_event(event)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 def _truncate(path: Path, last_step: int) -> None:

@@ -22,19 +22,7 @@ _FREE_ON_RESUME = (
     "data.test.",
     "data.train.source",  # names only: what the files contain is checked
     "data.train.target",
-    "training.steps",
-    "training.log_every",
-    "training.eval_every",
-    "training.bleu_every",
-    "training.bleu_sentences",
-    "training.bleu_tokenize",
-    "training.bleu_language",
-    "training.checkpoint_every",
-    "training.keep_checkpoints",
-    "training.average",
-    "training.patience",
-    "training.select_by",
-    "training.max_bad_steps",
+    "training.",  # but what --allow-changes permits
 )
 
 # Settings that --allow-changes lets a run change midway. The result is not what either value alone
@@ -81,7 +69,7 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
         Difference(name, old_flat[name], new_flat[name])
         for name in old_flat
         if old_flat[name] != new_flat[name]
-        and (not _is_among(name, _FREE_ON_RESUME) or (ends and name == "training.steps"))
+        and (ends if name == "training.steps" else not _is_free(name))
     ]
 
 
@@ -93,6 +81,10 @@ def fields_that_differ(
         f"\n  {each.name}: {shown(each.old)} {where}, {shown(each.new)} now" for each in differences
     ]
     return "Fields that differ:" + "".join(lines)
+
+
+def _is_free(name: str) -> bool:
+    return _is_among(name, _FREE_ON_RESUME) and not _is_among(name, _CHANGEABLE)
 
 
 def _is_among(name: str, entries: Sequence[str]) -> bool:

@@ -31,13 +31,12 @@ _PACKAGES = [
 
 def totals(progress: Progress) -> dict[str, Any]:
     """Time, speed and the best evaluation of a whole run, for summary.json."""
-    best = {name: value for name, value in vars(progress).items() if name.startswith("best_")}
-    seconds = progress.train_seconds or math.inf
+    best = {"best_step": progress.best_step} if progress.best else {}
     return {
-        **{name: value for name, value in best.items() if value is not None},
+        **best,
+        **{f"best_{name}": value for name, value in progress.best.items()},
         "train_seconds": progress.train_seconds,
-        "tokens_per_second": (progress.source_tokens + progress.target_tokens) / seconds,
-        "target_tokens_per_second": progress.target_tokens / seconds,
+        "tokens_per_second": progress.tokens / (progress.train_seconds or math.inf),
     }
 
 

@@ -61,7 +61,6 @@ class Workdir:
             self.folder, self.store = cached_folder(url, "train"), remote_path(url)
         else:  # resolved, as a link may be repointed during the run
             self.folder = self.store = local_path(name).resolve()
-            _check_name(self.folder)
         self._copies_checkpoints = bool(url) and not url.startswith("gs://")
         if self._copies_checkpoints and jax.process_count() > 1:
             raise UserError(
@@ -140,25 +139,13 @@ class Workdir:
             ) from error
 
 
-def _check_name(folder: Path) -> None:
-    """``UserError`` for a name that Orbax cannot be given."""
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"workdir is {str(folder)!r}, which has letters that this locale's encoding lacks; "
-            "expected PYTHONUTF8=1 in the environment, or a name in ASCII."
-        ) from None
-
-
 def _token(place: AnyPath) -> str:
     """The token there; empty if there is none."""
     path = place / _TOKEN
     try:
-        if isinstance(path, Path):
-            return path.read_text()
-        path.fs.invalidate_cache()
-        return str(path.fs.cat_file(path.path).decode())
+        if not isinstance(path, Path):
+            path.fs.invalidate_cache()
+        return path.read_text()
     except FileNotFoundError:
         return ""
     except Exception as error:
