@@ -26,8 +26,11 @@ def run(
 ) -> Iterator[Callable[..., str]]:
     """``run(name, **arguments of its main)``: what the example prints."""
     # One device, as with most who run these; the time goes into compiling, not into running.
-    one_device = functools.partial(transformer_jax.train, devices=jax.devices()[:1])
-    monkeypatch.setattr(transformer_jax, "train", one_device)
+    one = jax.devices()[:1]
+    monkeypatch.setattr(
+        transformer_jax, "train", functools.partial(transformer_jax.train, devices=one)
+    )
+    monkeypatch.setattr("transformer_jax.decoding.devices.find_devices", lambda: one)
     jax.config.update("jax_disable_most_optimizations", True)
 
     def run(name: str, **arguments: Any) -> str:
