@@ -81,6 +81,18 @@ def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> 
         run("finetune_opus_mt", workdir=tmp_path / "opus", steps=80)
 
 
+def test_number_names(run: Callable[..., str], tmp_path: Path) -> None:
+    printed = run("number_names", folder=tmp_path / "new", train=30).splitlines()
+    names = [
+        f"{split}.{language}" for split in ("train", "dev", "test") for language in ("en", "de")
+    ]
+    counts = [len((tmp_path / "new" / name).read_text().splitlines()) for name in names]
+    assert counts == [30, 30, 200, 200, 500, 500]
+    assert [line.split(",")[0] for line in printed] == [
+        f"{tmp_path}/new/{name}: {count} lines" for name, count in zip(names, counts, strict=True)
+    ]
+
+
 def test_figures(run: Callable[..., str], tmp_path: Path) -> None:
     printed = run("figures", folder=tmp_path / "new")
     assert printed.splitlines() == [
