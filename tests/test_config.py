@@ -82,7 +82,7 @@ def test_every_field_has_a_meaning_for_help() -> None:
             lambda: PairsConfig("text", ("a", "b"), ("c",)),
             "target is .'c',.; expected 2 files, as many as source",
         ),
-        (lambda: PairsConfig("tfds"), "at least one entry for kind 'tfds'"),
+        (lambda: PairsConfig("tfds"), "one builder for kind 'tfds'"),
         (
             lambda: Config(batch=BatchConfig(tokens=2000)),
             "batch.tokens is 2000; expected at least 2048",

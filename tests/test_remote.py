@@ -205,9 +205,9 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
     with pytest.raises(UserError, match="matches no file"):
         ParallelText(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
     with pytest.raises(
-        UserError, match="File 'memory://bucket/text' is a folder; expected the tsv"
+        UserError, match="File 'memory://bucket/text' is no regular file; expected the text file"
     ):
-        ParallelText(PairsConfig("tsv", ("memory://bucket/text",)))
+        ParallelText(PairsConfig("text", *[("memory://bucket/text",)] * 2))
     with pytest.raises(UserError, match="File 'memory://bucket/text/c.en' does not exist"):
         ParallelText(PairsConfig("text", ("c.en",), ("c.de",)), "memory://bucket/text")
     with (
@@ -217,11 +217,11 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
         patched.setattr(
             store, "info", lambda path: (_ for _ in ()).throw(PermissionError("no password"))
         )
-        ParallelText(PairsConfig("tsv", ("memory://bucket/text/a.en.gz",)))
+        ParallelText(PairsConfig("text", *[("memory://bucket/text/a.en.gz",)] * 2))
     with pytest.raises(
         UserError, match="'nowhere://x' cannot be opened: Unsupported filesystem: 'nowhere'"
     ):
-        ParallelText(PairsConfig("tsv", ("nowhere://x",)))
+        ParallelText(PairsConfig("text", *[("nowhere://x",)] * 2))
 
 
 def test_a_corrupt_copy_is_fetched_again(saved):

@@ -239,21 +239,20 @@ class TokenizerConfig(Section, prefix="tokenizer."):
 class PairsConfig(Section):
     """Where one set of sentence pairs comes from."""
 
-    kind: Literal["text", "tsv", "jsonl", "tfds", "numbers", "none"] = "text"
-    """Parallel text files, TSV or JSONL files, a TensorFlow Datasets name, generated number names,
-    or nothing. Files ending in .gz are unpacked as they are read."""
+    kind: Literal["text", "tfds", "numbers", "none"] = "text"
+    """Parallel text files, a TensorFlow Datasets name, generated number names, or nothing. Files
+    ending in .gz are unpacked as they are read."""
     source: tuple[str, ...] = ()
-    """text: source-language files; tsv, jsonl: the files; tfds: one name such as
-    wmt14_translate/de-en. A file name may be a URL, and a glob such as train-*.en.gz or
-    s3://bucket/train-*.en.gz, which names all matching files in sorted order. A file that is named
-    twice counts twice."""
+    """text: source-language files; tfds: one name such as wmt14_translate/de-en. A file name may be
+    a URL, and a glob such as train-*.en.gz or s3://bucket/train-*.en.gz, which names all matching
+    files in sorted order. A file that is named twice counts twice."""
     target: tuple[str, ...] = ()
     """text: target-language files in the order of the source files; for each glob in source a glob
     that matches as many files."""
-    source_field: str = "0"
-    """tsv: column number from 0; jsonl, tfds: field name (for example en)."""
-    target_field: str = "1"
-    """tsv: column number from 0; jsonl, tfds: field name (for example de)."""
+    source_field: str = ""
+    """tfds: field name (for example en)."""
+    target_field: str = ""
+    """tfds: field name (for example de)."""
     split: str = "train"
     """tfds: the split; numbers: train, dev or test, which do not overlap."""
     limit: Positive | None = None
@@ -262,11 +261,6 @@ class PairsConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         of_kind = f"for kind {self.kind!r}"
-        yield (
-            "source",
-            bool(self.source) or self.kind not in ("tsv", "jsonl", "tfds"),
-            f"at least one entry {of_kind}",
-        )
         yield "source", self.kind != "tfds" or len(self.source) == 1, f"one builder {of_kind}"
         yield (
             "target",

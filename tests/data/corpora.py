@@ -5,7 +5,7 @@ import pytest
 
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch
-from transformer_jax.data.corpus import COUNTS, Corpus, Sequences
+from transformer_jax.data.corpus import Corpus, Sequences
 
 EOS = 2
 FIRST_ID = 10  # below stand no ordinary tokens
@@ -23,7 +23,7 @@ def make_corpus(source_lengths: np.ndarray, target_lengths: np.ndarray) -> Corpu
         tokens = np.repeat(numbers + FIRST_ID, lengths)
         tokens[offsets[1:] - 1] = EOS
         sides.append(Sequences(tokens, offsets))
-    return Corpus("test", (sides[0], sides[1]), dict.fromkeys(COUNTS, 0), K)
+    return Corpus("test", (sides[0], sides[1]), N, K)
 
 
 def random_lengths(

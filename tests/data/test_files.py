@@ -43,20 +43,13 @@ def test_globs_stand_for_sorted_files(folder):
     assert ParallelText(globs, str(folder)).fingerprint != before
 
 
-def test_globs_of_tsv(folder):
-    for name in ("2.tsv", "1.tsv"):
-        (folder / name).write_text(f"{name}\tx\n")
-    config = PairsConfig("tsv", ("?.tsv",))
-    assert list(read_pairs(config, str(folder))) == [("1.tsv", "x"), ("2.tsv", "x")]
-
-
 def test_a_file_whose_name_looks_like_a_glob(folder):
     for language in ("en", "de"):
         (folder / f"a[1]*.{language}").write_text("literally\n")
     config = PairsConfig("text", ("a[1]*.en",), ("a[1]*.de",))
     assert list(read_pairs(config, str(folder))) == [("literally", "literally")]
     with pytest.raises(UserError, match="matches no file"):
-        ParallelText(PairsConfig("tsv", ("a[1].en",)), str(folder))
+        ParallelText(PairsConfig("text", *[("a[1].en",)] * 2), str(folder))
 
 
 def test_globs_that_match_nothing_or_not_alike(folder):
@@ -115,9 +108,9 @@ def test_a_text_is_hashed_as_it_is_read(folder, limit, opened):
 
 def test_what_is_no_file_is_called_what_it_is(folder):
     for name, problem in (
-        ("none.tsv", "does not exist"),
-        (".", "is a folder"),
+        ("none.en", "does not exist"),
+        (".", "is no regular file"),
         ("/dev/null", "is no regular file"),
     ):
-        with pytest.raises(UserError, match=rf"File '.*' {problem}; expected the tsv file"):
-            ParallelText(PairsConfig("tsv", (name,)), str(folder))
+        with pytest.raises(UserError, match=rf"File '.*' {problem}; expected the text file"):
+            ParallelText(PairsConfig("text", (name,), ("extra.de",)), str(folder))

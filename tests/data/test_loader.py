@@ -72,10 +72,9 @@ def test_the_same_batches_on_any_number_of_devices(layout, devices):
             )
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 7])
-def test_starting_later_is_starting_at_that_step(prefetch):
+def test_starting_later_is_starting_at_that_step():
     plan = make_plan()
-    with load_batches(plan, start=17, prefetch=prefetch) as batches:  # without end
+    with load_batches(plan, start=17) as batches:  # without end
         for step in range(17, 45):
             assert_same(next(batches), plan.batch(step))
     assert list(batches) == []
@@ -152,7 +151,7 @@ def test_waiting_is_counted_and_batches_are_built_ahead():
 
     plan = make_plan()
     plan.__class__ = Slow
-    with load_batches(plan, prefetch=1) as batches:
+    with load_batches(plan) as batches:
         assert batches.waited == 0
         next(batches)
         assert batches.waited >= 0.2

@@ -50,7 +50,6 @@ def run_with(workdir: Path, folder: Path, **data: Any) -> Path:
         ({"source": ["s3://b/t-*.lc.norm.tok.en.gz"], "target": ["x/t.pt_BR.gz"]}, "en-pt_BR"),
         ({"source": ["corpus"], "target": ["CORPUS.DE"]}, "source-target"),
         ({"source": ["train.en.txt"], "target": ["train.de.txt.gz"]}, "en-de"),
-        ({"kind": "tsv", "source": ["de-en.tsv"], "target": []}, "source-target"),
         ({"kind": "numbers", "source": [], "target": []}, "en-de"),
         (
             {

@@ -12,9 +12,8 @@ import hashlib
 import json
 import logging
 import shutil
-import uuid
+import tempfile
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -31,9 +30,6 @@ from transformer_jax.storage import local_path, locked
 from transformer_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-COUNTS = ("read", "kept", "empty", "too_long", "ratio", "invalid_utf8")
-"""Of pairs, in ``Corpus.statistics``: read, kept, and left out for these reasons."""
 
 _TEMPORARY = "tmp-"
 MANIFEST = "manifest.json"
@@ -59,8 +55,8 @@ class Corpus:
     fingerprint: str
     sides: tuple[Sequences, Sequences]
     """Source and target."""
-    statistics: dict[str, int]
-    """Pairs: read, kept, and left out as empty, too_long, ratio, invalid_utf8."""
+    num_read: int
+    """Pairs of the text, those included that the filters leave out."""
     num_samples: int = 1
     """K."""
 
@@ -101,9 +97,7 @@ class Corpus:
             digest.update(lengths.tobytes())
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             sides.append(Sequences(tokens, offsets))
-        statistics = dict.fromkeys(COUNTS, 0) | {"read": len(sources), "kept": len(sources)}
-        fingerprint = digest.hexdigest()
-        return cls(fingerprint, (sides[0], sides[1]), statistics)
+        return cls(digest.hexdigest(), (sides[0], sides[1]), len(sources))
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -125,36 +119,35 @@ def build_corpus(
     """Tokenise ``text`` into ``directory``, or open what an earlier call with the same inputs and
     settings left there.
 
-    Leaves out and counts pairs that are empty, longer than ``data`` allows or of too unequal length
-    (in any segmentation); ``UserError`` if none is left. With ``sampling`` (see
-    ``Tokenizer.source.encode``) draws ``num_samples`` segmentations. The result does not depend on
-    ``data.workers``.
+    Leaves out pairs that are empty, longer than ``data`` allows or of too unequal length (in any
+    segmentation); ``UserError`` if none is left. With ``sampling`` (see ``SubwordModel.encode``)
+    draws ``num_samples`` segmentations. The result does not depend on ``data.workers``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
     sampled = (sampling, num_samples, seed) if sampling else ()
-    return _open_or_build(text, TokeniseJob(tokenizer, data, *sampled), Path(directory))
-
-
-def prepare_corpus(
-    directory: Path, text: ParallelText, tokenizer: Tokenizer, config: Config, name: str
-) -> Corpus:
-    """The tokenised text of ``config.data.<name>`` (train, dev), built if need be.
-
-    Only train is segmented at random.
-    """
-    corpus = build_corpus(
-        text,
-        tokenizer,
-        config.data,
-        directory,
-        sampling=config.tokenizer.sampling if name == "train" else 0.0,
-        num_samples=config.tokenizer.sampled_epochs,
-        seed=config.seed,
-    )
-    counts = ", ".join(f"{count:,} {what}" for what, count in corpus.statistics.items())
-    _log.info("%s pairs: %s", name, counts)
-    return corpus
+    job, directory = TokeniseJob(tokenizer, data, *sampled), Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    if corpus := open_corpus(directory, job.fingerprint(text)):
+        return corpus
+    notice = f"Another process is tokenising text in {directory}; waiting for it."
+    with locked(directory / ".lock", wait=True, notice=notice) as alone:
+        if corpus := open_corpus(directory, job.fingerprint(text)):  # built meanwhile
+            return corpus
+        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # by a killed process
+            shutil.rmtree(left)
+        try:
+            corpus = _build(text, job, directory)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"The disk of {str(directory)!r} is full; expected room for the tokenised corpus: "
+                "free some, or set data.cache."
+            ) from error
+        kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
+        _log.info("%s of %s pairs pass the filters.", kept, read)
+        return corpus
 
 
 def corpus_folder(workdir: Path, config: Config) -> Path:
@@ -181,100 +174,73 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         source, target = (
             Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"]) for side in _SIDES
         )
-        statistics, num_samples = manifest["statistics"], manifest["num_samples"]
-        return Corpus(fingerprint, (source, target), statistics, num_samples)
+        return Corpus(fingerprint, (source, target), manifest["num_read"], manifest["num_samples"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _open_or_build(text: ParallelText, job: TokeniseJob, directory: Path) -> Corpus:
-    directory.mkdir(parents=True, exist_ok=True)
-    fingerprint = job.fingerprint(text)
-    if corpus := open_corpus(directory, fingerprint):
-        return corpus
-    notice = f"Another process is tokenising text in {directory}; waiting for it."
-    with locked(directory / ".lock", wait=True, notice=notice) as alone:
-        if corpus := open_corpus(directory, fingerprint):  # built while this process waited
-            return corpus
-        if (final := directory / corpus_name(fingerprint)).exists():
+def _build(text: ParallelText, job: TokeniseJob, directory: Path) -> Corpus:
+    """Write the corpus under another name, and rename it when it is complete."""
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=directory) as temporary:
+        folder = Path(temporary, "corpus")  # readable to all, other than the temporary one
+        folder.mkdir()
+        fingerprint = _write(folder, text, job)
+        final = directory / corpus_name(fingerprint)
+        if final.exists() and open_corpus(directory, fingerprint) is None:
             _log.warning("The tokenised corpus %s is corrupt; it is built again.", final)
             shutil.rmtree(final)
-        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # by a killed process
-            shutil.rmtree(left)
-        temporary = directory / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        temporary.mkdir()
         try:
-            fingerprint = _write(temporary, text, job)
-            _publish(temporary, directory / corpus_name(fingerprint))
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            folder.rename(final)
+        except OSError:
+            if not final.exists():  # else a builder whose locks do not reach here came first
                 raise
-            raise UserError(
-                f"The disk of {str(directory)!r} is full; expected room for the tokenised corpus: "
-                "free some, or set data.cache."
-            ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     corpus = open_corpus(directory, fingerprint)
-    assert corpus is not None, f"{directory / corpus_name(fingerprint)} was just written"
+    assert corpus is not None, f"{final} was just written"
     return corpus
 
 
 def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
     """Tokenise and hash the text in one pass; returns the corpus' fingerprint."""
-    counts = Counter(dict.fromkeys(COUNTS, 0))
-    pairs = text.pairs(invalid_utf8=job.data.invalid_utf8, counts=counts)
     dtypes = {f"{side}_offsets": np.dtype(np.int64) for side in _SIDES}
     dtypes |= {f"{side}_tokens": dtype for side, dtype in zip(_SIDES, job.dtypes())}
-    checksums, ends = dict.fromkeys(dtypes, 0), np.zeros((2, 1), np.int64)
+    checksums = dict.fromkeys(dtypes, 0)
+    num_read, num_tokens = 0, dict.fromkeys(_SIDES, 0)
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / name).open("wb")) for name in dtypes}
 
         def append(name: str, array: np.ndarray) -> None:
-            _append(files[name], array)
-            checksums[name] = zlib.crc32(array.data, checksums[name])
+            checksums[name] = _append(files[name], array, checksums[name])
 
-        # Closed also after an error: its processes end.
-        chunks = stack.enter_context(closing(tokenised(pairs, job)))
         for side in _SIDES:
             append(f"{side}_offsets", np.zeros(1, np.int64))
-        for sides, statistics in chunks:
-            counts.update(statistics)
-            for side, (tokens, lengths), end in zip(_SIDES, sides, ends):
-                offsets = end + np.cumsum(lengths, dtype=np.int64)
+        pairs = text.pairs(invalid_utf8=job.data.invalid_utf8)
+        # Closed also after an error: its processes end.
+        for chunk in stack.enter_context(closing(tokenised(pairs, job))):
+            num_read += chunk.num_read
+            for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
                 append(f"{side}_tokens", tokens)
-                append(f"{side}_offsets", offsets)
-                end[:] = offsets[-1:] if len(offsets) else end
-    counts["read"] += counts["invalid_utf8"]
-    if not counts["kept"]:
+                append(f"{side}_offsets", num_tokens[side] + np.cumsum(lengths, dtype=np.int64))
+                num_tokens[side] += len(tokens)
+    if not num_tokens["source"]:
         raise UserError(
-            "No sentence pair is left of {read:,} read in {where}: {empty:,} empty, {too_long:,} "
-            "longer than data.max_source_length or data.max_target_length, {ratio:,} beyond "
-            "data.max_length_ratio, {invalid_utf8:,} not UTF-8; expected at least one: check the "
-            "text, or relax these settings.".format(
-                **counts, where=shown(text.config.source or text.config.kind)
-            )
+            f"No sentence pair is left of {num_read:,} read in "
+            f"{shown(text.config.source or text.config.kind)}; expected at least one: check the "
+            "text, or relax data.max_source_length, data.max_target_length and "
+            "data.max_length_ratio."
         )
     fingerprint = job.fingerprint(text)
     manifest = {
         "fingerprint": fingerprint,
+        "num_read": num_read,
         "num_samples": job.num_samples,
         "dtypes": {name: dtype.name for name, dtype in dtypes.items()},
         "checksums": checksums,
-        "statistics": counts,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     return fingerprint
 
 
-def _append(file: BinaryIO, array: np.ndarray) -> None:
+def _append(file: BinaryIO, array: np.ndarray, checksum: int) -> int:
+    """Write an array to the end of a file with this checksum; returns its new one."""
     file.write(array.data)
-
-
-def _publish(temporary: Path, final: Path) -> None:
-    """Give the finished folder its name."""
-    try:
-        temporary.rename(final)
-    except OSError:
-        if not final.exists():  # else a builder whose locks do not reach here came first
-            raise
+    return zlib.crc32(array.data, checksum)

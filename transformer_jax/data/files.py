@@ -42,36 +42,27 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     return files
 
 
-def find_files(config: PairsConfig, root: str) -> list[tuple[AnyPath, ...]]:
-    """The (source, target) files of a text, or the (file,) of each TSV or JSONL, in order; empty
-    for other kinds. Opens nothing.
+def find_files(config: PairsConfig, root: str) -> list[tuple[AnyPath, AnyPath]]:
+    """The (source, target) files of a text, in order; empty for other kinds. Opens nothing.
 
     Raises ``UserError`` if a file is missing, or if source and target match different numbers of
     files.
     """
-    if config.kind not in ("text", "tsv", "jsonl"):
-        return []
-    groups: list[tuple[AnyPath, ...]] = []
-    named = (config.source, config.target) if config.kind == "text" else (config.source,)
-    for names in zip(*named):
-        sides = [expanded(name, root) for name in names]
-        if len(sides[0]) != len(sides[-1]):
+    found: list[tuple[AnyPath, AnyPath]] = []
+    for names in zip(config.source, config.target) if config.kind == "text" else ():
+        sources, targets = (expanded(name, root) for name in names)
+        if len(sources) != len(targets):
             raise UserError(
-                f"source {names[0]!r} stands for {len(sides[0])} file(s) and target {names[1]!r} "
-                f"for {len(sides[1])}; expected as many of both: they pair up in sorted order. "
+                f"source {names[0]!r} stands for {len(sources)} file(s) and target {names[1]!r} "
+                f"for {len(targets)}; expected as many of both: they pair up in sorted order. "
                 f"Relative names start from data.root = {root!r}."
             )
-        groups += zip(*sides)
-    for file in chain.from_iterable(groups):
+        found += zip(sources, targets)
+    for file in chain.from_iterable(found):
         if (kind := kind_of(file)) != "file":
-            problems = {
-                "": "does not exist",
-                "directory": "is a folder",
-                "other": "is no regular file",
-            }
             raise UserError(
-                f"File {str(file)!r} {problems.get(kind, 'is no file')}; expected the "
-                f"{config.kind} file that a data field (source or target of train, dev or test) "
-                f"names. Relative names start from data.root = {root!r}."
+                f"File {str(file)!r} {'is no regular file' if kind else 'does not exist'}; "
+                "expected the text file that a data field (source or target of train, dev or "
+                f"test) names. Relative names start from data.root = {root!r}."
             )
-    return groups
+    return found

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding
 
 from transformer_jax.data.batching import Batch, BatchPlan
 
-# builds a thousand batches a second; more would contend for the interpreter lock with the training
-# loop
-_THREADS = 1
+# One thread builds a thousand batches a second; more would contend with the training loop for the
+# interpreter lock.
+_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
 class Loader(Iterator[Batch]):
@@ -63,21 +63,18 @@ def load_batches(
     sharding: NamedSharding | None = None,
     start: int = 0,
     stop: int | None = None,
-    prefetch: int = 4,
 ) -> Loader:
     """Batches of the plan's steps from ``start`` to ``stop`` - 1 (without end if None) as jax
     arrays.
 
     ``sharding`` places [B, L] arrays (rows over devices); of each batch this process reads only the
-    rows that its own devices hold. None: whole batches on the default device. Up to ``prefetch``
-    batches are built ahead; 0 builds each batch when it is asked for.
+    rows that its own devices hold. None: whole batches on the default device.
     """
     steps = range(start, sys.maxsize if stop is None else stop)
     if not steps:
         return Loader(iter(()))
     build = functools.partial(_on_devices, plan, sharding)
-    options = grain.ReadOptions(num_threads=min(_THREADS, prefetch), prefetch_buffer_size=prefetch)
-    return Loader(iter(grain.MapDataset.source(steps).map(build).to_iter_dataset(options)))
+    return Loader(iter(grain.MapDataset.source(steps).map(build).to_iter_dataset(_OPTIONS)))
 
 
 def abstract_batch(

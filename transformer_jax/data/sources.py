@@ -1,4 +1,4 @@
-"""Sentence pairs from plain text, TSV, JSONL, TensorFlow Datasets, or generated number names.
+"""Sentence pairs from parallel text files, TensorFlow Datasets, or generated number names.
 
 Everything streams: no file is ever held in memory. Lines end at "\\n" alone (``str.splitlines``
 would also break at control characters inside sentences); one "\\r" before it is dropped.
@@ -11,10 +11,9 @@ import gzip
 import hashlib
 import io
 import json
-import sys
+import logging
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -23,8 +22,10 @@ import numpy as np
 
 from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import find_files
-from transformer_jax.errors import UserError, needs_extra, shown
+from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.storage import AnyPath, to_path
+
+_log = logging.getLogger(__name__)
 
 _NUMBERS = 1_000_000
 _NUMBERS_HELD_OUT = 10_000  # in dev, and as many in test
@@ -46,16 +47,9 @@ class ParallelText:
                 f"kind is {config.kind!r} and no file is named; expected source and target, or "
                 "another kind."
             )
-        for name in ("source_field", "target_field"):
-            column = getattr(config, name)
-            if config.kind == "tsv" and not column.isdecimal():
-                raise UserError(
-                    f"{name} is {shown(column)}; expected the number of a TSV column, counted from "
-                    "0."
-                )
         self.config, self.root = config, root
         self.files = find_files(config, root)
-        """(source, target) files of kind text, (file,) of TSV and JSONL; else empty."""
+        """(source, target) files of kind text; else empty."""
         self.hashes: dict[AnyPath, str] = {}
         """SHA-256 of each file that was read to its end, the last time."""
 
@@ -63,29 +57,16 @@ class ParallelText:
         self,
         *,
         invalid_utf8: Literal["error", "skip"] = "error",
-        counts: Counter[str] | None = None,
     ) -> Iterator[tuple[str, str]]:
         """The (source, target) sentences in order.
 
-        A pair with invalid UTF-8 on either side raises ``UserError`` or, with "skip", is left out
-        and counted in ``counts["invalid_utf8"]``.
+        A pair with invalid UTF-8 on either side raises ``UserError`` or, with "skip", is left out;
+        a warning says how many.
         """
         if self.config.kind == "numbers":
             return _number_names(self.config)
-        counted = Counter() if counts is None else counts
-        return islice(self._parsed(invalid_utf8, counted), self.config.limit)
-
-    def _parsed(self, invalid_utf8: str, counts: Counter[str]) -> Iterator[tuple[str, str]]:
-        read, parse = _KINDS[self.config.kind]
-        for lines in read(self):
-            try:
-                pair = parse(self.config, *lines)
-            except _InvalidText:
-                if invalid_utf8 == "error":
-                    raise
-                counts["invalid_utf8"] += 1
-                continue
-            yield pair
+        lines = _read_tfds(self) if self.config.kind == "tfds" else _read_files(self)
+        return islice(_decoded(lines, skip=invalid_utf8 == "skip"), self.config.limit)
 
     @property
     def fingerprint(self) -> str:
@@ -133,27 +114,6 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
         lines = _lines_of(cast(BinaryIO, path), str(getattr(path, "name", "the input")))
     for line in lines:
         yield line.text()
-
-
-def json_object(line: str, where: str, field: str) -> dict[str, Any]:
-    """The values of a line of JSONL; ``UserError``, which says ``where``, unless it is an object.
-    ``field`` is for its message.
-    """
-    try:
-        values = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
-    except ValueError:
-        digits = f"{sys.get_int_max_str_digits():,} digits"
-        raise UserError(
-            f"{where} has an integer of more than {digits}; expected at most {digits}."
-        ) from None
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{where} is a JSON {type(values).__name__}; "
-            f"expected an object with the field {field!r}."
-        )
-    return values
 
 
 class _InvalidText(UserError):
@@ -217,57 +177,36 @@ def _lines_of(stream: Iterable[bytes], name: str) -> Iterator[_Line]:
         yield _Line(line.removesuffix(b"\n").removesuffix(b"\r"), name, number)
 
 
-def _read_files(text: ParallelText) -> Iterator[tuple[_Line, ...]]:
-    """Line N of all files of a group, for one group of files after another."""
+def _decoded(lines: Iterable[tuple[_Line, _Line]], *, skip: bool) -> Iterator[tuple[str, str]]:
+    skipped = 0
+    for source, target in lines:
+        try:
+            pair = source.text(), target.text()
+        except _InvalidText:
+            if not skip:
+                raise
+            skipped += 1
+        else:
+            yield pair
+    if skipped:
+        _log.warning("%s pairs are not UTF-8 and are left out.", f"{skipped:,}")
+
+
+def _read_files(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
+    """Line N of both sides, for one pair of files after another."""
     for files in text.files:
         sides = [_lines_of_file(file, text.hashes) for file in files]
-        for number, lines in enumerate(zip_longest(*sides), 1):
-            if None in lines:
+        for number, (source, target) in enumerate(zip_longest(*sides), 1):
+            if source is None or target is None:
                 counts = [
                     number - (line is None) + sum(1 for _ in side)
-                    for line, side in zip(lines, sides)
+                    for line, side in zip((source, target), sides)
                 ]
                 raise UserError(
                     f"{str(files[0])!r} and {str(files[1])!r} have different numbers of lines "
                     f"({counts[0]:,} and {counts[1]:,}). Parallel files must match line by line."
                 )
-            yield lines
-
-
-def _parse_text(_: PairsConfig, source: _Line, target: _Line) -> tuple[str, str]:
-    return source.text(), target.text()
-
-
-def _parse_tsv(config: PairsConfig, line: _Line) -> tuple[str, str]:
-    columns = line.text().split("\t")
-    source, target = int(config.source_field), int(config.target_field)
-    if max(source, target) >= len(columns):
-        raise UserError(
-            f"{line.where} has {len(columns)} tab-separated column(s); expected at least "
-            f"{max(source, target) + 1}: source_field = {config.source_field!r}, "
-            f"target_field = {config.target_field!r}, from 0."
-        )
-    return columns[source], columns[target]
-
-
-def _parse_json(config: PairsConfig, line: _Line) -> tuple[str, str]:
-    where = line.where
-    values, pair = json_object(line.text(), where, config.source_field), []
-    for field in (config.source_field, config.target_field):
-        if not isinstance(values.get(field), str):
-            found = f"{shown(values[field])} in" if field in values else "no"
-            raise UserError(
-                f"{where} has {found} field {field!r}; expected text there. "
-                f"Fields of this line: {', '.join(values)}."
-            )
-        try:
-            values[field].encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
-            raise _InvalidText(
-                f"{where}: field {field!r} is not valid Unicode; expected whole characters."
-            ) from None
-        pair.append(values[field].replace("\n", " "))
-    return pair[0], pair[1]
+            yield source, target
 
 
 def _tfds_examples(config: PairsConfig, root: str) -> Any:
@@ -293,28 +232,21 @@ def _tfds_examples(config: PairsConfig, root: str) -> Any:
         ) from None
 
 
-def _read_tfds(text: ParallelText) -> Iterator[tuple[_Line, ...]]:
+def _read_tfds(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
     config = text.config
     examples, name = _tfds_examples(config, text.root), f"{config.source[0]} ({config.split})"
-    fields, block = (config.source_field, config.target_field), 1024
-    for start in range(0, len(examples), block):
-        stop = min(start + block, len(examples))
-        for number, example in enumerate(examples.__getitems__(range(start, stop)), start + 1):
-            for field in fields:
-                if not isinstance(example.get(field), bytes):
-                    raise UserError(
-                        f"{name} has no text field {field!r}; expected source_field and "
-                        f"target_field to be two of: {', '.join(example)}."
-                    )
-            yield tuple(_Line(example[f].replace(b"\n", b" "), name, number) for f in fields)
-
-
-_KINDS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[str, str]]]] = {
-    "text": (_read_files, _parse_text),
-    "tsv": (_read_files, _parse_tsv),
-    "jsonl": (_read_files, _parse_json),
-    "tfds": (_read_tfds, _parse_text),
-}
+    for start in range(0, len(examples), 1024):
+        block = range(start, min(start + 1024, len(examples)))
+        for number, example in enumerate(examples.__getitems__(block), start + 1):
+            sides = [example.get(field) for field in (config.source_field, config.target_field)]
+            if not all(isinstance(side, bytes) for side in sides):
+                raise UserError(
+                    f"{name} has no text fields {config.source_field!r} and "
+                    f"{config.target_field!r}; expected source_field and target_field to be two "
+                    f"of: {', '.join(example)}."
+                )
+            source, target = (_Line(side.replace(b"\n", b" "), name, number) for side in sides)
+            yield source, target
 
 
 def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:

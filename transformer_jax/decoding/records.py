@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from transformer_jax.config_checks import Positive, Section
-from transformer_jax.data.sources import json_object, read_lines
+from transformer_jax.data.sources import read_lines
 from transformer_jax.decoding.alignment import Alignment
 from transformer_jax.errors import UserError, shown
 
@@ -115,7 +115,15 @@ def read_records(
 
 def _from_json(record: Record, where: str, text_field: str) -> Record:
     """The record whose text so far is a JSON object."""
-    values = json_object(record.text, where, text_field)
+    try:
+        values = json.loads(record.text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{where} is a JSON {type(values).__name__}; "
+            f"expected an object with the field {text_field!r}."
+        )
     if text_field not in values:
         names = ", ".join(list(values)[:20]) or "none"
         raise UserError(

@@ -29,8 +29,8 @@ from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import (
     Corpus,
+    build_corpus,
     corpus_folder,
-    prepare_corpus,
 )
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import ParallelText
@@ -172,7 +172,15 @@ def _tokenized(
         tokenizer = Tokenizer.load(place.folder)
     directory = corpus_folder(place.folder, config)
     return tokenizer, {
-        name: prepare_corpus(directory, texts[name], tokenizer, config, name)
+        name: build_corpus(
+            texts[name],
+            tokenizer,
+            config.data,
+            directory,
+            sampling=config.tokenizer.sampling if name == "train" else 0.0,
+            num_samples=config.tokenizer.sampled_epochs,
+            seed=config.seed,
+        )
         for name in ("train", "dev")
         if name in texts
     }
