@@ -21,7 +21,6 @@ from transformer_jax.data.bucketing import (
     choose_widths,
     even_batches,
     fill_buckets,
-    length_histogram,
     packed_shape,
 )
 from transformer_jax.data.corpus import Corpus, ranges
@@ -50,7 +49,7 @@ class Batch(NamedTuple):
 class BatchPlan:
     """The batches of a corpus by step. Safe to use from threads.
 
-    Memory: about 30 bytes a pair (packed: 65, and 8 for each further segmentation).
+    Memory: about 35 bytes a pair (packed: 70, and 8 for each further segmentation).
     """
 
     def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
@@ -80,44 +79,38 @@ class BatchPlan:
             buckets = [((S, T), np.arange(num_rows).reshape(1, batches, B))]
         else:
             rows_KN, num_rows = [np.arange(N)], N + 1  # the last one is empty
-            histogram = length_histogram(lengths_2KN)
-            widths = choose_widths(histogram, config, epochs=corpus.num_samples)
-            buckets = fill_buckets(lengths_2KN, widths, config)
+            buckets = fill_buckets(lengths_2KN, choose_widths(lengths_2KN, config), config)
         self._rows = [_grouped(row_N, num_rows) for row_N in rows_KN]
         self._buckets = [rows_KkB for _, rows_KkB in buckets]
         self.shapes = tuple((rows_KkB.shape[2], S, T) for (S, T), rows_KkB in buckets)
         """(B, S, T) of every batch there is, smallest S + T first; each is compiled once."""
         batches_b = [rows_KkB.shape[1] for rows_KkB in self._buckets]
-        self._places = [(b, k) for b, batches in enumerate(batches_b) for k in range(batches)]
-        self.steps_per_epoch = len(self._places)
+        self.steps_per_epoch = sum(batches_b)
         positions_2 = batches_b @ np.array([(B * S, B * T) for B, S, T in self.shapes])
         source, target = (tokens_2 / corpus.num_samples / positions_2).tolist()
         self.fill: tuple[float, float] = (source, target)
         """Shares of real tokens among source and target positions, over all batches."""
         # Batches are built ahead, so steps of two epochs may be asked for at a time.
-        self._order = functools.lru_cache(maxsize=2)(self._shuffle_batches)
-        self._shuffled = functools.lru_cache(maxsize=len(buckets))(self._shuffle_rows)
+        self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def shape(self, step: int) -> tuple[int, int, int]:
         """(B, S, T) of a step's batch."""
-        _, bucket, _ = self._locate(step)
+        epoch, at = divmod(step, self.steps_per_epoch)
+        bucket, _ = self._epoch(epoch)[at]
         return self.shapes[bucket]
 
     def first_uses(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """The shapes of steps ``start`` to ``stop`` - 1, in the order of first use."""
-        first: dict[tuple[int, int, int], None] = {}
-        for step in range(start, stop):
-            first[self.shape(step)] = None
-            if len(first) == len(self.shapes):  # two epochs at most
-                break
-        return list(first)
+        stop = min(stop, start + 2 * self.steps_per_epoch)  # by then all have come
+        return list(dict.fromkeys(self.shape(step) for step in range(start, stop)))
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The batch of a step (from 0), or only ``rows`` of it, as NumPy arrays."""
-        epoch, bucket, k = self._locate(step)
+        epoch, at = divmod(step, self.steps_per_epoch)
+        bucket, row_B = self._epoch(epoch)[at]
         _, S, T = self.shapes[bucket]
         pairs, starts = self._rows[epoch % len(self._rows)]
-        row = self._shuffled(epoch, bucket)[k][rows]
+        row = row_B[rows]
         pairs_per_row = starts[row + 1] - starts[row]
         chosen = pairs[ranges(starts[row], pairs_per_row)]
         v = epoch % self._corpus.num_samples
@@ -127,21 +120,16 @@ class BatchPlan:
         )
         return Batch(source, target, *([source_segments, target_segments] if self.packed else []))
 
-    def _locate(self, step: int) -> tuple[int, int, int]:
-        """A step's epoch, its bucket, and the number of its batch in that."""
-        if step < 0:
-            raise IndexError(f"step is {step}; expected 0 or more")
-        epoch, at = divmod(step, self.steps_per_epoch)
-        return epoch, *self._places[self._order(epoch)[at]]
-
-    def _shuffle_batches(self, epoch: int) -> np.ndarray:
-        return permutation(self.steps_per_epoch, self._seed, _OF_BATCHES, epoch)
-
-    def _shuffle_rows(self, epoch: int, bucket: int) -> np.ndarray:
-        """The rows of a bucket's batches, [k, B]."""
-        rows = self._buckets[bucket][epoch % len(self._buckets[bucket])]
-        order = permutation(rows.size, self._seed, _OF_ROWS, epoch, bucket)
-        return rows.reshape(-1)[order].reshape(rows.shape)
+    def _shuffle(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """The bucket and the rows of each batch of an epoch, in order."""
+        batches: list[tuple[int, np.ndarray]] = []
+        for bucket, rows_KkB in enumerate(self._buckets):
+            rows_kB = rows_KkB[epoch % len(rows_KkB)]
+            order = permutation(rows_kB.size, self._seed, _OF_ROWS, epoch, bucket)
+            shuffled_kB = rows_kB.reshape(-1)[order].reshape(rows_kB.shape)
+            batches += [(bucket, row_B) for row_B in shuffled_kB]
+        order = permutation(len(batches), self._seed, _OF_BATCHES, epoch)
+        return [batches[i] for i in order]
 
 
 def _fill_rows(

@@ -10,26 +10,20 @@ from transformer_jax.config import BatchConfig
 from transformer_jax.errors import UserError
 
 
-def length_histogram(lengths_2KN: np.ndarray) -> np.ndarray:
-    """How many pairs, in all segmentations, have s source and t target tokens: int64 [S, T]."""
-    S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
-    counts = np.zeros(S * T, np.int64)
-    for s_N, t_N in zip(*lengths_2KN):
-        counts += np.bincount(s_N.astype(np.int64) * T + t_N, minlength=S * T)
-    return counts.reshape(S, T)
-
-
-def choose_widths(
-    histogram: np.ndarray, config: BatchConfig, *, epochs: int = 1
-) -> list[tuple[int, int]]:
+def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[int, int]]:
     """At most ``config.buckets`` widths (S, T) of rows, each holding the one before, that hold all
     pairs with little padding.
 
-    ``histogram[s, t]`` counts the pairs of these lengths in so many epochs. Starts from equal
-    shares of the pairs, then widens, narrows or drops one bucket at a time for as long as that
-    saves padded positions (S + T a row). Each bucket is charged for a whole batch an epoch at
-    least, which keeps a few rare pairs from getting one of their own.
+    Starts from equal shares of the pairs, then widens, narrows or drops one bucket at a time for as
+    long as that saves padded positions (S + T a row). Each bucket is charged for a whole batch an
+    epoch at least, which keeps a few rare pairs from getting one of their own.
     """
+    # histogram[s, t]: pairs, in all segmentations, with s source and t target tokens.
+    S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
+    histogram = np.zeros((S, T), np.int64)
+    for s_N, t_N in zip(*lengths_2KN):
+        cells = np.bincount(s_N.astype(np.int64) * T + t_N, minlength=S * T)
+        histogram += cells.reshape(S, T)
     # below[s, t]: pairs with a source shorter than s and a target shorter than t.
     below = np.pad(histogram.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     longest = np.array(histogram.shape) - 1
@@ -37,7 +31,7 @@ def choose_widths(
     def cost(widths_b2: np.ndarray) -> float:
         S, T = widths_b2.T
         pairs = np.diff(below[S + 1, T + 1], prepend=0)
-        batch = epochs * (config.tokens // widths_b2.max(1).clip(1))
+        batch = len(lengths_2KN[0]) * (config.tokens // widths_b2.max(1).clip(1))
         return float(np.where(pairs > 0, np.maximum(pairs, batch), 0) @ (S + T))
 
     count = config.buckets
