@@ -381,7 +381,7 @@ def _search(config: Config, device: Any) -> Answer:
     engine = Engine([Transformer(config.model, rngs=nnx.Rngs(0))], config.decoding)
     bucket = engine.buckets[0]
     text, figures = _compile(engine.lowered(bucket, sharding=SingleDeviceSharding(device)))
-    every, rows = computations(text), jax.eval_shape(lambda: engine.new_rows(bucket, 1))
+    every, rows = computations(text), jax.eval_shape(lambda: engine.new_rows(bucket))
     caches = {x.shape for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4}
     copies = copied(every, [name for name in every if "fused" not in name], caches)
     return figures | {"rows": bucket.rows, "copied_caches": len(copies)}

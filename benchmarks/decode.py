@@ -110,15 +110,16 @@ def export(job: Answer) -> Engine:
 
 
 def ours(job: Answer, ids: Ids) -> Search:
-    """``transformer_jax.Engine``, all sentences in one call."""
+    """``transformer_jax.Engine`` on each device, all sentences in one call."""
     from transformer_jax.decoding import devices, engine
 
     places = devices.devices_for_rows(job["batch_size"])  # first: it may decide how JAX starts
     config, model, _ = load(job)
     suppress = () if job["workdir"] else (EOS_ID,)
-    searcher = engine.Engine([model], config.decoding, suppress=suppress, devices=places)
+    share = replace(config.decoding, batch_size=-(-job["batch_size"] // len(places)))
+    engines = [engine.Engine(model, share, suppress=suppress, device=place) for place in places]
     sentences = [engine.Sentence(x) for x in ids]
-    return lambda: [best.tokens for best, *_ in searcher.search(sentences)]
+    return lambda: [best.tokens for best, *_ in engine.search_together(engines, sentences)]
 
 
 def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:

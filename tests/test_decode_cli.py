@@ -33,7 +33,7 @@ from transformer_jax.config import (
 from transformer_jax.decoding import __main__ as program
 from transformer_jax.decoding import output_file
 from transformer_jax.decoding.program import checked_flags
-from transformer_jax.decoding.trained_models import TrainedModels
+from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID
@@ -76,19 +76,21 @@ def workdir(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def from_workdir():
+@pytest.fixture(scope="module", autouse=True)
+def _built_once():
     """Equal flags get the models that an earlier run had: they need not be compiled again."""
-    build = TrainedModels.__dict__["from_workdir"].__func__
-    return classmethod(functools.cache(build))
+    with pytest.MonkeyPatch.context() as patch:
+        for task in (Translator, Scorer):
+            build = task.__dict__["from_workdir"].__func__
+            patch.setattr(task, "from_workdir", classmethod(functools.cache(build)))
+        yield
 
 
 @pytest.fixture
-def decode(workdir, from_workdir, monkeypatch, capsysbinary):
+def decode(workdir, monkeypatch, capsysbinary):
     """Run the program here: (exit status, stdout, stderr)."""
 
     def run(*flags, stdin=TEXT, folder=workdir):
-        monkeypatch.setattr(TrainedModels, "from_workdir", from_workdir)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         status = program.main(["--workdir", str(folder), *map(str, flags)])
         sys.set_int_max_str_digits(4300)  # the program lifts this limit of Python's

@@ -115,7 +115,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _from_all(value: Any) -> list[Any]:
+def from_all(value: Any) -> list[Any]:
     """Every process' value (plain JSON), in the order of their numbers."""
     if jax.process_count() == 1:
         return [value]
@@ -133,9 +133,9 @@ def together() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _from_all(str(error) or type(error).__name__)
+        from_all(str(error) or type(error).__name__)
         raise
-    for number, failure in enumerate(_from_all("")):
+    for number, failure in enumerate(from_all("")):
         if failure:
             raise UserError(f"Process {number} failed: {failure}")
 
@@ -144,7 +144,7 @@ def from_first(compute: Callable[[], T]) -> T:
     """``compute()`` of process 0 (plain JSON), in every process. Raises as ``together`` does."""
     with together():
         value = compute() if is_first() else None
-    return _from_all(value)[0]  # type: ignore[no-any-return]
+    return from_all(value)[0]  # type: ignore[no-any-return]
 
 
 def first_then_others(compute: Callable[[], T]) -> T:

@@ -64,23 +64,24 @@ def main(arguments: Arguments) -> None:
     )
     lines = list(read_lines(arguments.input))[: arguments.limit]
     encoded = translator.tokenizer.source.encode(lines)
-    limit = translator.engine.longest_source - 1
+    [engine] = translator.engines
+    limit = engine.longest_source - 1
     sentences = [Sentence(tokens[:limit]) for tokens in encoded if tokens]
     print(
         f"{len(sentences)} sentences, "
         f"{sum(len(s.tokens) for s in sentences) / len(sentences):.1f} tokens on average"
     )
     if arguments.what == "agreement":
-        agreement(translator.engine, sentences)
+        agreement(engine, sentences)
     else:
-        independence(translator.engine, sentences, arguments.batch_sizes)
+        independence(engine, sentences, arguments.batch_sizes)
 
 
 def agreement(engine: Engine, sentences: list[Sentence]) -> None:
     """Line by line against the plain search."""
-    config, [model] = engine.config, engine.models
+    config, model = engine.config, engine.model
     start = time.perf_counter()
-    found = engine.search(sentences, num_hypotheses=config.beam_size)
+    found = engine.search([each._replace(wanted=config.beam_size) for each in sentences])
     print(f"search: {time.perf_counter() - start:.0f} s")
     graph, parameters = nnx.split(model)
 
@@ -162,19 +163,17 @@ def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[i
     order = np.random.default_rng(0).permutation(len(sentences))
     first: list[list[Hypothesis]] | None = None
     for batch_size in batch_sizes:
-        of_size = Engine(engine.models, dataclasses.replace(engine.config, batch_size=batch_size))
+        of_size = Engine(engine.model, dataclasses.replace(engine.config, batch_size=batch_size))
         start = time.perf_counter()
         whole = of_size.search(sentences)
         shuffled = of_size.search([sentences[i] for i in order])
         exact = sum(shuffled[place] == whole[i] for place, i in enumerate(order))
         first = whole if first is None else first
         same = sum(a[0].tokens == b[0].tokens for a, b in zip(first, whole, strict=True))
-        waste = 1 - of_size.slots_used / of_size.slots_computed
         print(
             f"batch {batch_size}: shuffled and not, "
             f"identical to the last bit on {exact} of {len(sentences)}; "
-            f"tokens as with batch {batch_sizes[0]} on {same}; slots wasted {waste:.1%}; "
-            f"{of_size.num_compiled} functions compiled; {time.perf_counter() - start:.0f} s",
+            f"tokens as with batch {batch_sizes[0]} on {same}; {time.perf_counter() - start:.0f} s",
             flush=True,
         )
 

@@ -24,7 +24,7 @@ def translator() -> Translator:
 
 @pytest.fixture(scope="module")
 def shared(translator: Translator) -> Iterator[AsyncTranslator]:
-    found = AsyncTranslator(translator.models, translator.tokenizer, CONFIG)
+    found = AsyncTranslator(translator.model, translator.tokenizer, CONFIG)
     found.start()
     yield found
     found.close()
@@ -55,7 +55,7 @@ def test_alignments_are_those_of_a_scorer(translator, shared) -> None:
     [plain] = asyncio.run(shared.translate(LINES[3]))
     assert plain.alignment is None
     [found] = asyncio.run(shared.translate(LINES[3], alignments=True))
-    scorer = Scorer(translator.models, translator.tokenizer, CONFIG)
+    scorer = Scorer(translator.model, translator.tokenizer, CONFIG)
     [expected] = scorer.align([(LINES[3], plain)])
     assert found.alignment.source == expected.alignment.source
     assert found.alignment.weights_TS == pytest.approx(expected.alignment.weights_TS, abs=1e-4)
@@ -85,7 +85,7 @@ def test_checks_name_a_line_only_if_it_has_a_number(translator) -> None:
 
 
 def test_the_model_of_a_run_with_other_settings(translator, tmp_path) -> None:
-    [model] = translator.models
+    model = translator.model
     config = Config(model=model.config, decoding=CONFIG)
     write_run(tmp_path, config, translator.tokenizer, {1: model}, best_step=1)
     found = AsyncTranslator.from_workdir(tmp_path, beam_size=2)

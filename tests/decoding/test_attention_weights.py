@@ -32,7 +32,7 @@ def translator():
 def test_weights_are_those_of_the_model_without_padding(translator):
     text, target = LINES[2], LINES[3].upper()
     found = sentence_attention(translator, text, target=target)
-    [model], tokenizer = translator.models, translator.tokenizer
+    model, tokenizer = translator.model, translator.tokenizer
     [source], [labels] = tokenizer.source.encode([text]), tokenizer.target.encode([target])
     assert found.source == (*tokenizer.source.tokens(source), "</s>")
     assert found.target == (*tokenizer.target.tokens(labels), "</s>")
@@ -53,7 +53,7 @@ def test_weights_are_those_of_the_model_without_padding(translator):
 def test_weights_of_the_first_layers_are_computed_as_the_paper_says(translator):
     """softmax(q k^T / sqrt(d_k)) in NumPy, from the embeddings."""
     found = sentence_attention(translator, "one two", target="TWO")
-    [model], tokenizer = translator.models, translator.tokenizer
+    model, tokenizer = translator.model, translator.tokenizer
     for kind, tokens in (
         ("encoder", [*tokenizer.source.encode(["one two"])[0], EOS_ID]),
         ("decoder", [BOS_ID, *tokenizer.target.encode(["TWO"])[0]]),
@@ -78,7 +78,7 @@ def test_without_a_target_it_is_what_the_beam_search_finds(translator):
 
 
 def test_an_ensemble_has_no_attention_of_its_own(translator):
-    both = Translator(translator.models * 2, translator.tokenizer, DECODING)
+    both = Translator([translator.model] * 2, translator.tokenizer, DECODING)
     with pytest.raises(UserError, match="has 2 models; expected one"):
         sentence_attention(both, "one")
 

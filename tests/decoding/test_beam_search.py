@@ -40,22 +40,20 @@ def random_chain(
     return logits
 
 
-@partial(jax.jit, static_argnames=("beam_size", "length_penalty", "num_hypotheses"))
-def _search(logits_BLVV, max_lengths_B, *, beam_size, length_penalty, num_hypotheses):
+@partial(jax.jit, static_argnames=("beam_size", "length_penalty"))
+def _search(logits_BLVV, max_lengths_B, *, beam_size, length_penalty):
     batch, length = logits_BLVV.shape[:2]
 
     def step(tokens_BW, position_BW):
         rows_B1 = jnp.arange(batch)[:, None]
         return logits_BLVV[rows_B1, position_BW, tokens_BW], position_BW + 1
 
-    method = BeamSearch(
-        **IDS, beam_size=beam_size, length_penalty=length_penalty, num_hypotheses=num_hypotheses
-    )
+    method = BeamSearch(**IDS, beam_size=beam_size, length_penalty=length_penalty)
     cache = jnp.zeros((batch, beam_size), jnp.int32)
     return search(method, step, cache, limit_B=max_lengths_B, max_length=length)
 
 
-def found_in(logits, *, beam_size, length_penalty=0.6, max_lengths=None, num_hypotheses=None):
+def found_in(logits, *, beam_size, length_penalty=0.6, max_lengths=None):
     """The result as one list of (tokens, score, log-probability) a sentence, with what every result
     must satisfy checked.
     """
@@ -64,13 +62,7 @@ def found_in(logits, *, beam_size, length_penalty=0.6, max_lengths=None, num_hyp
     )
     result = jax.tree.map(
         np.asarray,
-        _search(
-            logits,
-            limits,
-            beam_size=beam_size,
-            length_penalty=length_penalty,
-            num_hypotheses=num_hypotheses,
-        ),
+        _search(logits, limits, beam_size=beam_size, length_penalty=length_penalty),
     )
     found = []
     for sentence, limit in enumerate(limits):
@@ -164,13 +156,6 @@ def test_beam_of_one_is_greedy():
         assert tokens == expected[1:]
 
 
-@pytest.mark.parametrize("num_hypotheses", [1, 2, 3])
-def test_fewer_hypotheses_are_the_first_of_more(num_hypotheses):
-    logits = random_chain(1, sentences=30, length=9, vocab=11)
-    some = found_in(logits, beam_size=4, num_hypotheses=num_hypotheses)
-    assert some == [hypotheses[:num_hypotheses] for hypotheses in found_in(logits, beam_size=4)]
-
-
 def test_reported_scores_are_those_of_the_forced_output():
     logits = random_chain(2, sentences=20, length=10, vocab=13)
     limits = np.arange(20) % 10 + 1
@@ -247,7 +232,7 @@ def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbour
     expected = found_in(logits, beam_size=2)
     logits[1, 2] = value
     batch_B, limits_B = jnp.arange(3), np.full(3, 6)
-    result = _search(logits, limits_B, beam_size=2, length_penalty=0.6, num_hypotheses=None)
+    result = _search(logits, limits_B, beam_size=2, length_penalty=0.6)
     assert np.isnan(result.scores_BN[1]).all() and np.isnan(result.log_probs_BN[1]).all()
     assert (result.lengths_BN[1] == 0).all() and (result.tokens_BNL[1] == PAD).all()
     others = jax.tree.map(lambda x: x[batch_B != 1], result)
@@ -276,8 +261,6 @@ def test_compiles_once_for_one_shape():
     ("arguments", "message"),
     [
         ({"beam_size": 9}, "beam_size is 9; expected at most the vocabulary's 8"),
-        ({"beam_size": 2, "num_hypotheses": 3}, "num_hypotheses is 3; expected 1 to 2"),
-        ({"beam_size": 2, "num_hypotheses": 0}, "num_hypotheses is 0; expected 1 to 2"),
         ({"beam_size": 0}, "beam_size is 0"),
         ({"beam_size": 2, "length_penalty": -1.0}, "length_penalty is -1.0"),
         ({"beam_size": 2, "length_penalty": float("nan")}, "length_penalty is nan"),

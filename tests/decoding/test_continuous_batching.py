@@ -37,7 +37,7 @@ def search_in_rows(
     method, order, *, batch_size, block_size, counts=None, limits=LIMITS, model=None
 ):
     """The sentences in this order, block after block, of which each has its count: hypotheses by
-    the places in the blocks, slots computed and used, and the rows in the end.
+    the places in the blocks, the number of steps, and the rows in the end.
     """
     model = model or ToyModel()
     search_ = RowSearch(method, model.step, LENGTH)
@@ -64,17 +64,17 @@ def search_in_rows(
     empty = method.start(
         nobody, max_length=LENGTH, prefix_BP=np.zeros((batch_size, 0), np.int32), seed_B=nobody
     )
-    rows, slots_2 = Rows(np.full(batch_size, NOBODY), empty, cache), np.zeros(2, int)
+    rows, num_steps = Rows(np.full(batch_size, NOBODY), empty, cache), 0
     found = {}
     firsts = range(0, len(order), block_size)
     for first, count in [*zip(firsts, counts, strict=True), (0, 0)]:
         its = block(order[first : first + count])
-        rows, left, slots_12 = seat(rows, its, np.int32(0 if count else 10**6))
-        slots_2 += np.asarray(slots_12)[0]
+        rows, left, its_steps = seat(rows, its, np.int32(0 if count else 10**6))
+        num_steps += int(its_steps)
         add(found, left)
     assert rows.state.done_B.all()
     add(found, Found(rows.number_B, results(rows.state.finished, chains.PAD)))
-    return found, slots_2.tolist(), rows
+    return found, num_steps, rows
 
 
 def add(found, left):
@@ -155,14 +155,14 @@ def test_a_row_that_held_what_is_not_a_number_is_as_good_as_any(alone):
 )
 def test_blocks_may_end_early(alone, batch_size, block_size, counts):
     order = np.arange(SENTENCES)
-    found, slots_2, _ = search_in_rows(
+    found, num_steps, _ = search_in_rows(
         BEAM, order, batch_size=batch_size, block_size=block_size, counts=counts
     )
     assert found == {
         i: its for i, its in enumerate(alone) if i % block_size < counts[i // block_size]
     }
     if batch_size >= len(found):  # all begin at once
-        assert slots_2[0] <= batch_size * LENGTH
+        assert num_steps <= LENGTH
 
 
 def test_sentences_with_nothing_to_search_do_not_stop_the_others(alone):
@@ -191,9 +191,9 @@ def test_steps_after_a_block_has_rows(most, enough):
     search_ = RowSearch(method, model.step, LENGTH)
     idle = search_.start(block._replace(limit_Q=jnp.zeros(4, jnp.int32)))
     rows = Rows(jnp.full(4, NOBODY), idle, block.cache)
-    rows, left, slots_12 = search_.seat(rows, block, jnp.int32(most), jnp.int32(enough))
+    rows, left, num_steps = search_.seat(rows, block, jnp.int32(most), jnp.int32(enough))
     steps = min(most, {2: 5}.get(enough, 9))
-    assert slots_12.tolist() == [[4 * steps, sum(min(steps, x) for x in limits[:4])]]
+    assert num_steps == steps
     assert rows.state.done_B.tolist() == [steps >= x for x in limits[:4]]
     assert (left.number_R == NOBODY).all()
 
@@ -234,9 +234,9 @@ def test_idle_rows_take_in_tokens_of_the_vocabulary():
 def test_few_slots_are_wasted():
     lengths = np.sort(np.random.default_rng(2).integers(2, LENGTH + 1, SENTENCES))[::-1]
     method, order = BeamSearch(**IDS, beam_size=1), np.arange(SENTENCES)
-    (_, (together, used), _), (_, handed_on, _) = (
+    (found, together, _), (_, handed_on, _) = (
         search_in_rows(method, order, batch_size=size, block_size=size, limits=lengths)
         for size in (48, 4)
     )
-    assert handed_on[1] == used
-    assert handed_on[0] * 0.9 <= used < together * 0.7
+    used = sum(len(tokens) for [(tokens, *_)] in found.values())
+    assert 4 * handed_on * 0.9 <= used < 48 * together * 0.7

@@ -95,7 +95,7 @@ def test_several_models_score_by_the_mean_of_their_probabilities(model, tokenize
     models = [model, make_model(tokenizer, seed=9)]
     source, target = pairs[0]
     [log_probs] = Scorer(
-        Translator(models, tokenizer, CONFIG).models, tokenizer, CONFIG
+        Translator(models, tokenizer, CONFIG).model, tokenizer, CONFIG
     ).score_tokens(pairs[:1])
     expected = np.log(np.mean([np.exp(by_hand(each, source, target)) for each in models], axis=0))
     np.testing.assert_allclose(log_probs, expected, atol=1e-5)
@@ -150,7 +150,7 @@ def test_empty_lines_are_scored_as_their_end(model, scorer):
 def test_one_device_is_where_the_work_is_done(model, tokenizer, scorer, pairs):
     device = jax.devices()[1]
     there = Scorer(model, tokenizer, CONFIG, devices=[device])
-    assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(there.parameters))
+    assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(there._parameters))
     for one, other in zip(
         there.score_tokens(pairs[:4]), scorer.score_tokens(pairs[:4]), strict=True
     ):

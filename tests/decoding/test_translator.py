@@ -106,13 +106,11 @@ def test_batch_size_does_not_change_the_text(model, tokenizer, translator):
 
 def test_nothing_is_compiled_twice(model, tokenizer, caplog):
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.engine.buckets == (Bucket((16, 24), CONFIG.batch_size),)
+    assert translator.engines[0].buckets == (Bucket((16, 24), CONFIG.batch_size),)
     with caplog.at_level(logging.INFO, "transformer_jax"):
         first = translator.translate(LINES)
-        assert translator.engine.num_compiled == 1
         translator.parameters = jax.tree.map(lambda x: -x, translator.parameters)
         assert translator.translate(LINES) != first
-    assert translator.engine.num_compiled == 1
     assert sum("Compiling" in message for message in caplog.messages) == 1
 
 
@@ -245,10 +243,13 @@ def test_ten_thousand_words_in_one_line(translator, caplog):
 
 
 @pytest.mark.devices(4)
-def test_rows_spread_over_devices_give_the_same(model, tokenizer, translator):
+def test_lines_spread_over_devices_give_the_same(model, tokenizer, translator):
     spread = Translator(model, tokenizer, CONFIG, devices=jax.devices()[:4])
-    assert spread.translate(LINES[:9]) == translator.translate(LINES[:9])
-    assert spread.engine.num_compiled == 1
+    assert spread.translate(LINES) == translator.translate(LINES)
+    assert [engine.config.batch_size for engine in spread.engines] == [1] * 4
+    assert Translator(model, tokenizer, CONFIG, devices=jax.devices()[:3]).translate(
+        LINES[:9]
+    ) == translator.translate(LINES[:9])
 
 
 @pytest.mark.devices(2)
@@ -280,10 +281,10 @@ def test_a_model_that_finds_nothing_gives_an_empty_line(model, tokenizer, caplog
 
 def test_learned_positions_bound_the_shapes(tokenizer):
     model = make_model(tokenizer, positions="learned", max_positions=20)
-    assert Translator(model, tokenizer, CONFIG).engine.buckets[0].lengths == (16, 20)
+    assert Translator(model, tokenizer, CONFIG).engines[0].buckets[0].lengths == (16, 20)
     model = make_model(tokenizer, positions="learned", max_positions=12)
     translator = Translator(model, tokenizer, CONFIG)
-    assert translator.engine.buckets[0].lengths == (12,)
+    assert translator.engines[0].buckets[0].lengths == (12,)
     assert all(translator.translate([LINES[0], " ".join(WORDS)]))
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from random_models import make_model
@@ -81,22 +80,18 @@ def search_live(rows, sentences, wanted, *, seed):
 def test_every_sentence_gets_what_the_engine_gives_it(settings):
     config = dataclasses.replace(CONFIG, **settings)
     models = [make_model(Vocabulary), make_model(Vocabulary, seed=9)]
-    engine = Engine(models, config, devices=jax.devices()[:1])
+    engine = Engine(models, config)
     rows = live_rows(engine)
     compiled = engine._encode._cache_size(), engine._seat._cache_size()
     of_seeds = [
         search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(3)
     ]
     assert compiled == (engine._encode._cache_size(), engine._seat._cache_size())
-    alone = {
-        count: engine.search(SENTENCES, num_hypotheses=count)
-        for count in range(1, config.beam_size + 1)
-    }
-    if config.method == "sample":  # each draw is made, whoever wants them
-        alone = dict.fromkeys(alone, alone[config.beam_size])
+    every = [sentence._replace(wanted=config.beam_size) for sentence in SENTENCES]
+    alone = engine.search(every)
     for seed, found in enumerate(of_seeds):
         for i, count in enumerate(wanted_by(seed, config)):
-            its = alone[count][i][:count]
+            its = alone[i][:count]
             assert [each.tokens for each in found[i]] == [each.tokens for each in its]
             for got, expected in zip(found[i], its, strict=True):
                 assert got.score == pytest.approx(expected.score, abs=1e-5)
@@ -108,7 +103,7 @@ def wanted_by(seed, config):
 
 
 def test_a_cancelled_sentence_leaves_its_row():
-    rows = live_rows(Engine([make_model(Vocabulary)], CONFIG, devices=jax.devices()[:1]))
+    rows = live_rows(Engine([make_model(Vocabulary)], CONFIG))
     entry = Entry(SENTENCES[3])
     rows.turn([entry], 1)
     assert rows.num_idle == rows.bucket.rows - 1 and not entry.future.done()
@@ -121,7 +116,7 @@ def test_a_cancelled_sentence_leaves_its_row():
 def test_broken_parameters_give_a_sentence_no_hypotheses():
     model = make_model(Vocabulary)
     model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
-    rows = live_rows(Engine([model], CONFIG, devices=jax.devices()[:1]))
+    rows = live_rows(Engine([model], CONFIG))
     entry = Entry(SENTENCES[3])
     rows.turn([entry], 3)
     assert entry.future.result(timeout=0) == []

@@ -119,12 +119,12 @@ def answering(app: Any, **settings: Any) -> Iterator[int]:
 
 def make_model_to_serve(translator: Translator) -> AsyncTranslator:
     """One with the parameters of ``translator``."""
-    return AsyncTranslator(translator.models, translator.tokenizer, CONFIG)
+    return AsyncTranslator(translator.model, translator.tokenizer, CONFIG)
 
 
 def write_served_run(folder: Path, translator: Translator) -> None:
     """A run with one checkpoint, of the model of ``translator``, from en to de."""
-    [model] = translator.models
+    model = translator.model
     train = PairsConfig(source=("train.en",), target=("train.de",))
     config = Config(model=model.config, data=DataConfig(train=train), decoding=CONFIG)
     write_run(folder, config, translator.tokenizer, {1: model}, best_step=1)

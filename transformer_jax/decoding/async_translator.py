@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.buckets import Sentence
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import Hypothesis
+from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator, numbered_request
@@ -35,7 +37,7 @@ class AsyncTranslator:
 
     Attributes:
       config: settings of the search; ``batch_size`` counts the rows of all devices.
-      translator: a ``Translator`` with one device's rows.
+      translator: a ``Translator`` with the same settings and devices.
       workers: the search, with the numbers of rows and of sentences that wait.
       num_lines: lines translated so far.
       num_tokens: tokens of their best translations.
@@ -43,25 +45,24 @@ class AsyncTranslator:
 
     def __init__(
         self,
-        models: Transformer | Sequence[Transformer],
+        models: Transformer | Ensemble | Sequence[Transformer],
         tokenizer: Tokenizer,
         config: DecodingConfig,
         *,
         devices: Sequence[jax.Device] = (),
     ):
-        """``devices`` must divide ``config.batch_size``; default: all that do.
+        """``devices`` share the rows of ``config.batch_size``; default: all.
 
         Raises:
           UserError: as ``Translator``.
         """
         devices = devices or devices_for_rows(config.batch_size)
-        share = replace(config, batch_size=config.batch_size // len(devices))
-        translators = [Translator(models, tokenizer, share, devices=[each]) for each in devices]
-        self.config, self.translator = config, translators[0]
-        self.workers = Workers([each.engine for each in translators])
+        self.config = config
+        self.translator = Translator(models, tokenizer, config, devices=devices)
+        self.workers = Workers(self.translator.engines)
         self.num_lines = self.num_tokens = 0
         together = replace(config, batch_size=_ALIGNED_TOGETHER)
-        self._scorer = Scorer(self.translator.models, tokenizer, together)
+        self._scorer = Scorer(models, tokenizer, together)
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")
 
     @classmethod
@@ -89,7 +90,7 @@ class AsyncTranslator:
     def start(self) -> None:
         """Compile everything, then begin to work."""
         self.workers.start()
-        lengths = [length for bucket in self.translator.engine.buckets for length in bucket.lengths]
+        lengths = chain(*(bucket.lengths for bucket in self.translator.engines[0].buckets))
         self._scorer.align_tokens([([0] * (length - 1), [0]) for length in lengths])
 
     def close(self) -> None:
@@ -120,14 +121,11 @@ class AsyncTranslator:
 
         async def search(segment: Sentence) -> list[Hypothesis]:
             async with turns:
-                return await self.workers.search(segment, wanted=num_hypotheses)
+                return await self.workers.search(segment)
 
         async with turns:  # no line is encoded sooner: that holds up all tasks
-            segments = self.translator.sentences(request)
-            found = [
-                await self.workers.search(segment, wanted=num_hypotheses)
-                for segment in segments[:1]
-            ]
+            segments = self.translator.sentences(request, num_hypotheses)
+            found = [await self.workers.search(segment) for segment in segments[:1]]
         found += await asyncio.gather(*map(search, segments[1:]))
         translations = self.translator.translations(request, found)
         self.num_lines += 1

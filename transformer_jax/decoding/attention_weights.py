@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from transformer_jax.decoding.buckets import padded_length
+from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import check_text
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -75,12 +76,12 @@ def sentence_attention(
     check_text(text, "text")
     if not text.strip():
         raise UserError(f"text is {text!r}; expected a sentence.")
-    if len(translator.models) > 1:
+    model, tokenizer = translator.model, translator.tokenizer
+    if isinstance(model, Ensemble):
         raise UserError(
-            f"The translator has {len(translator.models)} models; expected one: an ensemble has no "
+            f"The translator has {len(model.models)} models; expected one: an ensemble has no "
             "attention weights of its own."
         )
-    [model], tokenizer = translator.models, translator.tokenizer
     [source] = tokenizer.source.encode([text])
     longest = min(_LONGEST, model.config.position_limit)
     source_1S = _padded("text", source, longest)

@@ -33,7 +33,7 @@ class BeamSearch(Method):
     on. The order among equals is fixed: the better beam, then the likelier token, then the lower
     id. With ``beam_size`` 1 the search is greedy: it takes the likeliest token until EOS.
 
-    A sentence stops when no live hypothesis can still enter its best ``num_hypotheses``:
+    A sentence stops when no live hypothesis can still enter the best that are wanted:
     log-probabilities only fall and the divisor only grows, so the best live log-probability over
     the divisor of the longest length is a bound.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, count, groupby, takewhile
+from itertools import count, groupby, islice, takewhile
 from typing import NamedTuple
 
 import jax
@@ -25,8 +24,8 @@ class Sentence(NamedTuple):
     """Target tokens that the translation must begin with."""
     seed: int = 0
     """Makes the samples of sentences differ."""
-    wanted: int | None = None
-    """Hypotheses that are enough; None: as many as the search returns."""
+    wanted: int = 1
+    """Hypotheses to find, at most ``decoding.beam_size``."""
 
 
 class Bucket(NamedTuple):
@@ -37,25 +36,24 @@ class Bucket(NamedTuple):
     for the last one.
     """
     rows: int
-    """Sentences that each device has in progress."""
-    num_devices: int = 1
+    """Sentences in progress at a time."""
 
     @property
     def block_size(self) -> int:
-        """Sentences that a device encodes at a time, all in one shape. Few, as seldom exactly as
-        many of a length wait; several devices wait for each other after each block.
+        """Sentences that are encoded at a time, all in one shape. Few, as seldom exactly as many of
+        a length wait.
         """
-        return max(1, self.rows // (4 if self.num_devices == 1 else 2))
+        return max(1, self.rows // 4)
 
     def length_of(self, sentence: Sentence) -> int:
         """The length that a sentence is encoded in: its own one decides, end symbol included."""
         return self.lengths[bisect_left(self.lengths, len(sentence.tokens) + 1)]
 
 
-def make_buckets(longest: int, batch_size: int, num_devices: int = 1) -> tuple[Bucket, ...]:
+def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
     """A bucket for the lengths 16, 24, 32, ..., 128, one for those up to 512, one up to 2,048,
-    ..., to the longest; each with a quarter of the rows of the one before. The devices share
-    ``batch_size`` rows.
+    ..., to the longest; each with a quarter of the rows of the one before, the first with
+    ``batch_size``.
 
     On accelerators only for 32, 64, 128, ...: there padding costs less than compiling an encoder.
     """
@@ -63,10 +61,7 @@ def make_buckets(longest: int, batch_size: int, num_devices: int = 1) -> tuple[B
     widths = _widths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
     lengths = [*takewhile(lambda width: width < longest, widths), longest]
     groups = groupby(lengths, key=lambda length: (((length - 1) // 128).bit_length() + 1) // 2)
-    rows = batch_size // num_devices
-    return tuple(
-        Bucket(tuple(group), max(1, rows // 4**power), num_devices) for power, group in groups
-    )
+    return tuple(Bucket(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)
 
 
 def bucket_index(buckets: Sequence[Bucket], sentence: Sentence) -> int:
@@ -75,50 +70,38 @@ def bucket_index(buckets: Sequence[Bucket], sentence: Sentence) -> int:
 
 
 def in_blocks(
-    buckets: Sequence[Bucket], sentences: Sequence[Sentence]
-) -> Iterator[tuple[Bucket, list[list[int]]]]:
-    """Each bucket with its sentences' indices in blocks of one encoded length, longest first."""
-    of_length: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index in sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens)):
-        number = bucket_index(buckets, sentences[index])
-        of_length[number, buckets[number].length_of(sentences[index])].append(index)
-    for number, bucket in enumerate(buckets):
-        size = bucket.block_size * bucket.num_devices
-        blocks = [
-            indices[first : first + size]
-            for (its, _), indices in of_length.items()
-            if its == number
-            for first in range(0, len(indices), size)
-        ]
-        if blocks:
-            yield bucket, blocks
+    buckets: Sequence[Bucket], sentences: Mapping[int, Sentence]
+) -> Iterator[tuple[Bucket, list[dict[int, Sentence]]]]:
+    """Each bucket with its numbered sentences in blocks of one encoded length, longest first."""
+    in_order = sorted(sentences, key=lambda number: -len(sentences[number].tokens))
+    for index, its in groupby(in_order, key=lambda n: bucket_index(buckets, sentences[n])):
+        bucket, blocks = buckets[index], list[dict[int, Sentence]]()
+        for _, same in groupby(its, key=lambda n: bucket.length_of(sentences[n])):
+            while block := {n: sentences[n] for n in islice(same, bucket.block_size)}:
+                blocks.append(block)
+        yield bucket, blocks
 
 
 def make_block(
-    bucket: Bucket,
-    dealt: Sequence[Mapping[int, Sentence]],
-    longest_target: Callable[[int], int],
-    num_hypotheses: int,
+    bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
 ) -> tuple[np.ndarray, Block]:
     """The source tokens of numbered sentences of one encoded length, and all else of their block
-    but the cache. ``dealt`` has those of each device; ``longest_target`` limits a target by the
-    length of its source.
+    but the cache. ``longest_target`` limits a target by the length of its source.
     """
     size, capacity = bucket.block_size, bucket.lengths[-1]
-    length = max(map(bucket.length_of, chain(*(its.values() for its in dealt))), default=0)
-    source_QS = np.full((len(dealt) * size, length or bucket.lengths[0]), PAD_ID, np.int32)
-    number_Q, limit_Q, seed_Q, wanted_Q = np.zeros((4, len(source_QS)), np.int32)
-    number_Q[:], wanted_Q[:] = NOBODY, num_hypotheses
-    prefix_QP = np.full((len(source_QS), longest_target(capacity)), NOT_FORCED, np.int32)
-    for device, sentences in enumerate(dealt):
-        for place, (number, sentence) in enumerate(sentences.items(), device * size):
-            source_length, prefix = len(sentence.tokens) + 1, sentence.prefix
-            source_QS[place, :source_length] = [*sentence.tokens, EOS_ID]
-            number_Q[place] = number
-            limit_Q[place] = longest_target(source_length)
-            prefix_QP[place, : len(prefix)] = prefix[: prefix_QP.shape[1]]
-            seed_Q[place] = np.uint32(sentence.seed).view(np.int32)
-            wanted_Q[place] = sentence.wanted or num_hypotheses
+    length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
+    source_QS = np.full((size, length), PAD_ID, np.int32)
+    number_Q, limit_Q, seed_Q, wanted_Q = np.zeros((4, size), np.int32)
+    number_Q[:] = NOBODY
+    prefix_QP = np.full((size, longest_target(capacity)), NOT_FORCED, np.int32)
+    for place, (number, sentence) in enumerate(sentences.items()):
+        source_length, prefix = len(sentence.tokens) + 1, sentence.prefix
+        source_QS[place, :source_length] = [*sentence.tokens, EOS_ID]
+        number_Q[place] = number
+        limit_Q[place] = longest_target(source_length)
+        prefix_QP[place, : len(prefix)] = prefix[: prefix_QP.shape[1]]
+        seed_Q[place] = np.uint32(sentence.seed).view(np.int32)
+        wanted_Q[place] = sentence.wanted
     return source_QS, Block(number_Q, limit_Q, prefix_QP, seed_Q.view(np.uint32), wanted_Q, ())
 
 

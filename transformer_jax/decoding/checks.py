@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from transformer_jax.config import DecodingConfig
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import EOS_ID
@@ -31,19 +28,3 @@ def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, .
             f"{tokenizer.target.vocab_size}, the tokens of the vocabulary."
         )
     return suppress
-
-
-def vocabulary_sizes(models: Sequence[Any]) -> tuple[int, int]:
-    """The source and target vocabulary sizes of models that work together; ``UserError`` unless all
-    have the same.
-    """
-    sizes = [
-        (model.config.source_vocab_size or model.config.vocab_size, model.config.vocab_size)
-        for model in models
-    ]
-    if len(set(sizes)) != 1:
-        raise UserError(
-            f"The models have {sizes} source and target tokens; expected one or more models of one "
-            "vocabulary."
-        )
-    return sizes[0]

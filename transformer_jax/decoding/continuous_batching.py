@@ -35,7 +35,6 @@ class Block(NamedTuple):
     prefix_QP: Any
     seed_Q: Any
     wanted_Q: Any
-    """How many hypotheses of each are wanted."""
     cache: Any
     """The sentences' own, of which only what belongs to the source is read."""
 
@@ -83,9 +82,8 @@ class RowSearch:
         """Give a row to every sentence of the block, taking steps until enough rows are idle. Then
         take up to ``most`` steps, fewer once ``enough`` more sentences, or all, are done.
 
-        Returns the rows, the results of the Q sentences that had these rows before, and int32
-        [1, 2]: the slots that were computed, rows times steps, and those of them in which a
-        sentence was in progress.
+        Returns the rows, the results of the Q sentences that had these rows before, and the number
+        of steps.
 
         Rows are handed over as soon as 1/16 of them are idle (on a GPU 1/8), or enough for the
         rest of the block. No loop holds a branch, through which caches would be copied.
@@ -100,7 +98,7 @@ class RowSearch:
 
             def goes_on(stepped: _Stepped) -> Array:
                 num_idle = stepped.rows.state.done_B.sum()
-                num_steps = (stepped.slots_2[0] - before.slots_2[0]) // B
+                num_steps = stepped.num_steps - before.num_steps
                 num_done = num_idle - before.rows.state.done_B.sum()
                 seats = num_idle < jnp.minimum(least, num_waiting)
                 advances = (num_steps < most) & (num_done < enough)
@@ -111,7 +109,7 @@ class RowSearch:
             return carry._replace(has_advanced=num_waiting == 0)
 
         carry = _Carry(
-            stepped=_Stepped(rows, jnp.zeros(2, jnp.int32)),
+            stepped=_Stepped(rows, jnp.int32(0)),
             left=Found(jnp.full_like(block.number_Q, NOBODY), entering.state.finished),
             next=jnp.int32(0),
             has_advanced=most <= 0,
@@ -120,7 +118,7 @@ class RowSearch:
             lambda carry: (carry.next < num_sentences) | ~carry.has_advanced, hand_over, carry
         )
         left = Found(carry.left.number_R, results(carry.left.results, self.method.pad_id))
-        return carry.stepped.rows, left, carry.stepped.slots_2[None]
+        return carry.stepped.rows, left, carry.stepped.num_steps
 
     def _step_while(self, goes_on: Callable[[_Stepped], Array], stepped: _Stepped) -> _Stepped:
         """Take steps while ``goes_on(stepped)``.
@@ -144,7 +142,6 @@ class RowSearch:
     def _step(self, length: int, stepped: _Stepped) -> _Stepped:
         """Write one token of every row's sentence, attending to ``length`` positions."""
         number_B, state, cache = stepped.rows
-        slots_2 = stepped.slots_2 + jnp.stack([len(number_B), (~state.done_B).sum()])
         state, cache = take_step(
             self.method,
             partial(self.step, length=length),
@@ -152,12 +149,12 @@ class RowSearch:
             cache,
             reorder=lambda cache, parents_BW: cache.reorder(parents_BW),
         )
-        return _Stepped(Rows(number_B, state, cache), slots_2)
+        return _Stepped(Rows(number_B, state, cache), stepped.num_steps + 1)
 
 
 class _Stepped(NamedTuple):
     rows: Rows
-    slots_2: Array  # computed, used
+    num_steps: Array
 
 
 class _Carry(NamedTuple):

@@ -14,7 +14,7 @@ from flax import nnx, struct
 from jax import Array
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.decoding.checks import vocabulary_sizes
+from transformer_jax.errors import UserError
 from transformer_jax.model.kv_cache import DecoderCache
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 
@@ -54,13 +54,32 @@ class Ensemble(nnx.Module):
 
     def __init__(self, models: Sequence[Transformer]):
         """Raises ``UserError`` for models with different vocabularies, or none."""
-        vocabulary_sizes(models)
+        sizes = list(map(vocabulary_sizes, models))
+        if len(set(sizes)) != 1:
+            raise UserError(
+                f"The models have {sizes} source and target tokens; expected one or more models of "
+                "one vocabulary."
+            )
         self.models = nnx.List(models)
 
     @property
     def config(self) -> ModelConfig:
         """The config of the model with the fewest positions."""
         return min((model.config for model in self.models), key=lambda x: x.position_limit)
+
+    def hidden(self, source_BS: Array, target_BT: Array) -> tuple[Array, ...]:
+        """Each decoder's output, for ``logits``."""
+        return tuple(model.hidden(source_BS, target_BT) for model in self.models)
+
+    def logits(self, hidden: tuple[Array, ...]) -> Array:
+        """Logarithms of the mean probabilities, float32 [B, T, V]."""
+        each = zip(self.models, hidden, strict=True)
+        return _log_mean([model.logits(hidden_BTD) for model, hidden_BTD in each])
+
+    def cross_attention(self, source_BS: Array, target_BT: Array, layer: int) -> Array:
+        """As ``Transformer.cross_attention``, the mean over the models."""
+        each = [model.cross_attention(source_BS, target_BT, layer) for model in self.models]
+        return jnp.stack(each).mean(axis=0)
 
     def encode(self, source_BS: Array) -> tuple[Array, ...]:
         """Each encoder's output, ``memory_BSD``."""
@@ -81,16 +100,21 @@ class Ensemble(nnx.Module):
         """Logarithms of the mean probabilities, float32 [B, W, V], and the new cache."""
         each = zip(self.models, cache.caches, strict=True)
         steps = [model.decode_step(tokens_BW, its, length=length) for model, its in each]
-        log_probs_MBWV = jnp.stack([jax.nn.log_softmax(logits_BWV) for logits_BWV, _ in steps])
-        mean_BWV = jax.nn.logsumexp(log_probs_MBWV, axis=0) - math.log(len(steps))
-        return mean_BWV, EnsembleCache(tuple(its for _, its in steps))
+        log_mean_BWV = _log_mean([logits_BWV for logits_BWV, _ in steps])
+        return log_mean_BWV, EnsembleCache(tuple(its for _, its in steps))
 
 
-def as_one(models: Transformer | Sequence[Transformer]) -> Transformer | Ensemble:
+def as_one(models: Transformer | Ensemble | Sequence[Transformer]) -> Transformer | Ensemble:
     """One model as it is, several as an ``Ensemble``."""
-    if isinstance(models, Transformer):
+    if isinstance(models, Transformer | Ensemble):
         return models
     return models[0] if len(models) == 1 else Ensemble(models)
+
+
+def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
+    """The numbers of source and target tokens."""
+    config = model.config
+    return config.source_vocab_size or config.vocab_size, config.vocab_size
 
 
 def with_cast_matrices(model: Transformer | Ensemble) -> Transformer | Ensemble:
@@ -98,3 +122,9 @@ def with_cast_matrices(model: Transformer | Ensemble) -> Transformer | Ensemble:
     if isinstance(model, Ensemble):
         return Ensemble([with_cast_weights(each) for each in model.models])
     return with_cast_weights(model)
+
+
+def _log_mean(logits: Sequence[Array]) -> Array:
+    """The logarithm of the mean of the models' probabilities."""
+    log_probs = jnp.stack([jax.nn.log_softmax(each) for each in logits])
+    return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(logits))

@@ -230,7 +230,7 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
     keep_compiled(arguments.compilation_cache)
     use_matmul_precision(config.model)
     results, window = arguments.results, arguments.files.window
-    devices = devices_for_rows(arguments.search.batch_size)
+    devices = tuple(devices_for_rows(arguments.search.batch_size))
     task = Translator if arguments.evaluation.score is None else Scorer
     models: Translator | Scorer = task.from_workdir(
         arguments.workdir,
@@ -243,7 +243,7 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
         aligner = (
             models
             if isinstance(models, Scorer)
-            else Scorer(models.models, models.tokenizer, models.config, devices=devices)
+            else Scorer(models.model, models.tokenizer, models.config, devices=devices)
         )
         aligner.align([], layer=results.alignment_layer)  # before an output is emptied
 
@@ -252,7 +252,8 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
         found: Iterator[list[Translation]]
         if isinstance(models, Scorer):
             pairs = ((record.text, record.target) for record in records)
-            scored = chain.from_iterable(map(models.score, models.blocks(pairs, window)))
+            size = window or 100 * models.config.batch_size
+            scored = chain.from_iterable(map(models.score, blocks(pairs, size)))
             found = ([translation] for translation in scored)
         else:
             found = models.stream(records, num_hypotheses=results.nbest, window=window)

@@ -7,22 +7,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.buckets import padded_length
-from transformer_jax.decoding.devices import row_shardings
+from transformer_jax.decoding.ensemble import Ensemble, as_one
 from transformer_jax.decoding.records import Translation, blocks, check_text
 from transformer_jax.decoding.search import length_divisor
-from transformer_jax.decoding.trained_models import TrainedModels
+from transformer_jax.decoding.trained_models import check_vocabulary, load_models
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
+from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -33,28 +36,52 @@ _FULL_LENGTH = 64
 _LONGEST = 4096  # attention takes memory as the square of the length
 
 
-class Scorer(TrainedModels):
+class Scorer:
     """A model (or several with one vocabulary) that says how likely given targets are.
 
     Several score by the mean of their probabilities, as an ensemble translates. A batch has
     ``config.batch_size`` pairs of up to 64 tokens and fewer of longer ones. Each shape is compiled
-    once.
+    once for each device.
 
     Attributes:
       longest: tokens that a sentence may have, EOS included: 4,096, or the number of learned
         positions.
-      parameters: the models', as ``nnx.to_pure_dict`` gives them.
     """
 
-    def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
-        self._layers = min(model.config.decoder_layers for model in models)
-        self.longest = min(_LONGEST, *(model.config.position_limit for model in models))
-        self._shares = max(1, len(devices))
-        everywhere, self._rows = row_shardings(devices)
-        self._graph, parameters = nnx.split(nnx.List(models), nnx.Param)
-        self.parameters = jax.device_put(nnx.to_pure_dict(parameters), everywhere)
+    def __init__(
+        self,
+        models: Transformer | Ensemble | Sequence[Transformer],
+        tokenizer: Tokenizer,
+        config: DecodingConfig | None = None,
+        *,
+        devices: Sequence[jax.Device] = (),
+    ):
+        """``devices`` take batches in turn; without any the work is done where the parameters are.
+
+        Raises:
+          UserError: a model with another vocabulary.
+        """
+        model = as_one(models)
+        check_vocabulary(model, tokenizer)
+        self.tokenizer, self.config = tokenizer, config or DecodingConfig()
+        self.longest = min(_LONGEST, model.config.position_limit)
+        models = model.models if isinstance(model, Ensemble) else [model]
+        self._layers = min(each.config.decoder_layers for each in models)
+        self._graph, parameters = nnx.split(model, nnx.Param)
+        self._parameters = [jax.device_put(parameters, device) for device in devices or [None]]
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
+
+    @classmethod
+    def from_workdir(
+        cls,
+        workdir: str | Path | Sequence[str | Path],
+        *,
+        devices: Sequence[jax.Device] = (),
+        **chosen: Any,
+    ) -> Self:
+        """The model of a training run, or of several; ``chosen`` as in ``load_models``."""
+        return cls(*load_models(workdir, **chosen), devices=devices)
 
     def score(self, pairs: Iterable[tuple[str, str]]) -> list[Translation]:
         """Each (source, target), in order, as a ``Translation``: the target with its
@@ -152,19 +179,19 @@ class Scorer(TrainedModels):
             said = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
             said += "are left out."
             logger.warning(said, len(pairs) - len(padded), len(pairs), self.longest)
-        running = []
-        # The device gets the longest first, and all batches before the first result is awaited.
+        running: list[tuple[list[int], jax.Array]] = []
+        # The devices get the longest first, and all batches before the first result is awaited.
         in_order = sorted(padded, key=padded.__getitem__, reverse=True)
         for length, same in groupby(in_order, key=padded.__getitem__):
             rows = self.config.batch_size * _FULL_LENGTH // max(length, _FULL_LENGTH)
-            rows = max(1, rows // self._shares) * self._shares
+            rows = max(1, rows // len(self._parameters))
             for batch in blocks(same, rows):
                 sides_2BL = np.full((2, rows, length), PAD_ID, np.int32)
                 for row, i in enumerate(batch):
                     for side_BL, tokens in zip(sides_2BL, pairs[i]):
                         side_BL[row, : len(tokens) + 1] = [*tokens, EOS_ID]
-                sides = jax.device_put(tuple(sides_2BL), self._rows)
-                running.append((batch, run(self.parameters, *sides)))
+                parameters = self._parameters[len(running) % len(self._parameters)]
+                running.append((batch, run(parameters, *sides_2BL)))
         found: list[np.ndarray | None] = [None] * len(pairs)
         for batch, result in running:
             for i, row in zip(batch, np.asarray(result)):  # the rows beyond are padding
@@ -175,32 +202,26 @@ class Scorer(TrainedModels):
         self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array
     ) -> jax.Array:
         logger.info("Compiling the scoring of %d pairs of up to %d tokens.", *source_BS.shape)
-        each = [
-            _label_log_probs(model, model.hidden(source_BS, target_BT), target_BT)
-            for model in nnx.merge(self._graph, parameters)
-        ]
-        return jax.nn.logsumexp(jnp.stack(each), axis=0) - np.log(len(each))
+        model = nnx.merge(self._graph, parameters)
+        return _label_log_probs(model, model.hidden(source_BS, target_BT), target_BT)
 
     def _align_batch(
         self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array, *, layer: int
     ) -> jax.Array:
         logger.info("Compiling the alignment of %d pairs of up to %d tokens.", *source_BS.shape)
-        each = [
-            model.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
-            for model in nnx.merge(self._graph, parameters)
-        ]
-        return jnp.stack(each).mean(axis=0)
+        model = nnx.merge(self._graph, parameters)
+        return model.cross_attention(source_BS, target_BT, layer)
 
 
-def _label_log_probs(model: Transformer, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
+def _label_log_probs(model: Any, hidden: Any, target_BT: jax.Array) -> jax.Array:
     """log softmax(logits)[target], float32 [B, T]; logits exist for a few positions at a time."""
 
-    def at_position(position: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden_BD, target_B = position
-        logits_BV = model.logits(hidden_BD[:, None])[:, 0]
+    def at_position(position: tuple[Any, jax.Array]) -> jax.Array:
+        hidden, target_B = position
+        logits_BV = model.logits(jax.tree.map(lambda x_BD: x_BD[:, None], hidden))[:, 0]
         label_B = jnp.take_along_axis(logits_BV, target_B[:, None], axis=-1)[:, 0]
         return label_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
     width = max(1, _MAX_LOGITS // (len(target_BT) * model.config.vocab_size))
-    by_position = hidden_BTD.swapaxes(0, 1), target_BT.T
+    by_position = jax.tree.map(lambda x: x.swapaxes(0, 1), (hidden, target_BT))
     return jax.lax.map(at_position, by_position, batch_size=min(width, len(target_BT.T))).T

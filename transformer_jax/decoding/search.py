@@ -3,9 +3,9 @@
 Nothing here knows the model. ``beam_search.py`` and ``sampling.py`` choose the tokens;
 ``continuous_batching.py`` hands the rows of finished sentences to waiting ones.
 
-Letters: B sentences, W beam width, V vocabulary, L positions, N hypotheses returned, P positions of
-a prefix, C candidates of one sentence, R rows (B * W, or some of B). Log-probabilities and scores
-are float32 throughout.
+Letters: B sentences, W beam width, V vocabulary, L positions, N hypotheses returned (as many as W),
+P positions of a prefix, C candidates of one sentence, R rows (B * W, or some of B).
+Log-probabilities and scores are float32 throughout.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SearchState(NamedTuple):
     seed_B: Array
     """Makes the random numbers of sentences differ (sampling)."""
     wanted_B: Array
-    """Hypotheses that end a beam search, at most those that are returned."""
+    """A beam search ends with as many; those beyond may not be the best."""
     live: Beams
     finished: SearchResult
     done_B: Array
@@ -98,8 +98,6 @@ class Method(ABC):
     """Ends every target."""
     pad_id: int
     """Stands after the end of every target and is never generated."""
-    num_hypotheses: int | None = None
-    """Hypotheses returned for each sentence; None: as many as there are beams or samples."""
     constraints: Constraints = field(default_factory=Constraints)
     length_penalty: float = 0.6
     """alpha in ((c + length) / (c + 1))^alpha, by which log-probabilities are divided to rank
@@ -115,9 +113,6 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         require_at_least(0, length_penalty=self.length_penalty, length_offset=self.length_offset)
-        N, W = self.num_hypotheses, self.num_beams
-        if N is not None and not 1 <= N <= W:
-            raise UserError(f"num_hypotheses is {N}; expected 1 to {W}, as many as are searched.")
 
     @property
     @abstractmethod
@@ -155,11 +150,11 @@ class Method(ABC):
         wanted_B: Array | None = None,
     ) -> SearchState:
         """Sentences of which nothing is written yet; ``limit_B`` 0: nothing to search.
-        Where ``wanted_B`` hypotheses are enough, a beam search stops as soon as it has those; the
-        others may not be the best.
+        Where ``wanted_B`` hypotheses are enough (default: all W), a beam search stops as soon as it
+        has those; the others may not be the best.
         """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
-        N, num_live = self.num_hypotheses or W, W if self.independent else 1
+        num_live = W if self.independent else 1
         if self.pad_id != self.eos_id:
             prefix_BP = jnp.where(prefix_BP == self.pad_id, NOT_FORCED, prefix_BP)
         live_BW = jnp.broadcast_to(
@@ -172,18 +167,18 @@ class Method(ABC):
                 prefix_BP.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=NOT_FORCED
             ),
             seed_B=seed_B.astype(jnp.uint32),
-            wanted_B=jnp.full(B, N) if wanted_B is None else jnp.clip(wanted_B, 1, N),
+            wanted_B=jnp.full(B, W) if wanted_B is None else jnp.clip(wanted_B, 1, W),
             live=Beams(
                 jnp.full((B, W, L), self.pad_id, jnp.int32),
                 jnp.zeros((B, W, L), jnp.float32),
                 live_BW,
             ),
             finished=SearchResult(
-                jnp.full((B, N, L), self.pad_id, jnp.int32),
-                jnp.full((B, N), IMPOSSIBLE, jnp.float32),
-                jnp.full((B, N), IMPOSSIBLE, jnp.float32),
-                jnp.zeros((B, N), jnp.int32),
-                jnp.zeros((B, N, L), jnp.float32),
+                jnp.full((B, W, L), self.pad_id, jnp.int32),
+                jnp.full((B, W), IMPOSSIBLE, jnp.float32),
+                jnp.full((B, W), IMPOSSIBLE, jnp.float32),
+                jnp.zeros((B, W), jnp.int32),
+                jnp.zeros((B, W, L), jnp.float32),
             ),
             done_B=limit_B <= 0,
         )

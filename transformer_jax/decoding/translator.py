@@ -3,45 +3,81 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 
+from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.checks import check_decoding
-from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence
-from transformer_jax.decoding.records import Request, Translation, check_text
+from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, search_together
+from transformer_jax.decoding.ensemble import Ensemble, as_one
+from transformer_jax.decoding.records import Request, Translation, blocks, check_text
 from transformer_jax.decoding.segments import joint, split
-from transformer_jax.decoding.trained_models import TrainedModels, warn_first
+from transformer_jax.decoding.trained_models import check_vocabulary, load_models
 from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import UNK_ID
+from transformer_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
-class Translator(TrainedModels):
+class Translator:
     """A model (or several, whose probabilities are averaged), its tokenizer and search settings.
 
     A line's translation depends on the line and the settings alone, not on its neighbours.
 
     Attributes:
-      engine: the search itself, over token ids, with its compiled shapes and counts.
-      num_failed: for how many lines the search found nothing.
-      num_split: how many lines were translated in segments.
+      engines: the search over token ids, one for each device.
     """
 
-    def _set_up(self, models: list[Transformer], devices: Sequence[jax.Device]) -> None:
-        suppress = check_decoding(self.config, self.tokenizer)
-        positions = min(model.config.position_limit for model in models)
+    def __init__(
+        self,
+        models: Transformer | Ensemble | Sequence[Transformer],
+        tokenizer: Tokenizer,
+        config: DecodingConfig | None = None,
+        *,
+        devices: Sequence[jax.Device] = (),
+    ):
+        """``devices`` share the lines, each with an equal part of the rows of
+        ``config.batch_size``; without any the search runs where the parameters are.
+
+        Raises:
+          UserError: a model with another vocabulary; settings that do not go together, or not with
+            the model.
+        """
+        model = as_one(models)
+        check_vocabulary(model, tokenizer)
+        self.tokenizer, self.config = tokenizer, config or DecodingConfig()
+        suppress = check_decoding(self.config, tokenizer)
+        positions = model.config.position_limit
         self._longest_prefix = min(self.config.max_extra_length, positions - 1)
         if self.config.min_length > self._longest_prefix:
             raise UserError(
                 f"decoding.min_length is {self.config.min_length}; expected less than "
                 f"model.max_positions = {positions}, where this model's learned positions end."
             )
-        self.engine = Engine(models, self.config, suppress=suppress, devices=devices)
-        self.num_failed = self.num_split = 0
+        rows = -(-self.config.batch_size // max(1, len(devices)))
+        share = dataclasses.replace(self.config, batch_size=rows)
+        self.engines = [
+            Engine(model, share, suppress=suppress, device=device) for device in devices or [None]
+        ]
+
+    @classmethod
+    def from_workdir(
+        cls,
+        workdir: str | Path | Sequence[str | Path],
+        *,
+        devices: Sequence[jax.Device] = (),
+        **chosen: Any,
+    ) -> Self:
+        """The model of a training run, or of several; ``chosen`` as in ``load_models``."""
+        return cls(*load_models(workdir, **chosen), devices=devices)
 
     @property
     def parameters(self) -> Any:
@@ -50,16 +86,17 @@ class Translator(TrainedModels):
         Assign newer ones (a training loop's), or ``nnx.State``, to translate with those; nothing is
         compiled again.
         """
-        return self.engine.parameters
+        return self.engines[0].parameters
 
     @parameters.setter
     def parameters(self, parameters: Any) -> None:
-        self.engine.parameters = parameters
+        for engine in self.engines:
+            engine.parameters = parameters
 
     @property
-    def models(self) -> list[Transformer]:
-        """The models, with the parameters they have now."""
-        return self.engine.models
+    def model(self) -> Transformer | Ensemble:
+        """The model, with the parameters it has now."""
+        return self.engines[0].model
 
     def translate(self, lines: Iterable[str | Request]) -> list[str]:
         """The best translation of each line; an empty line gives an empty one. Raises as ``stream``
@@ -75,7 +112,7 @@ class Translator(TrainedModels):
 
         Reads and translates ``window`` lines at a time (default: 100 batches). An empty line gives
         one empty translation, and so does a line for which the search finds none (with a warning
-        and scores of NaN; see ``num_failed``). A line of more than ``config.max_source_length``
+        and scores of NaN). A line of more than ``config.max_source_length``
         tokens, EOS included, is translated in segments, with a warning.
 
         Raises:
@@ -92,21 +129,23 @@ class Translator(TrainedModels):
                 f"num_hypotheses is {num_hypotheses}; "
                 f"expected 1 to decoding.beam_size = {self.config.beam_size}."
             )
+        if window is None:
+            window = 100 * self.config.batch_size
+        elif window < 1:
+            raise UserError(f"window is {window}; expected 1 or more.")
         requests = map(numbered_request, lines, count(1))
-        prepared = ((request, self.sentences(request)) for request in requests)
-        return chain.from_iterable(
-            self._translate(block, num_hypotheses) for block in self.blocks(prepared, window)
-        )
+        prepared = ((request, self.sentences(request, num_hypotheses)) for request in requests)
+        return chain.from_iterable(map(self._translate, blocks(prepared, window)))
 
     def _translate(
-        self, block: list[tuple[Request, list[Sentence]]], num_hypotheses: int
+        self, block: list[tuple[Request, list[Sentence]]]
     ) -> Iterator[list[Translation]]:
         sentences = [sentence for _, its in block for sentence in its]
-        found = iter(self.engine.search(sentences, num_hypotheses=num_hypotheses))
+        found = iter(search_together(self.engines, sentences))
         for request, its in block:
             yield self.translations(request, list(islice(found, len(its))))
 
-    def sentences(self, request: Request) -> list[Sentence]:
+    def sentences(self, request: Request, num_hypotheses: int = 1) -> list[Sentence]:
         """What to search for a request: itself, its segments, or (an empty line) nothing.
 
         ``UserError`` as ``check``.
@@ -114,15 +153,19 @@ class Translator(TrainedModels):
         prefix = self.check(request)
         if not request.text.strip():
             return []
-        limit = self.engine.longest_source - 1  # EOS takes one position
+        limit = self.engines[0].longest_source - 1  # EOS takes one position
         [tokens] = segments = self.tokenizer.source.encode([request.text])
         if len(tokens) > limit:
             segments = split(request.text, limit, self.tokenizer)
-            self.num_split += 1
             said = "Line %d has %d tokens; more than %d are translated in segments, here %d."
-            warn_first(self.num_split, said, request.number, len(tokens), limit, len(segments))
+            logger.warning(said, request.number, len(tokens), limit, len(segments))
         return [
-            Sentence(segment, [] if i else prefix, (request.number + 1_000_003 * i) % 2**32)
+            Sentence(
+                segment,
+                [] if i else prefix,
+                seed=(request.number + 1_000_003 * i) % 2**32,
+                wanted=num_hypotheses,
+            )
             for i, segment in enumerate(filter(None, segments))
         ]
 
@@ -133,9 +176,8 @@ class Translator(TrainedModels):
         of each as one line, then the second-best, while every sentence has one.
         """
         if not all(found):
-            self.num_failed += 1
             said = "Line %d: the search found no translation; its output is empty."
-            warn_first(self.num_failed, said, request.number)
+            logger.warning(said, request.number)
         unknown = math.nan if found else 0.0  # nothing found; or nothing to translate
         return list(map(self._joined, zip(*found))) or [Translation("", unknown, unknown, 0)]
 

@@ -16,11 +16,10 @@ from itertools import chain, islice
 from typing import TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_index
-from transformer_jax.decoding.continuous_batching import NOBODY, Block, Found
+from transformer_jax.decoding.continuous_batching import Block, Found
 from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
 
 logger = logging.getLogger(__name__)
@@ -55,11 +54,10 @@ class LiveRows:
     """
 
     def __init__(self, engine: Engine, bucket: Bucket):
-        assert engine.num_devices == 1
         self._engine, self.bucket = engine, bucket
         self.busy: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._rows = engine.new_rows(bucket, engine.config.beam_size)
+        self._rows = engine.new_rows(bucket)
 
     @property
     def num_idle(self) -> int:
@@ -87,32 +85,31 @@ class LiveRows:
         self.busy |= entered
         block = self._encode(entered) if entered else self._nobody
         limits = {"most": most, "enough": self.bucket.block_size}
-        rows, left, _ = self._engine.seat(self.bucket, self._rows, block, **limits)
+        rows, left = self._engine.seat(self.bucket, self._rows, block, **limits)
         self._answer(left)
-        number_B, is_done_B = jax.device_get((rows.number_B, rows.state.done_B))
-        if any(number in self.busy for number in number_B[is_done_B].tolist()):
-            found = Found(jnp.where(is_done_B, number_B, NOBODY), self._engine.results(rows))
-            self._answer(found)
+        self._answer(self._engine.results(rows))
         gone = [number for number, entry in self.busy.items() if entry.future.cancelled()]
         if gone:
-            done_B = jax.device_put(is_done_B | np.isin(number_B, gone), rows.state.done_B.sharding)
+            done_B = np.asarray(rows.state.done_B) | np.isin(rows.number_B, gone)
+            done_B = jax.device_put(done_B, rows.state.done_B.sharding)
             rows = rows._replace(state=rows.state._replace(done_B=done_B))
         for number in gone:
             del self.busy[number]
         self._rows = rows
 
     def _answer(self, found: Found) -> None:
-        number_R, results = jax.device_get(found)
-        for row, number in enumerate(number_R.tolist()):
+        numbers = np.asarray(found.number_R).tolist()
+        if self.busy.keys().isdisjoint(numbers):
+            return
+        results = jax.device_get(found.results)
+        for row, number in enumerate(numbers):
             entry = self.busy.pop(number, None)
             if entry is not None and entry.future.set_running_or_notify_cancel():
                 entry.future.set_result(hypotheses(results, row)[: entry.sentence.wanted])
 
     def _encode(self, entries: dict[int, Entry]) -> Block:
         return self._engine.encode(
-            self.bucket,
-            {number: entry.sentence for number, entry in entries.items()},
-            num_hypotheses=self._engine.config.beam_size,
+            self.bucket, {number: entry.sentence for number, entry in entries.items()}
         )
 
 
@@ -161,9 +158,9 @@ class Workers:
             if thread.is_alive():
                 thread.join()
 
-    def submit(self, sentences: Sequence[Sentence], *, wanted: int = 1) -> list[FutureHypotheses]:
+    def submit(self, sentences: Sequence[Sentence]) -> list[FutureHypotheses]:
         """The hypotheses of each sentence, best first, as ``Engine.search`` gives them."""
-        entries = [Entry(sentence._replace(wanted=wanted)) for sentence in sentences]
+        entries = list(map(Entry, sentences))
         with self._changed:
             if self._has_ended:
                 _end(entries, self.failure)
@@ -173,9 +170,9 @@ class Workers:
             self._changed.notify_all()
         return [entry.future for entry in entries]
 
-    async def search(self, sentence: Sentence, *, wanted: int = 1) -> list[Hypothesis]:
+    async def search(self, sentence: Sentence) -> list[Hypothesis]:
         """The hypotheses of one sentence; whoever cancels this gives up on it."""
-        [future] = self.submit([sentence], wanted=wanted)
+        [future] = self.submit([sentence])
         try:
             return await asyncio.wrap_future(future)
         finally:

@@ -186,6 +186,10 @@ class Transformer(nnx.Module):
             of("decoder", "cross_attention", target_BT),
         )
 
+    def cross_attention(self, source_BS: jax.Array, target_BT: jax.Array, layer: int) -> jax.Array:
+        """Where a decoder layer reads each target token from: mean over the heads, [B, T, S]."""
+        return self.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
+
     def encode(
         self,
         source_BS: jax.Array,

@@ -83,7 +83,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
             average=arguments.average,
             **vars(search),
         )
-        use_matmul_precision(models[pair].translator.models[0].config)  # one for all of them
+        use_matmul_precision(models[pair].translator.model.config)  # one for all of them
         log.info("%s: %s from %s", pair, models[pair].translator, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 

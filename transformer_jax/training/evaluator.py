@@ -19,10 +19,11 @@ from transformer_jax.config import Config
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches, place
+from transformer_jax.decoding.records import Request, blocks
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.distributed import from_first
+from transformer_jax.distributed import from_all, from_first
 from transformer_jax.evaluation import Evaluation, bleu, evaluate
-from transformer_jax.sharding import batch_sharding
+from transformer_jax.sharding import batch_sharding, replicated
 from transformer_jax.storage import AnyPath
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.prepare import Prepared
@@ -47,10 +48,10 @@ class Evaluator:
         self._dev = None if dev is None else evaluation_plan(dev, run.config)
         self._translator: Translator | None = None
         if any(run.pairs.values()):
-            devices = list(run.mesh.devices.flat)
-            batch_size = -(-run.config.decoding.batch_size // len(devices)) * len(devices)
-            config = dataclasses.replace(run.config.decoding, batch_size=batch_size)
-            model = nnx.merge(run.functions.graph, run.state.parameters)
+            rows = -(-run.config.decoding.batch_size // jax.process_count())
+            config = dataclasses.replace(run.config.decoding, batch_size=rows)
+            model = nnx.merge(run.functions.graph, self._whole(run.state.parameters))
+            devices = list(run.mesh.local_devices)
             self._translator = Translator(model, run.tokenizer, config, devices=devices)
             self._translator.parameters = ()  # each evaluation brings its own
 
@@ -126,16 +127,23 @@ class Evaluator:
                 total = sums if total is None else jax.tree.map(operator.add, total, sums)
         return jax.device_get(total)
 
+    def _whole(self, parameters: Parameters) -> Parameters:
+        """On a device of this process."""
+        everywhere = jax.device_put(parameters, replicated(self._run.mesh))
+        return jax.tree.map(lambda x: x.addressable_data(0), everywhere)
+
     def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:
+        """The translations of the sources; each process takes every n-th line."""
         assert self._translator is not None
-        self._translator.parameters = parameters  # nothing is compiled again
-        sources = [source for source, _ in pairs]
-        window = _BATCHES_BETWEEN_POLLS * self._translator.config.batch_size
-        translations = []
-        for number, [best, *_] in enumerate(self._translator.stream(sources, window=window)):
-            if number % window == 0:
-                self._poll()
-            translations.append(best.text)
+        self._translator.parameters = self._whole(parameters)  # nothing is compiled again
+        lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]
+        translations: list[str] = []
+        for window in blocks(lines, _BATCHES_BETWEEN_POLLS * self._run.config.decoding.batch_size):
+            self._poll()
+            its_own = window[jax.process_index() :: jax.process_count()]
+            shares = from_all(self._translator.translate(its_own))
+            places = (divmod(place, len(shares)) for place in range(len(window)))
+            translations += [shares[process][place] for place, process in places]
         self._translator.parameters = ()
         return translations
 
