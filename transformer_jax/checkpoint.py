@@ -33,7 +33,6 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.storage import (
     AnyPath,
     files_in,
-    is_url,
     local_path,
     remove_folder,
     write_atomically,
@@ -61,11 +60,6 @@ def load_model(
     Raises:
       UserError: there is no such checkpoint, one is corrupt, or there are fewer than ``average``.
     """
-    if is_url(str(path)):
-        raise UserError(
-            f"path is {str(path)!r}; expected a folder (decode.py and Translator.from_workdir take "
-            "URLs)."
-        )
     chosen = choose_checkpoints(local_path(path), average=average)
     workdir = chosen[0].parents[1]
     decoding = load_config_file(workdir / "config.json").decoding

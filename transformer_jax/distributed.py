@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 
 from transformer_jax.config import Processes
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, one_line
 from transformer_jax.machine import find_devices
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
             )
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"The processes did not find each other: {' '.join(str(error).split())} Expected a "
+            f"The processes did not find each other: {one_line(error)} Expected a "
             "cluster that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU), or "
             "--coordinator-address, --num-processes and --process-id."
         ) from None

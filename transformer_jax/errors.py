@@ -21,6 +21,11 @@ def shown(value: object, *, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
+def one_line(error: Exception) -> str:
+    """The message of a library's error on one line, cut where it is very long."""
+    return " ".join(str(error).split())[:400] or type(error).__name__
+
+
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Context for imports of packages that an extra of ``pyproject.toml`` installs.

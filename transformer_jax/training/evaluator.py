@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from transformer_jax.checkpoint import checkpoint_name, load_parameters, up_to
-from transformer_jax.config import Config
+from transformer_jax.config import BatchConfig, Config
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches, place
@@ -152,13 +152,7 @@ def evaluation_plan(corpus: Corpus, config: Config) -> BatchPlan:
     """Batches for a loss on a whole corpus, one epoch: as large as a microbatch in training, so
     that they fit into memory, or as the longest sentence needs.
     """
-    microbatches, longest = config.optimizer.accumulate_steps, int(corpus.lengths().max())
-    rows = config.batch.row_multiple // microbatches
-    batch = dataclasses.replace(
-        config.batch,
-        tokens=max(config.batch.tokens // microbatches, rows * longest),
-        row_multiple=rows,
-        row_length=max(config.batch.row_length, longest),
-        buckets=_EVALUATION_SHAPES,
-    )
+    rows, longest = config.batch.row_multiple, int(corpus.lengths().max())
+    tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
+    batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
     return BatchPlan(corpus, batch, seed=0)

@@ -6,8 +6,8 @@ import faulthandler
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformer_jax.checkpoint import described
 from transformer_jax.config import Config
 from transformer_jax.data.loader import load_batches
 from transformer_jax.distributed import is_first
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, one_line
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
 from transformer_jax.training.compiling import CompileAhead
@@ -62,7 +62,7 @@ def train(
       TrainingError: the loss stays non-finite, memory is exhausted, other processes are gone.
     """
     with (
-        _watched() as watch,
+        _Watch() as watch,
         prepare(config, workdir, devices=devices, allow_changes=allow_changes) as run,
         closing(
             Reporter(
@@ -80,20 +80,40 @@ def train(
 
 
 class _Watch:
-    """What a run is doing, for error messages. What takes 10 minutes without a call of ``poll``
-    writes the tracebacks of all threads to stderr.
+    """What a run is doing, for error messages about JAX's runtime. What takes 10 minutes without a
+    call of ``poll`` writes the tracebacks of all threads to stderr.
     """
 
     doing = "before the first step"
 
-    def __init__(self) -> None:
+    def __enter__(self) -> _Watch:
         self.began = time.monotonic()
         self.poll()
+        return self
 
     def poll(self, doing: str = "") -> None:
         """Put the tracebacks off."""
         self.doing = doing or self.doing
         faulthandler.dump_traceback_later(_STUCK_SECONDS, repeat=True, file=2)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            return
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise TrainingError(
+                f"Out of memory: {self.doing}. Set optimizer.accumulate_steps (the same batch in "
+                "microbatches) or model.remat, lower batch.tokens, or split the parameters over "
+                "devices (mesh.fsdp); a run that has begun takes the first three with "
+                f"--allow-changes. ({one_line(error)})"
+            ) from error
+        if jax.process_count() > 1:
+            raise TrainingError(
+                f"Process {jax.process_index()} of {jax.process_count()} cannot work with the "
+                "others any more, perhaps because one of them has ended. Start all of them again "
+                "with the same command: they resume from the last checkpoint. "
+                f"({one_line(error)})"
+            ) from error
 
 
 class _Loop:
@@ -268,29 +288,3 @@ class _Loop:
             say(f"resuming at step {self._step} of {config.training.steps}")
         figures = {"source_fill": source_fill, "target_fill": target_fill, "parameters": count}
         self._reporter.write("start", self._step, figures | {"environment": environment()})
-
-
-@contextmanager
-def _watched() -> Iterator[_Watch]:
-    """Watch a run; say what to do about errors of JAX's runtime."""
-    watch = _Watch()
-    try:
-        yield watch
-    except jax.errors.JaxRuntimeError as error:
-        reason = " ".join(str(error).split())[:400]
-        if "RESOURCE_EXHAUSTED" in str(error):
-            raise TrainingError(
-                f"Out of memory: {watch.doing}. Set optimizer.accumulate_steps (the same batch in "
-                "microbatches) or model.remat, lower batch.tokens, or split the parameters over "
-                "devices (mesh.fsdp); a run that has begun takes the first three with "
-                f"--allow-changes. ({reason})"
-            ) from error
-        if jax.process_count() == 1:
-            raise
-        raise TrainingError(
-            f"Process {jax.process_index()} of {jax.process_count()} cannot work with the others "
-            "any more, perhaps because one of them has ended. Start all of them again with the "
-            f"same command: they resume from the last checkpoint. ({reason})"
-        ) from error
-    finally:
-        faulthandler.cancel_dump_traceback_later()

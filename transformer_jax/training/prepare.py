@@ -5,7 +5,6 @@ the corpora, and restores or starts the run.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -119,9 +118,13 @@ def prepare(
         tokenizer, corpora = first_then_others(
             lambda: _tokenized(place, config, texts, newest, start)
         )
-        found = {f"data.{name}": corpus.fingerprint for name, corpus in corpora.items()}
-        found |= {f"lines of data.{name}": _hash(lines) for name, lines in pairs.items()}
-        check_agreement(found | {"training.start_from": [path.name for path in start]})
+        check_agreement(
+            {
+                "tokenizer": tokenizer.fingerprint,
+                "training.start_from": [path.name for path in start],
+                **{f"text of data.{name}": text.fingerprint for name, text in texts.items()},
+            }
+        )
         config = _with_vocabulary(config, tokenizer)
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
         functions = make_step_functions(config, mesh)
@@ -319,7 +322,3 @@ def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
     """A parameter, with the mean of its rows for each token that the vocabulary has gained."""
     missing = np.subtract(abstract.shape, values_VD.shape)
     return np.pad(values_VD, [(0, count) for count in missing], mode="mean")
-
-
-def _hash(text: Pairs) -> str:
-    return hashlib.sha256(repr(text).encode()).hexdigest()

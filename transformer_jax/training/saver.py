@@ -28,7 +28,7 @@ from transformer_jax.checkpoint import (
 from transformer_jax.config import Config
 from transformer_jax.data.loader import place
 from transformer_jax.distributed import from_first, is_first
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, one_line
 from transformer_jax.storage import AnyPath, remove_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
@@ -102,7 +102,7 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"Checkpoint {path} does not have the structure that this version of the program "
-                f"writes ({_reason(error)}). Expected a checkpoint of this version; to train its "
+                f"writes ({one_line(error)}). Expected a checkpoint of this version; to train its "
                 "model further use --training.start-from with another --workdir."
             ) from error
 
@@ -134,7 +134,7 @@ class Checkpoints:
         try:
             self._delete_old(progress.best_step)
         except OSError as error:  # the next save makes up for it
-            log.warning("Checkpoint %s is saved, but: %s", path, _reason(error))
+            log.warning("Checkpoint %s is saved, but: %s", path, one_line(error))
         _try(self._workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
@@ -148,7 +148,7 @@ class Checkpoints:
     def _discard(self, path: AnyPath, error: Exception) -> None:
         if is_first():
             remove_folder(path)
-        self.failure, steps = _reason(error), self.steps()
+        self.failure, steps = one_line(error), self.steps()
         there = f"The newest is of step {steps[-1]}" if steps else "There is no checkpoint"
         text = "Checkpoint %d could not be saved: %s (in %s). %s."
         log.error(text, int(path.name), self.failure, path, there)
@@ -184,9 +184,3 @@ def _restore_state(path: AnyPath, abstract: TrainState) -> TrainState:
         ema = jax.tree.map(jnp.copy, parameters)
     seed = place(np.array(config_of(path).seed, np.uint32), abstract.seed.sharding)
     return TrainState(parameters=parameters, ema=ema, seed=seed, **parts["rest"])
-
-
-def _reason(error: Exception) -> str:
-    """The message on one line, shortened if it is very long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"

@@ -21,7 +21,7 @@ from transformer_jax.checkpoint import (
 from transformer_jax.config import Config
 from transformer_jax.config_io import to_json
 from transformer_jax.distributed import from_first, together
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, one_line
 from transformer_jax.remote_workdir import cached_folder, mirror_checkpoints, mirror_small_files
 from transformer_jax.storage import (
     AnyPath,
@@ -81,7 +81,7 @@ class Workdir:
                 for place in (self.store, self.folder):
                     (place / _TOKEN).write_text(token)
             except Exception as error:  # each store has errors of its own
-                raise UserError(f"{self.store} cannot be written: {_said(error)}") from error
+                raise UserError(f"{self.store} cannot be written: {one_line(error)}") from error
             return token
 
         self._token = from_first(write)
@@ -134,7 +134,7 @@ class Workdir:
             mirror(source, target)
         except Exception as error:
             raise UserError(
-                f"{source} could not be copied to {target}: {_said(error)}. Nothing is "
+                f"{source} could not be copied to {target}: {one_line(error)}. Nothing is "
                 "lost: the same command on this machine continues from there."
             ) from error
 
@@ -149,11 +149,7 @@ def _token(place: AnyPath) -> str:
     except FileNotFoundError:
         return ""
     except Exception as error:
-        raise UserError(f"{place} cannot be read: {_said(error)}") from error
-
-
-def _said(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{place} cannot be read: {one_line(error)}") from error
 
 
 @contextmanager
@@ -172,8 +168,6 @@ def claimed(
         model; a path that is no work directory. Nothing in it was changed.
     """
     folder = workdir.folder
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{str(folder)!r} is a file; expected a new folder or a work directory.")
     folder.mkdir(parents=True, exist_ok=True)
     others = [e for e in folder.iterdir() if not e.name.startswith(".") and e.name != "corpus"]
     if others and folder is workdir.store and not (folder / "config.json").exists():
