@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,10 +77,8 @@ class Evaluator:
         run, training = self._run, self._run.config.training
         steps = from_first(run.checkpoints.steps)
         folders = [run.checkpoints.folder / checkpoint_name(step) for step in reversed(steps)]
-        last, best = (
-            folders[0],
-            [path for path in folders if int(path.name) == run.progress.best_step],
-        )
+        last, best_step = folders[0], run.progress.best_step
+        best = [path for path in folders if int(path.name) == best_step]
         if training.average != "auto":
             ends = best if run.progress.early_stopping_triggered(run.config) and best else [last]
             return up_to(ends[0], folders, training.average, run.config)
@@ -118,14 +115,12 @@ class Evaluator:
         return place(load_parameters(checkpoints), shardings)
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
-        total: Any = None
-        rows = batch_sharding(self._run.mesh)
+        rows, parts = batch_sharding(self._run.mesh), []
         with load_batches(plan, sharding=rows, stop=plan.steps_per_epoch) as batches:
             for batch in batches:
                 self._poll()
-                sums = self._run.functions.eval_step(parameters, batch)
-                total = sums if total is None else jax.tree.map(operator.add, total, sums)
-        return jax.device_get(total)
+                parts.append(self._run.functions.eval_step(parameters, batch))
+        return jax.tree.map(lambda *sums: sum(sums), *jax.device_get(parts))
 
     def _whole(self, parameters: Parameters) -> Parameters:
         """On a device of this process."""

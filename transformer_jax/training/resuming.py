@@ -9,7 +9,7 @@ from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.errors import shown
 
-# Settings that do not change what a given step computes. A name ending in a dot is a section.
+# Beginnings of the names of settings that do not change what a given step computes.
 _FREE_ON_RESUME = (
     "model.vocab_size",  # these two follow from the tokenizer
     "model.source_vocab_size",
@@ -57,7 +57,7 @@ class Difference(NamedTuple):
     @property
     def changeable(self) -> bool:
         """Whether ``--allow-changes`` lets a run resume with the new value."""
-        return _is_among(self.name, _CHANGEABLE)
+        return self.name.startswith(_CHANGEABLE)
 
 
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:
@@ -69,7 +69,8 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
         Difference(name, old_flat[name], new_flat[name])
         for name in old_flat
         if old_flat[name] != new_flat[name]
-        and (ends if name == "training.steps" else not _is_free(name))
+        and (name.startswith(_CHANGEABLE) or not name.startswith(_FREE_ON_RESUME))
+        and (ends or name != "training.steps")
     ]
 
 
@@ -81,14 +82,3 @@ def fields_that_differ(
         f"\n  {each.name}: {shown(each.old)} {where}, {shown(each.new)} now" for each in differences
     ]
     return "Fields that differ:" + "".join(lines)
-
-
-def _is_free(name: str) -> bool:
-    return _is_among(name, _FREE_ON_RESUME) and not _is_among(name, _CHANGEABLE)
-
-
-def _is_among(name: str, entries: Sequence[str]) -> bool:
-    """Whether ``entries`` has this setting or a section that it is in."""
-    return name in entries or any(
-        entry.endswith(".") and name.startswith(entry) for entry in entries
-    )
