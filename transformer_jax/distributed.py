@@ -160,11 +160,11 @@ def check_agreement(values: dict[str, Any]) -> None:
     """Raise ``UserError`` in all processes unless all have the same values (plain JSON); names what
     differs from process 0.
     """
+    values = json.loads(json.dumps(values))  # as they travel: tuples become lists
     expected = from_first(lambda: values)
-    names = sorted(values.keys() | expected.keys())
     differences = [
         f"\n  {name} is {values.get(name)!r}, in process 0 {expected.get(name)!r}"
-        for name in names
+        for name in sorted(values.keys() | expected.keys())
         if values.get(name) != expected.get(name)
     ]
     with together():

@@ -203,7 +203,8 @@ def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> int | No
         _check_changes(workdir.store, differences, allow_changes=allow_changes)
     kept = [checkpoint_name(step) for step in steps if step <= (newest or 0)]
     for name in {name.partition("/")[0] for name in files_in(folder)}.difference(kept):
-        delete_checkpoint(folder / name)
+        if name.isdigit():  # others are not ours
+            delete_checkpoint(folder / name)
     return newest
 
 
