@@ -35,7 +35,6 @@ from transformer_jax.decoding.attention_weights import sentence_attention
 from transformer_jax.decoding.segments import split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.interop import __main__ as program
 from transformer_jax.interop.__main__ import main
 from transformer_jax.interop.ctranslate2 import export_ctranslate2
 from transformer_jax.interop.huggingface import export_huggingface
@@ -261,10 +260,9 @@ def test_attention_weights_are_theirs(marian, workdir, theirs, lines) -> None:
 
 def test_ctranslate2_gets_tags_as_pieces(workdir, tmp_path) -> None:
     pytest.importorskip("ctranslate2")
-    """As the note says: source.spm, which turns text into pieces for it, cuts them apart."""
+    """As docs/interop.md says: source.spm, which turns text into pieces for it, cuts them apart."""
     config, model, tokenizer = load_model(workdir)
-    [note] = export_ctranslate2(config, model, tokenizer, tmp_path)
-    assert "source.spm cuts tags such as >>deu<< apart: put the tag of a line before" in note
+    export_ctranslate2(config, model, tokenizer, tmp_path)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.spm")).encode(
         "two", out_type=str
     )
@@ -333,30 +331,37 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
     [
         (
             lambda f: (f / "model.safetensors").unlink(),
-            "No weights in .*; expected model.safetensors or pytorch_model.bin",
+            "pytorch_model.bin' cannot be read .*No such file.* expected a file of a Hugging Face",
         ),
-        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "is damaged; fetch it again"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(b"x" * 50),
+            "model.safetensors' cannot be read",
+        ),
         (
             lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-            "pytorch_model.bin' cannot be read or is damaged",
+            "pytorch_model.bin' cannot be read",
         ),
         (
             _change_tensors(lambda t: t.pop(_FC1)),
-            f"lack {_FC1}; expected those that config.json describes",
+            rf"have {_FC1} missing; expected it of shape \(24, 16\)",
         ),
         (
             _change_tensors(lambda t: t.update(more=np.ones(3, np.float32))),
-            "have unknown more; expected",
+            "have more of shape .3,.; expected it missing",
         ),
         (
             _change_tensors(lambda t: t.update({_FC1: np.ones((3, 16), np.float32)})),
-            r"shape \(3, 16\); expected \(24, 16\)",
+            r"of shape \(3, 16\); expected it of shape \(24, 16\)",
         ),
         (
             lambda f: (f / "config.json").unlink(),
-            "holds no config.json; expected a Hugging Face folder .* hf download",
+            "config.json' cannot be read .* expected a file of a Hugging Face .* hf download",
         ),
-        (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json' cannot be read"),
+        (
+            lambda f: (f / "generation_config.json").unlink(),
+            "generation_config.json' cannot be read",
+        ),
         (lambda f: (f / "source.spm").unlink(), "source.spm' does not exist"),
         (
             lambda f: (f / "target.spm").write_bytes(b"not a model"),
@@ -399,15 +404,7 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
             _change_config(share_encoder_decoder_embeddings=False),
             "share_encoder_decoder_embeddings in .* is False; expected True: only models like OPUS",
         ),
-        (
-            _change_tensors(
-                lambda t: t.update(
-                    {"model.decoder.embed_positions.weight": np.ones((64, 16), np.float32)}
-                )
-            ),
-            "unknown model.decoder.embed_positions.weight; .* and sinusoids as positions",
-        ),
-        (_change_config(encoder_layers=3), "lack model.encoder.layers.2.fc1.bias, .* and 13 more"),
+        (_change_config(encoder_layers=3), "have model.encoder.layers.2.fc1.bias missing; exp"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(change, message, marian, tmp_path) -> None:
@@ -474,10 +471,6 @@ def test_search_settings_are_imported(marian, tmp_path) -> None:
     assert config.decoding == expected
     config, *_ = import_huggingface(_with_settings(marian, tmp_path / "none", num_beams=None))
     assert config.decoding == DecodingConfig(beam_size=1, length_penalty=1.0, length_offset=0.0)
-    (tmp_path / "some" / "generation_config.json").unlink()  # older folders have config.json alone
-    _change_config(**settings, early_stopping=None)(tmp_path / "some")
-    config, *_ = import_huggingface(tmp_path / "some")
-    assert config.decoding == expected
 
 
 @pytest.mark.parametrize(
@@ -519,7 +512,7 @@ def test_an_imported_model_can_be_exported_and_imported_again(workdir, tmp_path,
 
 def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path, capsys) -> None:
     assert main(["import", "--input", str(marian), "--workdir", str(workdir)]) == 2
-    assert "already exists" in capsys.readouterr().err
+    assert "expected a new or empty folder" in capsys.readouterr().err
     (tmp_path / "marian").mkdir()
     (tmp_path / "marian" / "model.npz").touch()
     for name in (
@@ -528,7 +521,7 @@ def test_program_refuses_a_folder_in_use_and_bad_input(marian, workdir, tmp_path
         str(tmp_path / "marian" / "model.npz"),
     ):
         assert main(["import", "--input", name, "--workdir", str(tmp_path / "w")]) == 2
-        assert f"{name!r} holds no config.json" in capsys.readouterr().err
+        assert "config.json' cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "w").exists()
 
 
@@ -544,8 +537,5 @@ def test_an_import_that_was_cut_short_can_be_repeated(
         patched.setattr(checkpoint, "write_manifest", full)
         assert main(arguments) == 2
         assert "no space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
-        # as after a kill
-        patched.setattr(program.shutil, "rmtree", lambda path, ignore_errors: None)
-        assert main(arguments) == 2
     assert main(arguments) == 0 and [path.name for path in tmp_path.iterdir()] == ["w"]
     assert load_model(tmp_path / "w")[2].vocabulary

@@ -10,7 +10,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,8 +18,6 @@ from typing import Any, Literal, cast
 from transformer_jax import UserError, parse_flags, run_program
 
 logger = logging.getLogger("transformer_jax.interop")
-
-_UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,7 @@ def _export(task: Export) -> None:
     exports = {"ctranslate2": export_ctranslate2, "huggingface": export_huggingface}
     with _new_folder(task.output, "output") as folder:
         config, model, tokenizer = load_model(local_workdir(task.workdir), average=task.average)
-        notes = exports[task.format](config, model, tokenizer, folder)
-    for note in notes:
-        logger.info("note: %s", note)
+        exports[task.format](config, model, tokenizer, folder)
     logger.info(
         "%s holds the model for %s; docs/interop.md says how its search differs.",
         *(task.output, task.format),
@@ -100,32 +96,19 @@ def _import(task: Import) -> None:
 
 @contextmanager
 def _new_folder(name: str, flag: str) -> Iterator[Path]:
-    """A folder inside the folder ``name``, which gets its files when the context ends. After an
-    error nothing is left.
+    """A new or empty folder, to be filled; removed again after an error.
 
-    ``UserError``, naming ``flag``, unless ``name`` is that of a new or an empty folder. What an
-    earlier try left when it was killed does not count.
+    ``UserError``, naming ``flag``, if it has files.
     """
-    if "://" in name:
-        raise UserError(f"{flag} is {name!r}; expected a folder on this machine.")
-    folder = Path(name).expanduser().absolute()
-    unfinished, is_new = folder / _UNFINISHED, not folder.exists()
-    if not is_new and any(entry != unfinished for entry in folder.iterdir()):
-        raise UserError(
-            f"{flag} is {name!r}, which already exists; expected a new or empty folder."
-        )
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    folder = Path(name).expanduser()
+    if "://" in name or (folder.exists() and any(folder.iterdir())):
+        raise UserError(f"{flag} is {name!r}; expected a new or empty folder on this machine.")
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield unfinished
-        # config.json declares the folder complete, so it comes last.
-        for entry in sorted(unfinished.iterdir(), key=lambda entry: entry.name == "config.json"):
-            entry.rename(folder / entry.name)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if is_new:
-            with suppress(OSError):  # it has files
-                folder.rmdir()
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from transformer_jax import (
     needs_extra,
 )
 from transformer_jax.interop.export import check_fields, write_sentencepiece
-from transformer_jax.interop.search_settings import for_ctranslate2, length_limits, search_notes
+from transformer_jax.interop.search_settings import for_ctranslate2, length_limits
 from transformer_jax.interop.weights import (
     CTRANSLATE2,
     Weights,
@@ -46,9 +46,8 @@ _OTHERS: dict[str, str] = {
 
 def export_ctranslate2(
     config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
-) -> list[str]:
-    """Write ``model`` in float32 into ``folder``, which exists; returns what cannot travel exactly,
-    a line each.
+) -> None:
+    """Write ``model`` in float32 into ``folder``, which exists.
 
     CTranslate2 reads ``model.bin``, ``config.json`` and the vocabulary. ``source.spm`` and
     ``target.spm`` turn text into pieces and back; ``generation_config.json`` has the keywords of
@@ -79,22 +78,11 @@ def export_ctranslate2(
 
     settings = for_ctranslate2(config, tokenizer)
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    notes = search_notes(config, "CTranslate2")
-    tags = [token for token in source_tokens if re.fullmatch(">>.*<<", token)]
-    if tokenizer.vocabulary and tags:
-        notes.append(
-            f"source.spm cuts tags such as {tags[0]} apart: put the tag of a line before its "
-            f"pieces, [{tags[0]!r}, *sp.encode(line, out_type=str)]."
-        )
-    return notes
 
 
 def _spec(shape: ModelConfig) -> Any:
     """An empty model of this shape; ``UserError`` for what CTranslate2 cannot compute."""
     check_fields(shape, "CTranslate2", encoder_window=(None,))
-    if shape.positions == "rotary":
-        # It turns the whole width, filled up or not.
-        check_fields(shape, "CTranslate2", d_k=(None, shape.d_model // shape.num_heads))
     with needs_extra("interop"):
         from ctranslate2.specs import common_spec, transformer_spec
     names = {

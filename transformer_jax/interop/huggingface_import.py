@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from transformer_jax import (
     Transformer,
     UserError,
     needs_extra,
-    sinusoidal_positions,
 )
-from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON, other_names
-from transformer_jax.interop.search_settings import SEARCH_SETTINGS, from_transformers
+from transformer_jax.interop.huggingface import ACTIVATIONS, FIELDS, NORM_EPSILON, OTHERS
+from transformer_jax.interop.search_settings import from_transformers
 from transformer_jax.interop.weights import (
     HUGGING_FACE,
     Weights,
@@ -41,12 +39,15 @@ _NEVER = np.float32(-100)
 _UNK = "<unk>"
 _ACTIVATIONS_READ = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 _ACTIVATIONS_READ |= {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_DEFAULTS = {  # of what config.json may leave out
-    "scale_embedding": False,
-    "activation_function": "gelu",
-    "dropout": 0.1,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
+_ALLOWED: dict[str, list[Any]] = {
+    "model_type": ["marian"],
+    "scale_embedding": [True],
+    "share_encoder_decoder_embeddings": [True],
+    "tie_word_embeddings": [True],
+    "normalize_before": [False],
+    "normalize_embedding": [False],
+    "add_final_layer_norm": [False],
+    "activation_function": list(_ACTIVATIONS_READ),
 }
 
 
@@ -82,48 +83,29 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
     shape = dataclasses.replace(shape, vocab_size=len(rows))
 
     file = folder / "generation_config.json"
-    if file.exists():
-        settings = _read_json(file)
-    else:  # older folders
-        file = folder / "config.json"
-        settings = {name: theirs[name] for name in SEARCH_SETTINGS & theirs.keys()}
     tokens = {row: token for token, row in list(rows.items())[1:]}  # no search generates PAD
     config = Config(
         model=shape,
         tokenizer=TokenizerConfig(vocab_size=len(rows)),
         # to go on gently from trained weights
         optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
-        decoding=from_transformers(settings, tokens, file),
+        decoding=from_transformers(_read_json(file), tokens, file),
     )
     return config, model_of(weights, shape), tokenizer
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """config.json with what older and newer files leave out; refuses what has no counterpart."""
-    if not file.is_file():
-        raise UserError(
-            f"{str(file.parent)!r} holds no config.json; expected a Hugging Face folder of a "
-            "MarianMT model (not Marian's own model.npz). To fetch one: hf download "
-            "Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
-        )
-    theirs = _DEFAULTS | _read_json(file)
+    """config.json; refuses what has no counterpart."""
+    theirs = _read_json(file)
     needed = {*FIELDS, "vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id"}
     if missing := sorted(needed - theirs.keys()):
         raise UserError(
             f"{str(file)!r} lacks {', '.join(missing)}; expected the config.json of a whole "
             "MarianMT folder."
         )
-    allowed: dict[str, tuple[Any, ...]] = {
-        "model_type": ("marian",),
-        "scale_embedding": (True,),
-        "share_encoder_decoder_embeddings": (True,),
-        "tie_word_embeddings": (True,),
-        "normalize_before": (False,),
-        "normalize_embedding": (False,),
-        "add_final_layer_norm": (False,),
-        "decoder_ffn_dim": (theirs["encoder_ffn_dim"],),
-        "decoder_attention_heads": (theirs["encoder_attention_heads"],),
-        "activation_function": tuple(_ACTIVATIONS_READ),
+    allowed = _ALLOWED | {
+        "decoder_ffn_dim": [theirs["encoder_ffn_dim"]],
+        "decoder_attention_heads": [theirs["encoder_attention_heads"]],
     }
     for name, values in allowed.items():
         if theirs.get(name, values[0]) not in values:
@@ -155,56 +137,36 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
             "pad."
         )
     if start == pad:  # as in OPUS-MT: that row becomes our BOS, and our PAD, never read, is new
-        new = {_unused_name("<pad>", ids): -1, _unused_name("<s>", ids): rows.pop(pad)}
-        rows = new | rows
+        rows = {f"<{pad}>": -1, "<s>": rows.pop(pad)} | rows
     return rows | {token: id_ for id_, token in token_of.items() if id_ not in rows.values()}
-
-
-def _unused_name(wanted: str, taken: Collection[str]) -> str:
-    while wanted in taken:
-        wanted = f"<{wanted}>"
-    return wanted
 
 
 def _read_weights(folder: Path, shape: ModelConfig) -> Weights:
     """Plain weights with dimensions in our order."""
-    tensors, others = _read_tensors(folder), other_names(shape)
-    kept = others["target_embedding.matrix"]
+    tensors, kept = _read_tensors(folder), OTHERS["target_embedding.matrix"]
     for alias in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
         if f"{alias}.weight" in tensors:  # files have the one matrix under any of its names
             tensors.setdefault(kept, tensors.pop(f"{alias}.weight"))
     if "final_logits_bias" in tensors:  # [1, V]
         tensors["final_logits_bias"] = tensors["final_logits_bias"].reshape(-1)
-    # MarianMT's sinusoids are the paper's with all sines first. Some files have the tables.
-    order_D = sines_first(shape.d_model)
-    for side in ("encoder", "decoder"):
-        name = f"model.{side}.embed_positions.weight"
-        table_LD = tensors.get(name, np.zeros((0, shape.d_model)))
-        sinusoids_LD = sinusoidal_positions(len(table_LD), shape.d_model)[:, order_D]
-        if table_LD.shape == sinusoids_LD.shape and np.allclose(table_LD, sinusoids_LD, atol=1e-3):
-            tensors.pop(name, None)
+    for side in ("encoder", "decoder"):  # some files have tables of MarianMT's sinusoids
+        tensors.pop(f"model.{side}.embed_positions.weight", None)
     like = blank_weights(shape)
-    check_tensors(
-        tensors,
-        to_library(like, HUGGING_FACE, others),
-        f"The weights in {str(folder)!r}",
-        "those that config.json describes, and sinusoids as positions",
-    )
-    weights = from_library(tensors, like, HUGGING_FACE, others)
-    return reordered(weights, np.argsort(order_D))
+    expected = to_library(like, HUGGING_FACE, OTHERS)
+    check_tensors(tensors, expected, f"The weights in {str(folder)!r}")
+    weights = from_library(tensors, like, HUGGING_FACE, OTHERS)
+    # Those are the paper's with all sines first.
+    return reordered(weights, np.argsort(sines_first(shape.d_model)))
 
 
 def _read_tensors(folder: Path) -> Weights:
-    safetensors, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
-    file = safetensors if safetensors.exists() else pickled
+    file = folder / "model.safetensors"
     if not file.exists():
-        raise UserError(
-            f"No weights in {str(folder)!r}; expected model.safetensors or pytorch_model.bin."
-        )
-    with needs_extra("interop"):
-        from safetensors.flax import load_file
+        file = folder / "pytorch_model.bin"
     try:
-        if file == safetensors:
+        if file.suffix == ".safetensors":
+            with needs_extra("interop"):
+                from safetensors.flax import load_file
             tensors = load_file(file)
         else:
             import torch
@@ -217,16 +179,20 @@ def _read_tensors(folder: Path) -> Weights:
             "model.safetensors."
         ) from None
     except Exception as error:  # many types, which the packages do not export everywhere
-        raise UserError(
-            f"{str(file)!r} cannot be read or is damaged; fetch it again ({error})."
-        ) from None
+        raise _not_read(file, error) from None
     return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UserError(
-            f"{str(file)!r} is not JSON, or is damaged; fetch it again ({error})."
-        ) from None
+    except (OSError, ValueError) as error:
+        raise _not_read(file, error) from None
+
+
+def _not_read(file: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{str(file)!r} cannot be read ({error}); expected a file of a Hugging Face MarianMT "
+        "folder (not Marian's own model.npz). To fetch one: hf download "
+        "Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
+    )

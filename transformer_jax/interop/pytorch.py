@@ -79,10 +79,10 @@ def from_torch(
     target_embedding: nn.Embedding | Tensor | None = None,
     output: nn.Linear | Tensor | None = None,
     positions: str | Tensor | tuple[Tensor, Tensor] = "interleaved",
-    scale_embeddings: bool = True,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Transformer:
-    """A model with copies of these modules' weights, which computes what they do together.
+    """A model with copies of these modules' weights, which computes what they do together where
+    embeddings are multiplied by sqrt(d_model) before positions are added (section 3.4).
 
     Arrays here have the batch first, whatever ``batch_first`` is. Token ids are ours: 0 PAD, 1 BOS,
     2 EOS, 3 UNK.
@@ -94,8 +94,6 @@ def from_torch(
         matrix that is shared there is shared here.
       positions: what is added to the embeddings there: ``interleaved`` or ``split`` sinusoids
         (``sinusoidal_positions``), or a learned table [L, D], or one for each side.
-      scale_embeddings: embeddings are multiplied by sqrt(d_model) there, before positions are added
-        (section 3.4). False: they are not; here they are divided by it, apart from the output.
       dtype: as in ``ModelConfig``.
 
     Raises:
@@ -103,10 +101,6 @@ def from_torch(
     """
     fields = _read_settings(transformer)
     ends, tied = _read_ends(source_embedding, target_embedding, output)
-    if not scale_embeddings:
-        for name in ("source_embedding.weight", "target_embedding.weight"):
-            ends[name] = ends[name] / fields["d_model"] ** 0.5
-        tied = {"all": "embeddings", "target": "none"}.get(tied, tied)
     of_positions, tables = _read_positions(positions, shared=tied in ("all", "embeddings"))
     source_size, vocab_size = (len(ends[f"{s}_embedding.weight"]) for s in ("source", "target"))
     config = ModelConfig(
@@ -131,7 +125,7 @@ def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
     tensors |= {
         name: x.detach().float().cpu().numpy() for name, x in found.items() if name not in once
     }
-    check_tensors(tensors, expected, "The modules", "those of nn.Transformer")
+    check_tensors(tensors, expected, "The modules")
     weights = from_library(tensors, like, _LIBRARY, _OTHERS)
     return model_of(weights, config)
 
@@ -140,8 +134,7 @@ def to_torch(model: Transformer) -> TorchModules:
     """PyTorch modules with copies of the model's weights, with the batch first, in training mode.
 
     ``nn.Transformer`` has neither embeddings nor positions: scale embeddings by sqrt(d_model) and
-    add ``positions``. Biases and final norms that the model lacks are None there. Heads narrower
-    than d_model / num_heads are filled up with zeros.
+    add ``positions``. Biases that the model lacks are zeros there.
 
     Raises:
       UserError: nn.Transformer cannot be what the config says, by field.
@@ -178,7 +171,7 @@ def to_torch(model: Transformer) -> TorchModules:
 
 
 def _blank_transformer(config: ModelConfig) -> nn.Transformer:
-    """Without memory, with the parameters that the model has and no others."""
+    """Without memory."""
     from torch import nn
 
     with warnings.catch_warnings():  # of nested tensors, a prototype, which are not used
@@ -199,35 +192,21 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
             module.dropout = config.attention_dropout
         if name.endswith(".dropout"):
             module.p = config.feed_forward_dropout
-    biases = {
-        "attn": config.attention_bias,
-        "linear": config.feed_forward_bias,
-        "norm": config.norm_bias,
-    }
-    for name in transformer.state_dict():
-        place, _, leaf = name.rpartition(".")
-        if leaf.endswith("bias") and not any(biases[part] for part in biases if part in place):
-            setattr(transformer.get_submodule(place), leaf, None)
-    if not all(biases.values()):
-        # The fused encoder of PyTorch's inference needs every bias; it is not to be tried.
-        for layer in transformer.encoder.layers:
-            layer.activation_relu_or_gelu = 0
     return transformer
 
 
 def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
     """Fields of the ModelConfig; each is one for all layers here, and must be there."""
     _check_classes(transformer)
-    modules, state = dict(transformer.named_modules()), transformer.state_dict()
+    modules = dict(transformer.named_modules())
+    matrices = [name for name in transformer.state_dict() if name.endswith("weight")]
+    with_bias = {n: n.replace("weight", "bias") in transformer.state_dict() for n in matrices}
+    bias = _in_common("bias", with_bias)
     stacks = {"encoder": transformer.encoder, "decoder": transformer.decoder}
 
     def one(setting: str, names: str) -> Any:
         found = {n: getattr(m, setting) for n, m in modules.items() if re.search(names, n)}
         return _in_common(setting, found)
-
-    def has_bias(part: str) -> bool:
-        matrices = [n for n in state if part in n and n.endswith("weight")]
-        return _in_common("bias", {n: n.replace("weight", "bias") in state for n in matrices})
 
     layers = {n: m for n, m in modules.items() if re.search(r"layers\.\d+$", n)}
     activations = {n: _activation_name(n, layer.activation) for n, layer in layers.items()}
@@ -247,9 +226,7 @@ def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
         "dropout": one("p", r"dropout\d$"),
         "attention_dropout": one("dropout", "attn$"),
         "feed_forward_dropout": one("p", "dropout$"),
-        "attention_bias": has_bias("attn"),
-        "feed_forward_bias": has_bias("linear"),
-        "norm_bias": has_bias("norm"),
+        **dict.fromkeys(("attention_bias", "feed_forward_bias", "norm_bias"), bias),
     }
 
 

@@ -1,4 +1,4 @@
-"""Search settings under the names of transformers and CTranslate2, and where searches differ."""
+"""Search settings under the names of transformers and CTranslate2."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _OTHERS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
     *("forced_eos_token_id", "transformers_version", "_from_model_config"),
 }
-SEARCH_SETTINGS = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
-"""Names in transformers."""
+_KNOWN = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
 
 # CTranslate2 ends a search with a length penalty once beam size x patience translations are
 # finished, however poor, even while a better one is still being written. With 1, its default, its
@@ -80,20 +79,21 @@ def from_transformers(
     Raises:
       UserError: the search here does not have a setting, or not its value.
     """
+    forbidden = settings.get("bad_words_ids") or []
     for name, value in settings.items():
-        several = name == "bad_words_ids" and any(len(ids) != 1 for ids in value or [])
         is_off = not value or (value == 1 and value is not True)
-        if several or not (is_off or name in SEARCH_SETTINGS):
+        several = name == "bad_words_ids" and any(len(ids) > 1 for ids in forbidden)
+        if several or not (is_off or name in _KNOWN):
             raise UserError(
                 f"{name} in {str(file)!r} is {value!r}, which the search here does not support. "
                 "Remove it there."
             )
-    given = {name: value for name, value in settings.items() if value is not None}
     fields: dict[str, Any] = {
-        ours: given.get(theirs, default) for ours, (theirs, default, _) in _NAMES.items()
+        ours: default if settings.get(theirs) is None else settings[theirs]
+        for ours, (theirs, default, _) in _NAMES.items()
     }
-    suppress = [tokens[i] for [i] in settings.get("bad_words_ids") or [] if i in tokens]
-    return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(dict.fromkeys(suppress)))
+    suppress = dict.fromkeys(tokens[i] for [i] in forbidden if i in tokens)
+    return DecodingConfig(**fields, length_offset=0.0, suppress=tuple(suppress))
 
 
 def length_limits(config: Config) -> tuple[int, int]:
@@ -102,23 +102,6 @@ def length_limits(config: Config) -> tuple[int, int]:
     """
     source, limit = config.decoding.max_source_length, config.model.position_limit
     return min(source, limit), min(source + config.decoding.max_extra_length, limit)
-
-
-def search_notes(config: Config, library: str) -> list[str]:
-    """Where the search of ``library`` ranks otherwise by these settings; docs/interop.md has the
-    differences that all searches have.
-    """
-    decoding, notes = config.decoding, []
-    alpha, c = f"{decoding.length_penalty:g}", decoding.length_offset
-    if decoding.length_penalty and c and decoding.beam_size > 1:
-        notes.append(
-            f"{library} divides log P by length^{alpha}, decoding here by (({c:g} + length) / "
-            f"{c + 1:g})^{alpha}: hypotheses of different lengths may rank otherwise. Set "
-            "decoding.length_offset to 0 for the same formula."
-        )
-    if decoding.method == "sample":
-        notes.append(f"decoding.method is 'sample' here; {library} gets the beam search.")
-    return notes
 
 
 def _forbidden(decoding: DecodingConfig, tokenizer: Tokenizer) -> list[int]:

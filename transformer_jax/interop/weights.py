@@ -87,37 +87,28 @@ def from_library(
     return weights
 
 
-def check_tensors(tensors: Weights, expected: Weights, where: str, expectation: str) -> None:
-    """Refuse names that are too many or too few, then other shapes than expected."""
-    for what, names in (
-        ("lack", sorted(expected.keys() - tensors)),
-        ("have unknown", sorted(tensors.keys() - expected)),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(f"{where} {what} {', '.join(names[:3])}{more}; expected {expectation}.")
-    for name, like_it in expected.items():
-        if tensors[name].shape != like_it.shape:
-            raise UserError(
-                f"{where} have {name} of shape {tensors[name].shape}; expected {like_it.shape}."
-            )
+def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
+    """Refuse names that are too many or too few, and other shapes than expected."""
+    for name in sorted(expected.keys() | tensors.keys()):
+        found, wanted = (
+            f"of shape {each[name].shape}" if name in each else "missing"
+            for each in (tensors, expected)
+        )
+        if found != wanted:
+            raise UserError(f"{where} have {name} {found}; expected it {wanted}.")
 
 
 def plain_weights(model: Transformer) -> Weights:
-    """The plain weights of ``model``, every head d_model / num_heads wide: other libraries have no
-    other width.
-
-    Narrower heads are filled up with zeros, and queries scaled so that what is divided by the root
-    of the width has the scores of d_k: an exact copy. Learned positions are as they are added to
-    the scaled embeddings. ``UserError`` where heads are wider.
+    """The plain weights of ``model``, with learned positions as they are added to the scaled
+    embeddings. ``UserError`` for heads that are not d_model / num_heads wide, as in other
+    libraries.
     """
     config = model.config
     for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
-        if width * config.num_heads > config.d_model or config.d_model % config.num_heads:
+        if width * config.num_heads != config.d_model:
             raise UserError(
-                f"model.{name} is {width}; expected at most model.d_model / model.num_heads = "
-                f"{config.d_model} / {config.num_heads}, a whole number: other libraries have no "
-                "wider heads."
+                f"model.{name} is {width}; expected model.d_model / model.num_heads = "
+                f"{config.d_model} / {config.num_heads}: other libraries have no other width."
             )
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return _plain({_name(path): np.array(x[...]) for path, x in state}, config)
@@ -177,16 +168,12 @@ def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
 
 
 def _plain(flat: Weights, config: ModelConfig) -> Weights:
-    width = config.d_model // config.num_heads
     weights: Weights = {"softmax_bias": np.zeros(config.vocab_size, np.float32)}
     for name, x in flat.items():
-        heads = re.search(r"_attention\.(query|key|value)\.", name)
-        if heads and heads[1] == "query" and x.shape[-1] != width:
-            x = x * np.float32((width / x.shape[-1]) ** 0.5)
-        if heads:
-            x = _widened(x, -1, width).reshape(*x.shape[:-2], -1)
+        if re.search(r"_attention\.(query|key|value)\.", name):
+            x = x.reshape(*x.shape[:-2], -1)
         elif x.ndim == 3:
-            x = _widened(x, 1, width).reshape(-1, x.shape[-1])
+            x = x.reshape(-1, x.shape[-1])
         elif name in (_SOURCE, _TARGET):
             x = x * np.float32(config.d_model**0.5)
         if name.endswith("kernel"):
@@ -195,12 +182,6 @@ def _plain(flat: Weights, config: ModelConfig) -> Weights:
             weights.setdefault(name.replace("scale", "bias"), np.zeros(len(x), np.float32))
         weights[name] = x
     return weights
-
-
-def _widened(x: np.ndarray, axis: int, width: int) -> np.ndarray:
-    missing = [(0, 0)] * x.ndim
-    missing[axis] = (0, width - x.shape[axis])
-    return np.pad(x, missing) if missing[axis] != (0, 0) else x
 
 
 def _names(weights: Weights, library: Library, others: Mapping[str, str]) -> dict[str, list[str]]:
