@@ -162,9 +162,9 @@ def test_bad_values_are_named_with_what_was_expected(make: object, message: str)
     [
         (
             '{"model": {"d_modle": 5}}',
-            r"Unknown config field model.d_modle; did you mean model.d_model\?",
+            r"Unknown config field model.d_modle; expected one of vocab_size, .*, d_model, ",
         ),
-        ('{"xyz": 5}', "Unknown config field xyz; known fields: model, "),
+        ('{"xyz": 5}', "Unknown config field xyz; expected one of model, "),
         ('{"model": {"d_model": "512"}}', "model.d_model is '512'; expected int"),
         ('{"model": {"norm": "mid"}}', "model.norm is 'mid'; expected one of 'post', 'pre'"),
         ('{"model": {"remat": 1}}', "model.remat is 1; expected bool"),
@@ -204,7 +204,7 @@ def test_json_accepts_whole_numbers_for_floats() -> None:
         (
             "from transformer_jax import ModelConfig\n"
             "def get_config(): return ModelConfig(d_modle=5)",
-            r"unexpected keyword argument 'd_modle'. Did you mean d_model\?",
+            "TypeError: .*unexpected keyword argument 'd_modle'",
         ),
         ("x = 1", "has no get_config"),
         (
@@ -253,10 +253,10 @@ def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'multi30' is no recipe; expected one of") as error:
         load_config_file("multi30")
     assert "multi30k_cpu, pcfg_parsing, table3," in str(error.value)
-    with pytest.raises(UserError, match="'/dev/null' is not a regular file"):
+    with pytest.raises(UserError, match="'/dev/null' is no .py or .json file"):
         load_config_file("/dev/null")
     (tmp_path / "config.yaml").write_text("model: {}")
-    with pytest.raises(UserError, match=r"config\.yaml' ends in neither \.py nor \.json"):
+    with pytest.raises(UserError, match=r"config\.yaml' is no \.py or \.json file"):
         load_config_file(tmp_path / "config.yaml")
 
 

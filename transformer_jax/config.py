@@ -374,9 +374,6 @@ class TrainingConfig(Section, prefix="training."):
     checkpoints that decode.py takes) or of this checkpoint's folder; '': start from scratch."""
     label_smoothing: Fraction = 0.1
     """epsilon_ls of section 5.4."""
-    smoothing_over: Literal["all", "others"] = "all"
-    """What label smoothing spreads over: all tokens of the vocabulary, or those other than the
-    label and padding (The Annotated Transformer)."""
     r_drop: NonNegative = 0.0
     """alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice, and a loss
     term makes the two predictions, which differ by dropout, agree. Doubles the cost of a step. 5 is

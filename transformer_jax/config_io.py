@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import re
@@ -44,14 +43,10 @@ def load_config_file(path: str | Path) -> Config:
     if path.is_dir():
         is_checkpoint = path.parent.name == "checkpoints" and path.name.isdigit()
         path = (path.parents[1] if is_checkpoint else path) / "config.json"
-    problems = {
-        "does not exist": not path.exists(),
-        "is not a regular file": not path.is_file(),
-        "ends in neither .py nor .json": path.suffix not in (".py", ".json"),
-    }
-    if wrong := [problem for problem, holds in problems.items() if holds]:
+    if not path.is_file() or path.suffix not in (".py", ".json"):
+        wrong = "is no .py or .json file" if path.exists() else "does not exist"
         raise UserError(
-            f"Config file {str(path)!r} {wrong[0]}; expected a Python file with get_config(), a "
+            f"Config file {str(path)!r} {wrong}; expected a Python file with get_config(), a "
             "work directory's config.json, or a recipe's name, such as demo."
         )
     try:
@@ -98,14 +93,7 @@ def _run(path: Path, argument: str | None) -> Config:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    said = str(error).partition(". Did you mean")[0]  # Python 3.13 adds its own hint
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
-    fields = [field.rpartition(".")[2] for field in flatten(Config())]
-    near = difflib.get_close_matches(unknown[1], fields, n=1) if unknown else []
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{type(error).__name__}: {said}.{hint}"
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}."
 
 
 def to_json(config: Config) -> str:
@@ -141,15 +129,9 @@ def _build(section: Any, values: Any, prefix: str) -> Any:
     arguments = {}
     for name, value in values.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = (
-                f"did you mean {prefix}{near[0]}?"
-                if near
-                else f"known fields: {', '.join(fields)}."
-            )
             raise UserError(
-                f"Unknown config field {prefix}{name}; {hint} If an earlier version of "
-                "transformer_jax wrote it, rename or remove it in the file."
+                f"Unknown config field {prefix}{name}; expected one of {', '.join(fields)}. If an "
+                "earlier version of transformer_jax wrote it, rename or remove it in the file."
             )
         if dataclasses.is_dataclass(fields[name]):
             arguments[name] = _build(fields[name], value, f"{prefix}{name}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ class LossSums(NamedTuple):
 
 class _Settings(NamedTuple):
     label_smoothing: float
-    smoothing_over: str
     max_logits: int | None
     logits_dtype: jnp.dtype
     mesh: Mesh | None
@@ -48,7 +47,6 @@ def smoothed_cross_entropy(
     target_BT: jax.Array,
     *,
     label_smoothing: float = 0.1,
-    smoothing_over: Literal["all", "others"] = "all",
     max_logits: int | None = None,
     logits_dtype: DTypeLike | None = None,
     bias_V: jax.Array | None = None,
@@ -57,10 +55,9 @@ def smoothed_cross_entropy(
 ) -> LossSums:
     """Cross-entropy of softmax(hidden matrix^T + bias) with smoothed targets (section 5.4).
 
-    The target distribution is (1 - epsilon) one-hot + epsilon / V, or, with ``smoothing_over``
-    "others", epsilon / (V - 2) for each token but the label and PAD_ID, which has 0. Logits exist
-    for a few target positions at a time; the same pass computes the gradient of ``loss``, so that
-    no logits are computed twice. The gradient of ``nll`` takes another pass.
+    The target distribution is (1 - epsilon) one-hot + epsilon / V. Logits exist for a few target
+    positions at a time; the same pass computes the gradient of ``loss``, so that no logits are
+    computed twice. The gradient of ``nll`` takes another pass.
 
     Args:
       hidden_BTD: the decoder's output; its type is the type of the matrix products.
@@ -89,7 +86,7 @@ def smoothed_cross_entropy(
     if logits_dtype is None:
         logits_dtype = jnp.float32 if backend == "cpu" else hidden_BTD.dtype
     dtype = jnp.dtype(logits_dtype)
-    settings = _Settings(label_smoothing, smoothing_over, max_logits, dtype, mesh, r_drop, backend)
+    settings = _Settings(label_smoothing, max_logits, dtype, mesh, r_drop, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
 
@@ -227,17 +224,9 @@ def _from_logits(
     top_L, log_total_L, probs_LV = _softmax(logits_LV, settings.backend)
     label_L = jnp.take_along_axis(logits_LV, target_L[:, None], axis=-1)[:, 0]
     nll_L = log_total_L - label_L
-    tokens_1V = jnp.arange(vocab_size, dtype=target_L.dtype)[None]
-    is_label_LV = tokens_1V == target_L[:, None]
-    if settings.smoothing_over == "all":
-        loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - mean_L)
-        wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
-    else:
-        share, pad_L = epsilon / (vocab_size - 2), log_total_L - logits_LV[:, PAD_ID]
-        of_all_L = vocab_size * (log_total_L - mean_L)
-        loss_L = (1 - epsilon) * nll_L + share * (of_all_L - nll_L - pad_L)
-        spread_1V = jnp.where(tokens_1V == PAD_ID, 0.0, share)
-        wanted_LV = jnp.where(is_label_LV, 1 - epsilon, spread_1V)
+    is_label_LV = jnp.arange(vocab_size, dtype=target_L.dtype)[None] == target_L[:, None]
+    loss_L = (1 - epsilon) * nll_L + epsilon * (log_total_L - mean_L)
+    wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
     d_logits_LV = probs_LV - wanted_LV
     if settings.r_drop:
         # Behind the barrier XLA computes exponentials again; otherwise it would keep them, in

@@ -31,7 +31,6 @@ _CHANGEABLE = (
     "batch.",
     "optimizer.",
     "training.label_smoothing",
-    "training.smoothing_over",
     "training.r_drop",
     "training.steps",
     "training.start_from",  # only read before the first step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,6 @@ class StepConfig(NamedTuple):
     optimizer: OptimizerConfig
     steps: int
     label_smoothing: float
-    smoothing_over: Literal["all", "others"]
     r_drop: float
 
     @classmethod
@@ -74,7 +73,6 @@ class StepConfig(NamedTuple):
             optimizer=config.optimizer,
             steps=training.steps,
             label_smoothing=training.label_smoothing,
-            smoothing_over=training.smoothing_over,
             r_drop=training.r_drop,
         )
 
@@ -229,7 +227,6 @@ def loss_and_sums(
         model.output_matrix_VD,
         batch.target_BT,
         label_smoothing=config.label_smoothing,
-        smoothing_over=config.smoothing_over,
         bias_V=model.output_bias_V,
         mesh=mesh,
         r_drop=r_drop,
