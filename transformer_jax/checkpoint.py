@@ -29,7 +29,7 @@ from orbax.checkpoint import v1 as ocp
 from transformer_jax.config import Config
 from transformer_jax.config_io import from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.storage import (
     AnyPath,
     files_in,
@@ -64,7 +64,7 @@ def load_model(
     workdir = chosen[0].parents[1]
     decoding = load_config_file(workdir / "config.json").decoding
     config = dataclasses.replace(config_of(chosen[0]), decoding=decoding)
-    graph, _ = nnx.split(_abstract_model(config), nnx.Param)
+    graph = abstract_model(config.model).graph
     log.info("%s: %s.", path, described(chosen))
     parameters = jax.tree.map(jnp.asarray, load_parameters(chosen))
     return config, nnx.merge(graph, parameters), load_tokenizer(workdir, chosen[0])
@@ -163,8 +163,7 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
     """The mean of these checkpoints' parameters, a nested dict of NumPy arrays; with
     ``optimizer.ema_decay``, of their moving averages.
     """
-    model = _abstract_model(config_of(checkpoints[0]))
-    abstract = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    abstract = abstract_model(config_of(checkpoints[0]).model).parameters
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
     total: Any = None
     for folder in checkpoints:
@@ -281,7 +280,3 @@ def _checksum(path: AnyPath) -> int:
         while block := file.read(1 << 22):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def _abstract_model(config: Config) -> Transformer:
-    return nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0)))

@@ -4,7 +4,7 @@ schedule.
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from functools import lru_cache
 
 import chex
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from runs import ONE
 
 from benchmarks.compile_for import collectives
 from transformer_jax.config import (
@@ -26,9 +27,11 @@ from transformer_jax.config import (
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
+from transformer_jax.training import step as step_module
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from transformer_jax.training.step import (
+    StepConfig,
     StepFunctions,
     StepMetrics,
     TrainState,
@@ -68,9 +71,17 @@ def step_functions(config: Config, devices: int = 1) -> StepFunctions:
     return make_step_functions(config, make_mesh(config.mesh, jax.devices()[:devices]))
 
 
+def start(run: StepFunctions) -> TrainState:
+    """The state before the first step of ``CONFIG``, on this run's devices; what draws it is
+    compiled once.
+    """
+    places = jax.tree.map(lambda x: x.sharding, run.abstract_state)
+    return jax.device_put(step_functions(CONFIG).init(), places)
+
+
 def losses(config: Config, devices: int, steps: int = 4) -> tuple[list[float], TrainState]:
     run = step_functions(config, devices)
-    state, result = run.init(), []
+    state, result = start(run), []
     for step in range(steps):
         state, metrics = run.train_step(state, batch(step))
         result.append(float(metrics.sums.loss / metrics.sums.tokens))
@@ -113,8 +124,8 @@ def test_seeds_share_a_compiled_step() -> None:
     """In one process, and in the compilation cache, where the program's text is the key."""
     steps = [step_functions(dataclasses.replace(CONFIG, seed=seed)) for seed in (0, 7)]
     assert steps[0].train_step is steps[1].train_step
-    shared_functions.cache_clear()
-    steps[1] = step_functions(dataclasses.replace(CONFIG, seed=7))
+    config = StepConfig.of(dataclasses.replace(CONFIG, seed=7))
+    steps[1] = shared_functions.__wrapped__(config, make_mesh(CONFIG.mesh, ONE))
     texts = {each.train_step.lower(each.abstract_state, batch()).as_text() for each in steps}
     assert len(texts) == 1
     run = steps[0]
@@ -123,9 +134,18 @@ def test_seeds_share_a_compiled_step() -> None:
     assert float(of_0.sums.nll) != float(of_7.sums.nll)  # dropout differs
 
 
-# Each axis alone, each pair, all three; fewer devices than there are.
-ALONE = [(8, 1, 1), (1, 8, 1), (1, 1, 8)]
-MESHES = [(2, 1, 1), *ALONE, (2, 4, 1), (4, 1, 2), (1, 2, 4), (2, 2, 2)]
+# Each axis alone, each pair, all three; all devices, or fewer than there are.
+MESHES = [(2, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+
+
+# So many that beside one layer's output for them all parameters are little.
+ROWS = 8192
+
+
+def compiled_step(run: StepFunctions, rows: int) -> str:
+    """The program of a step on so many rows of 16 + 16 tokens."""
+    side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
+    return run.train_step.lower(run.abstract_state, Batch(side, side)).compile().as_text()
 
 
 @pytest.mark.devices(8)
@@ -141,6 +161,13 @@ def test_losses_are_those_of_one_device(
 
 
 @pytest.mark.devices(8)
+def test_first_parameters_are_those_of_one_device() -> None:
+    """To the last bit, wherever they are drawn."""
+    run = step_functions(dataclasses.replace(CONFIG, mesh=MeshConfig(2, 2, 2)), 8)
+    chex.assert_trees_all_equal(run.init(), step_functions(CONFIG).init())
+
+
+@pytest.mark.devices(8)
 def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
     """Along ``tensor`` devices sum the outputs of sub-layers, and hand on no matrix."""
     model = dataclasses.replace(
@@ -149,22 +176,15 @@ def test_tensor_axis_sums_activations_and_gathers_no_matrix() -> None:
     config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=8))
     run = step_functions(config, 8)
 
-    def crossing(rows: int) -> dict[str, dict[str, float]]:
-        side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
-        compiled = run.train_step.lower(run.abstract_state, Batch(side, side)).compile()  # type: ignore[attr-defined]
-        return collectives(compiled.as_text())
-
-    few, many = crossing(64), crossing(512)
-    assert set(few) == set(many) == {"all-reduce f32", "all-gather f32"}
+    crossing = collectives(compiled_step(run, ROWS))
+    assert set(crossing) == {"all-reduce f32", "all-gather f32"}
     # gathered are the gradients of the biases [F], whatever the rows
-    assert few["all-gather f32"] == many["all-gather f32"]
-    assert many["all-gather f32"]["mb"] <= 2 * model.d_ff * 4 / 1e6 + 0.001
-    layer_mb = (512 - 64) * 16 * model.d_model * 4 / 1e6  # of the rows more, one layer's output
-    more_mb = many["all-reduce f32"]["mb"] - few["all-reduce f32"]["mb"]
+    assert crossing["all-gather f32"]["mb"] <= 2 * model.d_ff * 4 / 1e6 + 0.001
+    layer_mb = ROWS * 16 * model.d_model * 4 / 1e6  # one layer's output
     # An encoder layer of two sub-layers, a decoder layer of three: once forward and once backward
     # for feed-forward, once forward and once for each of queries, keys and values backward for
     # attention.
-    assert 10 <= more_mb / layer_mb <= 2 * 2 + 3 * 4 + 0.01
+    assert 10 <= crossing["all-reduce f32"]["mb"] / layer_mb <= 2 * 2 + 3 * 4 + 0.01
 
 
 @pytest.mark.devices(8)
@@ -236,7 +256,7 @@ def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
     run = step_functions(
         dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
     )
-    state = run.init()
+    state = start(run)
     first = None
     for _ in range(30):
         state, metrics = run.train_step(state, batch())
@@ -271,43 +291,61 @@ def test_each_microbatch_draws_its_own_dropout() -> None:
     assert sorted(drawn.tolist())[-5:] == [0, 1, 1, 1, 1]
 
 
+@pytest.fixture(scope="module")
+def two_rows_alone() -> tuple[StepMetrics, LossSums]:
+    """What a step finds on two rows, and an evaluation after it."""
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
+    run = step_functions(config)
+    state, metrics = run.train_step(start(run), batch(rows=2))
+    return metrics, run.eval_step(state.parameters, batch(rows=2))
+
+
 @pytest.mark.parametrize(
-    ("devices", "accumulate_steps"),
-    [(1, 1), (1, 4), pytest.param(8, 1, marks=pytest.mark.devices(8))],
+    ("devices", "accumulate_steps", "segments"),
+    [
+        (1, 1, False),
+        (1, 4, False),
+        (1, 4, True),
+        pytest.param(8, 1, False, marks=pytest.mark.devices(8)),
+        pytest.param(8, 1, True, marks=pytest.mark.devices(8)),
+    ],
 )
-@pytest.mark.parametrize("segments", [False, True])
-def test_empty_rows_change_nothing(devices: int, accumulate_steps: int, segments: bool) -> None:
-    """Even where a microbatch or a device has no others."""
+def test_empty_rows_change_nothing(
+    devices: int,
+    accumulate_steps: int,
+    segments: bool,
+    two_rows_alone: tuple[StepMetrics, LossSums],
+) -> None:
+    """Even where a microbatch or a device has no others; nor does it to say that each row is one
+    sentence.
+    """
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
     optimizer = dataclasses.replace(config.optimizer, accumulate_steps=accumulate_steps)
-    alone = step_functions(config)
     run = step_functions(dataclasses.replace(config, optimizer=optimizer), devices)
-    real = batch(rows=2)
+    padded = Batch(*(np.pad(side, ((0, 14), (0, 0))) for side in batch(rows=2)[:2]))
     if segments:
-        real = Batch(*real[:2], *((side != 0).astype(np.int32) for side in real[:2]))
-    padded = Batch(*(side if side is None else np.pad(side, ((0, 14), (0, 0))) for side in real))
-    one, one_metrics = alone.train_step(alone.init(), real)
-    two, two_metrics = run.train_step(run.init(), padded)
-    np.testing.assert_array_equal(one_metrics.sums.tokens, two_metrics.sums.tokens)
-    np.testing.assert_allclose(one_metrics.gradient_norm, two_metrics.gradient_norm, rtol=1e-5)
-    sums = alone.eval_step(one.parameters, real)
-    np.testing.assert_allclose(run.eval_step(two.parameters, padded).nll, sums.nll, rtol=1e-4)
+        padded = Batch(*padded[:2], *((side != 0).astype(np.int32) for side in padded[:2]))
+    alone, sums = two_rows_alone
+    state, metrics = run.train_step(start(run), padded)
+    np.testing.assert_array_equal(metrics.sums.tokens, alone.sums.tokens)
+    np.testing.assert_allclose(metrics.gradient_norm, alone.gradient_norm, rtol=1e-5)
+    np.testing.assert_allclose(run.eval_step(state.parameters, padded).nll, sums.nll, rtol=1e-4)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted() -> None:
     run = step_functions(CONFIG)
     state, _ = run.train_step(run.init(), batch())
-    scale = state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"]
-    state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"] = scale.at[
-        0
-    ].set(jnp.nan)
+    norm = state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]
+    scale = np.array(norm["scale"])
+    norm["scale"] = np.full_like(scale, np.nan)
     before = jax.tree.map(np.asarray, (state.parameters, state.optimizer))
     for count in (1, 2):
         state, metrics = run.train_step(state, batch())
         assert (int(metrics.bad_steps), int(metrics.bad_in_a_row)) == (count, count)
     chex.assert_trees_all_equal((state.parameters, state.optimizer), before)
     assert int(state.step) == 3  # the data goes on
-    state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]["scale"] = scale
+    norm = state.parameters["encoder"]["layers"][0]["feed_forward_residual"]["norm"]
+    norm["scale"] = scale
     state, metrics = run.train_step(state, batch())
     assert (int(metrics.bad_steps), int(metrics.bad_in_a_row)) == (2, 0)
 
@@ -318,9 +356,9 @@ def test_a_bad_step_leaves_the_moving_average_alone() -> None:
     )
     state, _ = run.train_step(run.init(), batch())
     before = jax.tree.map(np.asarray, state.ema)
-    state.parameters["target_embedding"]["matrix"] = (
-        state.parameters["target_embedding"]["matrix"].at[5].set(jnp.nan)
-    )
+    matrix = np.array(state.parameters["target_embedding"]["matrix"])
+    matrix[5] = np.nan
+    state.parameters["target_embedding"]["matrix"] = matrix
     state, metrics = run.train_step(state, batch())
     assert int(metrics.bad_steps) == 1
     chex.assert_trees_all_equal(state.ema, before)
@@ -348,7 +386,7 @@ def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
     """Parameters and Adam's moments stay float32."""
     low = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="bfloat16"))
     (low_state, low_metrics), (_, metrics) = (
-        step_functions(each).train_step(step_functions(each).init(), batch())
+        step_functions(each).train_step(start(step_functions(each)), batch())
         for each in (low, CONFIG)
     )
     np.testing.assert_allclose(low_metrics.sums.loss, metrics.sums.loss, rtol=1e-2)
@@ -362,7 +400,7 @@ def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
 def test_remat_gives_the_same_gradients() -> None:
     remat = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, remat=True))
     (state, _), (plain, _) = (
-        step_functions(each).train_step(step_functions(each).init(), batch())
+        step_functions(each).train_step(start(step_functions(each)), batch())
         for each in (remat, CONFIG)
     )
     chex.assert_trees_all_close(state.optimizer, plain.optimizer, rtol=1e-4, atol=1e-6)
@@ -407,24 +445,23 @@ def test_r_drop_compares_two_draws_of_dropout() -> None:
     small.
     """
 
-    def run(r_drop: float, steps: int) -> StepMetrics:
-        config = dataclasses.replace(
-            CONFIG,
-            training=dataclasses.replace(CONFIG.training, label_smoothing=0.0, r_drop=r_drop),
-        )
-        step = step_functions(config, 2)
-        state = step.init()
+    def run(r_drop: float, steps: int) -> list[StepMetrics]:
+        training = dataclasses.replace(CONFIG.training, label_smoothing=0.0, r_drop=r_drop)
+        run = step_functions(dataclasses.replace(CONFIG, training=training), 2)
+        state, found = start(run), []
         for _ in range(steps):
-            state, metrics = step.train_step(state, batch())
-        return metrics
+            state, metrics = run.train_step(state, batch())
+            found.append(metrics)
+        return found
 
     def divergence(metrics: StepMetrics) -> float:
         return float((metrics.sums.loss - metrics.sums.nll) / metrics.sums.tokens)
 
-    assert run(0.0, 1).sums.tokens == run(5.0, 1).sums.tokens
-    assert divergence(run(0.0, 1)) == 0
-    np.testing.assert_allclose(divergence(run(5.0, 1)), 10 * divergence(run(0.5, 1)), rtol=1e-4)
-    assert divergence(run(5.0, 10)) < 0.5 * 10 * divergence(run(0.5, 10))
+    [without], weak, strong = run(0.0, 1), run(0.5, 10), run(5.0, 10)
+    assert without.sums.tokens == strong[0].sums.tokens
+    assert divergence(without) == 0
+    np.testing.assert_allclose(divergence(strong[0]), 10 * divergence(weak[0]), rtol=1e-4)
+    assert divergence(strong[-1]) < 0.5 * 10 * divergence(weak[-1])
 
 
 def test_schedule_is_equation_3_with_steps_from_1() -> None:
@@ -472,9 +509,8 @@ def test_the_moving_average_does_not_count_a_skipped_step() -> None:
         dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, ema_decay=0.2))
     )
     good, broken = run.init(), run.init()
-    broken.parameters["target_embedding"]["matrix"] = jnp.full_like(
-        broken.parameters["target_embedding"]["matrix"], jnp.nan
-    )
+    embedding = broken.parameters["target_embedding"]
+    embedding["matrix"] = np.full(embedding["matrix"].shape, np.nan, np.float32)
     state, metrics = run.train_step(broken, batch())
     assert int(metrics.bad_steps) == 1 and int(state.step) == 1
     before = np.asarray(good.ema["target_embedding"]["matrix"])
@@ -546,32 +582,20 @@ def test_devices_do_not_hand_layers_around(
     config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(*mesh))
     if ahead:
         request.getfixturevalue("masks_drawn_ahead")
-    run = make_step_functions(config, make_mesh(config.mesh))
-
-    def crossing_mb(rows: int) -> float:
-        side = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
-        program = run.train_step.lower(run.abstract_state, Batch(side, side)).compile()  # type: ignore[attr-defined]
-        return sum(figures["mb"] for figures in collectives(program.as_text()).values())
-
-    layer_mb = (512 - 64) / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
-    assert crossing_mb(512) - crossing_mb(64) < layer_mb
+    crossing = collectives(compiled_step(step_functions(config, 8), ROWS))
+    layer_mb = ROWS / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
+    assert sum(figures["mb"] for figures in crossing.values()) < layer_mb
 
 
 @pytest.fixture
-def masks_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Dropout as on GPUs."""
+def masks_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout as on GPUs, in functions that no other test has compiled."""
     monkeypatch.setattr("transformer_jax.model.transformer._draws_ahead", lambda config: True)
-    shared_functions.cache_clear()
-    yield
-    shared_functions.cache_clear()
+    monkeypatch.setattr(step_module, "shared_functions", lru_cache(shared_functions.__wrapped__))
 
 
 @pytest.mark.devices(8)
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
 @pytest.mark.usefixtures("masks_drawn_ahead")
-def test_losses_are_the_same_with_masks_drawn_ahead(
-    mesh: tuple[int, int, int], on_one_device: list[float]
-) -> None:
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(*mesh))
-    several, _ = losses(config, int(np.prod(mesh)))
+def test_losses_are_the_same_with_masks_drawn_ahead(on_one_device: list[float]) -> None:
+    several, _ = losses(dataclasses.replace(CONFIG, mesh=MeshConfig(2, 2, 2)), 8)
     np.testing.assert_allclose(several, on_one_device, rtol=1e-5)

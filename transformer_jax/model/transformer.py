@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -278,6 +278,21 @@ class Transformer(nnx.Module):
         layers = cache.layers(length)
         hidden_BWD = self.decoder(x_BWD, None, None, None, caches=layers)
         return self.logits(hidden_BWD), cache.append(layers)
+
+
+class AbstractModel(NamedTuple):
+    """A model without its parameters: ``nnx.merge(graph, parameters)`` is the model."""
+
+    graph: Any  # nnx graph definition
+    parameters: Any  # nested dict of shapes and types
+
+
+@lru_cache(maxsize=32)
+def abstract_model(config: ModelConfig) -> AbstractModel:
+    """The model of this config; built once, for that takes as long as tracing a step."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(model, nnx.Param)
+    return AbstractModel(graph, nnx.to_pure_dict(parameters))
 
 
 def with_cast_weights(model: Transformer) -> Transformer:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from transformer_jax.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.data.batching import Batch
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.sharding import batch_sharding, gathered, replicated, state_shardings
 from transformer_jax.special_ids import PAD_ID
 from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
@@ -99,13 +99,14 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 @lru_cache(maxsize=32)
 def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
     """The functions of all runs with these settings; ``init`` takes the seed."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, rngs=nnx.Rngs(0))))
-    shapes = jax.eval_shape(partial(init_state, config), np.uint32(0))
+    graph = abstract_model(config.model).graph
+    init = partial(init_state, config)  # one object, which JAX traces once
+    shapes = jax.eval_shape(init, np.uint32(0))
     shardings = state_shardings(shapes, mesh)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
     inputs: dict[str, Any] = {"config": config, "graph": graph, "mesh": mesh}
     return StepFunctions(
-        init=jax.jit(partial(init_state, config), out_shardings=shardings),
+        init=jax.jit(init, out_shardings=shardings),
         train_step=jax.jit(
             partial(train_step, **inputs),
             donate_argnums=0,
