@@ -134,9 +134,11 @@ def final_state(config: Config, workdir: Path) -> Any:
         return jax.tree.map(np.asarray, run.state)
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], what: str) -> None:
+def wait_for(
+    condition: Any, process: subprocess.Popen[str], what: str, *, pause: float = 0.01
+) -> None:
     deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, f"train.py ended before {what}: {process.communicate()[1]}"
         assert time.monotonic() < deadline, f"no {what} within 120 s"
-        time.sleep(0.01)
+        time.sleep(pause)

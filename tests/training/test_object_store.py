@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import command, entries, no_evaluation, tiny, wait_for
+from runs import ONE, command, entries, no_evaluation, tiny, wait_for
 
 from transformer_jax import Translator
 from transformer_jax.checkpoint import complete_steps
@@ -82,13 +82,13 @@ def test_killed_stopped_and_resumed_on_other_hosts(tmp_path: Path) -> None:
         return max(complete_steps(checkpoints), default=0)
 
     both = start(tmp_path, steps(10_000), "a", "b")
-    wait_for(newest, both[0], "the first checkpoint")
+    wait_for(newest, both[0], "the first checkpoint", pause=0.5)  # each look asks the store
     for process in both:
         process.send_signal(signal.SIGKILL)
     ends(both)
     killed = newest()
     both = start(tmp_path, steps(10_000), "c", "d")  # without anything of a and b
-    wait_for(lambda: newest() > killed, both[0], "another checkpoint")
+    wait_for(lambda: newest() > killed, both[0], "another checkpoint", pause=0.5)
     both[1].send_signal(signal.SIGTERM)
     said = ends(both)
     assert [process.returncode for process in both] == [128 + signal.SIGTERM] * 2, "\n".join(said)
@@ -99,7 +99,7 @@ def test_killed_stopped_and_resumed_on_other_hosts(tmp_path: Path) -> None:
     run = local_workdir(URL)
     assert complete_steps(run / "checkpoints")[-1] == stopped + 2
     assert [entry["step"] for entry in entries(run)] == list(range(1, stopped + 3))
-    train(steps(killed + 3), tmp_path / "undisturbed")
+    train(steps(killed + 3), tmp_path / "undisturbed", devices=ONE)
     one, several = (
         [entry["loss"] for entry in entries(folder)] for folder in (tmp_path / "undisturbed", run)
     )

@@ -75,8 +75,8 @@ def start(run: StepFunctions) -> TrainState:
     """The state before the first step of ``CONFIG``, on this run's devices; what draws it is
     compiled once.
     """
-    places = jax.tree.map(lambda x: x.sharding, run.abstract_state)
-    return jax.device_put(step_functions(CONFIG).init(), places)
+    first = jax.tree.map(np.asarray, step_functions(CONFIG).init())
+    return jax.device_put(first, jax.tree.map(lambda x: x.sharding, run.abstract_state))
 
 
 def losses(config: Config, devices: int, steps: int = 4) -> tuple[list[float], TrainState]:
@@ -84,7 +84,7 @@ def losses(config: Config, devices: int, steps: int = 4) -> tuple[list[float], T
     state, result = start(run), []
     for step in range(steps):
         state, metrics = run.train_step(state, batch(step))
-        result.append(float(metrics.sums.loss / metrics.sums.tokens))
+        result.append(float(metrics.sums.loss) / float(metrics.sums.tokens))
     return result, state
 
 
@@ -285,9 +285,12 @@ def test_each_microbatch_draws_its_own_dropout() -> None:
         drawn = jax.nn.one_hot(jax.random.randint(key, (), 0, 1000), 1000)
         return drawn, LossSums(*[jnp.zeros(())] * 4)
 
-    drawn, _ = accumulated_gradients(
-        gradient, jnp.zeros(1000), batch(), jax.random.key(0), microbatches=4
-    )
+    @jax.jit
+    def accumulated(parameters, batch, seed):
+        key = jax.random.key(seed)
+        return accumulated_gradients(gradient, parameters, batch, key, microbatches=4)[0]
+
+    drawn = accumulated(np.zeros(1000, np.float32), batch(), 0)
     assert sorted(drawn.tolist())[-5:] == [0, 1, 1, 1, 1]
 
 
@@ -366,19 +369,19 @@ def test_a_bad_step_leaves_the_moving_average_alone() -> None:
 
 def test_gradients_are_clipped_to_a_global_norm() -> None:
     """Seen in Adam's first moment: its update alone does not tell how large a gradient was."""
-    parameters = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(5)}
-    gradient = {"a": jnp.full((2, 2), 3.0), "b": jnp.full(5, 4.0)}
+    parameters = {"a": np.zeros((2, 2), np.float32), "b": np.zeros(5, np.float32)}
+    gradient = {"a": np.full((2, 2), 3, np.float32), "b": np.full(5, 4, np.float32)}
     norm = np.sqrt(4 * 9 + 5 * 16)
     for clip_norm, scale in ((0.0, 1.0), (2.0, 2.0 / norm), (1e3, 1.0)):
         optimizer = make_optimizer(OptimizerConfig(clip_norm=clip_norm, beta1=0.9), 16)
-        _, state = optimizer.update(gradient, optimizer.init(parameters), parameters)
+        _, state = jax.jit(optimizer.update)(gradient, optimizer.init(parameters), parameters)
         [moment] = [
             part.mu
             for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu"))
             if hasattr(part, "mu")
         ]
         chex.assert_trees_all_close(
-            moment, jax.tree.map(lambda g, s=scale: 0.1 * s * g, gradient), rtol=1e-5
+            moment, jax.tree.map(lambda g, s=scale: np.float32(0.1 * s) * g, gradient), rtol=1e-5
         )
 
 
@@ -414,9 +417,10 @@ def test_weight_decay_acts_on_matrices_only() -> None:
         lambda p: np.ones(p.shape, np.float32), step_functions(config).abstract_state.parameters
     )
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1), 16)
-    updates, _ = optimizer.update(jax.tree.map(np.zeros_like, ones), optimizer.init(ones), ones)
+    zeros = jax.tree.map(np.zeros_like, ones)
+    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(ones), ones)
     decayed = {
-        (str(path[-1]), bool((update != 0).all()))
+        (str(path[-1]), bool(np.all(update)))
         for path, update in jax.tree_util.tree_leaves_with_path(updates)
     }
     names = {
@@ -455,7 +459,8 @@ def test_r_drop_compares_two_draws_of_dropout() -> None:
         return found
 
     def divergence(metrics: StepMetrics) -> float:
-        return float((metrics.sums.loss - metrics.sums.nll) / metrics.sums.tokens)
+        loss, nll, tokens = map(float, (metrics.sums.loss, metrics.sums.nll, metrics.sums.tokens))
+        return (loss - nll) / tokens
 
     [without], weak, strong = run(0.0, 1), run(0.5, 10), run(5.0, 10)
     assert without.sums.tokens == strong[0].sums.tokens

@@ -55,10 +55,16 @@ def test_losses_on_eight_devices_are_those_of_one(fields: dict[str, Any]) -> Non
     source, target = (rng.integers(4, 24, (8, length)).astype(np.int32) for length in (7, 6))
     source[1, 3:] = target[1, 4:] = 0
 
+    # drawn once: what draws it takes long to compile
+    first = jax.tree.map(
+        np.asarray, make_step_functions(config, make_mesh(MeshConfig(), ONE)).init()
+    )
+
     def losses(mesh: MeshConfig, devices: int) -> list[float]:
         placed = dataclasses.replace(config, mesh=mesh)
         run = make_step_functions(placed, make_mesh(mesh, jax.devices()[:devices]))
-        state, found = run.init(), []
+        places = jax.tree.map(lambda x: x.sharding, run.abstract_state)
+        state, found = jax.device_put(first, places), []
         for _ in range(3):
             state, metrics = run.train_step(state, Batch(source, target))
             found.append(float(metrics.sums.loss))

@@ -60,7 +60,7 @@ class StepConfig(NamedTuple):
 
     model: ModelConfig
     optimizer: OptimizerConfig
-    steps: int
+    steps: int  # where a decay of the learning rate ends; 0: it does not
     label_smoothing: float
     r_drop: float
 
@@ -71,7 +71,7 @@ class StepConfig(NamedTuple):
         return cls(
             model=config.model,
             optimizer=config.optimizer,
-            steps=training.steps,
+            steps=training.steps if config.optimizer.decay in ("linear", "cosine") else 0,
             label_smoothing=training.label_smoothing,
             r_drop=training.r_drop,
         )
