@@ -198,7 +198,7 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
     assert list(read_lines("memory://bucket/text/b.de.gz")) == ["zwei"]
     before = ParallelText(there).fingerprint
     assert before == ParallelText(here, str(tmp_path)).fingerprint
-    store.pipe_file("/bucket/text/a.en.gz", b"changed")
+    store.pipe_file("/bucket/text/a.en.gz", gzip.compress(b"changed"))
     assert ParallelText(there).fingerprint != before
     with pytest.raises(UserError, match="matches no file"):
         ParallelText(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")

@@ -3,8 +3,8 @@ seed.
 
 SentencePiece samples too, but mixes random salt of each process into its generator (seen in 0.2.3):
 no seed brings a segmentation back. Here the model's pieces and scores come from SentencePiece, the
-draws from ``random.Random``. Words are segmented one by one, which loses nothing: no piece of our
-models reaches over a space.
+draws from ``random.Random``. Words are segmented one by one, as no piece of our models reaches
+over a space.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError
 
-_SPACE = "\u2581"
+_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # begins with the sign for a space
 _CACHED_WORDS = 2**15
 
 
@@ -67,8 +67,6 @@ class SubwordSampler:
         self._spells_bytes = any(p.type == p.BYTE for p in pieces)
         self._symbols = set(symbols_of(model))
         self._symbol = re.compile(f"({any_of(self._symbols)})") if self._symbols else None
-        split_words = not any(_SPACE in piece[1:] for piece in self._scores)
-        self._word = re.compile(f"{_SPACE}?[^{_SPACE}]+|{_SPACE}" if split_words else ".+", re.S)
         self._draw = self._draw_bpe if trainer.model_type == trainer.BPE else self._draw_unigram
         self._merged = lru_cache(_CACHED_WORDS)(self._merge)
         self._lattice = lru_cache(_CACHED_WORDS)(self._make_lattice)
@@ -81,7 +79,7 @@ class SubwordSampler:
             if part in self._symbols:
                 pieces.append(part)
             else:
-                for word in self._word.findall(part):
+                for word in _WORD.findall(part):
                     pieces += self._draw(word, generator)
         return pieces
 

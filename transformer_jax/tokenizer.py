@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -205,26 +204,8 @@ def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise UserError(_explain(str(error), config, what)) from None
+        raise UserError(
+            f"SentencePiece cannot learn tokenizer.vocab_size = {config.vocab_size} tokens with "
+            f"tokenizer.character_coverage = {config.character_coverage} from the {what}: {error}"
+        ) from None
     return model.getvalue()
-
-
-def _explain(message: str, config: TokenizerConfig, what: str) -> str:
-    """SentencePiece's complaint in terms of our settings."""
-    size = f"tokenizer.vocab_size is {config.vocab_size}; expected"
-    if found := re.search(r"Vocabulary size too high .* value <= (\d+)", message):
-        return (
-            f"{size} at most {found[1]}: the {what} supports no more tokens. Lower it, or train on "
-            "more text."
-        )
-    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return (
-            f"{size} at least {found[1]}, one token for each character of the {what}. "
-            "Raise it, or lower tokenizer.character_coverage."
-        )
-    if "sentences_.empty" in message or "all_chars_count" in message:
-        return (
-            f"The {what} has no line that SentencePiece can use (up to 4,192 bytes of text); check "
-            "data.train."
-        )
-    return f"SentencePiece cannot be trained on the {what}: {message}"

@@ -14,6 +14,7 @@ import json
 import logging
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -51,12 +52,10 @@ class ParallelText:
         self.files = find_files(config, root)
         """(source, target) files of kind text; else empty."""
         self.hashes: dict[AnyPath, str] = {}
-        """SHA-256 of each file that was read to its end, the last time."""
+        """SHA-256 of the content of each file that was read to its end, the last time."""
 
     def pairs(
-        self,
-        *,
-        invalid_utf8: Literal["error", "skip"] = "error",
+        self, *, invalid_utf8: Literal["error", "skip"] = "error"
     ) -> Iterator[tuple[str, str]]:
         """The (source, target) sentences in order.
 
@@ -83,8 +82,8 @@ class ParallelText:
             fields += [examples.dataset_info.full_name, len(examples)]
         for file in chain.from_iterable(zip(*self.files)):
             if file not in self.hashes:
-                with file.open("rb") as opened:
-                    self.hashes[file] = hashlib.file_digest(opened, "sha256").hexdigest()
+                with _opened(file) as stream:
+                    self.hashes[file] = hashlib.file_digest(stream, "sha256").hexdigest()
             fields.append(self.hashes[file])
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
@@ -109,11 +108,14 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
     """
     path = to_path(source) if isinstance(source, str) else source
     if hasattr(path, "open"):
-        lines = _lines_of_file(cast("AnyPath", path), {})
+        opened: AbstractContextManager[Iterable[bytes]] = _opened(cast("AnyPath", path))
+        name = str(path)
     else:
-        lines = _lines_of(cast(BinaryIO, path), str(getattr(path, "name", "the input")))
-    for line in lines:
-        yield line.text()
+        opened = nullcontext(cast(BinaryIO, path))
+        name = str(getattr(path, "name", "the input"))
+    with opened as stream:
+        for line in _lines_of(stream, name):
+            yield line.text()
 
 
 class _InvalidText(UserError):
@@ -127,47 +129,40 @@ class _Line(NamedTuple):
     file: str
     number: int
 
-    @property
-    def where(self) -> str:
-        return f"{self.file}, line {self.number}"
-
     def text(self) -> str:
         try:
             return self.data.decode()
         except UnicodeDecodeError as error:
             raise _InvalidText(
-                f"{self.where}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 text. "
-                "Repair the line, or (in training) set data.invalid_utf8 to 'skip'."
+                f"{self.file}, line {self.number}: byte {error.start + 1} is not valid UTF-8; "
+                "expected UTF-8 text. Repair the line, or (in training) set data.invalid_utf8 to "
+                "'skip'."
             ) from None
 
 
-class _HashedFile(io.RawIOBase):
-    def __init__(self, file: Any) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count: int = self._file.readinto(buffer)
-        self.digest.update(memoryview(buffer)[:count])
-        return count
-
-
-def _lines_of_file(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[_Line]:
-    """The lines of a file; enters its hash into ``hashes`` at its end."""
+@contextmanager
+def _opened(path: AnyPath) -> Iterator[io.BufferedIOBase]:
+    """A file's content, unpacked if its name ends in .gz."""
     name = str(path)
     try:
         with path.open("rb") as file:
-            hashed = _HashedFile(file)
-            buffered = io.BufferedReader(hashed, 2**20)
-            unzipped = gzip.GzipFile(fileobj=buffered) if name.endswith(".gz") else buffered
-            yield from _lines_of(unzipped, name)
-            hashes[path] = hashed.digest.hexdigest()
+            # A file in an object store has no fast loop over lines of its own.
+            buffered = io.BufferedReader(cast(Any, file), 2**20)
+            yield gzip.GzipFile(fileobj=buffered) if name.endswith(".gz") else buffered
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
             f"File {name!r} is corrupt or is no gzip file ({error}); expected one by its name."
         ) from None
+
+
+def _hashed(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[bytes]:
+    """The lines of a file; enters its hash into ``hashes`` at its end."""
+    digest = hashlib.sha256()
+    with _opened(path) as stream:
+        for line in stream:
+            digest.update(line)
+            yield line
+    hashes[path] = digest.hexdigest()
 
 
 def _lines_of(stream: Iterable[bytes], name: str) -> Iterator[_Line]:
@@ -195,7 +190,7 @@ def _decoded(lines: Iterable[tuple[_Line, _Line]], *, skip: bool) -> Iterator[tu
 def _read_files(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
     """Line N of both sides, for one pair of files after another."""
     for files in text.files:
-        sides = [_lines_of_file(file, text.hashes) for file in files]
+        sides = [_lines_of(_hashed(file, text.hashes), str(file)) for file in files]
         for number, (source, target) in enumerate(zip_longest(*sides), 1):
             if source is None or target is None:
                 counts = [
