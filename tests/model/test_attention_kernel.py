@@ -30,18 +30,18 @@ SHAPES = [
 ]
 
 
-def _inputs(T: int, S: int, d_k: int, d_v: int, dtype: Any = jnp.float32) -> list[jax.Array]:
+def _inputs(T: int, S: int, d_k: int, d_v: int, dtype: Any = np.float32) -> list[np.ndarray]:
     """Queries, keys, values, and what the result is multiplied with: 2 rows, 2 heads."""
-    keys = jax.random.split(jax.random.key(T), 4)
+    rng = np.random.default_rng(T)
     shapes = (2, T, 2, d_k), (2, S, 2, d_k), (2, S, 2, d_v), (2, T, 2, d_v)
-    return [jax.random.normal(*x, dtype) for x in zip(keys, shapes, strict=True)]
+    return [rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
 
 
-def _packed(length: int, *, first: int = 1) -> jax.Array:
+def _packed(length: int, *, first: int = 1) -> np.ndarray:
     """Segments of two rows: several sentences and some padding; nothing but padding."""
     row = first + np.arange(length) // 9
     row[length - length // 5 :] = 0
-    return jnp.asarray([row, np.zeros(length)], jnp.int32)
+    return np.array([row, np.zeros(length)], np.int32)
 
 
 def _with_gradients(
@@ -75,7 +75,7 @@ def test_bfloat16_is_about_as_exact_as_plain_attention() -> None:
     """The kernel also rounds the scores' gradient, for its products, as flash attention does."""
     mask = attention_mask(_packed(33), _packed(33), causal=True)
     inputs = _inputs(33, 33, 64, 64, jnp.bfloat16)
-    exact = _with_gradients(dot_product_attention, mask, [x.astype(jnp.float32) for x in inputs])
+    exact = _with_gradients(dot_product_attention, mask, [x.astype(np.float32) for x in inputs])
     ours, plain = (_with_gradients(f, mask, inputs) for f in (_kernel, dot_product_attention))
     for x, other, expected in zip(ours, plain, exact, strict=True):
         assert np.linalg.norm(x - expected) < 1.3 * np.linalg.norm(other - expected)
@@ -83,16 +83,16 @@ def test_bfloat16_is_about_as_exact_as_plain_attention() -> None:
 
 def test_a_query_that_sees_nothing_has_equal_weights_and_no_gradient() -> None:
     inputs = _inputs(20, 20, 16, 16)
-    mask = jnp.zeros((2, 1, 20, 20), bool)
+    mask = np.zeros((2, 1, 20, 20), bool)
     out, d_q, d_k, _ = _with_gradients(_kernel, mask, inputs)
-    expected = jnp.broadcast_to(inputs[2].mean(axis=1, keepdims=True), out.shape)
+    expected = np.broadcast_to(inputs[2].mean(axis=1, keepdims=True), out.shape)
     np.testing.assert_allclose(out, expected, atol=1e-6)
     assert not d_q.any()
     assert not d_k.any()
 
 
 def test_a_layer_may_be_recomputed() -> None:
-    inputs, mask = _inputs(16, 16, 16, 16), jnp.ones((2, 1, 16, 16), bool)
+    inputs, mask = _inputs(16, 16, 16, 16), np.ones((2, 1, 16, 16), bool)
     once = _with_gradients(_kernel, mask, inputs)
     again = _with_gradients(jax.checkpoint(_kernel), mask, inputs)
     for x, y in zip(once, again, strict=True):
@@ -138,7 +138,7 @@ def _kernels(attention: Callable[..., Any], *arrays: jax.Array, platform: str = 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_it_is_chosen_on_a_gpu_for_short_bfloat16_without_dropout_of_weights() -> None:
     q, k, v, _ = _inputs(50, 24, 64, 64, jnp.bfloat16)
-    inputs = q, k, v, jnp.ones((2, 1, 50, 24), bool)
+    inputs = q, k, v, np.ones((2, 1, 50, 24), bool)
 
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Any:
         def total(*arrays: jax.Array) -> jax.Array:
