@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import chains
 import jax
@@ -23,14 +24,38 @@ TOYS = random_chains(0, sentences=SENTENCES, length=LENGTH, vocab=VOCAB)
 LIMITS = np.random.default_rng(1).integers(1, LENGTH + 1, SENTENCES)
 
 
+start_toys = jax.jit(chains.start, static_argnames="beam_size")
+
+
 class ToyModel:
     """The chains as a model."""
 
     def start_cache(self, sentence_B, *, beam_size):
-        return chains.start(sentence_B, beam_size=beam_size)
+        return start_toys(sentence_B, beam_size=beam_size)
 
     def step(self, tokens_BW, cache, *, length):
         return chains.step(TOYS)(tokens_BW, cache)
+
+
+TOY_MODEL = ToyModel()
+results_of = jax.jit(lambda finished: results(finished, chains.PAD))
+
+
+@functools.cache
+def compiled(method, model, batch_size):
+    """What makes empty rows, and what seats a block."""
+    search_ = RowSearch(method, model.step, LENGTH)
+
+    @jax.jit
+    def start(nobody):
+        prefix_BP = np.zeros((batch_size, 0), np.int32)
+        return method.start(nobody, max_length=LENGTH, prefix_BP=prefix_BP, seed_B=nobody)
+
+    @jax.jit
+    def seat(rows, block, most):
+        return search_.seat(rows, block, most, np.int32(batch_size))
+
+    return start, seat
 
 
 def search_in_rows(
@@ -39,8 +64,8 @@ def search_in_rows(
     """The sentences in this order, block after block, of which each has its count: hypotheses by
     the places in the blocks, the number of steps, and the rows in the end.
     """
-    model = model or ToyModel()
-    search_ = RowSearch(method, model.step, LENGTH)
+    model = model or TOY_MODEL
+    start, seat = compiled(method, model, batch_size)
     counts = counts or [block_size] * -(-len(order) // block_size)
 
     def block(sentences):
@@ -55,16 +80,9 @@ def search_in_rows(
             cache=model.start_cache(known, beam_size=method.num_beams),
         )
 
-    @jax.jit
-    def seat(rows, block, most):
-        return search_.seat(rows, block, most, np.int32(batch_size))
-
     nobody = np.zeros(batch_size, np.int32)
     cache = model.start_cache(nobody, beam_size=method.num_beams)
-    empty = method.start(
-        nobody, max_length=LENGTH, prefix_BP=np.zeros((batch_size, 0), np.int32), seed_B=nobody
-    )
-    rows, num_steps = Rows(np.full(batch_size, NOBODY), empty, cache), 0
+    rows, num_steps = Rows(np.full(batch_size, NOBODY), start(nobody), cache), 0
     found = {}
     firsts = range(0, len(order), block_size)
     for first, count in [*zip(firsts, counts, strict=True), (0, 0)]:
@@ -73,13 +91,14 @@ def search_in_rows(
         num_steps += int(its_steps)
         add(found, left)
     assert rows.state.done_B.all()
-    add(found, Found(rows.number_B, results(rows.state.finished, chains.PAD)))
+    add(found, Found(rows.number_B, results_of(rows.state.finished)))
     return found, num_steps, rows
 
 
 def add(found, left):
     """The hypotheses by the sentences' numbers; of NaN: None."""
-    numbers, is_nan = np.asarray(left.number_R), np.isnan(left.results.scores_BN[:, 0])
+    left = jax.device_get(left)
+    numbers, is_nan = left.number_R, np.isnan(left.results.scores_BN[:, 0])
     assert not found.keys() & set(numbers.tolist())
     found |= dict.fromkeys(numbers[is_nan].tolist())
     sound = chains.hypotheses(jax.tree.map(lambda x: x[~is_nan], left.results))
@@ -119,12 +138,12 @@ def test_the_results_are_those_of_one_batch(alone, batch_size, block_size):
 
 
 @pytest.mark.parametrize("method", [REPEATS, SAMPLES])
-def test_repeats_and_samples_are_those_of_one_batch(method):
+def test_repeats_and_samples_are_those_of_one_batch(alone, method):
     """Rows are handed over with nothing of what they held: neither tokens nor seeds."""
     order = np.random.default_rng(7).permutation(SENTENCES)
     found, _, _ = search_in_rows(method, order, batch_size=4, block_size=4)
     expected = one_batch(method)
-    assert expected != one_batch(BEAM)
+    assert expected != alone
     assert found == dict(enumerate(expected))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -209,6 +210,7 @@ def _transposed(name: str, x: np.ndarray) -> np.ndarray:
     return x.T if name.endswith("kernel") else x
 
 
+@cache
 def _blank(config: ModelConfig) -> Transformer:
     """A model whose parameters have shapes but no values."""
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
