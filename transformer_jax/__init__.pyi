@@ -20,7 +20,7 @@ from .data.batching import Batch, BatchPlan
 from .data.corpus import Corpus, build_corpus
 from .data.loader import load_batches
 from .data.sources import read_lines, read_pairs
-from .decoding.async_translator import AsyncTranslator
+from .decoding.async_translator import AsyncTranslator, SearchFailed
 from .decoding.attention_weights import SentenceAttention, sentence_attention
 from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
@@ -31,7 +31,6 @@ from .decoding.scoring import Scorer
 from .decoding.search import SearchResult, gather_beams, search
 from .decoding.segments import joint
 from .decoding.translator import Translator
-from .decoding.workers import SearchFailed
 from .errors import UserError, needs_extra, shown
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention

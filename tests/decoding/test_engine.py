@@ -13,8 +13,8 @@ from flax import nnx
 
 from benchmarks import compile_for
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
-from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.decoding.engine import Engine, Sentence, search_together
+from transformer_jax.decoding.trained_models import check_decoding
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def tokens(found):
 
 
 def num_compiled(engine):
-    functions = engine._encode, engine._seat, engine._new_rows, engine._results
+    functions = engine._encode, engine._seat, engine.new_rows, engine.results
     return [function._cache_size() for function in functions]
 
 
@@ -131,7 +131,7 @@ def test_a_search_in_bfloat16_converts_its_weights_once(tied):
     }
     model = Transformer(ModelConfig(**shape), rngs=nnx.Rngs(0))
     engine = Engine([model], CONFIG)
-    program = engine.lowered(engine.buckets[0]).as_text()
+    program = compile_for.lowered_search(engine, engine.buckets[0]).as_text()
     main = program[program.index("func.func public @main") :]
     given = set(re.findall(r"tensor<((?:\d+x)+)bf16>", main[: main.index("{\n")]))
     # softmax, attention's, feed-forward's, its bias
@@ -370,7 +370,7 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
         **{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24}
     )
     engine = Engine([model], config)
-    compiled = engine.lowered(engine.buckets[0]).compile(USERS_CODE_GENERATOR)
+    compiled = compile_for.lowered_search(engine, engine.buckets[0]).compile(USERS_CODE_GENERATOR)
     memory, program = compiled.memory_analysis(), compiled.as_text()
     rows = jax.eval_shape(lambda: engine.new_rows(engine.buckets[0]))
     blocks = [x for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4]

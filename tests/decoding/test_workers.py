@@ -11,8 +11,8 @@ import pytest
 from random_models import make_model
 
 from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.async_translator import Entry, LiveRows
 from transformer_jax.decoding.engine import Engine, Sentence
-from transformer_jax.decoding.workers import Entry, LiveRows
 
 VOCAB = 40
 

@@ -17,8 +17,9 @@ import pytest
 from servers import LINES, Server, make_model_to_serve, serving
 
 from transformer_jax.config import TokenizerConfig
+from transformer_jax.decoding.async_translator import LiveRows
+from transformer_jax.decoding.engine import Sentence
 from transformer_jax.decoding.records import Request
-from transformer_jax.decoding.workers import LiveRows
 from transformer_jax.serving.flags import Pair
 from transformer_jax.serving.schema import Query
 from transformer_jax.serving.service import Service, _split_tag
@@ -52,13 +53,12 @@ def test_one_long_line_leaves_rows_to_others(
     workers = server.service.models[Pair("en", "de")].workers
     submit, searched, at_once = workers.submit, set(), []
 
-    def counted(*arguments: Any, **settings: Any) -> list[Any]:
-        futures = submit(*arguments, **settings)
-        searched.update(futures)
-        for future in futures:
-            future.add_done_callback(searched.discard)
+    def counted(sentence: Sentence) -> Any:
+        future = submit(sentence)
+        searched.add(future)
+        future.add_done_callback(searched.discard)
         at_once.append(len(searched))
-        return futures
+        return future
 
     monkeypatch.setattr(workers, "submit", counted)
     line = " ".join(LINES)[:1500]  # many segments

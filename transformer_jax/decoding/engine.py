@@ -77,6 +77,8 @@ class Engine:
         to 512, and so on.
       longest_source: tokens, end symbol included.
       method: the search that ``config`` asks for.
+      new_rows: a function of a bucket: idle rows on the device.
+      results: a function of rows: the results of those whose sentences are done.
     """
 
     def __init__(
@@ -109,10 +111,8 @@ class Engine:
             donate_argnames="rows",
             compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
         )
-        self._new_rows = jax.jit(
-            self._idle_rows, static_argnames="bucket", out_shardings=self._device
-        )
-        self._results = jax.jit(_results)
+        self.new_rows = jax.jit(self._idle_rows, static_argnums=0, out_shardings=self._device)
+        self.results = jax.jit(_results)
         self.parameters = parameters
 
     @property
@@ -193,28 +193,6 @@ class Engine:
         limits = np.int32(most), np.int32(enough)
         return self._seat(self._weights, rows, block, *limits, bucket=bucket)
 
-    def results(self, rows: Rows) -> Found:
-        """The results of the rows whose sentences are done."""
-        return self._results(rows)
-
-    def new_rows(self, bucket: Bucket) -> Rows:
-        """Idle rows on the device."""
-        return self._new_rows(bucket=bucket)
-
-    def lowered(
-        self, bucket: Bucket, *, sharding: jax.sharding.Sharding | None = None
-    ) -> jax.stages.Lowered:
-        """The search of one of ``buckets``, to look at; for ``sharding``'s device, if given."""
-        source_QS, block = make_block(bucket, {}, self.longest_target)
-        cache = jax.eval_shape(partial(self._encode, bucket=bucket), self._weights, source_QS)
-        rows = jax.eval_shape(lambda: self.new_rows(bucket))
-        given = self._weights, rows, block._replace(cache=cache), np.int32(0), np.int32(0)
-        if sharding is not None:
-            given = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
-            )
-        return self._seat.lower(*given, bucket=bucket)
-
     def longest_target(self, source_length: int) -> int:
         """Positions that any translation of a source of this length can need."""
         return min(source_length + self.config.max_extra_length, self._position_limit)
@@ -252,7 +230,7 @@ class Engine:
             source_capacity=bucket.lengths[-1],
         )
 
-    def _idle_rows(self, *, bucket: Bucket) -> Rows:
+    def _idle_rows(self, bucket: Bucket) -> Rows:
         num_rows, longest = bucket.rows, self.longest_target(bucket.lengths[-1])
         source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
         start = partial(self._start_cache, bucket=bucket, max_length=longest)

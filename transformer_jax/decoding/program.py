@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice, tee
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -66,7 +65,19 @@ class Files(Section):
     """Lines that are read, then translated, at a time; 1 for a program that waits for each answer.
     Default: 1 at a terminal, otherwise 100 batches."""
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """``shard`` as two numbers: ``0/4``, the first of four, is (0, 4)."""
+        i, _, n = self.shard.partition("/")
+        return int(i), int(n)
+
     def rules(self) -> Iterator[Rule]:
+        numbers = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        yield (
+            "shard",
+            numbers is not None and int(numbers[1]) < int(numbers[2]),
+            "i/n with i from 0 to n - 1, such as 0/4, 1/4, 2/4, 3/4",
+        )
         yield (
             "output",
             not (self.output or "").endswith(".gz"),
@@ -144,8 +155,6 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
             f"nbest is {results.nbest}; expected at most {search.beam_size}, the value of "
             "--beam-size."
         )
-    if results.alignments == "soft" and files.format == "text":
-        raise UserError("alignments is soft with --format text; expected hard, or JSONL.")
     inputs = filter(None, (files.input, evaluation.reference, evaluation.score))
     if files.output and Path(files.output).resolve() in [Path(path).resolve() for path in inputs]:
         raise UserError(f"output is {files.output!r}, which is read; expected another file.")
@@ -174,15 +183,13 @@ def decode(argv: Sequence[str]) -> None:
     files, asked = arguments.files, arguments.evaluation
     tokenize = asked.bleu_tokenize or config.training.bleu_tokenize
     language = asked.bleu_language or config.training.bleu_language
-    shard, references = parse_shard(files.shard), None
+    shard, references = files.part, None
     if asked.reference is not None:
         from transformer_jax.evaluation import check_bleu, evaluate  # sacreBLEU is slow to import
 
         check_bleu(tokenize, language)  # before hours of work
         references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
-    size = _size(files.input)
     answers = _load(arguments, config)
-    sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers
     records = read_records(
         files.input or sys.stdin.buffer,
         files.format,
@@ -205,16 +212,8 @@ def decode(argv: Sequence[str]) -> None:
             write(lines(record, translations))
             if references is not None:
                 best.append(translations[0].text)
-    if _size(files.input) != size:
-        said = "%s has changed meanwhile; --resume translates lines that have been appended."
-        logger.warning(said, files.input)
     if references is not None:
         print(evaluate(best, references, tokenize=tokenize, language=language), file=sys.stderr)
-
-
-def _size(file: str | None) -> int:
-    """Bytes of a file on this machine; 0 of anything else."""
-    return Path(file).stat().st_size if file and Path(file).is_file() else 0
 
 
 def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], Answers]:
@@ -229,14 +228,12 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
 
     keep_compiled(arguments.compilation_cache)
     use_matmul_precision(config.model)
-    results, window = arguments.results, arguments.files.window
-    devices = tuple(devices_for_rows(arguments.search.batch_size))
+    results, search = arguments.results, arguments.search
+    size = arguments.files.window or 100 * search.batch_size
+    devices = tuple(devices_for_rows(search.batch_size))
     task = Translator if arguments.evaluation.score is None else Scorer
     models: Translator | Scorer = task.from_workdir(
-        arguments.workdir,
-        average=arguments.average,
-        devices=devices,
-        **vars(arguments.search),
+        arguments.workdir, average=arguments.average, devices=devices, **vars(search)
     )
     aligner: Scorer | None = None
     if results.alignments:
@@ -248,28 +245,22 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
         aligner.align([], layer=results.alignment_layer)  # before an output is emptied
 
     def answers(records: Iterator[Record]) -> Answers:
-        records, asked = tee(records)
-        found: Iterator[list[Translation]]
-        if isinstance(models, Scorer):
-            pairs = ((record.text, record.target) for record in records)
-            size = window or 100 * models.config.batch_size
-            scored = chain.from_iterable(map(models.score, blocks(pairs, size)))
-            found = ([translation] for translation in scored)
-        else:
-            found = models.stream(records, num_hypotheses=results.nbest, window=window)
-        together = ((record, translations) for translations, record in zip(found, asked))
-        return (
-            together
-            if aligner is None
-            else _aligned(together, aligner, results.alignment_layer, window)
-        )
+        for block in blocks(records, size):
+            found: Iterable[list[Translation]]
+            if isinstance(models, Scorer):
+                scored = models.score([(record.text, record.target) for record in block])
+                found = ([translation] for translation in scored)
+            else:
+                found = models.stream(block, num_hypotheses=results.nbest, window=size)
+            together = zip(block, found)
+            layer = results.alignment_layer
+            yield from together if aligner is None else _aligned(together, aligner, layer)
 
     return answers
 
 
-def _aligned(answers: Answers, aligner: Scorer, layer: int, window: int | None) -> Answers:
-    # Weights take much memory. A batch never reaches into the next window.
-    for block in blocks(answers, math.gcd(window or 0, aligner.config.batch_size)):
+def _aligned(answers: Answers, aligner: Scorer, layer: int) -> Answers:
+    for block in blocks(answers, aligner.config.batch_size):  # weights take much memory
         pairs = [(record.text, t) for record, translations in block for t in translations]
         aligned = iter(aligner.align(pairs, layer=layer))
         for record, translations in block:
@@ -286,13 +277,3 @@ def _skip(records: Iterator[Record], count: int, output: str | None) -> Iterator
             "expected the same input again."
         )
     return records
-
-
-def parse_shard(shard: str) -> tuple[int, int]:
-    """``0/4`` as (0, 4): the first of four shards."""
-    match = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if not match or not int(match[1]) < int(match[2]):
-        raise UserError(
-            f"shard is {shard!r}; expected i/n with i from 0 to n - 1, such as 0/4, 1/4, 2/4, 3/4."
-        )
-    return int(match[1]), int(match[2])

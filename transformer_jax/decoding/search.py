@@ -155,6 +155,8 @@ class Method(ABC):
         """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
         num_live = W if self.independent else 1
+        tokens_BWL = jnp.full((B, W, L), self.pad_id, jnp.int32)
+        none_BW, zeros_BWL = jnp.full((B, W), jnp.float32(IMPOSSIBLE)), jnp.zeros((B, W, L))
         if self.pad_id != self.eos_id:
             prefix_BP = jnp.where(prefix_BP == self.pad_id, NOT_FORCED, prefix_BP)
         live_BW = jnp.broadcast_to(
@@ -168,17 +170,9 @@ class Method(ABC):
             ),
             seed_B=seed_B.astype(jnp.uint32),
             wanted_B=jnp.full(B, W) if wanted_B is None else jnp.clip(wanted_B, 1, W),
-            live=Beams(
-                jnp.full((B, W, L), self.pad_id, jnp.int32),
-                jnp.zeros((B, W, L), jnp.float32),
-                live_BW,
-            ),
+            live=Beams(tokens_BWL, zeros_BWL, live_BW),
             finished=SearchResult(
-                jnp.full((B, W, L), self.pad_id, jnp.int32),
-                jnp.full((B, W), IMPOSSIBLE, jnp.float32),
-                jnp.full((B, W), IMPOSSIBLE, jnp.float32),
-                jnp.zeros((B, W), jnp.int32),
-                jnp.zeros((B, W, L), jnp.float32),
+                tokens_BWL, none_BW, none_BW, jnp.zeros((B, W), jnp.int32), zeros_BWL
             ),
             done_B=limit_B <= 0,
         )
@@ -264,30 +258,31 @@ def _check_shapes(
     shape_BW: tuple[int, int],
     reorder: Reorder,
 ) -> None:
-    def require(found: Any, expected: str, *, fits: bool) -> None:
-        if not fits:
-            raise UserError(f"{found}; expected {expected}.")
+    B, W = shape_BW
 
-    require(f"limit_B has shape {limit_B.shape}", "[B]", fits=limit_B.ndim == 1)
-    fits = prefix_BP.ndim == 2 and len(prefix_BP) == len(limit_B)
-    require(f"prefix_BP has shape {prefix_BP.shape}", f"[B, P] with B = {shape_BW[0]}", fits=fits)
-    for leaf in jax.tree.leaves(cache) if reorder is gather_beams else []:
-        shape = f"[B, W, ...] = {[*shape_BW]}, or another function for reorder"
-        fits = jnp.shape(leaf)[:2] == shape_BW
-        require(f"The cache has an array of shape {jnp.shape(leaf)}", shape, fits=fits)
+    def require(name: str, x: Any, letters: str, begins: tuple[int, ...], ndim: int | None) -> None:
+        shape = getattr(x, "shape", None)
+        if shape is None or shape[: len(begins)] != begins or ndim not in (None, len(shape)):
+            raise UserError(
+                f"{name} has shape {shape}; expected {letters}, where B = {B} and W = {W}."
+            )
+
+    require("limit_B", limit_B, "[B]", (B,), 1)
+    require("prefix_BP", prefix_BP, "[B, P]", (B,), 2)
+    for leaf in map(jnp.asarray, jax.tree.leaves(cache) if reorder is gather_beams else []):
+        letters = "[B, W, ...] (or another function for reorder)"
+        require("An array of the cache", leaf, letters, (B, W), None)
     found = jax.eval_shape(step_fn, jax.ShapeDtypeStruct(shape_BW, jnp.int32), cache)
-    fits = isinstance(found, tuple) and len(found) == 2
-    require(f"step_fn returns {type(found).__name__}", "(logits_BWV, cache)", fits=fits)
-    shape_BWV = getattr(found[0], "shape", None)
-    fits = shape_BWV is not None and len(shape_BWV) == 3 and shape_BWV[:2] == shape_BW
-    shape = f"logits [B, W, V] with B, W = {[*shape_BW]}, then the cache"
-    require(f"step_fn's first result has shape {shape_BWV}", shape, fits=fits)
+    logits, after = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    require("The first result of step_fn", logits, "logits [B, W, V], then the cache", (B, W), 3)
     before, after = (
-        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x).name), x)
-        for x in (cache, found[1])
+        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x).name), x) for x in (cache, after)
     )
-    shape = f"structure, shapes and types of the one given, {before}"
-    require(f"step_fn's cache is {after}", shape, fits=before == after)
+    if before != after:
+        raise UserError(
+            f"The second result of step_fn is {after}; expected a cache of the structure, shapes "
+            f"and types of the one given, {before}."
+        )
 
 
 def take_step(

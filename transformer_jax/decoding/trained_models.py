@@ -1,4 +1,4 @@
-"""The models of training runs."""
+"""The models of training runs, and what goes with them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformer_jax.decoding.ensemble import Ensemble, as_one, vocabulary_sizes
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
+from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
 
@@ -56,3 +57,25 @@ def check_vocabulary(model: Transformer | Ensemble, tokenizer: Tokenizer) -> Non
             f"The tokenizer has {tokens} source and target tokens, the model "
             f"{vocabulary_sizes(model)}; expected those of one training run."
         )
+
+
+def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids of ``config.suppress``, as ``Engine`` takes them; no model is needed.
+
+    Raises:
+      UserError: a token to suppress that the target vocabulary lacks, or EOS; a beam wider than the
+        vocabulary.
+    """
+    suppress = tuple(tokenizer.target.require_ids(config.suppress, "decoding.suppress"))
+    if EOS_ID in suppress:
+        [end] = tokenizer.target.tokens([EOS_ID])
+        raise UserError(
+            f"decoding.suppress has {end!r}, without which no translation ends before its longest "
+            "length; expected other tokens (decoding.min_length asks for longer translations)."
+        )
+    if config.method == "beam" and config.beam_size > tokenizer.target.vocab_size:
+        raise UserError(
+            f"decoding.beam_size is {config.beam_size}; expected at most "
+            f"{tokenizer.target.vocab_size}, the tokens of the vocabulary."
+        )
+    return suppress

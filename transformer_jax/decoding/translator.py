@@ -13,12 +13,11 @@ from typing import Any, Self
 import jax
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.checks import check_decoding
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, search_together
 from transformer_jax.decoding.ensemble import Ensemble, as_one
 from transformer_jax.decoding.records import Request, Translation, blocks, check_text
 from transformer_jax.decoding.segments import joint, split
-from transformer_jax.decoding.trained_models import check_vocabulary, load_models
+from transformer_jax.decoding.trained_models import check_decoding, check_vocabulary, load_models
 from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import UNK_ID

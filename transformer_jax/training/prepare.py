@@ -33,7 +33,7 @@ from transformer_jax.data.corpus import (
 )
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import ParallelText
-from transformer_jax.decoding.checks import check_decoding
+from transformer_jax.decoding.trained_models import check_decoding
 from transformer_jax.distributed import (
     check_agreement,
     first_then_others,
