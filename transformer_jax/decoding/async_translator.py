@@ -14,23 +14,23 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from transformer_jax.checkpoint import load_model
 from transformer_jax.config import DecodingConfig
 from transformer_jax.config_io import load_config_file
-from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_index
+from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_of
 from transformer_jax.decoding.continuous_batching import Found
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
 from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.scoring import Scorer
+from transformer_jax.decoding.trained_models import load_models
 from transformer_jax.decoding.translator import Translator, numbered_request
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
@@ -137,11 +137,10 @@ class Workers:
     def __init__(self, engines: Sequence[Engine]):
         """One engine for each device, all alike."""
         self.failure: SearchFailed | None = None
-        self._buckets = engines[0].buckets
         self._searches = [
-            [_sets_of_rows(engine, bucket) for bucket in self._buckets] for engine in engines
+            [_sets_of_rows(engine, bucket) for bucket in engine.buckets] for engine in engines
         ]
-        self._waiting: list[list[Entry]] = [[] for _ in self._buckets]
+        self._waiting: dict[Bucket, list[Entry]] = {bucket: [] for bucket in engines[0].buckets}
         self._unfinished: set[Future[list[Hypothesis]]] = set()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -177,7 +176,7 @@ class Workers:
             if self.failure:
                 entry.future.set_exception(self.failure)
             else:
-                self._waiting[bucket_index(self._buckets, sentence)].append(entry)
+                self._waiting[bucket_of(list(self._waiting), sentence)].append(entry)
                 self._unfinished.add(entry.future)
                 entry.future.add_done_callback(self._unfinished.discard)
             self._changed.notify_all()
@@ -186,7 +185,7 @@ class Workers:
     @property
     def num_waiting(self) -> int:
         """Sentences without a row."""
-        return sum(map(len, self._waiting))
+        return sum(map(len, self._waiting.values()))
 
     @property
     def num_busy(self) -> int:
@@ -196,7 +195,7 @@ class Workers:
     @property
     def num_rows(self) -> int:
         """Sentences that can be in progress, on all devices and in all buckets."""
-        return len(self._searches) * sum(bucket.rows for bucket in self._buckets)
+        return len(self._searches) * sum(bucket.rows for bucket in self._waiting)
 
     def _work(self, searches: list[list[LiveRows]]) -> None:
         every = list(chain(*searches))
@@ -208,7 +207,7 @@ class Workers:
                     )
                 work = [
                     (sets, waiting)
-                    for sets, waiting in zip(searches, self._waiting, strict=True)
+                    for sets, waiting in zip(searches, self._waiting.values(), strict=True)
                     if waiting or any(rows.busy for rows in sets)
                 ]
                 for sets, waiting in work:
@@ -235,10 +234,11 @@ class Workers:
         """
         with self._changed:
             waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
+            if not waiting:
+                return []
             size, length_of = rows.bucket.block_size, rows.bucket.length_of
-            lengths = [length_of(entry.sentence) for entry in waiting]
-            same = (x for x, length in zip(waiting, lengths, strict=True) if length == lengths[0])
-            block = list(islice(same, size))
+            length = length_of(waiting[0].sentence)
+            block = [entry for entry in waiting if length_of(entry.sentence) == length][:size]
             if len(block) < size or not may_step:
                 del block[rows.num_idle :]
             for entry in block:
@@ -304,10 +304,9 @@ class AsyncTranslator:
           UserError: as ``load_model`` and ``Translator``.
         """
         folder = local_workdir(workdir)
-        search = replace(load_config_file(folder).decoding, **settings)
-        devices = devices_for_rows(search.batch_size)  # before JAX starts
-        _, model, tokenizer = load_model(folder, average=average)
-        return cls(model, tokenizer, search, devices=devices)
+        rows = replace(load_config_file(folder).decoding, **settings).batch_size
+        devices = devices_for_rows(rows)  # before JAX starts
+        return cls(*load_models(folder, average=average, **settings), devices=devices)
 
     def start(self) -> None:
         """Compile everything, then begin to work."""

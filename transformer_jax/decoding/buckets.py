@@ -64,9 +64,9 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
     return tuple(Bucket(tuple(group), max(1, batch_size // 4**power)) for power, group in groups)
 
 
-def bucket_index(buckets: Sequence[Bucket], sentence: Sentence) -> int:
-    """Which bucket a sentence is searched in."""
-    return bisect_left([bucket.lengths[-1] for bucket in buckets], len(sentence.tokens) + 1)
+def bucket_of(buckets: Sequence[Bucket], sentence: Sentence) -> Bucket:
+    """The bucket that a sentence is searched in."""
+    return next(bucket for bucket in buckets if len(sentence.tokens) < bucket.lengths[-1])
 
 
 def in_blocks(
@@ -74,8 +74,8 @@ def in_blocks(
 ) -> Iterator[tuple[Bucket, list[dict[int, Sentence]]]]:
     """Each bucket with its numbered sentences in blocks of one encoded length, longest first."""
     in_order = sorted(sentences, key=lambda number: -len(sentences[number].tokens))
-    for index, its in groupby(in_order, key=lambda n: bucket_index(buckets, sentences[n])):
-        bucket, blocks = buckets[index], list[dict[int, Sentence]]()
+    for bucket, its in groupby(in_order, key=lambda n: bucket_of(buckets, sentences[n])):
+        blocks = list[dict[int, Sentence]]()
         for _, same in groupby(its, key=lambda n: bucket.length_of(sentences[n])):
             while block := {n: sentences[n] for n in islice(same, bucket.block_size)}:
                 blocks.append(block)

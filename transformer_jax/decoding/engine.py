@@ -19,7 +19,7 @@ from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.buckets import (
     Bucket,
     Sentence,
-    bucket_index,
+    bucket_of,
     in_blocks,
     make_block,
     make_buckets,
@@ -254,8 +254,7 @@ def search_together(
     engines[0].check(sentences)
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))
     if order:
-        longest = sentences[order[0]]
-        bucket = engines[0].buckets[bucket_index(engines[0].buckets, longest)]
+        bucket = bucket_of(engines[0].buckets, sentences[order[0]])
         engines = engines[: -(-len(order) // bucket.rows)]
     # The devices get all the work, in turn, before the first result is waited for.
     turns = zip_longest(
@@ -266,19 +265,18 @@ def search_together(
     )
     running = [found for found in chain.from_iterable(turns) if found is not None]
     found_of: list[list[Hypothesis]] = [[] for _ in sentences]
-    with_nan = []
+    num_nan = 0
     for number_R, found in map(jax.device_get, running):
+        num_nan += np.isnan(found.scores_BN[number_R != NOBODY, 0]).sum()
         for row, index in enumerate(number_R.tolist()):
             if index != NOBODY:
                 found_of[index] = hypotheses(found, row)[: sentences[index].wanted]
-                if np.isnan(found.scores_BN[row, 0]):
-                    with_nan.append(index)
-    if with_nan:
+    if num_nan:
         message = (
-            "%d of %d sentences have no result, as the model's logits were NaN or infinite "
-            "(sentence %d first). Its parameters are damaged, or training has diverged."
+            "%d of %d sentences have no result, as the model's logits were NaN or infinite. Its "
+            "parameters are damaged, or training has diverged."
         )
-        logger.warning(message, len(with_nan), len(sentences), min(with_nan))
+        logger.warning(message, num_nan, len(sentences))
     return found_of
 
 
