@@ -45,7 +45,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from benchmarks.in_turn import Answer, Table, markdown
 from transformer_jax import Batch, Config, Engine, Transformer, UserError, batch_sharding, make_mesh
 from transformer_jax.cli import config_in_flags, parse_flags, run_program
-from transformer_jax.decoding.buckets import Bucket
 from transformer_jax.training.step import make_step_functions
 
 _GPUS = {  # GB/s, GB, name
@@ -381,26 +380,11 @@ def _search(config: Config, device: Any) -> Answer:
     """On one device: searches on several are as many of these."""
     engine = Engine([Transformer(config.model, rngs=nnx.Rngs(0))], config.decoding)
     bucket = engine.buckets[0]
-    text, figures = _compile(lowered_search(engine, bucket, SingleDeviceSharding(device)))
+    text, figures = _compile(engine.lowered(bucket, SingleDeviceSharding(device)))
     every, rows = computations(text), jax.eval_shape(lambda: engine.new_rows(bucket))
     caches = {x.shape for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4}
     copies = copied(every, [name for name in every if "fused" not in name], caches)
     return figures | {"rows": bucket.rows, "copied_caches": len(copies)}
-
-
-def lowered_search(
-    engine: Engine, bucket: Bucket, sharding: jax.sharding.Sharding | None = None
-) -> jax.stages.Lowered:
-    """The search of one of an engine's buckets; for ``sharding``'s device, if given."""
-    block = jax.eval_shape(lambda: engine.encode(bucket, {}))
-    rows = jax.eval_shape(lambda: engine.new_rows(bucket))
-    limit = jax.ShapeDtypeStruct((), jnp.int32)
-    given = engine._weights, rows, block, limit, limit
-    if sharding is not None:
-        given = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
-        )
-    return engine._seat.lower(*given, bucket=bucket)
 
 
 def _compile(lowered: Any) -> tuple[str, Answer]:

@@ -131,7 +131,7 @@ def test_a_search_in_bfloat16_converts_its_weights_once(tied):
     }
     model = Transformer(ModelConfig(**shape), rngs=nnx.Rngs(0))
     engine = Engine([model], CONFIG)
-    program = compile_for.lowered_search(engine, engine.buckets[0]).as_text()
+    program = engine.lowered(engine.buckets[0]).as_text()
     main = program[program.index("func.func public @main") :]
     given = set(re.findall(r"tensor<((?:\d+x)+)bf16>", main[: main.index("{\n")]))
     # softmax, attention's, feed-forward's, its bias
@@ -370,7 +370,7 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
         **{**vars(CONFIG), "batch_size": batch, "beam_size": beam, "max_source_length": 24}
     )
     engine = Engine([model], config)
-    compiled = compile_for.lowered_search(engine, engine.buckets[0]).compile(USERS_CODE_GENERATOR)
+    compiled = engine.lowered(engine.buckets[0]).compile(USERS_CODE_GENERATOR)
     memory, program = compiled.memory_analysis(), compiled.as_text()
     rows = jax.eval_shape(lambda: engine.new_rows(engine.buckets[0]))
     blocks = [x for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4]

@@ -193,6 +193,17 @@ class Engine:
         limits = np.int32(most), np.int32(enough)
         return self._seat(self._weights, rows, block, *limits, bucket=bucket)
 
+    def lowered(
+        self, bucket: Bucket, sharding: SingleDeviceSharding | None = None
+    ) -> jax.stages.Lowered:
+        """The search of one of ``buckets``, to look at; for ``sharding``'s device, if given."""
+        rows, block = jax.eval_shape(lambda: (self.new_rows(bucket), self.encode(bucket, {})))
+        given = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            (self._weights, rows, block, np.int32(0), np.int32(0)),
+        )
+        return self._seat.lower(*given, bucket=bucket)
+
     def longest_target(self, source_length: int) -> int:
         """Positions that any translation of a source of this length can need."""
         return min(source_length + self.config.max_extra_length, self._position_limit)
