@@ -395,7 +395,8 @@ class TrainingConfig(Section, prefix="training."):
     checkpoint_every: Positive = 1000
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 5
-    """Number of newest checkpoints to keep. The best on the dev set (select_by) is kept too."""
+    """Number of newest checkpoints to keep. The best on the dev set (select_by) is kept too, with
+    those that may be averaged with it."""
     average: Literal["auto"] | Positive = "auto"
     """Number of checkpoints whose mean is scored on the test set and used by decode.py: the last
     ones or, after early stopping, the best on the dev set and those before it; 1: one alone. auto:

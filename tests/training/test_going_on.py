@@ -151,7 +151,6 @@ def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert train(config, tmp_path, devices=ONE)["steps"] == 4
     assert train(smaller, tmp_path, devices=ONE, allow_changes=True)["steps"] == 6
     assert "resumes with other settings" in caplog.text and "batch.tokens: 1024" in caplog.text
-    assert "step N has the N-th batch of the new plan" in caplog.text
     before, after = entries(tmp_path)[3], entries(tmp_path)[4:]
     assert before["step"] == 4 and [entry["step"] for entry in after] == [5, 6]
     assert train(smaller, tmp_path, devices=ONE)["steps"] == 6  # from now on they are this run's
@@ -296,14 +295,10 @@ def test_how_many_are_averaged_is_what_the_work_directory_says(tmp_path: Path) -
     chex.assert_trees_all_equal(parameters(tmp_path), parameters(tmp_path, average=3))
 
 
-def test_fewer_steps_than_were_done_say_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fewer_steps_than_were_done_train_nothing(tmp_path: Path) -> None:
     config = no_evaluation(tiny(steps=3, checkpoint_every=3))
     train(config, tmp_path, devices=ONE)
-    assert "nothing is left to train" not in caplog.text
     assert train(changed(config, "training", steps=2), tmp_path, devices=ONE)["steps"] == 3
-    assert "training.steps is 2, but the run has done 3 already" in caplog.text
 
 
 def test_a_model_edited_in_the_work_directory_is_refused(tmp_path: Path) -> None:

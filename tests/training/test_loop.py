@@ -364,7 +364,7 @@ def test_packed_rows_and_sampled_subwords_train(tmp_path: Path) -> None:
     train(config, tmp_path / "run", devices=ONE)
     found = entries(tmp_path / "run")
     assert found[-1]["loss"] < found[0]["loss"]
-    assert entries(tmp_path / "run", "start")[0]["target_fill"] > 0.9
+    assert entries(tmp_path / "run", "start")[0]["source_fill"] > 0.9
 
 
 def test_a_run_without_a_checkpoint_keeps_its_tokenizer(tmp_path: Path) -> None:

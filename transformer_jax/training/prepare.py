@@ -134,7 +134,7 @@ def prepare(
         if newest is None:
             state = _initial_state(functions, start)
         else:
-            state, progress = _resume(config, checkpoints, newest, functions, progress)
+            state, progress = _resume(checkpoints, newest, functions, progress)
         if is_first():  # only now: whatever is refused leaves the config as it was
             write_config(place.folder, config)
         yield Prepared(
@@ -254,11 +254,7 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 
 
 def _resume(
-    config: Config,
-    checkpoints: Checkpoints,
-    step: int,
-    functions: StepFunctions,
-    new: Progress,
+    checkpoints: Checkpoints, step: int, functions: StepFunctions, new: Progress
 ) -> tuple[TrainState, Progress]:
     """The state and the progress of a checkpoint. ``new`` has the corpus and the selection of the
     run that resumes.
@@ -270,12 +266,6 @@ def _resume(
             f"on up to step {step}; expected the same files (data.train, data.root). To train its "
             "model further on this text, start a run in another --workdir with "
             "--training.start-from."
-        )
-    if step > config.training.steps:
-        log.warning(
-            "training.steps is %d, but the run has done %d already: nothing is left to train. "
-            "Expected more than %d.",
-            *(config.training.steps, step, step),
         )
     progress.forget_other_best(new.selected)
     return state, progress

@@ -221,11 +221,6 @@ def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_cha
             f"same settings{flag}. {fields}"
         )
     log.warning("The run resumes with other settings. %s", fields)
-    if any(each.name.startswith("batch.") for each in differences):
-        log.warning(
-            "From here on step N has the N-th batch of the new plan: some pairs of this epoch come "
-            "twice and some not at all; the learning rate still follows the step."
-        )
 
 
 def write_config(folder: Path, config: Config) -> None:
