@@ -131,7 +131,7 @@ def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
 
 def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
     """The checkpoints that summary.json names, or the last one if training has not ended."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError):
         summary = json.loads((workdir / "summary.json").read_text())
         if summary["steps"] == int(folders[0].name) and "averaged_steps" in summary:
             return [workdir / "checkpoints" / checkpoint_name(s) for s in summary["averaged_steps"]]
@@ -169,6 +169,11 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
     for folder in checkpoints:
         which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
         loaded = ocp.load_checkpointables(str(folder / "state"), {which: wanted})[which]
+        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loaded)):
+            raise UserError(
+                f"The parameters in {folder} are not all finite numbers: training diverged, or "
+                "another program saved them. Choose an earlier checkpoint."
+            )
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
     return jax.tree.map(lambda x: x / np.float32(len(checkpoints)), total)
 
@@ -233,6 +238,11 @@ def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
         content = json.loads((checkpoint / MANIFEST).read_text())
     except ValueError:
         return {}
+    if "progress.json" in content:
+        raise UserError(
+            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax, whose "
+            "checkpoints this version does not read; load_model of commit ef0d56b does."
+        )
     return content  # type: ignore[no-any-return]
 
 

@@ -379,7 +379,7 @@ class TrainingConfig(Section, prefix="training."):
     term makes the two predictions, which differ by dropout, agree. Doubles the cost of a step. 5 is
     usual for small corpora; 0: off."""
     log_every: Positive = 50
-    """Steps between entries in metrics.jsonl."""
+    """Steps between entries in metrics.jsonl and TensorBoard."""
     eval_every: Positive = 1000
     """Steps between evaluations on the dev set: loss, perplexity, accuracy and (see bleu_every)
     BLEU."""

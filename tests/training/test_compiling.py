@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import ONE, ROOT, tiny
+from runs import ONE, ROOT, entries, no_evaluation, tiny
 
 from transformer_jax.cli import COMPILING
 from transformer_jax.config import Config, MeshConfig
+from transformer_jax.errors import UserError
 from transformer_jax.sharding import make_mesh, replicated
 from transformer_jax.training import compiling
-from transformer_jax.training.compiling import CompileAhead
+from transformer_jax.training.compiling import CompileAhead, memory_needed
 from transformer_jax.training.loop import train
 from transformer_jax.training.signals import Interrupted
 from transformer_jax.training.step import shared_functions
@@ -133,6 +134,40 @@ def test_a_failure_is_named_whatever_shape_is_asked_for() -> None:
                 ahead.wait(shape, lambda state: None)
 
 
+def test_a_shape_that_does_not_fit_is_refused_with_its_name_and_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "memory_limit", lambda devices: 200_000)
+    with pytest.raises(UserError) as error:
+        train(tiny(steps=3), tmp_path, devices=ONE)
+    assert "training step of 72 rows of 14 + 12 tokens needs 0.0 GB" in str(error.value)
+    assert "optimizer.accumulate_steps" in str(error.value)
+    assert not entries(tmp_path, "train")
+    monkeypatch.setattr(compiling, "memory_limit", lambda devices: 10**9)
+    train(no_evaluation(tiny(steps=1)), tmp_path, devices=ONE)  # the folder is free again
+
+
+def test_the_estimate_counts_donated_arguments_once() -> None:
+    shape = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    donating = jax.jit(lambda x: x + 1, donate_argnums=0).lower(shape).compile()
+    assert memory_needed(donating) == 4000
+    assert memory_needed(jax.jit(lambda x: x + 1).lower(shape).compile()) == 8000
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(4500, True), (4499, False)])
+def test_the_estimate_counts_the_copy_that_is_saved(
+    limit: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vector of 4,000 bytes, donated, and the state's 500 bytes."""
+    monkeypatch.setattr(compiling, "memory_limit", lambda devices: limit)
+    refused = pytest.raises(UserError, match="training step of 8 rows of 1000 . 1 tokens needs 0.0")
+    with (
+        closing(CompileAhead(fake_run((8, 1000, 1)))) as ahead,
+        nullcontext() if fits else refused,
+    ):
+        ahead.wait((8, 1000, 1), lambda state: None)
+
+
 def test_a_gpu_without_memory_to_tune_kernels_in_compiles_later(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +177,7 @@ def test_a_gpu_without_memory_to_tune_kernels_in_compiles_later(
     monkeypatch.setattr(compiling, "batch_sharding", lambda mesh: None)
     with closing(CompileAhead(run)) as ahead:
         assert ahead.wait((8, 2, 3), lambda state: None) is run.functions.train_step
-    assert "No memory to compile 8 rows of 2 + 3 tokens" in caplog.text
+    assert "No memory to compile the training step of 8 rows" in caplog.text
 
 
 def test_before_steps_exchange_between_processes_all_is_compiled(

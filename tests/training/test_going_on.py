@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from orbax.checkpoint import v1 as ocp
 from runs import ONE, dev_figures, entries, no_evaluation, tiny
 
 from transformer_jax.checkpoint import complete_steps, load_model, write_manifest
@@ -295,6 +296,19 @@ def test_how_many_are_averaged_is_what_the_work_directory_says(tmp_path: Path) -
     chex.assert_trees_all_equal(parameters(tmp_path), parameters(tmp_path, average=3))
 
 
+def test_parameters_that_are_not_finite_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(no_evaluation(tiny(steps=1)), tmp_path, devices=ONE)
+    monkeypatch.setattr(
+        ocp,
+        "load_checkpointables",
+        lambda _, wanted: jax.tree.map(lambda x: np.full(x.shape, np.nan), wanted),
+    )
+    with pytest.raises(UserError, match=r"The parameters in .*00000001 are not all finite"):
+        load_model(tmp_path)
+
+
 def test_fewer_steps_than_were_done_train_nothing(tmp_path: Path) -> None:
     config = no_evaluation(tiny(steps=3, checkpoint_every=3))
     train(config, tmp_path, devices=ONE)
@@ -355,9 +369,15 @@ def test_a_link_that_is_repointed_meanwhile_does_not_move_the_run(tmp_path: Path
     assert not list((tmp_path / "other").iterdir())
 
 
-def test_a_process_that_sees_another_place_is_known_before_it_begins(
+def test_what_a_run_cannot_work_with_is_known_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(UserError, match="letters that this locale's encoding lacks.*PYTHONUTF8=1"):
+        train(tiny(), tmp_path / "caf\udcc3\udca9", devices=ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.resource, "getrlimit", lambda _: (20, 20))
+        with pytest.raises(UserError, match=r"may open 20 files; expected .* \(ulimit -n 256\)"):
+            train(tiny(), tmp_path / "run", devices=ONE)
     monkeypatch.setattr(workdir, "_TOKEN_SECONDS", 0.2)
     monkeypatch.setattr(workdir, "from_first", lambda compute: "what another disk has")
     with pytest.raises(UserError, match=r"is another place than in process 0.* \.token"):

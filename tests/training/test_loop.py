@@ -82,7 +82,7 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
         and summary["peak_memory_bytes"]["host"] > 1e7
     )
     assert summary["best_dev_loss"] == min(entry["dev_loss"] for entry in entries(finished, "dev"))
-    assert (finished / "tokenizer.model").exists()
+    assert (finished / "tokenizer.model").exists() and list((finished / "tensorboard").iterdir())
     train_entries = entries(finished)
     assert [entry["step"] for entry in train_entries] == list(range(1, 31))
     assert train_entries[-1]["loss"] < 0.9 * train_entries[0]["loss"]

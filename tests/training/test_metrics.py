@@ -1,30 +1,59 @@
-"""What a run tells about itself, on a disk that is full."""
+"""What a run tells about itself: curves that TensorBoard reads, and a disk that is full."""
 
 import errno
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import entries
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from transformer_jax.training.reporting import Reporter
 
 
+def events(workdir: Path) -> list[Any]:
+    """Of the only file: each record is a length, its checksum, an event, its checksum."""
+    [file] = (workdir / "tensorboard").iterdir()
+    assert ".out.tfevents." in file.name  # by which TensorBoard finds it
+    data, found = file.read_bytes(), []
+    while data:
+        [length] = struct.unpack("<Q", data[:8])
+        found.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return found
+
+
+def test_curves(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, steps=9, start_step=3)
+    reporter.write("dev", 4, {"loss": 0.5, "bleu": 12, "note": "text", "nothing": float("nan")})
+    version, start, entry = events(tmp_path)  # before it is closed: training may go on for days
+    reporter.close()
+    assert version.file_version == "brain.Event:2"
+    # what an earlier run wrote from here on is void
+    assert (start.step, start.session_log.status) == (4, SessionLog.START)
+    assert entry.step == 4 and {value.tag: value.simple_value for value in entry.summary.value} == {
+        "dev/loss": 0.5,
+        "dev/bleu": 12.0,
+    }
+
+
 def test_a_full_disk_costs_entries_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     reporter = Reporter(tmp_path, steps=200, start_step=0)
-    reporter.write("train", 1, {"loss": 1.0, "nothing": float("nan")})
     with monkeypatch.context() as patch:
 
-        class Full:
-            def write(self, text: str) -> None:
-                raise OSError(errno.ENOSPC, "No space left on device")
+        def full(self: EventsWriter) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(reporter, "_file", Full())
-        for step in range(2, 100):
+        patch.setattr(EventsWriter, "flush", full)
+        for step in range(1, 100):  # more than any queue holds
             reporter.write("train", step, {"loss": 1.0})
     reporter.write("train", 100, {"loss": 2.0})
     reporter.close()
     assert capsys.readouterr().err.count("metrics cannot be written") == 1
-    first, last = entries(tmp_path)
-    assert (first["loss"], first["nothing"], last["step"]) == (1.0, None, 100)
+    assert (
+        len(entries(tmp_path)) == 100 and events(tmp_path)[-1].summary.value[0].simple_value == 2.0
+    )

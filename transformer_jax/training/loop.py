@@ -20,7 +20,7 @@ from transformer_jax.distributed import is_first
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
-from transformer_jax.training.compiling import CompileAhead
+from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
@@ -102,10 +102,7 @@ class _Watch:
             return
         if "RESOURCE_EXHAUSTED" in str(error):
             raise TrainingError(
-                f"Out of memory: {self.doing}. Set optimizer.accumulate_steps (the same batch in "
-                "microbatches) or model.remat, lower batch.tokens, or split the parameters over "
-                "devices (mesh.fsdp); a run that has begun takes the first three with "
-                f"--allow-changes. ({one_line(error)})"
+                f"Out of memory: {self.doing}. {LESS_MEMORY} ({one_line(error)})"
             ) from error
         if jax.process_count() > 1:
             raise TrainingError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import resource
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import (
+    MANIFEST,
     Corpus,
     build_corpus,
     corpus_folder,
+    corpus_name,
+    open_corpus,
 )
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import ParallelText
@@ -37,6 +41,7 @@ from transformer_jax.decoding.trained_models import check_decoding
 from transformer_jax.distributed import (
     check_agreement,
     first_then_others,
+    from_all,
     from_first,
     is_first,
     together,
@@ -46,6 +51,7 @@ from transformer_jax.evaluation import check_bleu
 from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
+from transformer_jax.storage import copy_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress, selection
 from transformer_jax.training.resuming import (
@@ -65,6 +71,8 @@ from transformer_jax.training.workdir import Workdir, claimed, write_config
 log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
+
+_FEWEST_FILES = 256  # that a process may open: Orbax and JAX fail with less in unclear ways
 
 
 @dataclass
@@ -101,6 +109,12 @@ def prepare(
       UserError: anything about settings, text or work directory that would fail later on. What is
         refused leaves the config of an earlier run as it was.
     """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FEWEST_FILES:
+        raise UserError(
+            f"This process may open {files} files; expected at least {_FEWEST_FILES} "
+            f"(ulimit -n {_FEWEST_FILES})."
+        )
     settings = flatten(config).items()
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
     use_matmul_precision(config.model)
@@ -118,11 +132,12 @@ def prepare(
         tokenizer, corpora = first_then_others(
             lambda: _tokenized(place, config, texts, newest, start)
         )
+        _share_corpora(place, config, corpora)
         check_agreement(
             {
                 "tokenizer": tokenizer.fingerprint,
                 "training.start_from": [path.name for path in start],
-                **{f"text of data.{name}": text.fingerprint for name, text in texts.items()},
+                **{f"text of data.{name}": texts[name].fingerprint for name in pairs},
             }
         )
         config = _with_vocabulary(config, tokenizer)
@@ -163,20 +178,16 @@ def _tokenized(
     newest: int | None,
     start: list[Path],
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """The tokenizer and the corpora of train and dev. Process 0 makes what does not exist. Others
-    find it in the same folder; if they have folders of their own, they tokenise for themselves.
-    """
-    if is_first():
-        tokenizer = prepare_tokenizer(place, config, texts["train"], newest, start)
-        check_decoding(config.decoding, tokenizer)
-        place.push_files()
-    else:
+    """The tokenizer, and in process 0 the corpora of train and dev, made unless they exist."""
+    if not is_first():
         place.pull()
-        tokenizer = Tokenizer.load(place.folder)
+        return Tokenizer.load(place.folder), {}
+    tokenizer = prepare_tokenizer(place, config, texts["train"], newest, start)
+    check_decoding(config.decoding, tokenizer)
     directory = corpus_folder(place.folder, config)
-    return tokenizer, {
+    corpora = {
         name: build_corpus(
-            texts[name],
+            text,
             tokenizer,
             config.data,
             directory,
@@ -184,9 +195,42 @@ def _tokenized(
             num_samples=config.tokenizer.sampled_epochs,
             seed=config.seed,
         )
-        for name in ("train", "dev")
-        if name in texts
+        for name, text in texts.items()
+        if name != "test"
     }
+    place.push_files()
+    return tokenizer, corpora
+
+
+def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -> None:
+    """Give every process the corpora of process 0. Hosts that do not see its folder copy them by
+    way of the work directory.
+    """
+    found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
+    here, there = corpus_folder(place.folder, config), place.store / "corpus"
+
+    def missing() -> list[str]:
+        for name, fingerprint in found.items():
+            if name not in corpora and (corpus := open_corpus(here, fingerprint)):
+                corpora[name] = corpus
+        return [corpus_name(each) for name, each in found.items() if name not in corpora]
+
+    wanted = {folder for folders in from_all(missing()) for folder in folders}
+
+    def copy() -> None:
+        source, target = (here, there) if is_first() else (there, here)
+        if source != target:
+            for folder in wanted:
+                copy_folder(source / folder, target / folder, last=MANIFEST)
+
+    first_then_others(copy)
+    with together():
+        if lacking := missing():
+            raise UserError(
+                f"The tokenized corpora {', '.join(lacking)} of process 0 are corrupt or missing "
+                f"in {here}; expected the same data.cache in all processes, or a folder of each "
+                "machine's own."
+            )
 
 
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
@@ -199,11 +243,12 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
             "There is nothing to train on; expected data.train.source and data.train.target (text "
             "files), another data.train.kind, or a --config."
         )
-    given = [name for name in ("train", "dev", "test") if getattr(data, name).is_given]
+    names = ("train", "dev", "test") if is_first() else ("dev", "test")
+    given = [name for name in names if getattr(data, name).is_given]
     texts = {name: ParallelText(getattr(data, name), data.root) for name in given}
     check_bleu(training.bleu_tokenize, training.bleu_language)
     pairs = {}
-    for name in given[1:]:
+    for name in [name for name in given if name != "train"]:
         pairs[name] = list(texts[name].pairs(invalid_utf8=data.invalid_utf8))
         if not pairs[name]:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl and the terminal."""
+"""What a run reports while it trains: metrics.jsonl, TensorBoard curves, and the terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import operator
 import os
+import sys
 import time
 from contextlib import suppress
 from copy import copy
@@ -78,8 +79,8 @@ class Meter:
 
 
 class Reporter:
-    """Writes a run's entries to metrics.jsonl and shows progress on stderr; of several processes
-    only the first does.
+    """Writes a run's entries to metrics.jsonl and TensorBoard and shows progress on stderr; of
+    several processes only the first does.
     """
 
     def __init__(self, workdir: Path, *, steps: int, start_step: int):
@@ -90,6 +91,8 @@ class Reporter:
         if is_first():
             _truncate(path, start_step)
         self._file = (path if is_first() else Path(os.devnull)).open("a", encoding="utf-8")
+        board = workdir / "tensorboard"
+        self._board = _Board(board, purge_step=start_step + 1) if is_first() else None
         self._failed = False
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_first())
         self._bar = ProgressBar(
@@ -105,8 +108,8 @@ class Reporter:
         self._console.show_cursor()  # nobody would after a second Ctrl-C
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """A line in metrics.jsonl, with null for NaN and infinity. A full disk costs entries, not
-        the run.
+        """A line in metrics.jsonl, with null for NaN and infinity; its numbers go to TensorBoard,
+        too. A full disk costs entries, not the run.
         """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -116,6 +119,8 @@ class Reporter:
         try:
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
+            if self._board is not None:
+                self._board.write(step, kind, finite)
         except OSError as error:
             if not self._failed:
                 self.say(f"metrics cannot be written: {error}")
@@ -154,8 +159,42 @@ class Reporter:
     def close(self) -> None:
         """Close the file and release the terminal."""
         self._bar.stop()
-        with suppress(OSError):
-            self._file.close()
+        for file in (self._file, self._board):
+            with suppress(OSError):
+                if file is not None:
+                    file.close()
+
+
+class _Board:
+    """TensorBoard's file. tensorboardX's ``SummaryWriter`` is not used: its thread ends with the
+    first error of the disk, and from then on writing blocks for ever.
+    """
+
+    def __init__(self, folder: Path, *, purge_step: int):
+        """TensorBoard does not show what was written from ``purge_step`` on."""
+        # If PyTorch is installed, tensorboardX would load it: two seconds and much memory.
+        hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+        finally:
+            if hidden:
+                del sys.modules["torch"]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._new_event, self._writer = Event, EventsWriter(str(folder / "events"))
+        start = SessionLog(status=SessionLog.START)
+        self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        event = self._new_event(wall_time=time.time(), step=step)
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                event.summary.value.add(tag=f"{kind}/{name}", simple_value=value)
+        self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def _truncate(path: Path, last_step: int) -> None:

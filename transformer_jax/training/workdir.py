@@ -61,6 +61,7 @@ class Workdir:
             self.folder, self.store = cached_folder(url, "train"), remote_path(url)
         else:  # resolved, as a link may be repointed during the run
             self.folder = self.store = local_path(name).resolve()
+            _check_name(self.folder)
         self._copies_checkpoints = bool(url) and not url.startswith("gs://")
         if self._copies_checkpoints and jax.process_count() > 1:
             raise UserError(
@@ -137,6 +138,17 @@ class Workdir:
                 f"{source} could not be copied to {target}: {one_line(error)}. Nothing is "
                 "lost: the same command on this machine continues from there."
             ) from error
+
+
+def _check_name(folder: Path) -> None:
+    """``UserError`` for a name that Orbax cannot be given."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"workdir is {str(folder)!r}, which has letters that this locale's encoding lacks; "
+            "expected PYTHONUTF8=1 in the environment, or a name in ASCII."
+        ) from None
 
 
 def _token(place: AnyPath) -> str:
