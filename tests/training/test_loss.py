@@ -5,6 +5,7 @@ that each backend computes it, logits in bfloat16.
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -33,10 +34,19 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
+def _normal(seed: int, *shape: int) -> jax.Array:
+    """From NumPy: JAX compiles a function for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def _tokens(seed: int, *shape: int, low: int = 0, high: int = V) -> np.ndarray:
+    return np.random.default_rng(seed).integers(low, high, shape, dtype=np.int32)
+
+
 def _inputs() -> tuple[jax.Array, jax.Array, jax.Array]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    target = jax.random.randint(keys[2], (B, T), 1, V).at[1, 4:].set(0).at[2].set(0)
-    return jax.random.normal(keys[0], (B, T, D)), jax.random.normal(keys[1], (V, D)), target
+    target = _tokens(0, B, T, low=1)
+    target[1, 4:] = target[2] = 0
+    return _normal(1, B, T, D), _normal(2, V, D), jnp.asarray(target)
 
 
 def _plain(hidden: jax.Array, matrix: jax.Array, target: jax.Array, epsilon: float) -> jax.Array:
@@ -63,7 +73,7 @@ def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int
 @pytest.mark.parametrize("max_logits", [2 * B * V, 10**6])
 def test_a_bias_counts_in_value_and_gradient(max_logits: int) -> None:
     hidden, matrix, target = _inputs()
-    bias = jax.random.normal(jax.random.key(9), (V,))
+    bias = _normal(9, V)
 
     # a bias is a weight of one more, constant feature
     def plain(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
@@ -100,9 +110,9 @@ def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
     not.
     """
     first, matrix, target = _inputs()
-    hidden = jnp.stack([first, first + 0.3 * jax.random.normal(jax.random.key(5), first.shape)])
-    side_by_side = hidden.swapaxes(0, 1).reshape(2 * B, T, D)
-    twice = jnp.repeat(target, 2, axis=0)
+    second = np.asarray(first) + 0.3 * np.asarray(_normal(5, *first.shape))
+    side_by_side = np.stack([first, second], axis=1).reshape(2 * B, T, D)
+    twice = np.repeat(target, 2, axis=0)
 
     def ours(h: jax.Array, m: jax.Array) -> jax.Array:
         return smoothed_cross_entropy(h, m, twice, max_logits=max_logits, r_drop=3.0).loss
@@ -111,8 +121,15 @@ def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
         return _plain_r_drop(h.reshape(B, 2, T, D).swapaxes(0, 1), m, target, 3.0)
 
     against_plain(ours, plain, (side_by_side, matrix))
-    sums = smoothed_cross_entropy(side_by_side, matrix, twice, max_logits=max_logits, r_drop=3.0)
-    without = smoothed_cross_entropy(side_by_side, matrix, twice, max_logits=max_logits)
+
+    @jax.jit
+    def both(h: jax.Array, m: jax.Array) -> list[LossSums]:
+        return [
+            smoothed_cross_entropy(h, m, twice, max_logits=max_logits, r_drop=r_drop)
+            for r_drop in (3.0, 0.0)
+        ]
+
+    sums, without = both(side_by_side, matrix)
     np.testing.assert_allclose(sums[1:], without[1:], rtol=1e-6)
     assert sums.loss > without.loss + 1
 
@@ -120,31 +137,39 @@ def test_r_drop_adds_the_divergence_of_two_passes(max_logits: int) -> None:
 @pytest.mark.usefixtures("backend")
 def test_sums_beside_the_loss() -> None:
     hidden, matrix, target = _inputs()
-    for sums in (
-        smoothed_cross_entropy(hidden, matrix, target, max_logits=60),
-        jax.vjp(lambda h: smoothed_cross_entropy(h, matrix, target, max_logits=60), hidden)[0],
-    ):
-        np.testing.assert_allclose(sums.nll, _plain(hidden, matrix, target, 0.0), rtol=1e-5)
-        predicted = jnp.einsum("BTD,VD->BTV", hidden, matrix).argmax(axis=-1)
+    logits = np.einsum("BTD,VD->BTV", hidden, matrix)
+    predicted, target = logits.argmax(axis=-1), np.asarray(target)
+    of_label = np.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+    nll = ((np.log(np.exp(logits).sum(axis=-1)) - of_label) * (target != 0)).sum()
+
+    def ours(h: jax.Array) -> LossSums:
+        return smoothed_cross_entropy(h, matrix, target, max_logits=60)
+
+    for sums in (jax.jit(ours)(hidden), jax.jit(lambda h: jax.vjp(ours, h)[0])(hidden)):
+        np.testing.assert_allclose(sums.nll, nll, rtol=1e-5)
         assert int(sums.correct) == int(((predicted == target) & (target != 0)).sum())
         assert int(sums.tokens) == int((target != 0).sum())
 
 
 def test_gradient_is_zero_at_padding() -> None:
     hidden, matrix, target = _inputs()
-    gradient = jax.grad(lambda h: smoothed_cross_entropy(h, matrix, target, max_logits=60).loss)(
-        hidden
-    )
-    assert (gradient[target == 0] == 0).all()
+
+    @jax.jit
+    @jax.grad
+    def gradient_of(h: jax.Array) -> jax.Array:
+        return smoothed_cross_entropy(h, matrix, target, max_logits=60).loss
+
+    gradient = np.asarray(gradient_of(hidden))
+    assert (gradient[np.asarray(target) == 0] == 0).all()
 
 
 @pytest.mark.usefixtures("backend")
 def test_large_logits_stay_finite() -> None:
     hidden, matrix, target = _inputs()
-    sums, pull = jax.vjp(
-        lambda h: smoothed_cross_entropy(h, matrix, target, max_logits=60).loss, 1e4 * hidden
-    )
-    assert jnp.isfinite(sums) and jnp.isfinite(pull(jnp.ones(()))[0]).all()
+    loss, gradient = jax.jit(
+        jax.value_and_grad(lambda h: smoothed_cross_entropy(h, matrix, target, max_logits=60).loss)
+    )(1e4 * np.asarray(hidden))
+    assert np.isfinite(loss) and np.isfinite(gradient).all()
 
 
 @pytest.mark.usefixtures("backend")
@@ -152,17 +177,17 @@ def test_large_logits_stay_finite() -> None:
 def test_tokens_that_a_bias_forbids(vocab_size: int) -> None:
     """Here more of them side by side than a GPU's thread reads at once."""
     hidden, _, target = _inputs()
-    matrix = jax.random.normal(jax.random.key(7), (vocab_size, D))
-    target = jnp.minimum(target, 2)
-    allowed = smoothed_cross_entropy(hidden, matrix[:3], target, label_smoothing=0.0)
-    forbidden = jnp.zeros(vocab_size).at[3:].set(-jnp.inf)
-    sums, gradient = jax.value_and_grad(
-        lambda m: (
-            smoothed_cross_entropy(hidden, m, target, label_smoothing=0.0, bias_V=forbidden).nll
-        )
-    )(matrix)
-    np.testing.assert_allclose(sums, allowed.nll, rtol=1e-6)
-    assert jnp.isfinite(gradient).all() and not gradient[3:].any()
+    matrix, target = np.asarray(_normal(7, vocab_size, D)), np.minimum(target, 2)
+    forbidden = np.where(np.arange(vocab_size) < 3, 0.0, -np.inf).astype(np.float32)
+
+    def nll(m: jax.Array, bias_V: jax.Array | None = None) -> jax.Array:
+        options: dict[str, Any] = {"label_smoothing": 0.0, "bias_V": bias_V}
+        return smoothed_cross_entropy(hidden, m, target, **options).nll
+
+    allowed = jax.jit(nll)(matrix[:3])
+    found, gradient = jax.jit(jax.value_and_grad(nll))(matrix, forbidden)
+    np.testing.assert_allclose(found, allowed, rtol=1e-6)
+    assert np.isfinite(gradient).all() and not np.asarray(gradient)[3:].any()
 
 
 @pytest.mark.devices(8)
@@ -171,11 +196,10 @@ def test_tokens_that_a_bias_forbids(vocab_size: int) -> None:
 def test_rows_spread_over_devices_change_nothing(r_drop: float) -> None:
     """Values and gradients; and devices talk after the last chunk, not in each."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    keys = jax.random.split(jax.random.key(1), 4)
-    hidden, matrix = jax.random.normal(keys[0], (8, T, D)), jax.random.normal(keys[1], (V, D))
-    target, bias = jax.random.randint(keys[2], (8, T), 0, V), jax.random.normal(keys[3], (V,))
+    hidden, matrix, bias = _normal(1, 8, T, D), _normal(2, V, D), _normal(3, V)
+    target = _tokens(4, 8, T)
     if r_drop:
-        target = target.at[1::2].set(target[::2])
+        target[1::2] = target[::2]
 
     def value_and_gradient(mesh: Mesh | None) -> jax.stages.Wrapped:
         def loss(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
@@ -232,8 +256,7 @@ def test_memory_is_an_eighth_of_all_logits() -> None:
 def test_the_plain_likelihood_has_a_gradient_too() -> None:
     """Alone, beside the loss, and under R-Drop."""
     hidden, matrix, target = _inputs()
-    twice = jnp.repeat(target[:2], 2, axis=0)
-    bias = jax.random.normal(jax.random.key(9), (V,))
+    twice, bias = np.repeat(np.asarray(target)[:2], 2, axis=0), _normal(9, V)
 
     def ours(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
         return smoothed_cross_entropy(h, m, target, max_logits=2 * B * V, bias_V=b).nll
@@ -241,13 +264,13 @@ def test_the_plain_likelihood_has_a_gradient_too() -> None:
     def plain(h: jax.Array, m: jax.Array, b: jax.Array) -> jax.Array:
         return smoothed_cross_entropy(h, m, target, label_smoothing=0.0, bias_V=b).loss
 
-    expected = jax.grad(plain, argnums=(0, 1, 2))(hidden, matrix, bias)
+    expected = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(hidden, matrix, bias)
     chex.assert_trees_all_close(
         jax.jit(jax.grad(ours, argnums=(0, 1, 2)))(hidden, matrix, bias), expected, atol=1e-5
     )
     np.testing.assert_allclose(
-        jax.grad(lambda h: _plain(h, matrix, target, 0.0))(hidden),
-        jax.grad(lambda h: smoothed_cross_entropy(h, matrix, target).nll)(hidden),
+        jax.jit(jax.grad(lambda h: _plain(h, matrix, target, 0.0)))(hidden),
+        jax.jit(jax.grad(lambda h: smoothed_cross_entropy(h, matrix, target).nll))(hidden),
         atol=1e-5,
     )
 
@@ -255,10 +278,12 @@ def test_the_plain_likelihood_has_a_gradient_too() -> None:
         sums = smoothed_cross_entropy(h, matrix, twice, r_drop=2.0)
         return sums.loss + weight * sums.nll
 
-    rows = jnp.repeat(hidden[:2], 2, axis=0) + 0.1 * jnp.arange(4.0)[:, None, None]
-    of_nll = jax.grad(lambda h: smoothed_cross_entropy(h, matrix, twice).nll)(rows)
+    rows = np.repeat(np.asarray(hidden)[:2], 2, axis=0)
+    rows += 0.1 * np.arange(4, dtype=np.float32)[:, None, None]
+    of_nll = jax.jit(jax.grad(lambda h: smoothed_cross_entropy(h, matrix, twice).nll))(rows)
+    gradient = jax.jit(jax.grad(both))
     np.testing.assert_allclose(
-        jax.grad(both)(rows, 3.0), jax.grad(both)(rows, 0.0) + 3 * of_nll, atol=1e-5
+        gradient(rows, 3.0), np.asarray(gradient(rows, 0.0)) + 3 * np.asarray(of_nll), atol=1e-5
     )
 
 
@@ -287,15 +312,22 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float) -> None:
     Those of exact logits, up to 8 in size here, differ by what 8 bits leave of them: at most
     8 / 2^9 = 0.016 a logit, so twice that for log-probabilities and, relatively, probabilities.
     """
-    keys = jax.random.split(jax.random.key(3), 3)
-    hidden = jax.random.normal(keys[0], (4, 9, 32))
-    matrix = 0.3 * jax.random.normal(keys[1], (vocab_size, 32))
-    target = jax.random.randint(keys[2], (4, 9), 0, vocab_size)
-    target = target.at[1::2].set(target[::2])
-    logits = jnp.einsum("BTD,VD->BTV", hidden, matrix)
-    assert 6 < jnp.abs(logits).max() < 8
+    hidden, matrix = _normal(3, 4, 9, 32), 0.3 * np.asarray(_normal(4, vocab_size, 32))
+    target = _tokens(5, 4, 9, high=vocab_size)
+    target[1::2] = target[::2]
     real, tokens = target != 0, int((target != 0).sum())
 
+    @jax.jit
+    def exact_and_rounded(h: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = jnp.einsum("BTD,VD->BTV", h, m)
+        return logits, jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
+
+    logits, rounded = map(np.asarray, exact_and_rounded(hidden, matrix))
+    assert 6 < np.abs(logits).max() < 8
+    assert np.abs(rounded - logits).max() > 0.01
+
+    @jax.jit
+    @jax.value_and_grad
     def plain(logits: jax.Array) -> jax.Array:
         log_p = jax.nn.log_softmax(logits)
         log_q = log_p.reshape(2, 2, 9, -1)[:, ::-1].reshape(log_p.shape)
@@ -309,28 +341,29 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float) -> None:
         )
         return sums.loss, sums
 
-    (d_hidden, d_matrix), sums = jax.grad(ours, argnums=(0, 1), has_aux=True)(hidden, matrix)
-    rounded = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
-    assert jnp.abs(rounded - logits).max() > 0.01
-    d_logits = jax.grad(plain)(rounded)
+    of_ours = jax.jit(jax.grad(ours, argnums=(0, 1), has_aux=True))
+    (d_hidden, d_matrix), sums = of_ours(hidden, matrix)
+    plain_loss, d_logits = map(np.asarray, plain(rounded))
     # the mean of all logits, in the smoothed loss, is that of the exact ones
     exact_mean = 0.1 * ((rounded.mean(axis=-1) - logits.mean(axis=-1)) * real).sum()
-    np.testing.assert_allclose(sums.loss, plain(rounded) + exact_mean, rtol=1e-5)
+    np.testing.assert_allclose(sums.loss, plain_loss + exact_mean, rtol=1e-5)
     np.testing.assert_allclose(
-        d_hidden, jnp.einsum("BTV,VD->BTD", d_logits, matrix), rtol=1e-4, atol=1e-5
+        d_hidden, np.einsum("BTV,VD->BTD", d_logits, matrix), rtol=1e-4, atol=1e-5
     )
     np.testing.assert_allclose(
-        d_matrix, jnp.einsum("BTV,BTD->VD", d_logits, hidden), rtol=1e-4, atol=1e-5
+        d_matrix, np.einsum("BTV,BTD->VD", d_logits, hidden), rtol=1e-4, atol=1e-5
     )
-    label = jnp.take_along_axis(rounded, target[..., None], axis=-1)[..., 0]
+    label = np.take_along_axis(rounded, target[..., None], axis=-1)[..., 0]
     assert int(sums.correct) == int(((label == rounded.max(axis=-1)) & real).sum())
     assert int(sums.tokens) == tokens
     # and from exact logits
-    exact = smoothed_cross_entropy(hidden, matrix, target, r_drop=r_drop, logits_dtype=jnp.float32)
+    exact = jax.jit(
+        lambda h, m: smoothed_cross_entropy(h, m, target, r_drop=r_drop, logits_dtype=jnp.float32)
+    )(hidden, matrix)
     assert abs(sums.nll - exact.nll) / tokens < 0.032
     assert abs(sums.loss - exact.loss) / tokens < 0.032 * (1 + r_drop)
-    of_exact = jax.grad(plain)(logits)
-    assert jnp.linalg.norm(d_logits - of_exact) < 0.032 * (1 + r_drop) * jnp.linalg.norm(of_exact)
+    _, of_exact = plain(logits)
+    assert np.linalg.norm(d_logits - of_exact) < 0.032 * (1 + r_drop) * np.linalg.norm(of_exact)
 
 
 def _lowered(
