@@ -80,10 +80,9 @@ class ModelConfig(Section, prefix="model."):
     activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"] = "relu"
     """Activation of the feed-forward layers: gelu is exact (by erf), gelu_tanh its approximation.
     swiglu gates silu by a third matrix: d_ff of 2/3 the size has as many parameters."""
-    positions: Literal["interleaved", "split", "learned", "rotary"] = "interleaved"
+    positions: Literal["interleaved", "split", "learned"] = "interleaved"
     """Sinusoids with sine and cosine in turn (the paper) or in two halves (tensor2tensor, Marian);
-    learned embeddings (Table 3 E); or, in self-attention alone, queries and keys rotated by their
-    positions (RoFormer)."""
+    or learned embeddings (Table 3 E)."""
     max_positions: Positive = 1024
     """Rows of the learned position table; the other positions have no limit."""
     encoder_window: Positive | None = None
@@ -133,12 +132,6 @@ class ModelConfig(Section, prefix="model."):
             self.encoder_window is None or self.encoder_window % 2 == 1,
             "an odd number: a token and as many on either side",
         )
-        if self.d_model % self.num_heads == 0 or self.d_k:
-            yield (
-                "d_k",
-                self.head_width_k % 2 == 0 or self.positions != "rotary",
-                "an even number with model.positions 'rotary', which turns pairs of dimensions",
-            )
 
     @property
     def head_width_k(self) -> int:

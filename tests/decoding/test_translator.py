@@ -57,7 +57,7 @@ def forward(model, source_BS, target_BT):
     "settings",
     [
         {"norm": "pre", "positions": "learned", "max_positions": 32},
-        {"norm": "pre", "norm_type": "rms", "activation": "swiglu", "positions": "rotary"},
+        {"norm": "pre", "norm_type": "rms", "activation": "swiglu"},
         {"final_norm": True, "encoder_window": 3},
     ],
 )

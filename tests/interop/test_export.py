@@ -72,10 +72,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         CTRANSLATE2,
     ),
     "final norm": ({"final_norm": True}, CTRANSLATE2),
-    "swiglu, rotary": (
-        {"norm": "pre", "norm_type": "rms", "activation": "swiglu", "positions": "rotary"},
-        CTRANSLATE2,
-    ),
+    "swiglu": ({"norm": "pre", "norm_type": "rms", "activation": "swiglu"}, CTRANSLATE2),
     "two vocabularies, split": ({"tie_embeddings": "target", "positions": "split"}, CTRANSLATE2),
 }
 # What Hugging Face's folder says of a model as our config does.
@@ -306,7 +303,6 @@ def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, e
         ("huggingface", {"final_norm": True}, "model.final_norm"),
         ("huggingface", {"norm_type": "rms"}, "model.norm_type"),
         ("huggingface", {"activation": "swiglu"}, "model.activation"),
-        ("huggingface", {"positions": "rotary"}, "model.positions"),
         ("huggingface", {"encoder_window": 3}, "model.encoder_window"),
         ("ctranslate2", {"encoder_window": 3}, "model.encoder_window"),
         ("ctranslate2", {"d_k": 7}, "model.d_k"),

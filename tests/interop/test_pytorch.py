@@ -583,10 +583,6 @@ def test_odd_embeddings_and_positions_are_refused() -> None:
     ("fields", "message"),
     [
         ({"norm_type": "rms"}, "model.norm_type is 'rms'; expected 'layer': torch.nn.Tr"),
-        (
-            {"positions": "rotary"},
-            "model.positions is 'rotary'; expected 'interleaved' or 'split' ",
-        ),
         ({"activation": "swiglu"}, "model.activation is 'swiglu'; expected 'relu' or 'gelu' or"),
         ({"encoder_window": 3}, "model.encoder_window is 3; expected None"),
         ({"d_k": 16}, "model.d_k is 16; expected model.d_model / model.num_heads = 32 / 4"),

@@ -57,7 +57,6 @@ VARIANTS = {
         "norm": "pre",
         "norm_type": "rms",
         "activation": "swiglu",
-        "positions": "rotary",
         "d_v": 5,
     },
     "gelu by tanh, remat": {"activation": "gelu_tanh", "remat": True},
@@ -216,9 +215,8 @@ def test_padding_changes_nothing(changes: dict) -> None:
     np.testing.assert_allclose(padded[1:2, :3], alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", ["interleaved", "rotary"])
-def test_packed_rows_equal_separate_rows(positions: str) -> None:
-    model = build(positions=positions, encoder_window=5)
+def test_packed_rows_equal_separate_rows() -> None:
+    model = build(encoder_window=5)
     (first, second), targets = tokens(2, 5), tokens(2, 4, seed=9)
     packed = run(
         model,

@@ -23,11 +23,10 @@ from transformer_jax.training.loop import train
 from transformer_jax.training.step import make_step_functions
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "rotary": {
+    "modern": {
         "norm": "pre",
         "norm_type": "rms",
         "activation": "swiglu",
-        "positions": "rotary",
         "feed_forward_bias": False,
     },
     "window": {

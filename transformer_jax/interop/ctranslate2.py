@@ -58,9 +58,8 @@ def export_ctranslate2(
     if config.model.activation == "swiglu":  # its first matrix is the one with the activation
         swap = {"inner": "gate", "gate": "inner"}
         weights = {re.sub("inner|gate", lambda m: swap[m[0]], n): x for n, x in weights.items()}
-    if config.model.positions != "rotary":
-        longest = max(_POSITIONS, *length_limits(config))
-        weights = with_position_tables(weights, config.model, longest)
+    longest = max(_POSITIONS, *length_limits(config))
+    weights = with_position_tables(weights, config.model, longest)
     target_VD = weights["target_embedding.matrix"]  # also what is tied to it
     weights = {"source_embedding.matrix": target_VD, "softmax_matrix": target_VD} | weights
     _fill(spec, to_library(weights, CTRANSLATE2, _OTHERS))
@@ -96,8 +95,6 @@ def _spec(shape: ModelConfig) -> Any:
         "activation": common_spec.Activation[names[shape.activation]],
         "ffn_glu": shape.activation == "swiglu",
     }
-    if shape.positions == "rotary":
-        settings |= {"rotary_dim": 0, "rotary_interleave": False}
     encoder = transformer_spec.TransformerEncoderSpec(shape.num_layers, shape.num_heads, **settings)
     decoder = transformer_spec.TransformerDecoderSpec(
         shape.decoder_layers, shape.num_heads, **settings

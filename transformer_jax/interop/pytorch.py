@@ -148,7 +148,6 @@ def to_torch(model: Transformer) -> TorchModules:
         "torch.nn.Transformer",
         activation=tuple(_activations()),
         norm_type=("layer",),
-        positions=("interleaved", "split", "learned"),
         encoder_window=(None,),
     )
     weights = to_library(plain_weights(model), _LIBRARY, _OTHERS)

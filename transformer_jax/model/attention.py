@@ -20,7 +20,6 @@ from transformer_jax.errors import UserError
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.dropout import DropoutKey, dropout
-from transformer_jax.model.positions import rotated
 
 
 def attention_mask(
@@ -151,15 +150,12 @@ class MultiHeadAttention(nnx.Module):
         d_k: int | None = None,
         d_v: int | None = None,
         use_bias: bool = False,
-        rotary: bool = False,
         dropout: float = 0.0,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` is of the weights;
-        ``rotary`` turns queries and keys by their positions.
-        """
+        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` is of the weights."""
         sizes = {"d_model": d_model, "num_heads": num_heads, "d_k": d_k, "d_v": d_v}
         for name, size in sizes.items():
             if size is not None and size < 1:
@@ -179,7 +175,6 @@ class MultiHeadAttention(nnx.Module):
         self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.value = projection("BLD,DHK->BLHK", (d_model, num_heads, d_v))
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
-        self.rotary = rotary
         self.dropout = dropout
         self.sow_weights = False
 
@@ -200,7 +195,7 @@ class MultiHeadAttention(nnx.Module):
         # Before the queries: gradients are added in the reverse order, which is in their bits.
         k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)
         out_BTHK = dot_product_attention(
-            self.queries(query_BTD),
+            self.query(query_BTD),
             k_BSHK,
             v_BSHK,
             mask_BHTS,
@@ -210,19 +205,6 @@ class MultiHeadAttention(nnx.Module):
         )
         return self.output(out_BTHK)
 
-    def queries(self, x_BTD: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
-        """Projected queries, [B, T, H, K]; positions, for ``rotary``, are 0 1 2 ... by default."""
-        return self._placed(self.query(x_BTD), positions_BT)
-
-    def keys_values(
-        self, memory_BSD: jax.Array, positions_BS: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The memory's projected keys and values, both [B, S, H, K], for a cache."""
-        return self._placed(self.key(memory_BSD), positions_BS), self.value(memory_BSD)
-
-    def _placed(self, x_BLHK: jax.Array, positions_BL: jax.Array | None) -> jax.Array:
-        if not self.rotary:
-            return x_BLHK
-        if positions_BL is None:
-            positions_BL = jnp.arange(x_BLHK.shape[1])[None]
-        return rotated(x_BLHK, positions_BL)
+        return self.key(memory_BSD), self.value(memory_BSD)

@@ -169,11 +169,6 @@ class LayerAttention:
     source: tuple[Block, ...]
     own: Block = ()
 
-    @property
-    def position_B1(self) -> jax.Array:
-        """Where each sentence's newest tokens stand."""
-        return self.cache.position_B[:, None]
-
     def to_history(self, q_BWHK: jax.Array, k_BWHK: jax.Array, v_BWHK: jax.Array) -> jax.Array:
         """Self-attention, given the newest tokens' queries, keys and values."""
         self.own = _block(k_BWHK, v_BWHK, joined=self.cache.gathers)

@@ -51,8 +51,6 @@ class Embedding(nnx.Module):
     ) -> jax.Array:
         """[B, L, D] for tokens at these positions (axis B may be 1).
 
-        Rotary positions are the business of attention, and nothing is added here.
-
         Args:
           num_positions: all positions but those of padding are below it.
 
@@ -63,8 +61,6 @@ class Embedding(nnx.Module):
         # An id outside the vocabulary gives NaN; checkify's index checks find it.
         vectors_BLD = self.matrix[...].at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
         x_BLD = vectors_BLD * d_model**0.5
-        if self.layout == "rotary":
-            return x_BLD.astype(self.dtype)
         if self.position_matrix is None:
             table_LD = jnp.asarray(sinusoidal_positions(num_positions, d_model, layout=self.layout))
         elif num_positions <= self.position_matrix.shape[0]:
@@ -137,14 +133,13 @@ class FeedForward(nnx.Module):
         return self.output(dropout(hidden_BLF, self.dropout, dropout_key))
 
 
-def _attention(config: ModelConfig, rngs: nnx.Rngs, *, rotary: bool = False) -> MultiHeadAttention:
+def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
     return MultiHeadAttention(
         config.d_model,
         config.num_heads,
         d_k=config.head_width_k,
         d_v=config.head_width_v,
         use_bias=config.attention_bias,
-        rotary=rotary,
         dropout=config.attention_dropout,
         dtype=compute_dtype(config),
         rngs=rngs,
@@ -156,7 +151,7 @@ class EncoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads what attention, feed-forward and residual read."""
-        self.self_attention = _attention(config, rngs, rotary=config.positions == "rotary")
+        self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.feed_forward_residual = Residual(config)
@@ -184,7 +179,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Reads what attention, feed-forward and residual read."""
-        self.self_attention = _attention(config, rngs, rotary=config.positions == "rotary")
+        self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         self.cross_attention = _attention(config, rngs)
         self.cross_attention_residual = Residual(config)
@@ -212,15 +207,14 @@ class DecoderLayer(nnx.Module):
             attention = self.self_attention
             if cache is None:
                 return attention(y_BTD, y_BTD, self_mask_BHTT, dropout_key=keys)
-            q_BTHK = attention.queries(y_BTD, cache.position_B1)
-            own_BTHK = attention.keys_values(y_BTD, cache.position_B1)
+            q_BTHK, own_BTHK = attention.query(y_BTD), attention.keys_values(y_BTD)
             return attention.output(cache.to_history(q_BTHK, *own_BTHK))
 
         def attend_to_memory(y_BTD: jax.Array) -> jax.Array:
             attention = self.cross_attention
             if cache is None:
                 return attention(y_BTD, memory_BSD, cross_mask_BHTS, dropout_key=keys)
-            return attention.output(cache.to_source(attention.queries(y_BTD)))
+            return attention.output(cache.to_source(attention.query(y_BTD)))
 
         x_BTD = self.self_attention_residual(x_BTD, attend, dropout_key=keys)
         x_BTD = self.cross_attention_residual(x_BTD, attend_to_memory, dropout_key=keys)

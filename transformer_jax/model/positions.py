@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoids (paper section 3.5), rotary positions."""
+"""Where a token stands: sinusoids (paper section 3.5)."""
 
 from __future__ import annotations
 
@@ -30,18 +30,3 @@ def segment_positions(segments_BL: jax.Array) -> jax.Array:
     index_1L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)[None]
     is_start_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
     return index_1L - jax.lax.cummax(jnp.where(is_start_BL, index_1L, 0), axis=1)
-
-
-def rotated(x_BLHK: jax.Array, positions_BL: jax.Array) -> jax.Array:
-    """Queries or keys, turned by their positions: rotary position embedding (Su et al., 2021).
-
-    Dimension i of the first half of K and the same of the second half are turned by the angle
-    position / 10000^(2i / K). A query and a key then score by how far apart they are. Axis B of
-    ``positions_BL`` may be 1.
-    """
-    half = x_BLHK.shape[-1] // 2
-    frequencies_K = 10000.0 ** -(np.arange(half, dtype=np.float32) / half)
-    angles_BL1K = positions_BL[:, :, None, None] * frequencies_K[None, None, None]
-    cos, sin = jnp.cos(angles_BL1K), jnp.sin(angles_BL1K)
-    a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BLHK.dtype)
