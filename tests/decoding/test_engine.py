@@ -77,7 +77,7 @@ def test_the_same_in_any_company():
     """To the last bit, whichever shapes the neighbours are encoded in and whichever blocks of the
     caches they need.
     """
-    config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 144})
+    config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 80})
     engine = Engine([make_model(0)], config)
     for name, function in {"_encode": engine._encode_block, "_seat": engine._search_rows}.items():
         compiled = jax.jit(
@@ -85,7 +85,7 @@ def test_the_same_in_any_company():
         )
         setattr(engine, name, compiled)
     sentences = [
-        Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist(), wanted=2)
+        Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist(), wanted=2)
         for i in range(60)
     ]
     whole = engine.search(sentences)
@@ -95,17 +95,21 @@ def test_the_same_in_any_company():
     assert [engine.search([sentence])[0] for sentence in sentences[:12]] == whole[:12]
 
 
-@pytest.mark.parametrize("backend", ["gpu", "tpu"])
-def test_what_accelerators_do_otherwise_finds_the_same(backend, monkeypatch):
-    """Other blocks of the caches, another top-k: run on a CPU."""
-    config = DecodingConfig(
-        **{**vars(CONFIG), "batch_size": 8, "max_source_length": 144, "min_length": 2}
-    )
+@pytest.fixture(scope="module")
+def of_long_and_short():
+    """A search of many lengths, and what it finds on a CPU."""
+    config = dataclasses.replace(CONFIG, batch_size=8, max_source_length=80, min_length=2)
     sentences = [
-        Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 143).tolist())
+        Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist())
         for i in range(20)
     ]
-    expected = Engine([make_model(0)], config).search(sentences)
+    return config, sentences, Engine([make_model(0)], config).search(sentences)
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_what_accelerators_do_otherwise_finds_the_same(backend, of_long_and_short, monkeypatch):
+    """Other blocks of the caches, another top-k: run on a CPU."""
+    config, sentences, expected = of_long_and_short
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     engine = Engine([make_model(0)], config)
     found = engine.search(sentences)
