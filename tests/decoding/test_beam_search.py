@@ -231,8 +231,8 @@ def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbour
     logits = random_chain(9, sentences=3, length=6, vocab=10)
     expected = found_in(logits, beam_size=2)
     logits[1, 2] = value
-    batch_B, limits_B = jnp.arange(3), np.full(3, 6)
-    result = _search(logits, limits_B, beam_size=2, length_penalty=0.6)
+    batch_B, limits_B = np.arange(3), np.full(3, 6)
+    result = jax.device_get(_search(logits, limits_B, beam_size=2, length_penalty=0.6))
     assert np.isnan(result.scores_BN[1]).all() and np.isnan(result.log_probs_BN[1]).all()
     assert (result.lengths_BN[1] == 0).all() and (result.tokens_BNL[1] == PAD).all()
     others = jax.tree.map(lambda x: x[batch_B != 1], result)
@@ -287,15 +287,16 @@ def test_token_ids_outside_the_vocabulary(name, token):
 @pytest.mark.parametrize(
     ("width", "k"), [(5, 3), (127, 4), (1024, 4), (3001, 8), (3001, 1), (4096, 16)]
 )
-@pytest.mark.parametrize("values", [5, 1_000_000])
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
-def test_two_stage_top_k_equals_lax(width, k, values, backend, monkeypatch):
+def test_two_stage_top_k_equals_lax(width, k, backend, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    x = np.random.default_rng(width).integers(values, size=(6, width)).astype(np.float32)
-    x[0] = 0
-    x[1, : width // 2] = -np.inf
-    for ours, theirs in zip(jax.jit(lambda x: top_k(x, k))(x), jax.lax.top_k(x, k), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    ours = jax.jit(lambda x: top_k(x, k))
+    for values in (5, 1_000_000):
+        x = np.random.default_rng(width).integers(values, size=(6, width)).astype(np.float32)
+        x[0] = 0
+        x[1, : width // 2] = -np.inf
+        for found, expected in zip(ours(x), jax.lax.top_k(x, k), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_length_divisor_is_that_of_the_paper():
@@ -320,6 +321,7 @@ def test_a_beam_in_a_dead_end_never_finishes(max_length: int, prefix: tuple[int,
         max_length=max_length,
         prefix_BP=jnp.array([prefix], jnp.int32).reshape(1, -1),
     )
+    result = jax.device_get(result)
     rules = Rules(max_length, prefix=prefix)
     expected = reference_search(
         lambda tokens: log_chance[tokens[-1] if tokens else 1], rules, beam_size=2

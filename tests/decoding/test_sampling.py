@@ -5,6 +5,7 @@ leave of it.
 from __future__ import annotations
 
 import collections
+import functools
 
 import chains
 import jax
@@ -43,6 +44,21 @@ def draw(num_samples, *, toys=TOYS, **settings):
     return chains.hypotheses(result)
 
 
+@functools.cache
+def greedy(rules=None):
+    method = BeamSearch(**IDS, beam_size=1, constraints=rules or Constraints())
+    result = jax.jit(
+        lambda: search(
+            method,
+            chains.step(TOYS),
+            chains.start(jnp.arange(2), beam_size=1),
+            limit_B=jnp.full(2, LENGTH),
+            max_length=LENGTH,
+        )
+    )()
+    return chains.hypotheses(result)
+
+
 def first_tokens(found):
     return collections.Counter(tokens[0] for tokens, _, _ in found)
 
@@ -64,40 +80,28 @@ def test_frequencies_are_the_models(temperature):
 
 
 def test_top_k_and_top_p_leave_the_likeliest():
+    settings = {"top_k": 3}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.5}
+    drawn = [draw(500, **each) for each in settings]
     for sentence in range(2):
         chances = distribution(sentence)
         order = np.argsort(-chances)
-        assert set(first_tokens(draw(500, top_k=3)[sentence])) == set(order[:3].tolist())
+        of_k, of_p, of_both = (set(first_tokens(found[sentence])) for found in drawn)
+        assert of_k == set(order[:3].tolist())
         nucleus = order[: int(np.searchsorted(np.cumsum(chances[order]), 0.7)) + 1]
-        assert set(first_tokens(draw(500, top_p=0.7)[sentence])) == set(nucleus.tolist())
-        assert set(first_tokens(draw(500, top_k=5, top_p=0.5)[sentence])) <= set(order[:5].tolist())
+        assert of_p == set(nucleus.tolist())
+        assert of_both <= set(order[:5].tolist())
 
 
 def test_the_likeliest_alone_is_greedy():
-    greedy = search(
-        BeamSearch(**IDS, beam_size=1),
-        chains.step(TOYS),
-        chains.start(jnp.arange(2), beam_size=1),
-        limit_B=jnp.full(2, LENGTH),
-        max_length=LENGTH,
-    )
-    assert draw(1, top_k=1) == chains.hypotheses(greedy)
+    assert draw(1, top_k=1) == greedy()
 
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-38, 1e-300])
 def test_the_coldest_samples_are_greedy(temperature):
     """Whatever the likeliest token is worth: here every allowed one is a good deal below 0."""
     rules = Constraints(suppress=(3, 4, 5))
-    result = search(
-        BeamSearch(**IDS, beam_size=1, constraints=rules),
-        chains.step(TOYS),
-        chains.start(jnp.arange(2), beam_size=1),
-        limit_B=jnp.full(2, LENGTH),
-        max_length=LENGTH,
-    )
-    greedy = chains.hypotheses(result)
-    assert draw(1, temperature=temperature, constraints=rules) == greedy
-    assert draw(1, temperature=temperature, constraints=rules, top_p=0.9) == greedy
+    assert draw(1, temperature=temperature, constraints=rules) == greedy(rules)
+    assert draw(1, temperature=temperature, constraints=rules, top_p=0.9) == greedy(rules)
 
 
 def test_seeds_choose_the_samples():
@@ -109,11 +113,15 @@ def test_seeds_choose_the_samples():
 def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbours():
     with_nan = TOYS.copy()
     with_nan[0, 1:] = np.nan
-    limit_B = jnp.array([LENGTH, LENGTH])
-    start = chains.start(jnp.arange(2), beam_size=3)
-    result = search(
-        Sampling(**IDS, num_samples=3), chains.step(with_nan), start, limit_B=limit_B, max_length=5
-    )
+    limit_B = np.array([LENGTH, LENGTH])
+
+    @jax.jit
+    def drawn():
+        start = chains.start(jnp.arange(2), beam_size=3)
+        method, step = Sampling(**IDS, num_samples=3), chains.step(with_nan)
+        return search(method, step, start, limit_B=limit_B, max_length=5)
+
+    result = jax.device_get(drawn())
     assert np.isnan(result.scores_BN[0]).all() and (result.lengths_BN[0] == 0).all()
     sound = jax.tree.map(lambda x: x[1:], result)
     assert chains.hypotheses(sound) == draw(3)[1:]
