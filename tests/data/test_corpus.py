@@ -506,7 +506,7 @@ def test_ctrl_c_ends_all_processes_with_one_traceback(tmp_path):
 def test_a_dying_worker_is_reported(tmp_path, monkeypatch, when):
     """Also one that dies while it sends a result."""
     chunks, killed, taken = tokenize._chunks, [], 0
-    monkeypatch.setattr(tokenize, "_CHUNK_PAIRS", {"sending": 2048}.get(when, 256))
+    monkeypatch.setattr(tokenize, "_CHUNK_PAIRS", {"sending": 4096}.get(when, 256))
 
     def kill_workers(pairs):
         for chunk in chunks(pairs):

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from multiprocessing.connection import Connection
@@ -135,19 +136,24 @@ class _Worker:
     """
 
     def __init__(self) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
+        self._connection, theirs = multiprocessing.Pipe()
         program = f"from {__name__} import work; work({theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-P", "-c", program],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             start_new_session=True,  # signals to the program's group are for the parent alone
         )
         theirs.close()
 
+    def send(self, task: TokeniseJob | tuple[int, Pairs]) -> None:
+        with _death_reported():
+            self._connection.send(task)
+
     def result(self) -> TokenisedChunk:
-        result = self.connection.recv()
+        with _death_reported():
+            result = self._connection.recv()
         if isinstance(result, Exception):
             raise result
         assert isinstance(result, TokenisedChunk)
@@ -156,7 +162,17 @@ class _Worker:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        self.connection.close()
+        self._connection.close()
+
+
+@contextmanager
+def _death_reported() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError):  # of the pipe: its other end is closed
+        raise UserError(
+            "A tokenizing process died. If memory ran out, lower data.workers."
+        ) from None
 
 
 def _tokenised_by_workers(
@@ -168,19 +184,15 @@ def _tokenised_by_workers(
     try:
         everyone += (_Worker() for _ in range(workers))
         for worker in everyone:
-            worker.connection.send(job)
+            worker.send(job)
         for chunk, worker in zip(chunks, cycle(everyone)):
             result = busy.popleft().result() if len(busy) == workers else None
-            worker.connection.send(chunk)
+            worker.send(chunk)
             busy.append(worker)
             if result:
                 yield result
         while busy:
             yield busy.popleft().result()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        raise UserError(
-            "A tokenizing process died. If memory ran out, lower data.workers."
-        ) from None
     finally:
         for worker in everyone:
             worker.close()
