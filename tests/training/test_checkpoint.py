@@ -11,6 +11,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from runs import ONE
 
 from transformer_jax import checkpoint
 from transformer_jax.checkpoint import choose_checkpoints, load_model, newest_intact
@@ -57,7 +58,7 @@ def config(tokenizer: Tokenizer) -> Config:
 
 @pytest.fixture(scope="module")
 def run(config: Config) -> StepFunctions:
-    return make_step_functions(config, make_mesh(config.mesh))
+    return make_step_functions(config, make_mesh(config.mesh, ONE))
 
 
 @pytest.fixture
@@ -77,9 +78,11 @@ def _with_training(config: Config, **training: Any) -> Config:
 
 
 def _state(run: StepFunctions, step: int) -> TrainState:
-    state = run.init()
-    shift = jax.tree.map(lambda x: x + step, state.parameters)
-    return state.replace(step=jax.numpy.int32(step), parameters=shift, ema=None)
+    """The first state, its parameters shifted; in NumPy, as JAX compiles a sum for each shape."""
+    state = jax.tree.map(np.asarray, run.init())
+    shift = jax.tree.map(lambda x: x + np.float32(step), state.parameters)
+    state = state.replace(step=np.int32(step), parameters=shift, ema=None)
+    return jax.device_put(state, jax.tree.map(lambda x: x.sharding, run.abstract_state))
 
 
 def _save(checkpoints: Checkpoints, run: StepFunctions, *steps: int, **progress: object) -> None:

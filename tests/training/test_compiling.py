@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,10 @@ from transformer_jax.config import Config, MeshConfig
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import make_mesh, replicated
 from transformer_jax.training import compiling
+from transformer_jax.training import step as step_module
 from transformer_jax.training.compiling import CompileAhead, memory_needed
 from transformer_jax.training.loop import train
 from transformer_jax.training.signals import Interrupted
-from transformer_jax.training.step import shared_functions
 
 
 def fake_run(*shapes: tuple[int, int, int], lower: Any = None) -> Any:
@@ -60,7 +61,7 @@ def failing(error: str) -> Any:
 
 
 @pytest.fixture
-def compiled() -> Iterator[list[tuple[str, str]]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     """The functions that XLA has compiled, or read from the cache, each with its thread."""
     found = []
 
@@ -68,7 +69,9 @@ def compiled() -> Iterator[list[tuple[str, str]]]:
         if event.endswith("backend_compile_duration"):
             found.append((fun_name, threading.current_thread().name))
 
-    shared_functions.cache_clear()  # those of other tests are compiled already
+    # those of other tests are compiled already
+    own = lru_cache(step_module.shared_functions.__wrapped__)
+    monkeypatch.setattr(step_module, "shared_functions", own)
     jax.monitoring.register_event_duration_secs_listener(note)
     yield found
     jax.monitoring.unregister_event_duration_listener(note)
