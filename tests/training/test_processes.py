@@ -24,6 +24,7 @@ from transformer_jax.errors import UserError
 
 WHOLE = tiny(steps=12, eval_every=12, bleu_every=0, checkpoint_every=3)
 STEPS = no_evaluation(WHOLE)
+ONE_PROCESS = jax.devices()[:2]  # of the runs to compare with
 
 
 def address() -> str:
@@ -60,7 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.cpu("the programs that it starts run on CPUs")
 def test_two_processes_learn_what_one_learns(finished: Path, tmp_path: Path) -> None:
-    train(WHOLE, tmp_path / "run", devices=jax.devices()[:4])
+    train(WHOLE, tmp_path / "run", devices=ONE_PROCESS)
     for name in ("loss", "gradient_norm"):
         several, one = (
             [entry[name] for entry in entries(workdir)] for workdir in (finished, tmp_path / "run")
@@ -104,7 +105,7 @@ def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Pat
         entry["loss"] for entry in entries(finished)
     ]
     chex.assert_trees_all_equal(final_state(STEPS, workdir), final_state(WHOLE, finished))
-    train(STEPS, tmp_path / "alone", devices=jax.devices()[:2])
+    train(STEPS, tmp_path / "alone", devices=ONE_PROCESS)
     one, several = (
         [entry["loss"] for entry in entries(folder)] for folder in (tmp_path / "alone", finished)
     )
@@ -212,7 +213,7 @@ def test_two_begin_from_another_run_and_end_together(finished: Path, tmp_path: P
     both = two(tmp_path / "run", finished.parent / "cache", endless(start_from=str(finished)))
     said = saved_and_ended(both, tmp_path / "run", signal.SIGTERM)
     assert "Starting from the parameters of" in said
-    train(endless(start_from=str(finished), steps=2), tmp_path / "alone", devices=jax.devices()[:4])
+    train(endless(start_from=str(finished), steps=2), tmp_path / "alone", devices=ONE_PROCESS)
     several, one = (
         [entry["loss"] for entry in entries(tmp_path / name)][:2] for name in ("run", "alone")
     )
