@@ -8,7 +8,7 @@ import functools
 import json
 import re
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,21 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"
 
 
 @pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., str]]:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """``run(name, **arguments of its main)``: what the example prints."""
-    # One device, as with most who run these; the time goes into compiling, not into running.
+    # One device, as with most who run these.
     one = jax.devices()[:1]
     monkeypatch.setattr(
         transformer_jax, "train", functools.partial(transformer_jax.train, devices=one)
     )
     monkeypatch.setattr("transformer_jax.decoding.devices.find_devices", lambda: one)
-    jax.config.update("jax_disable_most_optimizations", True)
 
     def run(name: str, **arguments: Any) -> str:
         [path] = [path for path in EXAMPLES if path.stem == name]
         runpy.run_path(str(path))["main"](**arguments)
         return capsys.readouterr().out
 
-    yield run
-    jax.config.update("jax_disable_most_optimizations", False)
+    return run
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

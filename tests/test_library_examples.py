@@ -90,8 +90,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         # Few sentences, all short, on one device: each length, width and device is compiled.
         patch.setattr(transformer_jax, "train", _train)
         patch.setattr("transformer_jax.decoding.devices.find_devices", lambda: jax.devices()[:1])
-        # the time goes into compiling, not into running
-        jax.config.update("jax_disable_most_optimizations", True)
         try:
             for block in TRAINS:
                 block.run()
@@ -101,7 +99,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 (folder / "runs" / name).symlink_to("toy")
             yield folder
         finally:
-            jax.config.update("jax_disable_most_optimizations", False)
             # as conftest.py has it
             jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
             compilation_cache.reset_cache()
