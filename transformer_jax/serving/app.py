@@ -78,9 +78,8 @@ class App:
         for name in ("", "page.js", "words.js", "page.css"):
             file = _page(name or "index.html")
             get(f"/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)
-        for failure in (
-            *(UserError, SearchFailed, TimeoutError, ClientDisconnect, HTTPException, Exception),
-        ):
+        ours, others = (UserError, SearchFailed), (TimeoutError, ClientDisconnect, HTTPException)
+        for failure in (*ours, *others, Exception):
             app.add_exception_handler(failure, self._refuse)
         registry = CollectorRegistry()
         registry.register(SearchMetrics(self.service))
