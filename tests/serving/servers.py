@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import os
@@ -117,9 +118,10 @@ def answering(app: Any, **settings: Any) -> Iterator[int]:
         thread.join()
 
 
-def make_model_to_serve(translator: Translator) -> AsyncTranslator:
-    """One with the parameters of ``translator``."""
-    return AsyncTranslator(translator.model, translator.tokenizer, CONFIG)
+def make_model_to_serve(translator: Translator, **settings: Any) -> AsyncTranslator:
+    """One with the parameters of ``translator``; ``settings`` replace fields of CONFIG."""
+    config = dataclasses.replace(CONFIG, **settings)
+    return AsyncTranslator(translator.model, translator.tokenizer, config)
 
 
 def write_served_run(folder: Path, translator: Translator) -> None:

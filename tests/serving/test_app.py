@@ -382,7 +382,7 @@ def strict(translator):
     """A server with narrow limits, and with two languages to translate from."""
     models = {
         Pair("en", "de"): make_model_to_serve(translator),
-        Pair("fr", "de"): make_model_to_serve(translator),
+        Pair("fr", "de"): make_model_to_serve(translator, beam_size=1, max_source_length=8),
     }
     service = Service(models, max_queue=4, max_characters=2000)
     with serving(service, translator, timeout=0.3) as found:
@@ -416,7 +416,7 @@ def test_too_much_to_do_and_too_long_answers_are_refused(
 
 
 def test_before_compiling_and_after_a_failure_nothing_is_translated(translator) -> None:
-    model = make_model_to_serve(translator)
+    model = make_model_to_serve(translator, beam_size=1, max_source_length=8)
     service = Service({Pair("en", "de"): model}, max_queue=4, max_characters=2000)
     go_on = threading.Event()
     start = model.start
