@@ -92,6 +92,7 @@ def decode(workdir, monkeypatch, capsysbinary):
 
     def run(*flags, stdin=TEXT, folder=workdir):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        sys.set_int_max_str_digits(4300)  # the program lifts this limit of Python's
         status = program.main(["--workdir", str(folder), *map(str, flags)])
         out, err = capsysbinary.readouterr()
         return status, out.decode(), err.decode()
@@ -266,6 +267,30 @@ def test_after_a_faulty_line_is_mended_resume_continues(decode, tmp_path):
         assert output.read_text() == "".join(whole.splitlines(keepends=True)[:7])
         source.write_bytes(OBJECTS + b'{"text": "one"}\n')
         assert decode(*flags, "--resume")[0] == 0 and output.read_text() == whole
+
+
+def test_an_input_that_grows_meanwhile_is_told(decode, expected, tmp_path, monkeypatch):
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(TEXT)
+    stream = Translator.stream
+
+    def grows(*arguments, **settings):
+        source.write_bytes(TEXT + b"one\n")
+        return stream(*arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Translator, "stream", grows)
+        status, _, err = decode("--input", source, "--output", output)
+    assert status == 0 and output.read_text().splitlines() == expected
+    assert f"{source} has changed meanwhile; --resume translates lines that" in err
+    assert "changed" not in decode("--input", source, "--output", output, "--resume")[2]
+    assert output.read_text().count("\n") == len(LINES) + 1
+
+
+def test_a_number_of_any_length_is_passed_through(decode):
+    line = b'{"id": %s, "text": "one"}\n' % (b"7" * 5000)
+    status, out, _ = decode("--format", "jsonl", stdin=line)
+    assert status == 0 and out.startswith(line.decode()[:-2])
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,9 @@ def decode(argv: Sequence[str]) -> None:
 
         check_bleu(tokenize, language)  # before hours of work
         references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
+    size = _size(files.input)
     answers = _load(arguments, config)
+    sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers
     records = read_records(
         files.input or sys.stdin.buffer,
         files.format,
@@ -212,8 +214,16 @@ def decode(argv: Sequence[str]) -> None:
             write(lines(record, translations))
             if references is not None:
                 best.append(translations[0].text)
+    if _size(files.input) != size:
+        said = "%s has changed meanwhile; --resume translates lines that have been appended."
+        logger.warning(said, files.input)
     if references is not None:
         print(evaluate(best, references, tokenize=tokenize, language=language), file=sys.stderr)
+
+
+def _size(file: str | None) -> int:
+    """Bytes of a file on this machine; 0 for anything else."""
+    return Path(file).stat().st_size if file and Path(file).is_file() else 0
 
 
 def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], Answers]:
