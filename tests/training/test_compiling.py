@@ -207,7 +207,7 @@ from transformer_jax.training import compiling, loop
 import signal
 
 def slow(x):
-    for _ in range(2000):
+    for _ in range(1000):
         x = jnp.sin(x @ x) + jnp.cos(x[::-1]).cumsum(0)
     return x
 
@@ -252,7 +252,7 @@ import jax, jax.numpy as jnp
 from test_compiling import CompileAhead, fake_run
 
 def slow(x):
-    for _ in range(400):
+    for _ in range(200):
         x = jnp.sin(x @ x) + jnp.cos(x[::-1]).cumsum(0)
     return x
 
