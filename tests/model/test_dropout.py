@@ -88,7 +88,7 @@ def test_what_is_no_random_key_is_refused(key: Any) -> None:
     layer = nnx.eval_shape(lambda: EncoderLayer(config, rngs=nnx.Rngs(0)))
     for module in (partial(dropout, jnp.ones(3), 0.5), partial(layer, jnp.ones((1, 3, 8)), None)):
         with pytest.raises(
-            UserError, match=r"dropout_key is of type (int|Rngs); expected a random key, .*key\(0\)"
+            UserError, match=r"dropout_key has type (int|Rngs); expected a random key, .*key\(0\)"
         ):
             module(**{"key" if module.func is dropout else "dropout_key": key})
 

@@ -1,6 +1,6 @@
 """Masks, scaled dot-product attention and multi-head attention (paper section 3.2).
 
-Shapes ride in names. The key, for the whole package:
+Array names end in their shapes. The whole package uses these letters:
 
     B batch    S source length    T target length    L any length
     D d_model  H heads            K head width (d_k or d_v)    F d_ff
@@ -29,15 +29,15 @@ def attention_mask(
     causal: bool = False,
     window: int | None = None,
 ) -> jax.Array:
-    """Let each query see the keys of its own segment, up to its own position if causal.
+    """Let each query attend to the keys of its own segment, up to its own position if causal.
 
     Args:
-      query_segments_BT: int; 0 is padding, equal numbers are one sentence of a row.
-      key_segments_BS: likewise for the keys. With ``causal`` or ``window``, S = T.
-      window: an odd number: only so many keys, the query's own position in the middle (section 4).
+      query_segments_BT: int segment ids; 0 is padding, and tokens of one sentence share an id.
+      key_segments_BS: segment ids of the keys. With ``causal`` or ``window``, S = T.
+      window: odd number of keys visible to a query, centered on its own position (section 4).
 
     Returns:
-      bool [B, 1, T, S], True where attention is allowed. The 1 stands for the heads.
+      bool [B, 1, T, S], True where attention is allowed. Axis 1 broadcasts over heads.
     """
     keys_B1S = key_segments_BS[:, None, :]
     mask_BTS = (query_segments_BT[:, :, None] == keys_B1S) & (keys_B1S > 0)
@@ -62,22 +62,22 @@ def dot_product_attention(
     dropout_key: DropoutKey = None,
     module: nnx.Module | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with the values' K.
+    """Compute softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with K = d_v.
 
     Args:
       mask_BHTS: bool, True where attention is allowed; axes B, H, T may be 1. None allows all. A
-        query that sees nothing has equal weights.
-      module: sows the weights before dropout, float32 [B, H, T, S], as an ``nnx.Intermediate``
-        named ``weights``.
+        fully masked query has uniform weights.
+      module: module that sows the weights before dropout, float32 [B, H, T, S], as an
+        ``nnx.Intermediate`` named ``weights``.
 
     Raises:
-      UserError: the mask is not bool or has other axes.
+      UserError: the mask is not bool or does not have four axes.
     """
     if mask_BHTS is not None and (mask_BHTS.dtype != jnp.bool_ or mask_BHTS.ndim != 4):
         raise UserError(
             f"The attention mask is {mask_BHTS.dtype} with {mask_BHTS.ndim} axes; expected bool "
-            "[B, H, T, S] with B, H or T perhaps 1, True where attention is allowed (for a mask "
-            "[B, T, S] of zeros and ones: mask[:, None] != 0)."
+            "[B, H, T, S], True where attention is allowed (B, H and T may be 1). Convert a "
+            "[B, T, S] mask of zeros and ones with mask[:, None] != 0."
         )
     arrays = q_BTHK, k_BSHK, v_BSHK, mask_BHTS
     dropped = dropout_rate > 0 and dropout_key is not None
@@ -108,13 +108,13 @@ def _plain_attention(
 
 
 def check_rngs(rngs: Any) -> None:
-    """Refuse a seed where flax wants ``nnx.Rngs``."""
+    """Raise ``UserError`` unless ``rngs`` is an ``nnx.Rngs``."""
     if not isinstance(rngs, nnx.Rngs):
         raise UserError(f"rngs is {rngs!r}; expected an nnx.Rngs, for example nnx.Rngs(0).")
 
 
 class Projection(nnx.Einsum):
-    """A matmul with a Xavier-uniform matrix, computed in ``dtype``; optionally a bias."""
+    """Linear projection with Xavier-uniform weights and an optional bias, computed in ``dtype``."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Projection(nnx.Einsum):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``shape`` is the matrix's; ``equation`` contracts its first ``inputs`` axes."""
+        """``equation`` contracts the first ``inputs`` axes of the weights, which have ``shape``."""
         check_rngs(rngs)
         axes = range(len(shape))
         kernel_init = nnx.initializers.variance_scaling(
@@ -135,12 +135,12 @@ class Projection(nnx.Einsum):
         )
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         super().__init__(equation, shape, **dtypes, kernel_init=kernel_init, rngs=rngs)
-        if use_bias:  # made here, as nnx.Einsum would draw a random key for its zeros
+        if use_bias:  # created here: nnx.Einsum would use up a random key for zeros
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], param_dtype))
 
 
 class MultiHeadAttention(nnx.Module):
-    """Several attentions side by side on projected queries, keys and values (section 3.2.2)."""
+    """Multi-head attention (section 3.2.2)."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class MultiHeadAttention(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``d_k`` and ``d_v`` default to ``d_model / num_heads``; ``dropout`` is of the weights."""
+        """``d_k`` and ``d_v`` default to ``d_model / num_heads``. Dropout acts on the weights."""
         sizes = {"d_model": d_model, "num_heads": num_heads, "d_k": d_k, "d_v": d_v}
         for name, size in sizes.items():
             if size is not None and size < 1:
@@ -187,12 +187,12 @@ class MultiHeadAttention(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Let each query position gather from the memory: [B, T, D].
+        """Attend from the queries to the memory, or to themselves without a memory: [B, T, D].
 
-        Without a memory, self-attention. The mask is that of ``dot_product_attention``. Weights are
-        sown, to be found with ``nnx.capture``, if the attribute ``sow_weights`` is True.
+        The mask has the form that ``dot_product_attention`` expects. If the attribute
+        ``sow_weights`` is True, ``nnx.capture`` finds the weights.
         """
-        # Before the queries: gradients are added in the reverse order, which is in their bits.
+        # Before the queries: gradients are summed in reverse order, which affects their rounding.
         k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)
         out_BTHK = dot_product_attention(
             self.query(query_BTD),
@@ -206,5 +206,5 @@ class MultiHeadAttention(nnx.Module):
         return self.output(out_BTHK)
 
     def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The memory's projected keys and values, both [B, S, H, K], for a cache."""
+        """Project the memory to keys and values, both [B, S, H, K], for the KV cache."""
         return self.key(memory_BSD), self.value(memory_BSD)

@@ -1,8 +1,8 @@
-"""Attention between short sequences on a GPU: one Pallas kernel for the result, one for gradients.
+"""Fused attention for short sequences on a GPU: one Pallas kernel forward, one backward.
 
-XLA makes transposes and many tiny products of plain attention. These kernels read queries, keys and
-values where the projections leave them and write nothing but results: a program has all queries and
-keys of one row and head, and the gradients compute the weights again.
+XLA compiles plain attention into transposes and many tiny matmuls. These kernels read queries, keys
+and values in the layout of the projections and write only results. Each program handles all queries
+and keys of one row and head. The backward kernel recomputes the weights.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jax.sharding import PartitionSpec
 from transformer_jax.model.gpu import load, runs_kernels, shares, store
 from transformer_jax.sharding import BATCH_AXES
 
-# The score of a masked position. Finite, so that a row of padding, which sees nothing, has no NaN.
+# Score of a masked position. It is finite so that a fully masked row (padding) has no NaN.
 MASKED = -1e30
 
 
 def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
-    """Whether ``short_attention`` is faster than what XLA makes of plain attention.
+    """Return True if ``short_attention`` is faster than plain attention compiled by XLA.
 
-    On GPUs, in bfloat16, with a mask for each row and up to 64 tokens. cuDNN's attention is no
-    choice: its gradients are wrong where a query sees nothing, as in rows that end in padding.
+    It is on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention is not
+    an option: its gradients are wrong for fully masked queries, as in padding.
     """
     (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
     return (
@@ -44,10 +44,10 @@ def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
 def short_attention(
     q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any, *, interpret: bool = False
 ) -> jax.Array:
-    """Attention between up to 128 tokens; widths are powers of two of at least 16.
+    """Compute fused attention over up to 128 tokens; head widths are powers of two, at least 16.
 
     Each device of the training step's mesh computes its own rows and heads. ``interpret`` runs the
-    kernels on devices of any kind.
+    kernels on any device.
     """
     attention = partial(_attention, interpret)
     if jax.sharding.get_abstract_mesh().size > 1:
@@ -73,7 +73,7 @@ _attention.defvjp(lambda *arguments: (_attention(*arguments), arguments[1:]), _b
 
 
 def _call(kernel: Any, arrays: Any, mask_B1TS: Any, outs: Any, interpret: bool) -> Any:
-    """A program for each row and head; blocks are powers of two, at least the 16 of a product."""
+    """Run one program per row and head; block sizes are powers of two, for a matmul at least 16."""
     B, _, T, S = mask_B1TS.shape
     block = {length: max(16, pl.next_power_of_2(length)) for length in (T, S)}
 
@@ -83,7 +83,7 @@ def _call(kernel: Any, arrays: Any, mask_B1TS: Any, outs: Any, interpret: bool) 
     warps = 2 if max(T, S) <= 32 else 4 if max(T, S) <= 64 else 8
     return pl.pallas_call(
         partial(kernel, T, S),
-        grid=(arrays[0].shape[2], B),  # heads of a row at once, as they lie side by side in memory
+        grid=(arrays[0].shape[2], B),  # heads of a row together: they are adjacent in memory
         in_specs=[
             pl.BlockSpec((None, None, block[T], block[S]), lambda h, b: (b, 0, 0, 0)),
             *map(of_head, arrays),
@@ -114,7 +114,7 @@ def _backward_kernel(T: int, S: int, mask_ref: Any, *refs: Any) -> None:
 
 
 def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-    """Softmax weights in float32, 0 past the last key; and where attention is allowed."""
+    """Softmax weights in float32, 0 past the last key, and the mask of allowed positions."""
     scores_TS = _dot(q_TK, k_SK, (1, 1)) * q_TK.shape[1] ** -0.5
     allowed_TS = _load(mask_ref, T, S) != 0
     scores_TS = jnp.where(allowed_TS, scores_TS, MASKED)
@@ -126,7 +126,7 @@ def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.A
 
 
 def _inside(shape: tuple[int, ...], rows: int, columns: int) -> jax.Array | None:
-    """Which elements of a block lie in the array; None if all."""
+    """Mask of the block's elements that lie inside the array; None if all do."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return None if shape == (rows, columns) else (row < rows) & (column < columns)
 
@@ -140,6 +140,6 @@ def _store(ref: Any, x_LK: jax.Array, rows: int) -> None:
 
 
 def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """The product over one axis of each, in float32."""
+    """Contract one axis of each matrix, in float32."""
     contracted = ((axes[0],), (axes[1],))
     return jax.lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=jnp.float32)

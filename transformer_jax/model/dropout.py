@@ -1,4 +1,4 @@
-"""Dropout, and the random keys of a pass through a model."""
+"""Dropout and its random keys in a forward pass."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from transformer_jax.errors import UserError
 
 
 class DropoutKeys:
-    """The masks of one pass: each call draws one with a key of its own, in program order.
+    """Dropout masks of one forward pass; each call draws one with its own key, in program order.
 
-    A module makes these from the random key it is given, for its parts.
+    A module creates these from its random key and passes them to its submodules.
     """
 
     def __init__(self, key: jax.Array, drawn: Sequence[jax.Array] = ()):
-        """``drawn``: all masks, if they have been drawn ahead."""
+        """``drawn``: all masks, if drawn ahead."""
         if not isinstance(key, jax.Array):
             raise UserError(
-                f"dropout_key is of type {type(key).__name__}; expected a random key, for example "
+                f"dropout_key has type {type(key).__name__}; expected a random key, for example "
                 "jax.random.key(0), or rngs.dropout() of an nnx.Rngs."
             )
         self.key, self._drawn = key, drawn
         self.asked: list[tuple[tuple[int, ...], float]] = []  # shape and rate of each mask
 
     def __call__(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """True at what stays: bool of this shape."""
+        """Draw a mask: bool of this shape, True for elements to keep."""
         number = len(self.asked)
         self.asked.append((shape, rate))
         if self._drawn:
@@ -38,19 +38,19 @@ class DropoutKeys:
         return kept(shape, rate, jax.random.fold_in(self.key, number))
 
 
-# A random key, or what a module makes of it for its parts. With None nothing is dropped.
+# A random key, or the keys that a module derives from it for submodules. None turns dropout off.
 DropoutKey: TypeAlias = jax.Array | DropoutKeys | None
 
 
 def as_keys(key: DropoutKey) -> DropoutKeys | None:
-    """The keys for a module's parts; ``UserError`` if this is no random key."""
+    """Derive keys for submodules; ``UserError`` if ``key`` is not a random key."""
     return key if key is None or isinstance(key, DropoutKeys) else DropoutKeys(key)
 
 
 def drawn_ahead(run: Callable[[DropoutKeys], Any], key: jax.Array) -> DropoutKeys:
-    """Keys with the masks that ``run`` asks for, those of one shape drawn at once.
+    """Draw all masks of ``run`` ahead, in one call for each shape and rate.
 
-    All are held in memory from then on, at 2 bits an element. ``run`` is traced once more.
+    All masks stay in memory, at 2 bits per element. ``run`` is traced an extra time.
     """
     keys = DropoutKeys(key)
     jax.eval_shape(lambda: run(keys))
@@ -65,22 +65,22 @@ def drawn_ahead(run: Callable[[DropoutKeys], Any], key: jax.Array) -> DropoutKey
 
 @jax.named_scope("dropout")
 def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
-    """Zero a share ``rate`` of the elements and scale up the rest; ``key=None`` changes nothing.
+    """Zero a fraction ``rate`` of the elements and scale up the rest; ``key=None`` drops nothing.
 
     Args:
-      rate: exact to 2^-16.
-      key: a random key, or the mask that was drawn from it: bool, True at what stays.
+      rate: dropout probability, rounded to a multiple of 2^-16.
+      key: a random key, or a mask that is already drawn: bool, True for elements to keep.
     """
     if key is None or rate == 0.0:
         return x
-    # Scaled last: gradients are then scaled before they are masked and stored, and not once more in
-    # each product that reads them.
+    # Scaled last: gradients are then scaled before they are masked and stored, not again in each
+    # matmul that reads them.
     scale = jnp.asarray(scale_up(rate), x.dtype)
     return jnp.where(kept(x.shape, rate, key), x, jnp.zeros((), x.dtype)) * scale
 
 
 def kept(shape: tuple[int, ...], rate: float, key: DropoutKey) -> jax.Array:
-    """What stays, bool of this shape, by the key or mask that ``dropout`` takes."""
+    """Mask of elements to keep, bool of this shape; ``key`` as in ``dropout``."""
     if not isinstance(key, jax.Array):
         keys = as_keys(key)
         assert keys is not None
@@ -91,19 +91,19 @@ def kept(shape: tuple[int, ...], rate: float, key: DropoutKey) -> jax.Array:
 
 
 def scale_up(rate: float) -> float:
-    """The factor that what is kept is multiplied by."""
+    """Scale factor of kept elements."""
     return 65536 / (65536 - _threshold(rate))
 
 
 def _kept_quarters(key: jax.Array, shape: tuple[int, ...], rate: float) -> list[jax.Array]:
-    """What stays of each quarter of the last axis: bool [..., last / 4], rounded up.
+    """Masks of the four quarters of the last axis: bool [..., last / 4], rounded up.
 
-    Each element takes 16 random bits. Interleaving the quarters would cost a sixth of a training
+    Each element uses 16 random bits. Interleaving the quarters would cost a sixth of a training
     step on a TPU.
     """
     *leading, last = shape
-    # A key's children are random words, two from each call of the generator, where
-    # ``jax.random.bits`` makes one of them.
+    # Splitting a key yields two random words per call of the generator; ``jax.random.bits`` yields
+    # one.
     words = jax.random.key_data(jax.random.split(key, (*leading, -(-last // 4))))
     halves = [half for i in range(2) for half in (words[..., i], words[..., i] >> 16)]
     return [half.astype(jnp.uint16) >= _threshold(rate) for half in halves]
@@ -111,10 +111,10 @@ def _kept_quarters(key: jax.Array, shape: tuple[int, ...], rate: float) -> list[
 
 @jax.named_scope("dropout")
 def _masks(keys_N: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """The masks of several keys: bool [N, *shape]."""
+    """Masks of several keys: bool [N, *shape]."""
     quarters = jax.vmap(partial(_kept_quarters, shape=shape, rate=rate))(keys_N)
     packed = sum((each.astype(jnp.uint8) << i for i, each in enumerate(quarters)), jnp.uint8(0))
-    # Stored as they are, four elements a byte: XLA would rather store the random words.
+    # The barrier makes XLA store four elements per byte instead of the random words.
     packed = jax.lax.optimization_barrier(packed)[..., None, :]
     places = jnp.arange(4, dtype=jnp.uint8).reshape((1,) * (packed.ndim - 2) + (4, 1))
     masks = ((packed >> places) & 1 != 0).reshape(*packed.shape[:-2], -1)

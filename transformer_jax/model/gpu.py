@@ -1,4 +1,4 @@
-"""What the GPU kernels share: when they can run, and how blocks are read and written."""
+"""Shared code of the GPU kernels: hardware support, sharding, masked loads and stores."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from jax.experimental.pallas import triton
 
 
 def runs_kernels() -> bool:
-    """Whether this is compiled for GPUs that multiply matrices in bfloat16: compute capability 8.0
-    (A100) and newer, and what is compiled for a GPU that is not here.
+    """Return True for GPUs with bfloat16 matmuls: compute capability 8.0 (A100) or newer. A GPU
+    without a known compute capability counts as new.
     """
     if jax.default_backend() != "gpu":
         return False
     try:
         return float(getattr(jax.devices()[0], "compute_capability", 8.0)) >= 8.0
-    except ValueError:  # AMD's have names
+    except ValueError:  # AMD GPUs report names
         return False
 
 
 def shares() -> tuple[int, int] | None:
-    """Among how many devices a training step shares rows and heads; None if that is not known.
+    """Number of shards of rows and of heads in a training step; None if unknown.
 
-    Not knowing it, XLA would gather a kernel's inputs from all devices.
+    With unknown shards, XLA would all-gather a kernel's inputs.
     """
     mesh = jax.sharding.get_abstract_mesh().shape
     if "tensor" in mesh:
@@ -32,10 +32,10 @@ def shares() -> tuple[int, int] | None:
 
 
 def load(ref: Any, inside: jax.Array | None) -> jax.Array:
-    """A block, with 0 at what is not inside the array; None: all is."""
+    """Load a block, with 0 for elements outside the array; ``inside=None`` loads all."""
     return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
 
 
 def store(ref: Any, x: jax.Array, inside: jax.Array | None) -> None:
-    """Write a block in its array's type, but for what is not inside the array."""
+    """Store the elements of a block that lie inside the array, in the array's type."""
     triton.store(ref, x.astype(ref.dtype), mask=inside)

@@ -1,9 +1,9 @@
-"""The key/value cache: keys and values kept between decoding steps, and attention over them.
+"""The key/value cache (KV cache) of the decoder, and attention over it.
 
-Two functions attend. On CPUs and TPUs ``_attend_to_blocks`` sees all slots of a sentence under a
-mask and skips blocks that no sentence uses, as reading the cache is most of a step's attention. On
-GPUs, which wait for memory and for launches, ``_attend_to_gathered`` reads each hypothesis's own
-history, over a number of positions that is chosen before the step.
+On CPUs and TPUs, ``_attend_to_blocks`` attends to all slots of a sentence under a mask. It skips
+blocks that no sentence uses, as reading the cache dominates the cost of attention. On GPUs, which
+are bound by memory and kernel launches, ``_attend_to_gathered`` reads the history of each
+hypothesis, over a number of positions chosen before the step.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from transformer_jax.model.attention import MASKED
 
 _NOT_WRITTEN = -1
-# Numbers of positions are multiples of this. On a GPU, so few values are added up by one thread,
-# others next to it; for 32 or more XLA starts a block of 1,024 threads, most of which wait.
+# Numbers of positions are multiples of this. On a GPU, one thread sums up to 16 values; for 32 or
+# more, XLA launches a block of 1,024 threads, most of them idle.
 _MULTIPLE = 16
-# Positions where blocks end (self-attention, cross-attention). From position 64 on each block is as
-# long as all before it together, as skipping costs some operations too. A GPU has one block.
+# End positions of the blocks (self-attention, cross-attention). From position 64 on, each block is
+# as long as all earlier blocks together, as skipping a block has a cost too. A GPU has one block.
 _LONG = [64 << i for i in range(20)]
 _ENDS = {
     "cpu": ([16, 32, 48, *_LONG], [32, *_LONG]),
     "tpu": (_LONG, _LONG),
     "gpu": ([], []),
 }
-# Positions that a step on a GPU may be limited to: so many, twice as many, and so on. Each is
-# compiled on its own, and left out if the whole is not much longer.
+# On a GPU, a step may attend to fewer positions: ``_SHORTEST``, twice that, and so on, up to
+# ``_MOST`` of the capacity. Each length is compiled separately.
 _SHORTEST = 32
 _MOST = 3 / 4
 
-# Consecutive positions: keys and values, [B, H, L, K] each; on a GPU one array [B, H, L, J] with
+# Keys and values of consecutive positions, [B, H, L, K] each; on a GPU one array [B, H, L, J] with
 # J = d_k + d_v. L counts slots: S, or T * W in a history.
 Block = tuple[jax.Array, ...]
 
 
 @struct.dataclass
 class DecoderCache:
-    """The state of W hypotheses of each of B sentences; every sentence has its own position.
+    """Decoding state of W hypotheses for each of B sentences, each sentence at its own position.
 
-    Self-attention keys and values stay where they were written: position t of beam w has slot
-    t * W + w for good. When beams are reordered, only the small table ``ancestors_BWT`` moves: for
-    each beam, the beam in whose slot each position of its history lives. Cross-attention keys and
-    values are shared by a sentence's beams.
+    Self-attention keys and values never move: position t of beam w stays in slot t * W + w.
+    Reordering beams changes only the small table ``ancestors_BWT``. For each beam and position, the
+    table has the beam whose slot holds that position. The beams of a sentence share its
+    cross-attention keys and values.
     """
 
     history: tuple[tuple[Block, ...], ...]  # of each layer
     source: tuple[tuple[Block, ...], ...]
     source_mask_BS: jax.Array  # True: a real source token
-    ancestors_BWT: jax.Array  # int32; -1: nothing there yet
-    position_B: jax.Array  # int32: the number of tokens already taken in
-    max_length: int = struct.field(pytree_node=False)  # the number of steps that fit, at most T
-    gathers: bool = struct.field(pytree_node=False)  # each hypothesis its own history, on a GPU
+    ancestors_BWT: jax.Array  # int32; -1: not written
+    position_B: jax.Array  # int32: number of tokens read so far
+    max_length: int = struct.field(pytree_node=False)  # capacity in steps, at most T
+    gathers: bool = struct.field(pytree_node=False)  # on a GPU: use ``_attend_to_gathered``
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Numbers of positions that a step may be limited to, ascending; the last one is all."""
+        """Numbers of positions that a step may attend to, ascending; the last is the capacity."""
         capacity = max(self.ancestors_BWT.shape[2], self.source_mask_BS.shape[1])
         shorter, length = [], _SHORTEST
         while self.gathers and length <= capacity * _MOST:
@@ -71,22 +71,22 @@ class DecoderCache:
 
     @property
     def needed_B(self) -> jax.Array:
-        """How many positions each sentence's next step must attend to, source and target alike."""
+        """Number of source and target positions that the next step of each sentence needs."""
         positions_1S = jnp.arange(1, self.source_mask_BS.shape[1] + 1, dtype=jnp.int32)[None]
         of_source_B = jnp.where(self.source_mask_BS, positions_1S, 0).max(axis=1)
         return jnp.maximum(of_source_B, self.position_B + 1)
 
     def reorder(self, parents_BW: jax.Array) -> DecoderCache:
-        """Beam w continues what was beam ``parents_BW[b, w]``."""
+        """Make beam w continue beam ``parents_BW[b, w]``."""
         ancestors_BWT = jnp.take_along_axis(self.ancestors_BWT, parents_BW[:, :, None], axis=1)
         return dataclasses.replace(self, ancestors_BWT=ancestors_BWT)
 
     def replace_rows(self, rows_R: jax.Array, fresh: DecoderCache) -> DecoderCache:
-        """Put the R sentences of ``fresh``, which have not begun, into rows ``rows_R``.
+        """Put the R new sentences of ``fresh`` into rows ``rows_R``.
 
-        A row number of B is skipped. Only what belongs to the source is read from ``fresh``. Old
-        keys and values of self-attention stay, masked; but in blocks values become 0, as an
-        infinite one times a weight of 0 would be NaN.
+        A row number of B is skipped. Only the source arrays of ``fresh`` are read. Old
+        self-attention keys and values stay, masked. In blocks, old values become 0: an infinite
+        value times a weight of 0 would be NaN.
         """
 
         def put(old: Any, new: Any) -> Any:
@@ -105,7 +105,7 @@ class DecoderCache:
         )
 
     def cleared(self) -> DecoderCache:
-        """An empty cache of the same capacity; old keys and values stay, masked."""
+        """Empty cache of the same capacity. Old entries stay, masked."""
         return dataclasses.replace(
             self,
             source_mask_BS=jnp.zeros_like(self.source_mask_BS),
@@ -115,16 +115,14 @@ class DecoderCache:
 
     @property
     def _grown_BWT(self) -> jax.Array:
-        """``ancestors_BWT`` with the position of the next step."""
+        """``ancestors_BWT``, extended by the position of the next step."""
         _, W, T = self.ancestors_BWT.shape
         is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
         beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
         return jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT)
 
     def layers(self, length: int | None = None) -> list[LayerAttention]:
-        """Each layer's attention in the next step, over the first ``length`` positions (None: over
-        all).
-        """
+        """Attention of each layer in the next step, over the first ``length`` positions or all."""
         seen: tuple[jax.Array, ...]
         batch, beam_size, _ = self.ancestors_BWT.shape
         if self.gathers:
@@ -144,8 +142,8 @@ class DecoderCache:
         ]
 
     def append(self, layers: Sequence[LayerAttention]) -> DecoderCache:
-        """Add one position: each layer's newest keys and values."""
-        # Written when all layers have read: then XLA's CPU backend copies no block.
+        """Append one position to each layer: the newest keys and values."""
+        # Written after all layers have read, so that XLA's CPU backend copies no block.
         return dataclasses.replace(
             self,
             history=tuple(
@@ -161,16 +159,16 @@ class DecoderCache:
 
 @dataclasses.dataclass
 class LayerAttention:
-    """A layer's attention over its part of the cache in one step; arrays are [B, W, H, K]."""
+    """Attention of one layer over its part of the cache in one step; arrays are [B, W, H, K]."""
 
     cache: DecoderCache
-    seen: tuple[jax.Array, ...]  # which slots of the history and of the source
+    seen: tuple[jax.Array, ...]  # visible slots of history and source
     history: tuple[Block, ...]
     source: tuple[Block, ...]
     own: Block = ()
 
     def to_history(self, q_BWHK: jax.Array, k_BWHK: jax.Array, v_BWHK: jax.Array) -> jax.Array:
-        """Self-attention, given the newest tokens' queries, keys and values."""
+        """Self-attention from the newest tokens to the history, which they join."""
         self.own = _block(k_BWHK, v_BWHK, joined=self.cache.gathers)
         if not self.cache.gathers:
             return _attend_to_blocks(q_BWHK, self.history, self.seen[0], self.own)
@@ -184,7 +182,7 @@ class LayerAttention:
         return _attend_to_gathered(q_BWHK, kv_BWHTJ, is_written_BT)
 
     def to_source(self, q_BWHK: jax.Array) -> jax.Array:
-        """Cross-attention."""
+        """Cross-attention to the source."""
         mask = self.seen[-1]
         if not self.cache.gathers:
             return _attend_to_blocks(q_BWHK, self.source, mask)
@@ -200,12 +198,11 @@ def empty_cache(
     max_length: int,
     source_capacity: int = 0,
 ) -> DecoderCache:
-    """A cache for ``max_length`` steps over the memory; what later steps add is dropped silently.
+    """Empty cache for ``max_length`` steps; later steps are dropped silently.
 
     Args:
-      cross: each layer's keys and values of the memory, [B, S, H, K].
-      source_capacity: source positions to pad S to; results stay the same, on a CPU to the last
-        bit.
+      cross: cross-attention keys and values of each layer, [B, S, H, K].
+      source_capacity: source positions to pad S to. Results stay the same, on a CPU bit-exactly.
     """
     batch, length = source_mask_BS.shape
     S, T = (-(-n // _MULTIPLE) * _MULTIPLE for n in (max(length, source_capacity), max_length))
@@ -239,14 +236,14 @@ def _block(keys: jax.Array, values: jax.Array, *, joined: bool) -> Block:
 
 
 def _written(blocks: Sequence[Block], own: Block, position_B: jax.Array) -> tuple[Block, ...]:
-    """A history with the newest keys and values, [B, W, H, K], at these positions."""
+    """History with the newest keys and values, [B, W, H, K], written at these positions."""
     beam_size = own[0].shape[1]
     rows_B1 = jnp.arange(len(position_B))[:, None]
     slots_BW = position_B[:, None] * beam_size + jnp.arange(beam_size, dtype=jnp.int32)[None]
     written, start = [], 0
     for block in blocks:
         length = block[0].shape[2]
-        # slots of other blocks lie outside and are dropped
+        # slots of other blocks are out of bounds and dropped
         inside_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
         at = rows_B1, slice(None), inside_BW
         pairs = zip(block, own, strict=True)
@@ -258,15 +255,15 @@ def _written(blocks: Sequence[Block], own: Block, position_B: jax.Array) -> tupl
 def _attend_to_blocks(
     q_BWHK: jax.Array, blocks: Sequence[Block], mask_BHLW: jax.Array, own: Block | None = None
 ) -> jax.Array:
-    """Equation 1 for each hypothesis over the cached positions it can see: [B, W, H, K].
+    """Attention (equation 1) of each hypothesis over its visible cached positions: [B, W, H, K].
 
-    In self-attention ``own``, the newest key and value, come apart from the cache: as the cache is
-    read before it is written, XLA updates it in place. Weights have the hypotheses last: XLA's CPU
-    backend computes such narrow products three to five times as fast that way.
+    In self-attention ``own``, the newest key and value, is separate from the cache: the cache is
+    read before it is written, so XLA updates it in place. The last axis of the weights is the
+    hypotheses: XLA's CPU backend computes such narrow matmuls three to five times as fast.
 
-    The softmax is computed block by block: the largest score so far, and the sums of
-    exp(score - largest) and of values with those weights. A block that a hypothesis does not see
-    weighs exactly 0 for it, computed or skipped.
+    The softmax is computed block by block, with a running maximum of the scores, a sum of
+    exp(score - maximum) and a weighted sum of values. A block that a hypothesis does not see has
+    weight 0 exactly, computed or skipped.
     """
     q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
     B, H, W, _ = q_BHWK.shape
@@ -300,7 +297,7 @@ def _attend_to_blocks(
     for block in blocks:
         stop = start + block[0].shape[2]
         mask = mask_BHLW[:, :, start:stop]
-        # The first is never skipped: it seldom could be, and something must be divided by.
+        # The first block is never skipped: it rarely could be, and the divisor must not be 0.
         is_used = True if start == 0 else mask.any()
         state = jax.lax.cond(is_used, add, lambda state, *_: state, state, block, mask)
         start = stop
@@ -309,12 +306,12 @@ def _attend_to_blocks(
 
 
 def _attend_to_gathered(q_BWHK: jax.Array, kv_BWHLJ: jax.Array, mask_BL: jax.Array) -> jax.Array:
-    """Equation 1 for each hypothesis, [B, W, H, K]; axis W of keys and values may be 1.
+    """Attention (equation 1) of each hypothesis, [B, W, H, K]; axis W of ``kv_BWHLJ`` may be 1.
 
-    Four kernels: scores, softmax, and the weighted sum in two. Products are written out as sums,
-    which XLA joins with the gathering, so that nothing gathered is written to memory; einsums would
-    be kernels of their own. What is masked may be infinite. The barriers keep XLA from a single
-    kernel, which takes twice as long as these.
+    XLA compiles four kernels: scores, softmax, and the weighted sum in two. Matmuls are written as
+    sums, which XLA fuses with the gather, so that no gathered array is written to memory. Einsums
+    would be separate kernels. Masked entries may be infinite. The barriers prevent a single fused
+    kernel, which takes twice as long.
     """
     d_k, mask_BWHL = q_BWHK.shape[-1], mask_BL[:, None, None]
     k_BWHLK, v_BWHLK = kv_BWHLJ[..., :d_k], kv_BWHLJ[..., d_k:]
@@ -330,7 +327,7 @@ def _attend_to_gathered(q_BWHK: jax.Array, kv_BWHLJ: jax.Array, mask_BL: jax.Arr
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    """``x``, with K next to each other as in the cache. XLA would have a sum's terms next to each
-    other, and transpose the whole cache for that.
+    """Keep ``x`` row-major, as in the cache. Otherwise XLA would transpose the whole cache to make
+    the terms of a sum contiguous.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -1,4 +1,4 @@
-"""Embedding, feed-forward, encoder and decoder layer (paper section 3)."""
+"""Embedding, feed-forward network, encoder layer and decoder layer (paper section 3)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from transformer_jax.model.positions import sinusoidal_positions
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """Type of the matrix products; ``auto`` is float32 on a CPU and bfloat16 elsewhere."""
+    """Data type of matmuls; ``auto`` is float32 on a CPU and bfloat16 elsewhere."""
     if config.dtype == "auto":
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.dtype)
 
 
 def use_matmul_precision(config: ModelConfig) -> None:
-    """Have this process multiply float32 matrices as the setting says; default: as JAX is set."""
+    """Set the precision of float32 matmuls in this process; ``default`` keeps JAX's setting."""
     if config.matmul_precision != "default":
         jax.config.update("jax_default_matmul_precision", config.matmul_precision)
 
 
 class Embedding(nnx.Module):
-    """Token vectors times sqrt(d_model) plus positions (sections 3.4 and 3.5)."""
+    """Token embeddings times sqrt(d_model), plus positional encodings (sections 3.4 and 3.5)."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Matrices are drawn from N(0, d_model^-1); that of the tokens is [V, D]."""
+        """Matrices are drawn from N(0, d_model^-1); the token matrix is [V, D]."""
         self.matrix = embedding_matrix(vocab_size, config.d_model, rngs)
         self.position_matrix = (
             embedding_matrix(config.max_positions, config.d_model, rngs)
@@ -49,16 +49,16 @@ class Embedding(nnx.Module):
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
     ) -> jax.Array:
-        """[B, L, D] for tokens at these positions (axis B may be 1).
+        """Embed tokens at these positions: [B, L, D]. Axes of ``positions_BL`` may be 1.
 
         Args:
-          num_positions: all positions but those of padding are below it.
+          num_positions: exclusive upper bound of all positions outside padding.
 
         Raises:
-          UserError: more positions than were learned.
+          UserError: more positions than learned.
         """
         d_model = self.matrix.shape[1]
-        # An id outside the vocabulary gives NaN; checkify's index checks find it.
+        # A token id outside the vocabulary gives NaN; checkify's index checks find it.
         vectors_BLD = self.matrix[...].at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
         x_BLD = vectors_BLD * d_model**0.5
         if self.position_matrix is None:
@@ -69,28 +69,28 @@ class Embedding(nnx.Module):
             raise UserError(
                 f"A sequence has {num_positions} positions; expected at most "
                 f"{self.position_matrix.shape[0]}: model.max_positions is "
-                f"{self.position_matrix.shape[0]}, and learned positions end there."
+                f"{self.position_matrix.shape[0]}, the number of learned positions."
             )
-        # A packed row may end in more padding than any sentence is long: clipped, as NaN would
-        # spread even where it is masked.
+        # Padding at the end of a packed row may be longer than any sentence. Its positions are
+        # clipped, as NaN would spread even where it is masked.
         return (x_BLD + jnp.take(table_LD, positions_BL, axis=0, mode="clip")).astype(self.dtype)
 
 
 def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
-    """A float32 parameter [rows, D] from N(0, d_model^-1)."""
+    """Draw a float32 parameter [rows, D] from N(0, d_model^-1)."""
     check_rngs(rngs)
     return nnx.Param(nnx.initializers.normal(d_model**-0.5)(rngs.params(), (rows, d_model)))
 
 
 @jax.custom_jvp
 def relu(x: jax.Array) -> jax.Array:
-    """max(x, 0), with gradient 0 at 0; its derivative needs the output only, not x."""
+    """max(x, 0) with gradient 0 at 0; the backward pass needs only the output."""
     return jax.nn.relu(x)
 
 
 @relu.defjvp
 def _relu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    # Stored: XLA would rather store x and work out the output in each product that reads it.
+    # The barrier makes XLA store y instead of recomputing it from x in each matmul that reads it.
     y = jax.lax.optimization_barrier(relu(*primals))
     return y, jnp.where(y > 0, tangents[0], jnp.zeros((), y.dtype))
 
@@ -105,13 +105,13 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class FeedForward(nnx.Module):
-    """max(0, x W_1 + b_1) W_2 + b_2 (equation 2), or with another activation.
+    """Feed-forward network max(0, x W_1 + b_1) W_2 + b_2 (equation 2), or another activation.
 
-    swiglu is (silu(x W_gate) * x W_1) W_2 (Shazeer, 2020), with biases if there are any.
+    swiglu is (silu(x W_gate) * x W_1) W_2 (Shazeer, 2020), with optional biases.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Reads d_model, d_ff, activation, feed_forward_bias and feed_forward_dropout."""
+        """Use d_model, d_ff, activation, feed_forward_bias and feed_forward_dropout."""
         D, F = config.d_model, config.d_ff
         dtype = compute_dtype(config)
         projection = partial(Projection, use_bias=config.feed_forward_bias, dtype=dtype, rngs=rngs)
@@ -124,7 +124,7 @@ class FeedForward(nnx.Module):
 
     @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: jax.Array, *, dropout_key: DropoutKey = None) -> jax.Array:
-        """The same two-layer network at every position: [B, L, D]."""
+        """Apply the network at every position: [B, L, D]."""
         activation, hidden_BLF = _ACTIVATIONS[self.activation], self.inner(x_BLD)
         if self.gate is None:
             hidden_BLF = activation(hidden_BLF)
@@ -147,10 +147,10 @@ def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
 
 
 class EncoderLayer(nnx.Module):
-    """Self-attention, then feed-forward, each with residual and norm."""
+    """Self-attention and feed-forward network, each with a residual."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Reads what attention, feed-forward and residual read."""
+        """Use the settings of attention, feed-forward network and residual connection."""
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
@@ -163,7 +163,7 @@ class EncoderLayer(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """[B, S, D] to [B, S, D]; without a key nothing is dropped."""
+        """Map [B, S, D] to [B, S, D]; no dropout without a key."""
         keys = as_keys(dropout_key)
 
         def attend(y_BSD: jax.Array) -> jax.Array:
@@ -175,10 +175,10 @@ class EncoderLayer(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Causal self-attention, attention over the encoder's memory, feed-forward."""
+    """Causal self-attention, cross-attention and feed-forward network, each with a residual."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Reads what attention, feed-forward and residual read."""
+        """Use the settings of attention, feed-forward network and residual connection."""
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         self.cross_attention = _attention(config, rngs)
@@ -196,10 +196,10 @@ class DecoderLayer(nnx.Module):
         dropout_key: DropoutKey = None,
         cache: LayerAttention | None = None,
     ) -> jax.Array:
-        """[B, T, D] to [B, T, D]; without a key nothing is dropped.
+        """Map [B, T, D] to [B, T, D]; no dropout without a key.
 
-        With a ``cache``, one decoding step of T hypotheses of each sentence: the cache has keys and
-        values of the memory and of earlier steps, and no memory or mask is needed.
+        With a ``cache``, run one decoding step of T hypotheses of each sentence. The KV cache
+        replaces memory and masks.
         """
         keys = as_keys(dropout_key)
 

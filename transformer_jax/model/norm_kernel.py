@@ -1,7 +1,7 @@
-"""A sub-layer's dropout, residual sum and layer norm on a GPU: one Pallas kernel each way.
+"""Fused dropout, residual sum and layer norm on a GPU: one Pallas kernel forward, one backward.
 
-XLA reads the rows several times: for statistics, for results, and for each sum over rows that the
-gradients of scale and bias take. These kernels read them once.
+XLA reads the rows several times: for statistics, for results, and for the gradients of scale and
+bias. These kernels read them once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jax.experimental.pallas import triton
 
 from transformer_jax.model.gpu import load, runs_kernels, shares, store
 
-_BLOCK = 8192  # elements that a program holds at once, in whole rows
+_BLOCK = 8192  # elements per program, in whole rows
 
 
 def takes(x_BLD: jax.Array) -> bool:
-    """Whether ``residual_norm`` is faster than what XLA makes of it."""
+    """Return True if ``residual_norm`` is faster than the code that XLA generates."""
     D = x_BLD.shape[-1]
     fits = x_BLD.dtype == jnp.bfloat16 and 128 <= D <= 2048 and D & (D - 1) == 0
     return fits and runs_kernels() and shares() == (1, 1)
@@ -37,10 +37,10 @@ def residual_norm(
     epsilon: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """LayerNorm(x + Dropout(y)); D is a power of two.
+    """Compute LayerNorm(x + Dropout(y)); D is a power of two.
 
-    Dropout keeps ``keep_BLD``, bool, and multiplies it by ``factor``; ``epsilon`` is the norm's.
-    ``interpret`` runs the kernels on devices of any kind.
+    ``keep_BLD`` is the dropout mask, bool, and ``factor`` the scale of kept elements. ``epsilon``
+    is an argument of the norm. ``interpret`` runs the kernels on any device.
     """
     settings = _Settings(factor, epsilon, interpret)
     rows = (array.reshape(-1, len(scale_D)) for array in (x_BLD, y_BLD, keep_BLD))
@@ -82,7 +82,7 @@ _residual_norm.defvjp(_forward, _backward)
 
 
 def _call(kernel: Any, arrays: Any, outs: Any, settings: _Settings) -> list[jax.Array]:
-    """A program for each block of rows, which also writes one row of each array of sums."""
+    """Run one program per block of rows; it also writes one row of each array of sums."""
     count, D = arrays[0].shape
 
     def spec(x: Any) -> pl.BlockSpec:
@@ -132,7 +132,7 @@ def _backward_kernel(count: int, factor: float, epsilon: float, *refs: Any) -> N
 
 
 def _normal(x_LD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Rows of mean 0 and variance 1, and 1 / standard deviation, in float32."""
+    """Normalize rows to mean 0 and variance 1; also return 1 / standard deviation. In float32."""
     x_LD = x_LD.astype(jnp.float32)
     centred_LD = x_LD - _mean(x_LD)[:, None]
     inverse_L = jax.lax.rsqrt(_mean(centred_LD * centred_LD) + epsilon)
@@ -148,7 +148,7 @@ def _kept(x_LD: jax.Array, keep_LD: jax.Array, factor: float) -> jax.Array:
 
 
 def _inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
-    """Which rows of a block are rows of the array; None if all."""
+    """Mask of the block's rows that lie inside the array; None if all do."""
     if count % shape[0] == 0:
         return None
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)

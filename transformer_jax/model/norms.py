@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm, and the residual sum around each sub-layer (paper section 5.4)."""
+"""Layer norm, RMS norm, and the residual connection around each sublayer (paper section 5.4)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_jax.model.dropout import DropoutKey, dropout, kept, scale_up
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalisation over the last axis, computed in float32, returned in the input's type."""
+    """Layer normalization over the last axis, computed in float32, returned in the input's type."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6, use_bias: bool = True):
         """Scale starts at 1, bias at 0."""
@@ -25,7 +25,7 @@ class LayerNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """The normalised input times the scale, plus the bias."""
+        """Normalize, then multiply by the scale and add the bias."""
         shape = (1,) * (x_BLD.ndim - 1) + (-1,)
         y = self.normalised(x_BLD.astype(jnp.float32)) * self.scale[...].reshape(shape)
         if self.bias is not None:
@@ -33,13 +33,13 @@ class LayerNorm(nnx.Module):
         return y.astype(x_BLD.dtype)
 
     def normalised(self, x_BLD: jax.Array) -> jax.Array:
-        """Mean 0 and variance 1 over D."""
+        """Normalize to mean 0 and variance 1 over D."""
         return _normalised(x_BLD, self.epsilon)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _normalised(x_BLD: jax.Array, epsilon: float) -> jax.Array:
-    """Mean 0 and variance 1 over D; its derivative stores the statistics and uses them again."""
+    """Normalize to mean 0 and variance 1 over D; the backward pass reuses the statistics."""
     mean_BL1, inverse_BL1 = _statistics(x_BLD, epsilon)
     return (x_BLD - mean_BL1) * inverse_BL1
 
@@ -49,7 +49,7 @@ def _normalised_jvp(
     epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     [x_BLD], [dx_BLD] = primals, tangents
-    # Without the barrier XLA works them out anew in each kernel that needs them, and, where it
+    # Without the barrier XLA recomputes the statistics in each kernel that needs them or, where it
     # cannot, stores float32 arrays of x's shape.
     mean_BL1, inverse_BL1 = jax.lax.optimization_barrier(_statistics(x_BLD, epsilon))
     normal_BLD = (x_BLD - mean_BL1) * inverse_BL1
@@ -66,20 +66,20 @@ def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]
 
 
 class RMSNorm(LayerNorm):
-    """x / sqrt(mean(x^2)) times a scale (Zhang and Sennrich, 2019), computed in float32."""
+    """RMS norm, x / sqrt(mean(x^2)) times a scale (Zhang and Sennrich, 2019), in float32."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6):
         """Scale starts at 1."""
         super().__init__(d_model, epsilon=epsilon, use_bias=False)
 
     def normalised(self, x_BLD: jax.Array) -> jax.Array:
-        """Mean square 1 over D."""
+        """Normalize to mean square 1 over D."""
         mean_BL1 = jnp.square(x_BLD).mean(axis=-1, keepdims=True)
         return x_BLD * jax.lax.rsqrt(mean_BL1 + self.epsilon)
 
 
 def make_norm(config: ModelConfig) -> LayerNorm:
-    """The norm of the config: norm_type, norm_epsilon and norm_bias."""
+    """Create the norm that norm_type, norm_epsilon and norm_bias select."""
     D, epsilon = config.d_model, config.norm_epsilon
     if config.norm_type == "rms":
         return RMSNorm(D, epsilon=epsilon)
@@ -87,10 +87,13 @@ def make_norm(config: ModelConfig) -> LayerNorm:
 
 
 class Residual(nnx.Module):
-    """LayerNorm(x + Dropout(Sublayer(x))) (section 5.4), or x + Dropout(Sublayer(LayerNorm(x)))."""
+    """Residual connection, post-norm or pre-norm.
+
+    LayerNorm(x + Dropout(Sublayer(x))) (section 5.4), or x + Dropout(Sublayer(LayerNorm(x))).
+    """
 
     def __init__(self, config: ModelConfig):
-        """Reads norm, dropout and what ``make_norm`` reads."""
+        """Use norm, dropout and the settings of ``make_norm``."""
         self.norm = make_norm(config)
         self.pre = config.norm == "pre"
         self.dropout = config.dropout
@@ -102,7 +105,7 @@ class Residual(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """x joined with what the sublayer makes of it: [B, L, D]."""
+        """Apply the sublayer with dropout, residual sum and norm: [B, L, D]."""
         y_BLD = sublayer(self.norm(x_BLD) if self.pre else x_BLD)
         return self._joined(x_BLD, y_BLD, dropout_key)
 
@@ -113,7 +116,7 @@ class Residual(nnx.Module):
         if plain or norm.bias is None:
             x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
             return x_BLD if self.pre else norm(x_BLD)
-        # In training on a GPU one kernel does all, from a mask.
+        # In training on a GPU, one fused kernel takes the mask and does the rest.
         keep_BLD = kept(x_BLD.shape, self.dropout, dropout_key)
         factor, epsilon = scale_up(self.dropout), norm.epsilon
         return jax.lax.platform_dependent(

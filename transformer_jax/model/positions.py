@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoids (paper section 3.5)."""
+"""Positional encodings (paper section 3.5), and positions in packed rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformer_jax.errors import UserError
 
 
 def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleaved") -> np.ndarray:
-    """Sinusoidal position vectors, float32 [length, d_model] (section 3.5).
+    """Sinusoidal positional encodings, float32 [length, d_model] (section 3.5).
 
     ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the
     same, as in the paper. ``split``: all sines, then all cosines, with tensor2tensor's wavelengths

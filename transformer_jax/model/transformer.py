@@ -27,15 +27,15 @@ from transformer_jax.special_ids import BOS_ID, PAD_ID
 
 
 class AttentionWeights(NamedTuple):
-    """Attention weights, float32, one array a layer; rows of padding are 0, all others sum to 1."""
+    """Attention weights, one float32 array per layer; padding rows are 0, real rows sum to 1."""
 
     encoder: tuple[jax.Array, ...]  # [B, H, S, S] each
     decoder: tuple[jax.Array, ...]  # [B, H, T, T] each: self-attention
-    cross: tuple[jax.Array, ...]  # [B, H, T, S] each: where target token t is read from
+    cross: tuple[jax.Array, ...]  # [B, H, T, S] each: cross-attention
 
 
 class _Stack(nnx.Module):
-    """N layers, one after another, and perhaps a final norm."""
+    """Stack of N layers with an optional final norm."""
 
     def __init__(self, layer: Any, number: int, config: ModelConfig, rngs: nnx.Rngs):
         self.layers = nnx.List([layer(config, rngs=rngs) for _ in range(number)])
@@ -49,7 +49,7 @@ class _Stack(nnx.Module):
         dropout_key: DropoutKey = None,
         caches: Sequence[LayerAttention] | None = None,
     ) -> jax.Array:
-        """[B, L, D] to [B, L, D]; the other arguments are those of every layer."""
+        """Map [B, L, D] to [B, L, D]; every layer gets the same ``context``."""
         remat, keys = self.remat and caches is None, as_keys(dropout_key)
         for i, layer in enumerate(self.layers):
             run = partial(layer, dropout_key=keys)
@@ -60,18 +60,18 @@ class _Stack(nnx.Module):
 
 
 class Encoder(_Stack):
-    """A stack of N encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
+    """Stack of encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Reads num_layers, what a stack and what a layer reads."""
+        """Use num_layers and the settings of a stack and a layer."""
         super().__init__(EncoderLayer, config.num_layers, config, rngs)
 
 
 class Decoder(_Stack):
-    """N decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
+    """Stack of decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Reads decoder_layers, what a stack and what a layer reads."""
+        """Use decoder_layers and the settings of a stack and a layer."""
         super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
 
 
@@ -104,13 +104,13 @@ class Transformer(nnx.Module):
 
     @property
     def output_matrix_VD(self) -> jax.Array:
-        """The softmax weights, float32 [V, D]: the target embedding's own matrix unless untied."""
+        """Softmax weights, float32 [V, D]: the target embedding matrix unless untied."""
         matrix = self.softmax_matrix
         return self.target_embedding.matrix[...] if matrix is None else matrix[...]
 
     @property
     def output_bias_V(self) -> jax.Array | None:
-        """The softmax biases, float32 [V], if there are any."""
+        """Softmax biases, float32 [V], or None."""
         return None if self.softmax_bias is None else self.softmax_bias[...]
 
     def __call__(
@@ -119,9 +119,9 @@ class Transformer(nnx.Module):
         target_BT: jax.Array,
         **options: Any,
     ) -> jax.Array:
-        """Logits of each target token given the source and the tokens before: float32 [B, T, V].
+        """Logits of each target token given the source and earlier tokens: float32 [B, T, V].
 
-        The arguments are those of ``hidden``.
+        Arguments are the same as for ``hidden``.
         """
         return self.logits(self.hidden(source_BS, target_BT, **options))
 
@@ -134,14 +134,15 @@ class Transformer(nnx.Module):
         target_segments_BT: jax.Array | None = None,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """The decoder's output [B, T, D], for ``logits`` or a loss with its own softmax.
+        """Decoder output [B, T, D], for ``logits`` or a loss with its own softmax.
 
         Args:
           source_BS: token ids, padded with PAD_ID at the end.
-          target_BT: the token ids to predict, EOS included; shifted right here (section 3.1).
-          source_segments_BS, target_segments_BT: tell the sentences of a packed row apart; 0 is
-            padding. None: one sentence a row.
-          dropout_key: without a key nothing is dropped.
+          target_BT: token ids to predict, EOS included; shifted right here for teacher forcing
+            (section 3.1).
+          source_segments_BS, target_segments_BT: segment ids of packed rows; 0 is padding. None:
+            one sentence per row.
+          dropout_key: None turns dropout off.
         """
         if isinstance(dropout_key, jax.Array) and _draws_ahead(self.config):
             segments = {
@@ -166,10 +167,10 @@ class Transformer(nnx.Module):
         )
 
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
-        """Where every layer and head looks, one sentence a row, without dropout.
+        """Attention weights of all layers and heads, one sentence per row, without dropout.
 
-        Under ``jit`` only the layers and heads that are used are computed. Arguments are those of
-        ``hidden``.
+        Under ``jit``, only the layers and heads that are used are computed. Arguments are the same
+        as for ``hidden``.
         """
         model = nnx.clone(self)
         model.set_attributes(sow_weights=True, remat=False)
@@ -187,7 +188,7 @@ class Transformer(nnx.Module):
         )
 
     def cross_attention(self, source_BS: jax.Array, target_BT: jax.Array, layer: int) -> jax.Array:
-        """Where a decoder layer reads each target token from: mean over the heads, [B, T, S]."""
+        """Cross-attention weights of a decoder layer, averaged over heads: [B, T, S]."""
         return self.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
 
     def encode(
@@ -197,7 +198,7 @@ class Transformer(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """The encoder's output for padded source token ids: ``memory_BSD``."""
+        """Encode padded source token ids: ``memory_BSD``."""
         keys = as_keys(dropout_key)
         packed = segments_BS is not None
         segments_BS = _segments(source_BS, segments_BS)
@@ -221,13 +222,13 @@ class Transformer(nnx.Module):
         keys: DropoutKey,
     ) -> jax.Array:
         num_positions = tokens_BL.shape[1]
-        if packed:  # such a row may be longer than any sentence in it
+        if packed:  # a packed row may be longer than any sentence in it
             num_positions = min(num_positions, self.config.position_limit)
         x_BLD = embedding(tokens_BL, positions_BL, num_positions=num_positions)
         return dropout(x_BLD, self.config.dropout, keys)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        """Scores of the next token before the softmax, float32 [B, T, V]."""
+        """Logits of the next token, float32 [B, T, V]."""
         matrix_VD = self.output_matrix_VD.astype(hidden_BTD.dtype)
         logits_BTV = jnp.einsum(
             "BTD,VD->BTV", hidden_BTD, matrix_VD, preferred_element_type=jnp.float32
@@ -244,12 +245,11 @@ class Transformer(nnx.Module):
         max_length: int,
         source_capacity: int = 0,
     ) -> DecoderCache:
-        """An empty cache; keys and values of the memory are computed here, once a sentence.
+        """Empty KV cache with cross-attention keys and values, computed here once per sentence.
 
         Args:
-          source_mask_BS: bool, True at real source tokens.
-          max_length: how many steps fit, at least those of the search: later ones are forgotten
-            silently.
+          source_mask_BS: bool, True for real source tokens.
+          max_length: capacity in steps. Later steps are dropped silently.
           source_capacity: source positions to pad S to.
         """
         return empty_cache(
@@ -263,16 +263,16 @@ class Transformer(nnx.Module):
     def decode_step(
         self, tokens_BW: jax.Array, cache: DecoderCache, *, length: int | None = None
     ) -> tuple[jax.Array, DecoderCache]:
-        """Take in each hypothesis' last token (first BOS_ID) and score the next one.
+        """Run one decoding step on the last token of each hypothesis (BOS_ID at first).
 
         Args:
-          length: one of ``cache.lengths``, at least every sentence's ``cache.needed_B``: only so
-            many positions are attended to. The others would weigh 0.
+          length: number of positions to attend to: one of ``cache.lengths``, and at least the
+            largest of ``cache.needed_B``. Later positions would have weight 0.
 
         Returns:
-          Logits, float32 [B, W, V], and the new cache.
+          Logits of the next token, float32 [B, W, V], and the new cache.
         """
-        # A finished sentence may go on past the end of the cache; it must stay finite.
+        # A finished sentence may run past the end of the cache; its values must stay finite.
         positions_B1 = jnp.minimum(cache.position_B, cache.max_length - 1)[:, None]
         x_BWD = self.target_embedding(tokens_BW, positions_B1, num_positions=cache.max_length)
         layers = cache.layers(length)
@@ -281,7 +281,7 @@ class Transformer(nnx.Module):
 
 
 class AbstractModel(NamedTuple):
-    """A model without its parameters: ``nnx.merge(graph, parameters)`` is the model."""
+    """A model without parameter values: ``nnx.merge(graph, parameters)`` is the model."""
 
     graph: Any  # nnx graph definition
     parameters: Any  # nested dict of shapes and types
@@ -289,17 +289,16 @@ class AbstractModel(NamedTuple):
 
 @lru_cache(maxsize=32)
 def abstract_model(config: ModelConfig) -> AbstractModel:
-    """The model of this config; built once, for that takes as long as tracing a step."""
+    """Abstract model of this config, cached because it takes as long as tracing a step."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(model, nnx.Param)
     return AbstractModel(graph, nnx.to_pure_dict(parameters))
 
 
 def with_cast_weights(model: Transformer) -> Transformer:
-    """The same model for a loop of steps, its matrices stored in ``compute_dtype``.
+    """Copy of the model for a decoding loop, with matrices stored in ``compute_dtype``.
 
-    Outputs are the same to the last bit. On a GPU, XLA would otherwise convert every matrix anew in
-    each step.
+    Outputs are bit-exactly the same. On a GPU, XLA would otherwise cast every matrix in each step.
     """
     model = nnx.clone(model)
     for _, module in nnx.iter_modules(model):
@@ -313,8 +312,10 @@ def with_cast_weights(model: Transformer) -> Transformer:
 
 
 def _draws_ahead(config: ModelConfig) -> bool:
-    """On GPUs only: a CPU's caches would not hold the masks, a TPU would move them across lanes.
-    ``remat`` is for saving memory.
+    """Return True if dropout masks are drawn ahead: on GPUs, without ``remat``.
+
+    A CPU's caches would not hold the masks, a TPU would move them across lanes, and ``remat`` is
+    for saving memory.
     """
     return not config.remat and jax.default_backend() == "gpu"
 
