@@ -203,7 +203,7 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
     with pytest.raises(UserError, match="matches no file"):
         ParallelText(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
     with pytest.raises(
-        UserError, match="File 'memory://bucket/text' is no regular file; expected the text file"
+        UserError, match="File 'memory://bucket/text' is not a regular file; expected a text file"
     ):
         ParallelText(PairsConfig("text", *[("memory://bucket/text",)] * 2))
     with pytest.raises(UserError, match="File 'memory://bucket/text/c.en' does not exist"):

@@ -245,11 +245,11 @@ def test_nothing_left(tmp_path):
     config, data = from_text(tmp_path, [("", "a"), ("b", "")])
     with pytest.raises(
         UserError,
-        match=r"No sentence pair is left of 2 read in .*; expected at least one.*relax data.max",
+        match=r"No sentence pairs remain .* 2 pairs of .*; expected at least one.*relax data.max",
     ):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     config, data = from_text(tmp_path, [])
-    with pytest.raises(UserError, match=r"No sentence pair is left of 0 read"):
+    with pytest.raises(UserError, match=r"No sentence pairs remain .* the 0 pairs of"):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
     assert list((tmp_path / "corpus").glob("[!.]*")) == []
 
@@ -257,7 +257,7 @@ def test_nothing_left(tmp_path):
 def test_a_missing_file(tmp_path):
     config, data = from_text(tmp_path, [("a", "b")])
     (tmp_path / "target").unlink()
-    with pytest.raises(UserError, match=r"target' does not exist; expected the text file"):
+    with pytest.raises(UserError, match=r"target' does not exist; expected a text file"):
         build_corpus(config, TOKENIZER, data, tmp_path / "corpus")
 
 
@@ -275,7 +275,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(corpora, "_append", full)
-    with pytest.raises(UserError, match=r"The disk of .* is full; expected room .* data\.cache"):
+    with pytest.raises(UserError, match=r"The disk of .* is full; expected space .* data\.cache"):
         build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     assert list(tmp_path.glob("[!.]*")) == []
 
@@ -400,7 +400,7 @@ def test_a_second_builder_waits_for_the_first(tmp_path, monkeypatch, caplog):
     begun.wait()
     build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     first.join()
-    assert len(writes) == 1 and "Another process is tokenising text" in caplog.text
+    assert len(writes) == 1 and "Another process is tokenizing text" in caplog.text
 
 
 def test_builders_without_locks_meet_at_the_end(tmp_path, monkeypatch):
@@ -461,7 +461,7 @@ def test_a_corrupt_corpus_is_built_again(tmp_path, caplog, finished, name, spoil
     assert not caplog.records
     build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     [record] = caplog.records
-    assert record.levelname == "WARNING" and "is corrupt; it is built again" in record.message
+    assert record.levelname == "WARNING" and "is corrupt; building it again" in record.message
     assert contents(folder) == before
     assert list(tmp_path.glob("[!.]*")) == [folder]
 

@@ -56,13 +56,10 @@ def test_globs_that_match_nothing_or_not_alike(folder):
     with pytest.raises(UserError, match=r"'none-\*.en' matches no file; expected at least one"):
         ParallelText(PairsConfig("text", ("none-*.en",), ("part-*.de",)), str(folder))
     (folder / "part-c.de").unlink()
-    message = (
-        r"'part-\*.en' stands for 3 file\(s\) and target 'part-\*.de' for 2; expected as many of "
-        "both"
-    )
+    message = r"'part-\*.en' matches 3 file\(s\) and target 'part-\*.de' matches 2; expected equal"
     with pytest.raises(UserError, match=message):
         read_pairs(PairsConfig("text", SOURCES, TARGETS), str(folder))
-    with pytest.raises(UserError, match="stands for 3 file.* for 1"):
+    with pytest.raises(UserError, match="matches 3 file.* matches 1; expected"):
         ParallelText(PairsConfig("text", ("part-*.en",), ("extra.de",)), str(folder))
 
 
@@ -109,8 +106,8 @@ def test_a_text_is_hashed_as_it_is_read(folder, limit, opened):
 def test_what_is_no_file_is_called_what_it_is(folder):
     for name, problem in (
         ("none.en", "does not exist"),
-        (".", "is no regular file"),
-        ("/dev/null", "is no regular file"),
+        (".", "is not a regular file"),
+        ("/dev/null", "is not a regular file"),
     ):
-        with pytest.raises(UserError, match=rf"File '.*' {problem}; expected the text file"):
+        with pytest.raises(UserError, match=rf"File '.*' {problem}; expected a text file"):
             ParallelText(PairsConfig("text", (name,), ("extra.de",)), str(folder))

@@ -110,7 +110,8 @@ def test_missing_file_is_reported_by_the_call(tmp_path):
     config = text(tmp_path, b"", b"")
     (tmp_path / "train.de").unlink()
     with pytest.raises(
-        UserError, match=r"train\.de' does not exist; expected the text file that a data field"
+        UserError,
+        match=r"train\.de' does not exist; expected a text file for source or target",
     ):
         read_pairs(config, str(tmp_path))
 
@@ -118,7 +119,7 @@ def test_missing_file_is_reported_by_the_call(tmp_path):
 def test_damaged_gzip(tmp_path):
     for damaged in (b"no gzip", gzip.compress(b"line\n" * 1000)[:-9]):
         (tmp_path / "a.gz").write_bytes(damaged)
-        with pytest.raises(UserError, match=r"a\.gz' is corrupt or is no gzip file"):
+        with pytest.raises(UserError, match=r"a\.gz' is corrupt or not a gzip file"):
             list(read_lines(tmp_path / "a.gz"))
 
 
@@ -130,7 +131,7 @@ def test_invalid_utf8_names_the_line_or_skips_the_pair(tmp_path, caplog):
     ):
         read(config, tmp_path)
     assert read(config, tmp_path, invalid_utf8="skip") == [("a", "A"), ("c", "C")]
-    assert caplog.messages == ["2 pairs are not UTF-8 and are left out."]
+    assert caplog.messages == ["Skipped 2 pairs that are not valid UTF-8."]
 
 
 def test_nothing_to_read():

@@ -1,11 +1,11 @@
 """The batch plan: the pairs of each step, as a pure function of (corpus, config, seed, step).
 
-An epoch brings every pair once. Rows stand in buckets, one for each shape of batch. In the bucketed
-layout a row is one pair, and buckets hold the pairs from short to long, each as many as fill its
-batches. In the packed layout a row is several pairs and there is one bucket. The last bucket's
-batches are padded with empty rows. Each epoch permutes the rows of each bucket, cuts them into
-batches, and shuffles all batches; so every epoch has the same number of batches of each shape. With
-K stored segmentations epoch e reads segmentation e mod K.
+An epoch contains every pair once. Rows are grouped into buckets, one for each batch shape. In the
+bucketed layout, a row is one pair. Buckets take pairs from short to long, a whole number of batches
+each. In the packed layout, a row holds several pairs, and there is one bucket. Empty rows pad the
+batches of the last bucket. Each epoch permutes the rows of each bucket, cuts them into batches, and
+shuffles all batches, so every epoch has the same number of batches of each shape. With K stored
+segmentations, epoch e reads segmentation e mod K.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from transformer_jax.data.corpus import Corpus, ranges
 from transformer_jax.data.packing import pack
 from transformer_jax.errors import UserError
 
-Array = Any  # a NumPy array as the plan makes it, a jax.Array as the loader hands it on
+Array = Any  # np.ndarray in the batch plan, jax.Array in the data loader
 
-# The purposes of random permutations; part of their seeds.
+# Purposes of random permutations. They are part of the seeds.
 _OF_BATCHES, _OF_ROWS, _OF_PACKING = range(3)
 
 
 class Batch(NamedTuple):
     """One step's pairs, int32. Sequences end with EOS (the target has no BOS); PAD = 0 follows.
 
-    Segments number the pairs of a row from 1, with 0 at padding; both are None where a row is one
-    pair. A row may be empty: PAD alone.
+    Segment ids number the pairs of a row from 1 and are 0 at padding. Both are None where a row is
+    one pair. A row may be empty (all PAD).
     """
 
     source_BS: Array
@@ -47,16 +47,16 @@ class Batch(NamedTuple):
 
 
 class BatchPlan:
-    """The batches of a corpus by step. Safe to use from threads.
+    """The batches of a corpus by step. Thread-safe.
 
-    Memory: about 35 bytes a pair (packed: 70, and 8 for each further segmentation).
+    Memory: about 35 bytes per pair (packed: 70, plus 8 for each further segmentation).
     """
 
     def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
-        """Choose shapes and make rows; takes seconds for ten million pairs.
+        """Choose shapes and build rows, in seconds for ten million pairs.
 
-        Raises ``UserError`` if the corpus is empty, the token budget is smaller than
-        ``row_multiple`` of its longest rows, or (packed) a sentence is longer than a row.
+        Raises ``UserError`` if the corpus is empty, the token budget holds fewer than
+        ``row_multiple`` of the longest rows, or (packed) a sentence is longer than a row.
         """
         if not corpus.num_pairs:
             raise UserError(
@@ -78,19 +78,19 @@ class BatchPlan:
             num_rows = batches * B
             buckets = [((S, T), np.arange(num_rows).reshape(1, batches, B))]
         else:
-            rows_KN, num_rows = [np.arange(N)], N + 1  # the last one is empty
+            rows_KN, num_rows = [np.arange(N)], N + 1  # the last row is empty
             buckets = fill_buckets(lengths_2KN, choose_widths(lengths_2KN, config), config)
         self._rows = [_grouped(row_N, num_rows) for row_N in rows_KN]
         self._buckets = [rows_KkB for _, rows_KkB in buckets]
         self.shapes = tuple((rows_KkB.shape[2], S, T) for (S, T), rows_KkB in buckets)
-        """(B, S, T) of every batch there is, smallest S + T first; each is compiled once."""
+        """(B, S, T) of each batch shape, smallest S + T first. Each is compiled once."""
         batches_b = [rows_KkB.shape[1] for rows_KkB in self._buckets]
         self.steps_per_epoch = sum(batches_b)
         positions_2 = batches_b @ np.array([(B * S, B * T) for B, S, T in self.shapes])
         source, target = (tokens_2 / corpus.num_samples / positions_2).tolist()
         self.fill: tuple[float, float] = (source, target)
-        """Shares of real tokens among source and target positions, over all batches."""
-        # Batches are built ahead, so steps of two epochs may be asked for at a time.
+        """Fractions of source and target positions with real tokens, over all batches."""
+        # Batches are prefetched, so two epochs may be in use at the same time.
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def shape(self, step: int) -> tuple[int, int, int]:
@@ -100,12 +100,12 @@ class BatchPlan:
         return self.shapes[bucket]
 
     def first_uses(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """The shapes of steps ``start`` to ``stop`` - 1, in the order of first use."""
-        stop = min(stop, start + 2 * self.steps_per_epoch)  # by then all have come
+        """Shapes of steps ``start`` to ``stop`` - 1, in order of first use."""
+        stop = min(stop, start + 2 * self.steps_per_epoch)  # enough to include all shapes
         return list(dict.fromkeys(self.shape(step) for step in range(start, stop)))
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The batch of a step (from 0), or only ``rows`` of it, as NumPy arrays."""
+        """The batch of a step (counted from 0), or only its ``rows``, as NumPy arrays."""
         epoch, at = divmod(step, self.steps_per_epoch)
         bucket, row_B = self._epoch(epoch)[at]
         _, S, T = self.shapes[bucket]
@@ -121,7 +121,7 @@ class BatchPlan:
         return Batch(source, target, *([source_segments, target_segments] if self.packed else []))
 
     def _shuffle(self, epoch: int) -> list[tuple[int, np.ndarray]]:
-        """The bucket and the rows of each batch of an epoch, in order."""
+        """Bucket and rows of each batch of an epoch, in order."""
         batches: list[tuple[int, np.ndarray]] = []
         for bucket, rows_KkB in enumerate(self._buckets):
             rows_kB = rows_KkB[epoch % len(rows_KkB)]
@@ -135,9 +135,9 @@ class BatchPlan:
 def _fill_rows(
     sequences: tuple[np.ndarray, np.ndarray], pairs_per_row: np.ndarray, L: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Put sequences, given as flat tokens and lengths, one after another into rows of length L.
+    """Place sequences, given as flat tokens and lengths, one after another into rows of length L.
 
-    Returns tokens and segments, both int32 [B, L].
+    Returns tokens and segment ids, both int32 [B, L].
     """
     tokens, lengths = sequences
     row = np.repeat(np.arange(len(pairs_per_row)), pairs_per_row)
@@ -151,16 +151,16 @@ def _fill_rows(
 
 
 def _grouped(group_N: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """The members of group 0, then of 1, ..., and where each starts and the last ends, int32."""
+    """Members sorted by group, and the start of each group and end of the last one, int32."""
     ends = np.cumsum(np.bincount(group_N, minlength=groups), dtype=np.int32)
     return np.argsort(group_N, kind="stable").astype(np.int32), np.append(np.int32(0), ends)
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:
-    """A random permutation of n, int32, the same on every platform and for every release of NumPy.
+    """A random permutation of range(n), int32, identical on every platform and NumPy release.
 
-    Sorts random bits with the index in their low end: raw bits of PCG64 are a stable interface,
-    ``permutation`` is not.
+    Sorts random bits with the index in their low end. The raw bits of PCG64 are a stable interface;
+    NumPy's ``permutation`` is not.
     """
     raw = np.random.PCG64(np.random.SeedSequence(seed % 2**64, spawn_key=key)).random_raw(n)
     mask = np.uint64((1 << n.bit_length()) - 1)

@@ -1,4 +1,4 @@
-"""Widths of rows that hold all pairs with little padding, and which pairs share a batch."""
+"""Row widths that hold all pairs with little padding, and the pairs of each batch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from transformer_jax.errors import UserError
 
 
 def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[int, int]]:
-    """At most ``config.buckets`` widths (S, T) of rows, each holding the one before, that hold all
-    pairs with little padding.
+    """Choose at most ``config.buckets`` row widths (S, T), in ascending order, with little padding.
 
-    Starts from equal shares of the pairs, then widens, narrows or drops one bucket at a time for as
-    long as that saves padded positions (S + T a row). Each bucket is charged for a whole batch an
-    epoch at least, which keeps a few rare pairs from getting one of their own.
+    The last width holds all pairs. Starts from equal shares of the pairs, then widens, narrows or
+    drops one bucket at a time while that saves padded positions (S + T per row). Each bucket costs
+    at least one whole batch per epoch, so that a few rare pairs do not get a bucket of their own.
     """
-    # histogram[s, t]: pairs, in all segmentations, with s source and t target tokens.
+    # histogram[s, t]: number of pairs, over all segmentations, with s source and t target tokens.
     S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
     histogram = np.zeros((S, T), np.int64)
     for s_N, t_N in zip(*lengths_2KN):
         cells = np.bincount(s_N.astype(np.int64) * T + t_N, minlength=S * T)
         histogram += cells.reshape(S, T)
-    # below[s, t]: pairs with a source shorter than s and a target shorter than t.
+    # below[s, t]: number of pairs with fewer than s source and fewer than t target tokens.
     below = np.pad(histogram.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     longest = np.array(histogram.shape) - 1
 
@@ -47,7 +46,7 @@ def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[in
                 if any(move):
                     changed = widths.copy()
                     changed[b] += stride * np.array(move)
-                else:  # drop it; the first one is empty then
+                else:  # drop bucket b; the first bucket is then empty
                     changed = np.insert(np.delete(widths, b, axis=0), 0, 0, axis=0)
                 changed[-1] = longest
                 changed = np.sort(changed.clip(0, longest), axis=0)
@@ -59,12 +58,11 @@ def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[in
 def fill_buckets(
     lengths_2KN: np.ndarray, widths: list[tuple[int, int]], config: BatchConfig
 ) -> list[tuple[tuple[int, int], np.ndarray]]:
-    """The width (S, T) of each bucket and the pairs of its batches, int32 [K, batches, B].
+    """Width (S, T) of each bucket, and the pairs of its batches, int32 [K, batches, B].
 
-    In each of K segmentations the pairs are sorted by the bucket that holds them, then by length,
-    and cut into batches. So the longest pairs of a bucket, which would not fill a batch, stand in
-    the next bucket, and widths follow. In the last bucket numbers that are no pairs (N) fill the
-    batches.
+    In each of K segmentations, pairs are sorted by bucket, then by length, and cut into batches.
+    The longest pairs of a bucket that do not fill a batch move to the next bucket, and widths adapt
+    to the pairs. In the last bucket, the index N (no pair) fills up the batches.
     """
     _, K, N = lengths_2KN.shape
     S_b, T_b = np.array(widths).T
@@ -74,7 +72,7 @@ def fill_buckets(
     length_KN = lengths_2KN.sum(0)
     order_KN = np.argsort(bucket_KN * (length_KN.max() + 1) + length_KN, kind="stable")
     sorted_2KN = np.take_along_axis(lengths_2KN, order_KN[None], axis=2)
-    # Every segmentation fills the same batches.
+    # Every segmentation has the same number of batches in each bucket.
     ends = [(bucket_KN <= b).sum(1).min() for b in range(len(widths) - 1)]
     start, filled = 0, []
     for width, end in zip(widths, [*ends, N]):
@@ -93,36 +91,37 @@ def fill_buckets(
 
 
 def even_batches(rows: int, most: int, config: BatchConfig) -> tuple[int, int]:
-    """How many batches of at most so many rows hold all rows, and how many rows B each needs."""
+    """Number of batches of at most ``most`` rows that hold all rows, and rows B of each."""
     batches = -(-rows // most)
     return batches, -(-rows // max(batches, 1) // config.row_multiple) * config.row_multiple
 
 
 def packed_shape(longest: list[int], tokens: list[int], config: BatchConfig) -> tuple[int, int]:
-    """(S, T) of packed rows, from the longest sentence and the number of tokens of either side;
-    ``UserError`` if a sentence is longer than ``config.row_length``.
+    """(S, T) of packed rows, from the longest sentence and the token count of each side.
+
+    Raises ``UserError`` if a sentence is longer than ``config.row_length``.
     """
     L = config.row_length
     if max(longest) > L:
         raise UserError(
-            f"batch.row_length is {L}; expected at least the longest sentence, which has "
-            f"{max(longest)} tokens: raise it, or lower data.max_source_length and "
+            f"batch.row_length is {L}; expected at least {max(longest)}, the number of "
+            "tokens in the longest sentence. Raise it, or lower data.max_source_length and "
             "data.max_target_length."
         )
-    # The shorter side in proportion, but long enough for its longest sentence, in multiples of 8,
-    # which suit matrix units.
+    # The shorter side is in proportion, but holds its longest sentence. Multiples of 8 suit
+    # matrix units.
     S, T = (min(L, -(-max(-(-L * tokens[i] // max(tokens)), longest[i]) // 8) * 8) for i in (0, 1))
     return S, T
 
 
 def batch_rows(S: int, T: int, config: BatchConfig) -> int:
-    """Rows B of a batch of rows of S and T positions; ``UserError`` if the budget holds too few."""
+    """Rows B of a batch with row widths S and T; ``UserError`` if the budget holds too few."""
     longest = max(S, T, 1)
     if rows := config.tokens // longest // config.row_multiple * config.row_multiple:
         return rows
     raise UserError(
-        f"batch.tokens is {config.tokens}; expected at least {longest * config.row_multiple}: "
-        f"batch.row_multiple = {config.row_multiple} rows of {longest}, the longest. Raise it, or "
-        "lower batch.row_multiple, or the length of rows: data.max_source_length and "
-        "data.max_target_length or, if packed, batch.row_length."
+        f"batch.tokens is {config.tokens}; expected at least {longest * config.row_multiple}, "
+        f"for batch.row_multiple = {config.row_multiple} rows of {longest} tokens. Raise it, or "
+        "lower batch.row_multiple or the row length (data.max_source_length and "
+        "data.max_target_length or, if packed, batch.row_length)."
     )

@@ -1,8 +1,9 @@
-"""The tokenised corpus: token arrays of sentence pairs, in memory or in a folder.
+"""The tokenized corpus: token arrays of sentence pairs, in memory or in a folder.
 
-Text is tokenised once, into ``<directory>/<fingerprint>``, a folder named after the text and all
-settings that matter; its arrays are then opened by memory map. It is written under another name and
-renamed when complete. Its manifest has the checksum of each array, so the folder can be copied.
+Text is tokenized once, into the folder ``<directory>/<fingerprint>``. The fingerprint depends on
+the text and all relevant settings. The arrays are memory-mapped. The folder is written under a
+temporary name and renamed when complete. Its manifest has a checksum for each array, which verifies
+copies of the folder.
 """
 
 from __future__ import annotations
@@ -37,17 +38,20 @@ _SIDES = ("source", "target")
 
 
 class Sequences(NamedTuple):
-    """Sequence j is ``tokens[offsets[j] : offsets[j + 1]]``; it ends with EOS and has no BOS."""
+    """Flat tokens with offsets: sequence j is ``tokens[offsets[j] : offsets[j + 1]]``.
+
+    Each sequence ends with EOS and has no BOS.
+    """
 
     tokens: np.ndarray
-    """uint16, or int32 where the vocabulary is larger than that."""
+    """uint16, or int32 if the vocabulary has more than 65,536 tokens."""
     offsets: np.ndarray
     """int64."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """N pairs in K segmentations (1 unless sampled).
+    """N pairs in K segmentations (K = 1 without subword sampling).
 
     Sequence ``i * K + v`` is pair ``i`` in segmentation ``v``.
     """
@@ -56,7 +60,7 @@ class Corpus:
     sides: tuple[Sequences, Sequences]
     """Source and target."""
     num_read: int
-    """Pairs of the text, those included that the filters leave out."""
+    """Number of pairs in the text, before filtering."""
     num_samples: int = 1
     """K."""
 
@@ -66,13 +70,14 @@ class Corpus:
         return (len(self.sides[0].offsets) - 1) // self.num_samples
 
     def lengths(self) -> np.ndarray:
-        """Source and target lengths, EOS counted: int32 [2, K, N]."""
+        """Source and target lengths, including EOS: int32 [2, K, N]."""
         lengths = np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides])
         return lengths.reshape(2, self.num_pairs, self.num_samples).swapaxes(1, 2)
 
     def read(self, side: int, pairs: np.ndarray, v: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """The source (side 0) or target (1) tokens of these pairs in segmentation ``v``, one
-        sequence after another, and the sequences' lengths.
+        """Concatenated tokens of these pairs in segmentation ``v``, and each sequence's length.
+
+        ``side``: 0 for the source, 1 for the target.
         """
         tokens, offsets = self.sides[side]
         sequences = pairs.astype(np.int64) * self.num_samples + v
@@ -87,8 +92,8 @@ class Corpus:
         """A corpus in memory from token ids without EOS, which is added here."""
         if len(sources) != len(targets):
             raise UserError(
-                f"There are {len(sources)} sources and {len(targets)} targets; expected as many of "
-                "both."
+                f"There are {len(sources)} sources and {len(targets)} targets; expected equal "
+                "numbers."
             )
         digest, sides = hashlib.sha256(), []
         for lists in (sources, targets):
@@ -101,7 +106,7 @@ class Corpus:
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """``arange(start, start + count)`` for each, one after another."""
+    """Concatenate ``arange(start, start + count)`` over all starts and counts."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 
@@ -116,12 +121,11 @@ def build_corpus(
     num_samples: int = 1,
     seed: int = 0,
 ) -> Corpus:
-    """Tokenise ``text`` into ``directory``, or open what an earlier call with the same inputs and
-    settings left there.
+    """Tokenize ``text`` into ``directory``, or open the corpus of an earlier identical call.
 
-    Leaves out pairs that are empty, longer than ``data`` allows or of too unequal length (in any
-    segmentation); ``UserError`` if none is left. With ``sampling`` (see ``SubwordModel.encode``)
-    draws ``num_samples`` segmentations. The result does not depend on ``data.workers``.
+    Leaves out pairs that are empty, too long, or of too different lengths (in any segmentation).
+    Raises ``UserError`` if no pair remains. With ``sampling`` (see ``SubwordModel.encode``), draws
+    ``num_samples`` segmentations. The result does not depend on ``data.workers``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
@@ -130,11 +134,11 @@ def build_corpus(
     directory.mkdir(parents=True, exist_ok=True)
     if corpus := open_corpus(directory, job.fingerprint(text)):
         return corpus
-    notice = f"Another process is tokenising text in {directory}; waiting for it."
+    notice = f"Another process is tokenizing text in {directory}; waiting for it."
     with locked(directory / ".lock", wait=True, notice=notice) as alone:
-        if corpus := open_corpus(directory, job.fingerprint(text)):  # built meanwhile
+        if corpus := open_corpus(directory, job.fingerprint(text)):  # built in the meantime
             return corpus
-        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # by a killed process
+        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # by killed processes
             shutil.rmtree(left)
         try:
             corpus = _build(text, job, directory)
@@ -142,8 +146,8 @@ def build_corpus(
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
-                f"The disk of {str(directory)!r} is full; expected room for the tokenised corpus: "
-                "free some, or set data.cache."
+                f"The disk of {str(directory)!r} is full; expected space for the tokenized corpus. "
+                "Free some, or set data.cache to a folder on another disk."
             ) from error
         kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
         _log.info("%s of %s pairs pass the filters.", kept, read)
@@ -151,17 +155,17 @@ def build_corpus(
 
 
 def corpus_folder(workdir: Path, config: Config) -> Path:
-    """The directory of tokenised texts."""
+    """The folder that holds all tokenized corpora."""
     return local_path(config.data.cache) if config.data.cache else workdir / "corpus"
 
 
 def corpus_name(fingerprint: str) -> str:
-    """The name of a corpus' folder."""
+    """The folder name of a corpus."""
     return fingerprint[:20]
 
 
 def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
-    """The corpus in ``directory`` with this fingerprint; None if it is absent or corrupt."""
+    """The corpus with this fingerprint in ``directory``; None if it is missing or corrupt."""
     folder = directory / corpus_name(fingerprint)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -180,19 +184,19 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
 
 
 def _build(text: ParallelText, job: TokeniseJob, directory: Path) -> Corpus:
-    """Write the corpus under another name, and rename it when it is complete."""
+    """Write the corpus under a temporary name, and rename it when it is complete."""
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=directory) as temporary:
-        folder = Path(temporary, "corpus")  # readable to all, other than the temporary one
+        folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
         folder.mkdir()
         fingerprint = _write(folder, text, job)
         final = directory / corpus_name(fingerprint)
         if final.exists() and open_corpus(directory, fingerprint) is None:
-            _log.warning("The tokenised corpus %s is corrupt; it is built again.", final)
+            _log.warning("The tokenized corpus %s is corrupt; building it again.", final)
             shutil.rmtree(final)
         try:
             folder.rename(final)
         except OSError:
-            if not final.exists():  # else a builder whose locks do not reach here came first
+            if not final.exists():  # else a machine that does not share our locks was first
                 raise
     corpus = open_corpus(directory, fingerprint)
     assert corpus is not None, f"{final} was just written"
@@ -200,7 +204,7 @@ def _build(text: ParallelText, job: TokeniseJob, directory: Path) -> Corpus:
 
 
 def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
-    """Tokenise and hash the text in one pass; returns the corpus' fingerprint."""
+    """Tokenize and hash the text in one pass; return the corpus's fingerprint."""
     dtypes = {f"{side}_offsets": np.dtype(np.int64) for side in _SIDES}
     dtypes |= {f"{side}_tokens": dtype for side, dtype in zip(_SIDES, job.dtypes())}
     checksums = dict.fromkeys(dtypes, 0)
@@ -214,7 +218,7 @@ def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
         for side in _SIDES:
             append(f"{side}_offsets", np.zeros(1, np.int64))
         pairs = text.pairs(invalid_utf8=job.data.invalid_utf8)
-        # Closed also after an error: its processes end.
+        # Closed after an error too, so that the worker processes end.
         for chunk in stack.enter_context(closing(tokenised(pairs, job))):
             num_read += chunk.num_read
             for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
@@ -223,8 +227,8 @@ def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
                 num_tokens[side] += len(tokens)
     if not num_tokens["source"]:
         raise UserError(
-            f"No sentence pair is left of {num_read:,} read in "
-            f"{shown(text.config.source or text.config.kind)}; expected at least one: check the "
+            f"No sentence pairs remain after filtering the {num_read:,} pairs of "
+            f"{shown(text.config.source or text.config.kind)}; expected at least one. Check the "
             "text, or relax data.max_source_length, data.max_target_length and "
             "data.max_length_ratio."
         )
@@ -241,6 +245,6 @@ def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
 
 
 def _append(file: BinaryIO, array: np.ndarray, checksum: int) -> int:
-    """Write an array to the end of a file with this checksum; returns its new one."""
+    """Append an array to a file with this checksum; return the new checksum."""
     file.write(array.data)
     return zlib.crc32(array.data, checksum)

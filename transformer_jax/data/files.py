@@ -1,4 +1,4 @@
-"""Which files a text consists of, on disk or in an object store."""
+"""Files of a text, on disk or in an object store."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformer_jax.storage import AnyPath, is_url, kind_of, remote_path
 
 
 def expanded(name: str, root: str = "") -> list[AnyPath]:
-    """The files that a name stands for: itself, or if it is a glob all that match, sorted.
+    """The file of this name or, for a glob, all matching files, sorted.
 
-    Relative names start from the folder or URL ``root``. A name of an existing file is no glob.
-    Raises ``UserError`` if a glob matches no file.
+    Relative names start from the folder or URL ``root``. The name of an existing file is not a
+    glob. Raises ``UserError`` if a glob matches no file.
     """
     name, root = os.path.expanduser(name), os.path.expanduser(root)
     if is_url(name) or (is_url(root) and not os.path.isabs(name)):
@@ -36,33 +36,33 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     if not files:
         start = f" Relative names start from data.root = {root!r}." if root else ""
         raise UserError(
-            f"{name!r} matches no file; expected at least one, with * for any characters, ? for "
-            f"one, [ab] for one of these and ** for any folders.{start}"
+            f"{name!r} matches no file; expected at least one. In a glob, * matches any "
+            f"characters, ? one character, [ab] one of these, and ** any folders.{start}"
         )
     return files
 
 
 def find_files(config: PairsConfig, root: str) -> list[tuple[AnyPath, AnyPath]]:
-    """The (source, target) files of a text, in order; empty for other kinds. Opens nothing.
+    """The (source, target) files of a text, in order; empty for kinds other than text.
 
-    Raises ``UserError`` if a file is missing, or if source and target match different numbers of
-    files.
+    Opens no file. Raises ``UserError`` if a file is missing, or if source and target match
+    different numbers of files.
     """
     found: list[tuple[AnyPath, AnyPath]] = []
     for names in zip(config.source, config.target) if config.kind == "text" else ():
         sources, targets = (expanded(name, root) for name in names)
         if len(sources) != len(targets):
             raise UserError(
-                f"source {names[0]!r} stands for {len(sources)} file(s) and target {names[1]!r} "
-                f"for {len(targets)}; expected as many of both: they pair up in sorted order. "
+                f"source {names[0]!r} matches {len(sources)} file(s) and target {names[1]!r} "
+                f"matches {len(targets)}; expected equal numbers, paired in sorted order. "
                 f"Relative names start from data.root = {root!r}."
             )
         found += zip(sources, targets)
     for file in chain.from_iterable(found):
         if (kind := kind_of(file)) != "file":
             raise UserError(
-                f"File {str(file)!r} {'is no regular file' if kind else 'does not exist'}; "
-                "expected the text file that a data field (source or target of train, dev or "
-                f"test) names. Relative names start from data.root = {root!r}."
+                f"File {str(file)!r} {'is not a regular file' if kind else 'does not exist'}; "
+                "expected a text file for source or target of data.train, data.dev or "
+                f"data.test. Relative names start from data.root = {root!r}."
             )
     return found

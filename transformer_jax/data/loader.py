@@ -1,6 +1,4 @@
-"""Batches of a plan as arrays on the devices, prepared ahead of the step that needs them in Grain's
-thread.
-"""
+"""The data loader: prefetches the batches of a plan onto the devices, in Grain's thread."""
 
 from __future__ import annotations
 
@@ -17,17 +15,17 @@ from jax.sharding import NamedSharding
 
 from transformer_jax.data.batching import Batch, BatchPlan
 
-# One thread builds a thousand batches a second; more would contend with the training loop for the
-# interpreter lock.
+# One thread builds a thousand batches a second. More threads would contend with the training
+# loop for the interpreter lock.
 _OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
 class Loader(Iterator[Batch]):
-    """Batches in order; see ``load_batches``.
+    """Iterator over batches, in order; see ``load_batches``.
 
-    ``waited`` is the seconds the caller has spent waiting for batches so far; set it to 0 to
-    measure a stretch. An error in a batch is raised where that batch is asked for. ``close``,
-    leaving a ``with`` block, or the last batch ends the threads.
+    ``waited`` is the time in seconds that the caller has waited for batches. Set it to 0 to measure
+    an interval. An error in a batch is raised when that batch is requested. ``close``, leaving a
+    ``with`` block, or the last batch ends the threads.
     """
 
     def __init__(self, batches: Any) -> None:
@@ -45,7 +43,7 @@ class Loader(Iterator[Batch]):
             self.waited += time.perf_counter() - began
 
     def close(self) -> None:
-        """End the threads and drop batches not yet taken; the loader is at its end then."""
+        """End the threads and drop prefetched batches. The loader is then exhausted."""
         if hasattr(self._batches, "close"):
             self._batches.close()
         self._batches = iter(())
@@ -64,11 +62,10 @@ def load_batches(
     start: int = 0,
     stop: int | None = None,
 ) -> Loader:
-    """Batches of the plan's steps from ``start`` to ``stop`` - 1 (without end if None) as jax
-    arrays.
+    """Prefetch the batches of steps ``start`` to ``stop`` - 1 (None: endless) as jax arrays.
 
-    ``sharding`` places [B, L] arrays (rows over devices); of each batch this process reads only the
-    rows that its own devices hold. None: whole batches on the default device.
+    ``sharding`` places [B, L] arrays (rows over devices). This process reads only the rows that its
+    own devices hold. None: whole batches on the default device.
     """
     steps = range(start, sys.maxsize if stop is None else stop)
     if not steps:
@@ -80,15 +77,16 @@ def load_batches(
 def abstract_batch(
     shape: tuple[int, int, int], sharding: NamedSharding, *, packed: bool = False
 ) -> Batch:
-    """A batch of this shape (B, S, T) without its values, to compile for."""
+    """A batch of this shape (B, S, T) without values, for compilation."""
     B, S, T = shape
     source, target = (jax.ShapeDtypeStruct((B, L), np.int32, sharding=sharding) for L in (S, T))
     return Batch(source, target, source, target) if packed else Batch(source, target)
 
 
 def place(arrays: Any, shardings: Any) -> Any:
-    """A tree of NumPy arrays, the same in every process, as global jax arrays with these shardings
-    (a tree like it).
+    """Global jax arrays from a tree of NumPy arrays that is the same in every process.
+
+    ``shardings`` is a tree of the same structure.
     """
     return jax.tree.map(
         lambda x, to: jax.make_array_from_callback(x.shape, to, lambda index: x[index]),
@@ -104,7 +102,7 @@ def _on_devices(plan: BatchPlan, sharding: NamedSharding | None, step: int) -> B
     B, _, _ = plan.shape(step)
     indices = sharding.addressable_devices_indices_map((B, 1)).values()
     bounds = [index[0].indices(B) for index in indices if index is not None]
-    # The smallest range of rows that covers those of this process's devices.
+    # The smallest range of rows that covers all rows of this process's devices.
     first, end = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
 
     def place_rows(rows: np.ndarray) -> jax.Array:

@@ -1,23 +1,22 @@
-"""Several sentence pairs to a row, so that both sides of every row are nearly full.
+"""Packing of several sentence pairs into each row, so that both sides of a row are nearly full.
 
-A row has S source and T target positions and a pair takes some of both, so this is bin packing in
-two dimensions. Pairs are dealt like cards, from long to short, in rounds of one pair a row: the
-longest of a round go to the emptiest rows. With many pairs a row their sums even out, and the short
-pairs of the last rounds fill the gaps. A round is a few array operations, so millions of pairs take
-seconds; all arithmetic is on integers, so the result is the same on every machine. Rows hold pairs
-of all lengths, which keeps batches alike.
+A row has S source and T target positions, and a pair takes some of both, so this is bin packing in
+two dimensions. Pairs are dealt like cards, from long to short, in rounds of one pair per row. The
+longest pairs of a round go to the emptiest rows. With many pairs per row, the sums even out, and
+the short pairs of the last rounds fill the gaps. A round is a few array operations, so millions of
+pairs take seconds. All arithmetic is on integers, so the result is the same on every machine. Rows
+hold pairs of all lengths, which keeps batches alike.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# As many rows are opened as the pairs would fill to this share. A higher one leaves more pairs
-# over, for which further rows are opened.
+# Target fill of new rows. With a higher target, more pairs do not fit and need further rows.
 _FILL_PERCENT = 99
-# Pairs are exchanged among this many rows with about equally many free positions (an eighth of all
-# rows in long corpora), so that source and target fill up together. Fewer would leave one side
-# short, more would leave the rows' sums uneven.
+# Pairs are matched to rows within groups of this many rows with similar free space (an eighth of
+# all rows in large corpora), so that source and target fill up together. Smaller groups would leave
+# one side short. Larger groups would leave the rows' sums uneven.
 _GROUP = 4096
 # Dealing ends when fewer than one in this many pairs of a round still fit.
 _TIRED = 32
@@ -26,14 +25,13 @@ _TIRED = 32
 def pack(
     source_lengths: np.ndarray, target_lengths: np.ndarray, S: int, T: int, order: np.ndarray
 ) -> np.ndarray:
-    """Give each pair a row so that no row holds more than S source and T target tokens.
+    """Assign each pair to a row so that no row holds more than S source and T target tokens.
 
-    ``order`` is a permutation of the pairs; it decides which of several pairs of equal lengths goes
-    where. No pair may be longer than S or T. Returns each pair's row, int32 [N], from 0; none is
-    empty.
+    ``order`` is a permutation of the pairs that breaks ties between pairs of equal length. No pair
+    may be longer than S or T. Returns each pair's row, int32 [N], numbered from 0. No row is empty.
     """
-    # Both sides on one scale: a row has S * T to give on either, of which a pair takes s * T and
-    # t * S.
+    # Both sides on one scale: each side of a row has capacity S * T. A pair takes s * T of the
+    # source and t * S of the target.
     capacity = S * T
     s, t = source_lengths.astype(np.int64) * T, target_lengths.astype(np.int64) * S
     assert (s <= capacity).all() and (t <= capacity).all(), "a pair longer than a row"
@@ -57,8 +55,9 @@ def _deal(
     row_N: np.ndarray,
     first: int,
 ) -> np.ndarray:
-    """Deal the pairs ``left`` (long to short) to new rows, numbered from ``first``; returns those
-    that do not fit.
+    """Deal the pairs ``left`` (long to short) to new rows, numbered from ``first``.
+
+    Returns the pairs that do not fit.
     """
     group_size = max(_GROUP, len(free_s) // 8)
     open_rows = np.arange(len(free_s))

@@ -1,7 +1,7 @@
 """Sentence pairs from parallel text files, TensorFlow Datasets, or generated number names.
 
-Everything streams: no file is ever held in memory. Lines end at "\\n" alone (``str.splitlines``
-would also break at control characters inside sentences); one "\\r" before it is dropped.
+All sources are streamed; no file is held in memory. Only "\\n" ends a line (``str.splitlines``
+would also split at control characters inside sentences). One "\\r" before it is dropped.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from transformer_jax.storage import AnyPath, to_path
 _log = logging.getLogger(__name__)
 
 _NUMBERS = 1_000_000
-_NUMBERS_HELD_OUT = 10_000  # in dev, and as many in test
+_NUMBERS_HELD_OUT = 10_000  # in dev, and the same number in test
 _NUMBERS_DEFAULT = 100_000
 
 
 class ParallelText:
     """The sentence pairs that a config describes.
 
-    Its file names are expanded once, when it is made; relative names and globs start from ``root``;
-    for TFDS, a ``root`` is the folder of prepared datasets. Reading a text also hashes it.
+    File names are expanded once, at construction. Relative names and globs start from ``root``. For
+    TFDS, ``root`` is the folder of prepared datasets. Reading a text also hashes it.
 
-    Raises ``UserError`` if nothing is named or a file is missing.
+    Raises ``UserError`` if no source is named or a file is missing.
     """
 
     def __init__(self, config: PairsConfig, root: str = "") -> None:
@@ -50,17 +50,17 @@ class ParallelText:
             )
         self.config, self.root = config, root
         self.files = find_files(config, root)
-        """(source, target) files of kind text; else empty."""
+        """(source, target) files of kind text; otherwise empty."""
         self.hashes: dict[AnyPath, str] = {}
-        """SHA-256 of the content of each file that was read to its end, the last time."""
+        """SHA-256 of each file's content, set whenever the file is read to its end."""
 
     def pairs(
         self, *, invalid_utf8: Literal["error", "skip"] = "error"
     ) -> Iterator[tuple[str, str]]:
         """The (source, target) sentences in order.
 
-        A pair with invalid UTF-8 on either side raises ``UserError`` or, with "skip", is left out;
-        a warning says how many.
+        Invalid UTF-8 on either side raises ``UserError`` or, with "skip", leaves out the pair. A
+        warning gives the number of skipped pairs.
         """
         if self.config.kind == "numbers":
             return _number_names(self.config)
@@ -69,14 +69,16 @@ class ParallelText:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of what decides the pairs: settings and the contents of files, not their
-        names or dates. Reads only files that were not read to their ends before.
+        """SHA-256 (hex) of the settings and file contents that determine the pairs.
+
+        File names and dates do not matter. Reads only files that have not been read to the end
+        before.
         """
         config = self.config
         fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split]
         fields += [config.limit]
         if config.kind == "numbers":
-            fields += ["digits more often"]  # a new name for each change of the generated pairs
+            fields += ["digits more often"]  # rename it when the generated pairs change
         elif config.kind == "tfds":
             examples = _tfds_examples(config, self.root)
             fields += [examples.dataset_info.full_name, len(examples)]
@@ -93,18 +95,17 @@ def read_pairs(
 ) -> Iterator[tuple[str, str]]:
     """The (source, target) sentences that ``config`` describes, in order.
 
-    Relative file names and globs start from ``root``; for TFDS, a ``root`` is the folder of
-    prepared datasets. A pair with invalid UTF-8 on either side raises ``UserError`` or, with
-    "skip", is left out. Missing files are reported by the call itself, faults inside files while
-    reading.
+    Relative file names and globs start from ``root``. For TFDS, ``root`` is the folder of prepared
+    datasets. Invalid UTF-8 on either side raises ``UserError`` or, with "skip", leaves out the
+    pair. Missing files are reported immediately, errors inside files while reading.
     """
     return ParallelText(config, root).pairs(invalid_utf8=invalid_utf8)
 
 
 def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
-    """Lines of a file (``.gz`` is unpacked), URL or binary stream, without their ends.
+    """Lines of a file (``.gz`` is decompressed), URL or binary stream, without line endings.
 
-    Raises ``UserError`` with file and line number where a line is not UTF-8.
+    Raises ``UserError`` with file and line number if a line is not UTF-8.
     """
     path = to_path(source) if isinstance(source, str) else source
     if hasattr(path, "open"):
@@ -123,7 +124,7 @@ class _InvalidText(UserError):
 
 
 class _Line(NamedTuple):
-    """A line or example before it is decoded."""
+    """A line or example before decoding."""
 
     data: bytes
     file: str
@@ -142,21 +143,22 @@ class _Line(NamedTuple):
 
 @contextmanager
 def _opened(path: AnyPath) -> Iterator[io.BufferedIOBase]:
-    """A file's content, unpacked if its name ends in .gz."""
+    """A file's content, decompressed if its name ends in .gz."""
     name = str(path)
     try:
         with path.open("rb") as file:
-            # A file in an object store has no fast loop over lines of its own.
+            # Files in object stores have no fast line iteration.
             buffered = io.BufferedReader(cast(Any, file), 2**20)
             yield gzip.GzipFile(fileobj=buffered) if name.endswith(".gz") else buffered
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
-            f"File {name!r} is corrupt or is no gzip file ({error}); expected one by its name."
+            f"File {name!r} is corrupt or not a gzip file ({error}); expected gzip data, as its "
+            "name ends in .gz."
         ) from None
 
 
 def _hashed(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[bytes]:
-    """The lines of a file; enters its hash into ``hashes`` at its end."""
+    """Yield the lines of a file, then store its hash in ``hashes``."""
     digest = hashlib.sha256()
     with _opened(path) as stream:
         for line in stream:
@@ -184,11 +186,11 @@ def _decoded(lines: Iterable[tuple[_Line, _Line]], *, skip: bool) -> Iterator[tu
         else:
             yield pair
     if skipped:
-        _log.warning("%s pairs are not UTF-8 and are left out.", f"{skipped:,}")
+        _log.warning("Skipped %s pairs that are not valid UTF-8.", f"{skipped:,}")
 
 
 def _read_files(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
-    """Line N of both sides, for one pair of files after another."""
+    """Yield line N of both sides together, from one pair of files after another."""
     for files in text.files:
         sides = [_lines_of(_hashed(file, text.hashes), str(file)) for file in files]
         for number, (source, target) in enumerate(zip_longest(*sides), 1):
@@ -206,13 +208,13 @@ def _read_files(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
 
 def _tfds_examples(config: PairsConfig, root: str) -> Any:
     with needs_extra("tfds"):
-        import array_record  # noqa: F401  TFDS imports it later, with a long message of its own
+        import array_record  # noqa: F401  TFDS imports it later, with a long error message
         import importlib_resources  # noqa: F401
         import tensorflow_datasets as tfds  # slow to import, and few runs need it
 
     name = config.source[0]
     try:
-        # array_record is the format that is read without TensorFlow.
+        # The array_record format can be read without TensorFlow.
         return tfds.data_source(
             name,
             split=config.split,
@@ -245,14 +247,14 @@ def _read_tfds(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
 
 
 def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
-    """Numbers below a million in a fixed random order; dev and test are kept out of train.
+    """Names of numbers below a million in a fixed random order. Splits do not overlap.
 
-    As people type them: on both sides half of the pairs begin with a capital letter and half end
-    with a full stop, independently of each other. In train the numbers below 2,000 come first, in
-    all four styles, and again by Zipf's law, digits most of all: they are few, but the first that
-    people try.
+    On both sides, half of the pairs begin with a capital letter and half end with a period,
+    independently of each other. In train, numbers below 2,000 come first, in all four styles, and
+    are repeated by Zipf's law, single digits most often. Such numbers are few, but users try them
+    first.
     """
-    random = np.random.RandomState(0)  # of all generators, the one whose stream is frozen
+    random = np.random.RandomState(0)  # NumPy has frozen the stream of this generator
     order = random.permutation(_NUMBERS)
     test, dev, train = np.split(order, [_NUMBERS_HELD_OUT, 2 * _NUMBERS_HELD_OUT])
     small, large = train[train < 2000], train[train >= 2000]
@@ -281,8 +283,8 @@ def _styled(name: str, style: int) -> str:
 
 
 def _name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:
-    # num2words takes about 50 us; putting the name together from those of thousands and rest makes
-    # that a lookup.
+    # num2words takes about 50 us. Joining the cached names of thousands and remainder avoids most
+    # calls.
     rest = n % 1000
     if n < 1000 or not rest:
         return _words(n, language)

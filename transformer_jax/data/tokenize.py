@@ -1,6 +1,6 @@
-"""Sentence pairs to token arrays, in several processes.
+"""Tokenization of sentence pairs into arrays, in several processes.
 
-The worker processes import this module: nothing that it imports may import jax.
+Worker processes import this module, so nothing that it imports may import jax.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
-_FORMAT = 3  # part of the fingerprint: raise it when the same input would give other arrays
-_CHUNK_PAIRS = 8192  # part of the fingerprint too, as each chunk is segmented with its own seed
+_FORMAT = 3  # part of the fingerprint; increase it when the same input gives other arrays
+_CHUNK_PAIRS = 8192  # part of the fingerprint too: each chunk is segmented with its own seed
 
 Pairs = list[tuple[str, str]]
 Flat = tuple[np.ndarray, np.ndarray]
@@ -39,13 +39,13 @@ Flat = tuple[np.ndarray, np.ndarray]
 class TokenisedChunk(NamedTuple):
     """The pairs of a chunk that pass the filters."""
 
-    sides: list[Flat]  # of source and target; segmentation v of pair i is sequence i * K + v
+    sides: list[Flat]  # source and target; segmentation v of pair i is sequence i * K + v
     num_read: int
 
 
 @dataclass(frozen=True)
 class TokeniseJob:
-    """Everything that decides how a text is tokenised."""
+    """All inputs that determine how a text is tokenized."""
 
     tokenizer: Tokenizer
     data: DataConfig
@@ -67,12 +67,12 @@ class TokeniseJob:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def dtypes(self) -> list[np.dtype]:
-        """Of source and target tokens."""
+        """Dtypes of source and target tokens."""
         sizes = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
     def tokenise(self, number: int, pairs: Pairs) -> TokenisedChunk:
-        """Segment and filter one chunk; its number goes into the seeds."""
+        """Segment and filter one chunk. Its number is part of the seeds."""
         sides = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
             lines, versions = [pair[i] for pair in pairs], []
@@ -86,22 +86,23 @@ class TokeniseJob:
         return TokenisedChunk(sides, len(pairs))
 
     def _passes(self, pairs: Pairs, lengths: list[np.ndarray]) -> np.ndarray:
-        """Whether each pair passes the filters in every segmentation, so that all segmentations
-        hold the same pairs: bool [N].
+        """Mask of the pairs that pass the filters in every segmentation: bool [N].
+
+        All segmentations thus hold the same pairs.
         """
         lengths_2NK = np.stack(lengths).reshape(2, len(pairs), self.num_samples)
         filled_N = np.array([bool(source.strip() and target.strip()) for source, target in pairs])
         filled_N &= (lengths_2NK > 1).all((0, 2))
         most = self.data.max_source_length, self.data.max_target_length
         short_N = np.less_equal(lengths_2NK.max(2).T, most).all(1)
-        # The ratio is of tokens + 5; EOS is one of these 5.
+        # The ratio compares tokens + 5. EOS is one of the 5.
         shorter_NK, longer_NK = lengths_2NK.min(0) + 4, lengths_2NK.max(0) + 4
         alike_N = (longer_NK <= (self.data.max_length_ratio or np.inf) * shorter_NK).all(1)
         return filled_N & short_N & alike_N
 
 
 def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
-    """All tokens in a row, EOS after each sequence, and int32 lengths that count EOS."""
+    """All tokens concatenated, with EOS after each sequence, and int32 lengths that count EOS."""
     sequences = list(sequences)
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
     ended = chain.from_iterable(chain(sequence, (EOS_ID,)) for sequence in sequences)
@@ -117,7 +118,7 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, Pairs]]:
 def tokenised(
     pairs: Iterable[tuple[str, str]], job: TokeniseJob
 ) -> Generator[TokenisedChunk, None, None]:
-    """The text's chunks in order; worker processes tokenise them if there are several."""
+    """Tokenize chunks, in worker processes if there are several, and yield them in order."""
     chunks, workers = _chunks(pairs), job.data.workers or num_cores()
     head = list(islice(chunks, workers))
     if len(head) > 1:
@@ -128,11 +129,10 @@ def tokenised(
 
 
 class _Worker:
-    """A process that tokenises one chunk at a time. It ends when this object is closed and when
-    this process ends.
+    """A process that tokenizes one chunk at a time.
 
-    A child of ``multiprocessing`` would not do: a fork copies JAX's threads, and a spawned one
-    imports the main program.
+    It ends when this object is closed and when this process ends. ``multiprocessing`` is
+    unsuitable: a forked child copies JAX's threads, and a spawned child imports the main program.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class _Worker:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            start_new_session=True,  # signals to the program's group are for the parent alone
+            start_new_session=True,  # signals to the process group reach only the parent
         )
         theirs.close()
 
@@ -169,7 +169,7 @@ class _Worker:
 def _death_reported() -> Iterator[None]:
     try:
         yield
-    except (EOFError, OSError):  # of the pipe: its other end is closed
+    except (EOFError, OSError):  # the other end of the pipe is closed
         raise UserError(
             "A tokenizing process died. If memory ran out, lower data.workers."
         ) from None
@@ -178,7 +178,7 @@ def _death_reported() -> Iterator[None]:
 def _tokenised_by_workers(
     chunks: Iterable[tuple[int, Pairs]], job: TokeniseJob, workers: int
 ) -> Generator[TokenisedChunk, None, None]:
-    """In turn: each worker gets its next chunk when its result is taken."""
+    """Give chunks to workers in turn: each gets its next chunk when its result is taken."""
     everyone: list[_Worker] = []
     busy: deque[_Worker] = deque()
     try:
@@ -199,7 +199,7 @@ def _tokenised_by_workers(
 
 
 def work(descriptor: int) -> None:
-    """Tokenise the chunks that come through a pipe, until it is closed."""
+    """Tokenize chunks from a pipe, until it is closed."""
     with Connection(descriptor) as connection:
         job = connection.recv()
         while True:
