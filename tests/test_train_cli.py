@@ -72,7 +72,7 @@ TOO_LARGE = "99999999999999999999"
 
 # Flags of train.py beside --workdir, and a part of the message, as a regular expression.
 NAMED_AT_ONCE = [
-    ("", "There is nothing to train on; expected data.train.source"),
+    ("", "No training data is given; expected data.train.source"),
     ("--config none.py", "Config file 'none.py' does not exist"),
     ("--model.num-layrs 2", "--model.num-layers"),
     ("--model.d-model 33", "model.d_model is 33; expected an even number"),
@@ -83,7 +83,7 @@ NAMED_AT_ONCE = [
     ("--data.train.source a --data.train.target b", "File 'a' does not exist"),
     ("--batch.tokens 100", "batch.tokens is 100; expected at least 2048"),
     (f"{NUMBERS} --workdir /dev/null/w", "'/dev/null/w'"),
-    (f"{NUMBERS} --workdir .", "is not empty and holds no config.json"),
+    (f"{NUMBERS} --workdir .", "is not empty and has no config.json"),
     (f"{TRAIN} --training.bleu-tokenize ko-mecab", "BLEU tokenisation 'ko-mecab'"),
     (f"{TRAIN} --training.bleu-language german", "bleu_language is 'german'; expected .* de, "),
     (

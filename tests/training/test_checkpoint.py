@@ -279,7 +279,7 @@ def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
     monkeypatch.setattr(checkpoint_module, "write_manifest", _full)
     _save(checkpoints, run, 1)
     assert "Checkpoint 1 could not be saved: [Errno 28] No space" in caplog.text
-    assert "There is no checkpoint." in caplog.text
+    assert "No checkpoint exists." in caplog.text
     with pytest.raises(UserError, match=r"The first checkpoint .* No space.*at the beginning"):
         _save(checkpoints, run, 2)
 
@@ -295,7 +295,7 @@ def test_after_a_failed_save_the_next_one_succeeds(
         patch.setattr(checkpoint_module, "write_manifest", _full)
         _save(checkpoints, run, 2)
     assert "Checkpoint 2 could not be saved" in caplog.text
-    assert "The newest is of step 1." in caplog.text
+    assert "The newest checkpoint is step 1." in caplog.text
     assert not checkpoints.holds(2) and checkpoints.steps() == [1]
     _save(checkpoints, run, 2)
     assert checkpoints.steps() == [1, 2] and not checkpoints.failure

@@ -180,7 +180,7 @@ def test_a_gpu_without_memory_to_tune_kernels_in_compiles_later(
     monkeypatch.setattr(compiling, "batch_sharding", lambda mesh: None)
     with closing(CompileAhead(run)) as ahead:
         assert ahead.wait((8, 2, 3), lambda state: None) is run.functions.train_step
-    assert "No memory to compile the training step of 8 rows" in caplog.text
+    assert "Out of memory while compiling the training step of 8 rows" in caplog.text
 
 
 def test_before_steps_exchange_between_processes_all_is_compiled(

@@ -203,7 +203,7 @@ def test_changed_training_text_is_refused(tmp_path: Path) -> None:
     config = dataclasses.replace(tiny(steps=1), data=data, tokenizer=TokenizerConfig(vocab_size=30))
     train(config, tmp_path / "run", devices=ONE)
     (tmp_path / "text").write_text(lines.replace("7", "8"))
-    with pytest.raises(UserError, match="The training text is not the one"):
+    with pytest.raises(UserError, match="The training text differs"):
         train(config, tmp_path / "run", devices=ONE)
 
 
@@ -214,7 +214,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     config = tiny()
     with claimed(Workdir(tmp_path), config):
         (tmp_path / "tokenizer.model").write_text("the first run's")
-        with pytest.raises(UserError, match="Another run is at work"):
+        with pytest.raises(UserError, match="Another run is using"):
             train(dataclasses.replace(config, seed=5), tmp_path, devices=ONE)
     assert (tmp_path / "tokenizer.model").read_text() == "the first run's"
     assert from_json((tmp_path / "config.json").read_text()) == config
@@ -338,7 +338,7 @@ def test_the_end_chooses_what_is_averaged(
     assert next(remaining, None) is None and summary["averaged_steps"] == names() == averaged
     described = "mean of 2 checkpoints, {1} to {0}" if len(averaged) > 1 else "checkpoint {}"
     assert described.format(*averaged) in capsys.readouterr().err
-    assert with_dev or "no data.dev to choose an average by" in caplog.text
+    assert with_dev or "Without data.dev" in caplog.text
     load_model(tmp_path)
     assert described.format(*averaged) in caplog.text
     newest = max(complete_steps(tmp_path / "checkpoints"))

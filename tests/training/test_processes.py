@@ -92,7 +92,7 @@ def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Pat
     # ten) gloo ends the process.
     waited = "tasks have crashed" in said[0]
     heard = (
-        "Process 0 of 2 cannot work with the others any more" in said[0]
+        "Process 0 of 2 lost contact with the other processes" in said[0]
         or "gloo::EnforceNotMet" in said[0]
     )
     assert waited or heard, said[0]

@@ -19,42 +19,42 @@ from transformer_jax.config import Config, Processes
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train a Transformer. The same command run again resumes."""
+    """Train a Transformer. Run the same command again to resume."""
 
     workdir: str
-    """Folder of this run, made if it does not exist: config, tokenizer, checkpoints, metrics. Or a
-    URL (s3://, gs://, ...)."""
+    """Work directory of this run, created if missing: config, tokenizer, checkpoints, metrics. A
+    folder or a URL (s3://, gs://, ...)."""
     config: str = ""
-    """A recipe in configs/ by its name, such as multi30k or, with an argument, table3:C-N2; a
-    Python file like those, which is executed, so that you must trust it; or a work directory's
-    config.json. Sets the defaults of all other flags. '': the paper's base model."""
+    """Name of a recipe in configs/, such as multi30k or, with an argument, table3:C-N2; a Python
+    recipe file, which is executed, so use only files you trust; or a work directory's config.json.
+    Sets the defaults of all other flags. '': the paper's base model."""
     allow_changes: bool = False
-    """Resume with other values of batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
-    matmul_precision, remat or start_from, or of steps where the learning rate depends on them."""
+    """Resume with different values of batch.*, optimizer.*, dropout, label smoothing, R-Drop,
+    dtype, matmul_precision, remat or start_from, or of steps if the learning rate depends on it."""
     compilation_cache: str = "auto"
-    """Folder where compiled functions are kept between runs. off: they are not. auto:
-    JAX_COMPILATION_CACHE_DIR, or else transformer_jax/compiled in the user's cache folder
-    (XDG_CACHE_HOME or ~/.cache)."""
+    """Folder of JAX's persistent compilation cache. off: no cache. auto: JAX_COMPILATION_CACHE_DIR
+    or, if unset, transformer_jax/compiled in the user's cache folder (XDG_CACHE_HOME or
+    ~/.cache)."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0, 1 (training failed), 2 (wrong input), 128 + a
-    signal's number.
+    """Run the program and return its exit status: 0, 1 (training failed), 2 (invalid input), 128 +
+    signal number.
     """
     return run_program(lambda: _train(sys.argv[1:] if argv is None else argv))
 
 
 def _train(argv: list[str]) -> int:
     arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv))
-    # JAX is imported only after the flags are checked, so that --help and errors come at once.
+    # JAX is imported after the flags are checked, so that --help and errors appear at once.
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.distributed import is_first, start
 
     start(arguments.processes)
     keep_compiled(arguments.compilation_cache)
-    if not is_first():  # the first process speaks for all
+    if not is_first():  # only the first process logs
         logging.getLogger("transformer_jax").setLevel(logging.WARNING)
     from transformer_jax.training.loop import TrainingError, train
 

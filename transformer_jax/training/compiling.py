@@ -1,4 +1,4 @@
-"""Training steps, compiled in a thread pool in the order in which the run needs their shapes."""
+"""Ahead-of-time compilation of training steps, in a thread pool, in the order of first use."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ log = logging.getLogger(__name__)
 
 
 LESS_MEMORY = (
-    "Set optimizer.accumulate_steps (the same batch in microbatches) or model.remat, lower "
-    "batch.tokens, or split the parameters over devices (mesh.fsdp); a run that has begun takes "
-    "the first three with --allow-changes."
+    "Set optimizer.accumulate_steps (gradient accumulation) or model.remat (activation "
+    "checkpointing), lower batch.tokens, or shard the parameters over devices (mesh.fsdp). An "
+    "existing run accepts the first three with --allow-changes."
 )
-"""What to do where a training step does not fit."""
+"""Remedies for a training step that does not fit into memory."""
 
 
 class CompileAhead:
-    """Compiles ``run``'s training step for each shape (B, S, T) of a batch; starts at once."""
+    """Compilation of ``run``'s training step for each batch shape (B, S, T), started at once."""
 
     def __init__(self, run: Prepared):
         devices = list(run.mesh.devices.flat)
         self._functions, self._packed = run.functions, run.plan.packed
         self._rows, self._memory = batch_sharding(run.mesh), memory_limit(devices)
         self._on_gpu = devices[0].platform == "gpu"
-        # Tuning a kernel waits for its GPU to be idle, and a step's collectives wait for the other
-        # GPUs and processes: at the same time they could wait for each other.
+        # Autotuning waits for an idle GPU, and a step's collectives wait for other GPUs and
+        # processes. At the same time they could deadlock.
         self._all_first = jax.process_count() > 1 or (self._on_gpu and len(devices) > 1)
-        # Traced side by side, under Python's lock, the first would be ready as late as the others.
+        # Traced concurrently under Python's GIL, the first shape would be ready no earlier than the
+        # last.
         self._tracing = threading.Lock()
-        # XLA partly uses several cores for one function.
+        # XLA uses several cores per function in some phases.
         self._pool = ThreadPoolExecutor(max(1, num_cores() // 2), thread_name_prefix=COMPILING)
         self._began = time.monotonic()
         shapes = run.plan.first_uses(int(run.state.step), run.config.training.steps)
         self._steps = {shape: self._pool.submit(self._compile, shape) for shape in shapes}
 
     def wait(self, shape: tuple[int, int, int], poll: Callable[[str], None]) -> Any:
-        """The compiled step of this shape. Until it is ready, ``poll`` is called with the state of
-        compiling ten times a second, and may raise.
+        """Wait for the compiled step of this shape. Until it is ready, ``poll`` gets the progress
+        of compilation ten times a second, and may raise.
 
-        Raises, for whichever shape, ``UserError`` if it does not fit into memory, or the compiler's
-        error.
+        Raises the compiler's error for any shape, or ``UserError`` if a shape does not fit into
+        memory.
         """
         needed = [each for key, each in self._steps.items() if self._all_first or key == shape]
         while True:
@@ -68,8 +69,8 @@ class CompileAhead:
             wait(needed, timeout=0.1)
 
     def close(self) -> None:
-        """Compile no more shapes. A running thread ends on its own; only several processes wait for
-        it, as they must leave each other in good order.
+        """Cancel pending compilations. With several processes, wait for running ones, so that the
+        processes shut down together.
         """
         self._pool.shutdown(wait=jax.process_count() > 1, cancel_futures=True)
 
@@ -84,15 +85,15 @@ class CompileAhead:
         except jax.errors.JaxRuntimeError as error:
             if not (self._on_gpu and "RESOURCE_EXHAUSTED" in str(error)):
                 raise
-            # Kernels are tuned in the memory that running steps leave; later there may be more.
-            log.warning("No memory to compile the %s while training runs.", name)
+            # Autotuning uses the memory that running steps leave free; later there may be more.
+            log.warning("Out of memory while compiling the %s; it is compiled again on use.", name)
             return train_step
         needed = memory_needed(step) + bytes_on_device(state)  # a copy is saved while steps run
         if self._memory is not None and needed > self._memory:
             raise UserError(
-                f"The {name} needs {needed / 1e9:.1f} GB of each device's memory (as compiled, and "
-                f"with all else that is there); expected at most the {self._memory / 1e9:.1f} GB "
-                f"that JAX has there. {LESS_MEMORY}"
+                f"The {name} needs {needed / 1e9:.1f} GB of memory per device (compiled step and "
+                f"a copy of the state for saving); expected at most the {self._memory / 1e9:.1f} "
+                f"GB available to JAX. {LESS_MEMORY}"
             )
         return step
 
@@ -104,14 +105,14 @@ def memory_limit(devices: Sequence[jax.Device]) -> int | None:
 
 
 def memory_needed(compiled: jax.stages.Compiled) -> int:
-    """Bytes on each device while a function runs: arguments, results, and what is in between."""
+    """Bytes on each device while a function runs: arguments, results and temporaries."""
     sizes = compiled.memory_analysis()
-    if sizes is None:  # some backends do not say
+    if sizes is None:  # unknown on some backends
         return 0
     return (
         sizes.argument_size_in_bytes
         + sizes.output_size_in_bytes
-        - sizes.alias_size_in_bytes  # results in the place of donated arguments
+        - sizes.alias_size_in_bytes  # results that reuse donated arguments
         + sizes.temp_size_in_bytes
     )
 

@@ -1,6 +1,6 @@
-"""Evaluates a model during training: loss on the dev set, BLEU by real beam search, the test set.
+"""Evaluation during training: dev loss, dev BLEU with beam search, and test set scores.
 
-All devices of all processes take part.
+Evaluation uses all devices of all processes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from transformer_jax.training.step import Parameters
 
 log = logging.getLogger(__name__)
 
-_EVALUATION_SHAPES = 4  # each is compiled for a few batches
+_EVALUATION_SHAPES = 4  # few, as each is compiled for a few batches only
 _BATCHES_BETWEEN_POLLS = 20  # of a translation
 
 
 class Evaluator:
-    """Figures of parameters on dev and test. Every process asks for the same figures at the same
-    time, and gets them.
+    """Evaluator of parameters on dev and test. Every process calls the same methods in the same
+    order and gets the same results.
     """
 
     def __init__(self, run: Prepared, *, poll: Callable[[], None] = lambda: None):
@@ -55,8 +55,8 @@ class Evaluator:
             self._translator.parameters = ()  # each evaluation brings its own
 
     def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
-        """Figures ``dev_loss``, ...; with ``dev_bleu`` and a sentence with its translation if
-        evaluation ``number`` includes BLEU.
+        """Compute the metrics ``dev_loss``, ...; if evaluation ``number`` includes BLEU, also
+        ``dev_bleu`` and a sample translation.
         """
         assert self._dev is not None
         figures: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
@@ -71,8 +71,8 @@ class Evaluator:
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
     def choose(self) -> list[AnyPath]:
-        """The checkpoints, newest first, whose mean is the run's model: ``training.average`` says
-        how many, or ``auto``: as many as have the lowest dev loss.
+        """Choose the checkpoints, newest first, whose average is the run's model.
+        ``training.average`` is their number, or ``auto`` for the number with the lowest dev loss.
         """
         run, training = self._run, self._run.config.training
         steps = from_first(run.checkpoints.steps)
@@ -83,7 +83,7 @@ class Evaluator:
             ends = best if run.progress.early_stopping_triggered(run.config) and best else [last]
             return up_to(ends[0], folders, training.average, run.config)
         if self._dev is None:
-            log.info("There is no data.dev to choose an average by: the last checkpoint counts.")
+            log.info("Without data.dev, training.average auto uses the last checkpoint.")
             return [last]
         dev = self._dev
         ends = list(dict.fromkeys([last, *best]))
@@ -92,7 +92,7 @@ class Evaluator:
         return min(choices, key=lambda choice: means(self._loss(self._mean(choice), dev))["loss"])
 
     def test(self, checkpoints: Sequence[AnyPath]) -> tuple[dict[str, Any], Evaluation]:
-        """Figures on the test set of the mean of these checkpoints."""
+        """Evaluate the average of these checkpoints on the test set."""
         run, pairs = self._run, self._run.pairs["test"]
         translations = self._translate(self._mean(checkpoints), pairs)
         references = [target for _, target in pairs]
@@ -123,12 +123,12 @@ class Evaluator:
         return jax.tree.map(lambda *sums: sum(sums), *jax.device_get(parts))
 
     def _whole(self, parameters: Parameters) -> Parameters:
-        """On a device of this process."""
+        """Replicate parameters and return the copy on a local device."""
         everywhere = jax.device_put(parameters, replicated(self._run.mesh))
         return jax.tree.map(lambda x: x.addressable_data(0), everywhere)
 
     def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        """The translations of the sources; each process takes every n-th line."""
+        """Translate the sources; of n processes, each translates every n-th line."""
         assert self._translator is not None
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
         lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]
@@ -144,8 +144,8 @@ class Evaluator:
 
 
 def evaluation_plan(corpus: Corpus, config: Config) -> BatchPlan:
-    """Batches for a loss on a whole corpus, one epoch: as large as a microbatch in training, so
-    that they fit into memory, or as the longest sentence needs.
+    """Batches for the loss on a whole corpus, in one epoch. They are as large as a training
+    microbatch, to fit into memory, or as large as the longest sentence requires.
     """
     rows, longest = config.batch.row_multiple, int(corpus.lengths().max())
     tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)

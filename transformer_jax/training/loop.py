@@ -1,4 +1,4 @@
-"""The training loop: step, read the figures of the step before, save, evaluate, stop, sum up."""
+"""The training loop: step, read the previous step's metrics, save, evaluate, stop, summarize."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STUCK_SECONDS = 600.0
 
 class TrainingError(RuntimeError):
     """Training cannot continue: the loss stays non-finite, memory is exhausted, or other processes
-    are gone. The last checkpoint is there to resume from.
+    are gone. The run can resume from the last checkpoint.
     """
 
 
@@ -46,19 +46,20 @@ def train(
     devices: Sequence[jax.Device] | None = None,
     allow_changes: bool = False,
 ) -> dict[str, Any]:
-    """Train in ``workdir``, resuming from its newest checkpoint; returns what summary.json holds.
+    """Train in ``workdir``, resuming from its newest checkpoint; returns the run's summary.
 
-    ``stopped_by`` in the summary names the signal if SIGTERM or Ctrl-C ended the run early.
+    summary.json holds the same summary. ``stopped_by`` names the signal if SIGTERM or Ctrl-C ended
+    the run early.
 
     Args:
       workdir: a folder or a URL. Several processes need a folder that all of them share, or
         gs://.
-      devices: default: all.
-      allow_changes: resume although settings differ that are ``changeable`` (``resuming.py``);
-        otherwise a run keeps its config.
+      devices: devices to train on; default: all.
+      allow_changes: resume even if ``changeable`` settings (``resuming.py``) differ; otherwise a
+        run keeps its config.
 
     Raises:
-      UserError: wrong settings or input, no disk space for the first or the last checkpoint.
+      UserError: invalid settings or input, no disk space for the first or the last checkpoint.
       TrainingError: the loss stays non-finite, memory is exhausted, other processes are gone.
     """
     with (
@@ -80,8 +81,8 @@ def train(
 
 
 class _Watch:
-    """What a run is doing, for error messages about JAX's runtime. What takes 10 minutes without a
-    call of ``poll`` writes the tracebacks of all threads to stderr.
+    """Watchdog that turns errors of JAX's runtime into messages with the current activity. After 10
+    minutes without a call of ``poll`` it writes the tracebacks of all threads to stderr.
     """
 
     doing = "before the first step"
@@ -92,7 +93,7 @@ class _Watch:
         return self
 
     def poll(self, doing: str = "") -> None:
-        """Put the tracebacks off."""
+        """Postpone the tracebacks."""
         self.doing = doing or self.doing
         faulthandler.dump_traceback_later(_STUCK_SECONDS, repeat=True, file=2)
 
@@ -106,8 +107,8 @@ class _Watch:
             ) from error
         if jax.process_count() > 1:
             raise TrainingError(
-                f"Process {jax.process_index()} of {jax.process_count()} cannot work with the "
-                "others any more, perhaps because one of them has ended. Start all of them again "
+                f"Process {jax.process_index()} of {jax.process_count()} lost contact with the "
+                "other processes, perhaps because one of them has ended. Restart all processes "
                 "with the same command: they resume from the last checkpoint. "
                 f"({one_line(error)})"
             ) from error
@@ -127,13 +128,13 @@ class _Loop:
         )
         self._meter = Meter(run.progress)
         self._unread: StepMetrics | None = None  # of the last step
-        self._first_step_seconds: float | None = None  # from the start of prepare() on
+        self._first_step_seconds: float | None = None  # since the start of prepare()
 
     def train(self, compiled: CompileAhead) -> None:
-        """Train until the last step, early stopping or a signal; the last state is on disk then."""
+        """Train until the last step, early stopping or a signal, and save the last state."""
         self._announce()
         with self._loader as batches, suppress(Interrupted):
-            # The step that the run before saved last is evaluated here, perhaps once more.
+            # Evaluate the last step that the previous run saved, perhaps a second time.
             stop = self._progress.early_stopping_triggered(self._config)
             stop = stop or (self._evaluation_due() and self._evaluate())
             for batch in [] if stop else batches:
@@ -141,7 +142,7 @@ class _Loop:
                 train_step = compiled.wait(shape, self._poll)
                 self._watch.poll("step {}, {} rows of {} + {} tokens".format(self._step, *shape))
                 self._state, figures = train_step(self._state, batch)
-                self._read_figures()  # of the step before, while this one runs
+                self._read_figures()  # of the previous step, while this one runs
                 self._step, self._unread = self._step + 1, figures
                 stop, evaluate = self._signals.stop_after(self._step), self._evaluation_due()
                 if stop or evaluate or self._step % self._config.training.checkpoint_every == 0:
@@ -158,7 +159,7 @@ class _Loop:
         return due and "dev" in self._run.corpora
 
     def _evaluate(self) -> bool:
-        """Evaluate on the dev set; returns whether early stopping triggers."""
+        """Evaluate on the dev set; returns True if early stopping triggers."""
         number = -(-self._step // self._config.training.eval_every)
         self._reporter.show(status=f"evaluating step {self._step}")
         self._watch.poll(f"evaluation after step {self._step}")
@@ -169,7 +170,7 @@ class _Loop:
         return self._progress.early_stopping_triggered(self._config)
 
     def _save(self) -> None:
-        self._read_figures()  # those of all steps so far go into the checkpoint
+        self._read_figures()  # the checkpoint contains the totals of all steps so far
         self._watch.poll(f"saving step {self._step}")
         begin = time.perf_counter()
         self._run.checkpoints.save(self._state, self._progress)
@@ -177,20 +178,20 @@ class _Loop:
         self._reporter.write("save", self._step, held)
 
     def _ensure_saved(self) -> None:
-        """Wait for the last checkpoint; if it could not be saved, try once more."""
+        """Wait for the last checkpoint; if saving failed, retry once."""
         self._watch.poll(f"saving step {self._step}")
         checkpoints = self._run.checkpoints
-        if self._step == 0:  # stopped before the first step: there is nothing to resume
+        if self._step == 0:  # stopped before the first step: nothing to resume
             return
         if not checkpoints.holds(self._step):
             self._save()
         if not checkpoints.holds(self._step):
             steps = checkpoints.steps()
-            newest = f"resumes at step {steps[-1]}" if steps else "starts at the beginning"
+            newest = f"resumes at step {steps[-1]}" if steps else "starts from scratch"
             raise UserError(
                 f"The last checkpoint (step {self._step}) could not be saved in "
-                f"{checkpoints.folder}: {checkpoints.failure}. Free some disk space and run the "
-                f"same command again: it {newest}."
+                f"{checkpoints.folder}: {checkpoints.failure}. Free disk space and run the same "
+                f"command again: it {newest}."
             )
 
     def sum_up(self) -> dict[str, Any]:
@@ -231,7 +232,7 @@ class _Loop:
         return summary
 
     def _poll(self, doing: str = "") -> None:
-        """Called every moment of whatever takes long; the progress bar shows what that is."""
+        """Reset the watchdog, update the progress bar, and raise ``Interrupted`` after a signal."""
         self._watch.poll(doing)
         if doing:
             self._reporter.show(status=doing)
@@ -239,7 +240,7 @@ class _Loop:
             raise Interrupted
 
     def _read_figures(self) -> None:
-        """Take in the last step's figures, unless that was done; log them if due."""
+        """Read the last step's metrics, unless already read; log them if due."""
         if self._unread is None:
             return
         step, metrics, self._unread = self._step, jax.device_get(self._unread), None
@@ -250,12 +251,12 @@ class _Loop:
         if metrics.bad_in_a_row:
             norm = repr(float(metrics.gradient_norm))
             self._reporter.write("bad_step", step, {"gradient_norm": norm})
-            log.warning("Step %d had a non-finite loss or gradient; it changed nothing.", step)
+            log.warning("Step %d had a non-finite loss or gradient; its update was skipped.", step)
         if metrics.bad_in_a_row >= self._config.training.max_bad_steps:
             raise TrainingError(
                 f"The loss or gradient was not finite for {int(metrics.bad_in_a_row)} steps in a "
                 f"row, up to step {step}. Lower optimizer.peak_learning_rate, raise "
-                "optimizer.warmup_steps, or set optimizer.clip_norm, and start the command again "
+                "optimizer.warmup_steps, or set optimizer.clip_norm, and run the command again "
                 "with --allow-changes: it resumes from the last checkpoint."
             )
         if step % self._config.training.log_every == 0:

@@ -20,9 +20,9 @@ from transformer_jax.special_ids import PAD_ID
 class LossSums(NamedTuple):
     """Sums over real target tokens, float32 scalars; divide by ``tokens`` for means."""
 
-    loss: jax.Array  # smoothed cross-entropy plus R-Drop's divergence, nats: to be minimised
-    nll: jax.Array  # plain negative log-likelihood, nats: exp(nll / tokens) is the perplexity
-    correct: jax.Array  # tokens whose label has the highest score
+    loss: jax.Array  # label-smoothed cross-entropy plus R-Drop's divergence, nats; minimized
+    nll: jax.Array  # negative log-likelihood, nats: exp(nll / tokens) is the perplexity
+    correct: jax.Array  # tokens whose label has the highest logit
     tokens: jax.Array  # real target tokens
 
 
@@ -35,7 +35,7 @@ class _Settings(NamedTuple):
     backend: str
 
 
-# What the loss has gradients by: hidden_BTD, matrix_VD, bias_V.
+# Differentiable inputs of the loss: hidden_BTD, matrix_VD, bias_V.
 _Inputs = tuple[jax.Array, jax.Array, jax.Array | None]
 _MaxAndSum = tuple[jax.Array, jax.Array]
 
@@ -53,25 +53,25 @@ def smoothed_cross_entropy(
     mesh: Mesh | None = None,
     r_drop: float = 0.0,
 ) -> LossSums:
-    """Cross-entropy of softmax(hidden matrix^T + bias) with smoothed targets (section 5.4).
+    """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
     The target distribution is (1 - epsilon) one-hot + epsilon / V. Logits exist for a few target
-    positions at a time; the same pass computes the gradient of ``loss``, so that no logits are
-    computed twice. The gradient of ``nll`` takes another pass.
+    positions at a time. The same pass computes the gradient of ``loss``, so that no logits are
+    recomputed. The gradient of ``nll`` takes another pass.
 
     Args:
-      hidden_BTD: the decoder's output; its type is the type of the matrix products.
+      hidden_BTD: the decoder output; matmuls run in its data type.
       matrix_VD: softmax weights, float32.
-      target_BT: token ids to predict; positions with PAD_ID count nothing.
-      max_logits: about how many logits a device holds at a time; None: what suits the backend.
-      logits_dtype: type of the logits in memory; all sums are float32. None: that of hidden_BTD on
-        accelerators, float32 on CPUs. In bfloat16 more scores are equal: ``correct`` counts a label
-        that shares the highest score.
-      bias_V: softmax biases, float32, if there are any.
-      mesh: devices that share the rows B along ``data`` and ``fsdp``; B must divide over them.
-        Sums and the gradients of matrix and bias cross the devices once, after the last chunk.
+      target_BT: token ids to predict; positions with PAD_ID are ignored.
+      max_logits: approximate number of logits on a device at a time; None: backend default.
+      logits_dtype: data type of stored logits; all sums are float32. None: hidden_BTD's type on
+        accelerators, float32 on CPUs. In bfloat16 ties are more frequent; ``correct`` counts a
+        label that ties for the highest logit.
+      bias_V: optional softmax biases, float32.
+      mesh: devices that shard the rows B along ``data`` and ``fsdp``, which must divide B. Sums
+        and the gradients of matrix and bias are all-reduced once, after the last chunk.
       r_drop: alpha of R-Drop (Liang et al. 2021, equation 4). Above 0, rows 2i and 2i + 1 must be
-        one sentence pair under two draws of dropout, which predict p and q; ``loss`` grows by
+        one sentence pair with two dropout masks, which predict p and q. ``loss`` grows by
         alpha / 2 (KL(p, q) + KL(q, p)).
 
     Raises:
@@ -79,8 +79,8 @@ def smoothed_cross_entropy(
     """
     if r_drop and len(target_BT) % 2:
         raise UserError(
-            f"r_drop is {r_drop} with {len(target_BT)} rows; expected an even number, each "
-            "sentence pair twice, one after the other."
+            f"r_drop is {r_drop} with {len(target_BT)} rows; expected an even number of rows, "
+            "with each sentence pair in two consecutive rows."
         )
     backend = jax.default_backend()
     if logits_dtype is None:
@@ -91,7 +91,7 @@ def smoothed_cross_entropy(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)  # compiled, the gradient that nobody uses is not computed
+@partial(jax.jit, static_argnums=0)  # when compiled, an unused gradient is not computed
 def _loss(settings: _Settings, target_BT: jax.Array, inputs: _Inputs) -> LossSums:
     return _sums_and_gradients(settings, target_BT, inputs)[0]
 
@@ -121,7 +121,7 @@ _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 def _sums_and_gradients(
     settings: _Settings, target_BT: jax.Array, inputs: _Inputs
 ) -> tuple[LossSums, _Inputs]:
-    """The sums, and the gradient of ``loss`` by the inputs."""
+    """Compute the sums, and the gradient of ``loss`` with respect to the inputs."""
     if settings.mesh is None:
         return _on_device(settings, target_BT, inputs)
 
@@ -146,8 +146,8 @@ def _on_device(
 ) -> tuple[LossSums, _Inputs]:
     hidden_BTD, matrix_VD, bias_V = inputs
     weights_VD = matrix_VD.astype(hidden_BTD.dtype)
-    # Chunks (C) of so many tokens (L); with R-Drop the first half of a chunk is the first pass of
-    # some tokens, the second half their second pass.
+    # C chunks of L tokens. With R-Drop, the first half of a chunk holds tokens of the first pass,
+    # and the second half holds the same tokens of the second pass.
     passes = 2 if settings.r_drop else 1
     rows, time = target_BT.shape
     count = rows // passes * time
@@ -170,7 +170,7 @@ def _on_device(
             .astype(settings.logits_dtype)
             .astype(jnp.float32)
         )
-        # not a product: those of float32 are rounded on GPUs
+        # not a matmul: GPUs may round float32 matmuls
         mean_L = (hidden_LD * mean_D[None]).sum(axis=-1)
         if bias_V is not None:
             logits_LV, mean_L = logits_LV + bias_V[None], mean_L + bias_V.mean()
@@ -197,28 +197,28 @@ def _on_device(
 
 
 def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: int) -> int:
-    """In how many chunks a device works through so many positions.
+    """Number of chunks for this many positions on a device.
 
-    On a CPU a small chunk stays in the cache, but each chunk reads and writes matrices of V x D.
-    Accelerators want thousands of positions at a time: for short chunks XLA splits the products
-    and pads the vocabulary to do so.
+    On a CPU a small chunk stays in the cache, but each chunk reads and writes V x D matrices.
+    Accelerators need thousands of positions at a time: for short chunks XLA splits the matmuls and
+    pads the vocabulary to do so.
     """
     logits = positions * vocab_size
     if settings.max_logits is not None:
         return -(-logits // settings.max_logits)
     if settings.backend == "cpu":
         return -(-logits // max(2**20, vocab_size * d_model // 2))
-    # Bytes of a chunk: an eighth of those that all logits would take in float32, within limits.
-    # R-Drop's gradient is not written over the logits.
+    # Bytes of a chunk: an eighth of all logits in float32, within limits. R-Drop's gradient does
+    # not overwrite the logits.
     most = min(2**30, max(2**28, logits // 2))
     held = logits * settings.logits_dtype.itemsize * (2 if settings.r_drop else 1)
-    return 2 ** (-(-held // most) - 1).bit_length()  # rows, multiples of 8, divide by that
+    return 2 ** (-(-held // most) - 1).bit_length()  # divides rows, a multiple of 8
 
 
 def _from_logits(
     settings: _Settings, logits_LV: jax.Array, mean_L: jax.Array, target_L: jax.Array
 ) -> tuple[LossSums, jax.Array]:
-    """The sums over some tokens, and the gradient of ``loss`` by their logits."""
+    """Compute the sums over some tokens, and the gradient of ``loss`` w.r.t. their logits."""
     epsilon, vocab_size = settings.label_smoothing, logits_LV.shape[-1]
     real_L = (target_L != PAD_ID).astype(jnp.float32)
     top_L, log_total_L, probs_LV = _softmax(logits_LV, settings.backend)
@@ -229,8 +229,8 @@ def _from_logits(
     wanted_LV = jnp.where(is_label_LV, 1 - epsilon, 0.0) + epsilon / vocab_size
     d_logits_LV = probs_LV - wanted_LV
     if settings.r_drop:
-        # Behind the barrier XLA computes exponentials again; otherwise it would keep them, in
-        # twice the memory of the logits.
+        # The barrier makes XLA recompute exponentials instead of storing them in twice the memory
+        # of the logits.
         log_probs_LV = logits_LV - jax.lax.optimization_barrier(log_total_L)[:, None]
         kl_L, d_kl_LV = _divergence(log_probs_LV, probs_LV)
         loss_L += settings.r_drop / 2 * kl_L
@@ -245,8 +245,8 @@ def _from_logits(
 
 
 def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each row the maximum, the logarithm of the sum of exponentials, and the probabilities."""
-    if backend == "gpu":  # where reading the logits takes longer than exponentials
+    """Maximum, log-sum-exp and probabilities of each row."""
+    if backend == "gpu":  # reading the logits takes longer than computing exponentials
         top_L, total_L = _max_and_sum_of_exp(logits_LV)
         log_total_L = top_L + jnp.log(total_L)
         return top_L, log_total_L, jnp.exp(logits_LV - log_total_L[:, None])
@@ -257,7 +257,7 @@ def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, 
 
 
 def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each row the maximum m and the sum of exp(x - m), reading ``x_LV`` once."""
+    """Maximum m and sum of exp(x - m) of each row, in one pass over ``x_LV``."""
 
     def join(a: _MaxAndSum, b: _MaxAndSum) -> _MaxAndSum:
         (a_max, a_sum), (b_max, b_sum) = a, b
@@ -265,9 +265,9 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = jnp.where(a_max > b_max, a_sum + factor * b_sum, factor * a_sum + b_sum)
         return jnp.maximum(a_max, b_max), total
 
-    # not -inf: a logit may be that, and then the difference is NaN
+    # not -inf: a logit may be -inf, and the difference would be NaN
     lowest = jnp.float32(jnp.finfo(jnp.float32).min)
-    # Joining costs more than an exponential; and a thread reads 8 neighbours in one instruction.
+    # Joining costs more than an exponential, and a thread reads 8 neighbors in one instruction.
     width = math.gcd(x_LV.shape[1], 8)
     neighbours = [x_LV[:, i::width] for i in range(width)]
     top = reduce(jnp.maximum, neighbours, lowest)
@@ -276,9 +276,10 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _divergence(log_probs_LV: jax.Array, probs_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """KL divergence of each row and its gradient by the logits.
+    """KL divergence of each row and its gradient with respect to the logits.
 
-    The first half of the rows is p and has KL(p, q), the second half is q and has KL(q, p).
+    The first half of the rows holds p and gives KL(p, q); the second half holds q and gives
+    KL(q, p).
     """
     log_probs_PLV = log_probs_LV.reshape(2, -1, log_probs_LV.shape[-1])
     probs_PLV = probs_LV.reshape(log_probs_PLV.shape)

@@ -1,5 +1,5 @@
-"""Everything before the first step: ``prepare`` claims the work directory, makes the tokenizer and
-the corpora, and restores or starts the run.
+"""Preparation of a run: ``prepare`` claims the work directory, builds tokenizer and corpora, and
+restores or initializes the state.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
 
-_FEWEST_FILES = 256  # that a process may open: Orbax and JAX fail with less in unclear ways
+_FEWEST_FILES = 256  # open files; with a lower limit Orbax and JAX fail with unclear errors
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Prepared:
     mesh: Mesh
     tokenizer: Tokenizer
     corpora: dict[str, Corpus]  # train, dev
-    pairs: dict[str, Pairs]  # dev, test: lines that are translated
+    pairs: dict[str, Pairs]  # dev, test: sentence pairs to translate
     plan: BatchPlan
     functions: StepFunctions
     checkpoints: Checkpoints
@@ -100,19 +100,18 @@ def prepare(
     devices: Sequence[jax.Device] | None = None,
     allow_changes: bool = False,
 ) -> Iterator[Prepared]:
-    """Prepare a run, and hold its work directory while the context lasts. Arguments as in
-    ``train``.
+    """Prepare a run and lock its work directory while the context lasts. Arguments as in ``train``.
 
-    With several processes, all call this at the same time and get the same.
+    With several processes, all call this together and get the same result.
 
     Raises:
-      UserError: anything about settings, text or work directory that would fail later on. What is
-        refused leaves the config of an earlier run as it was.
+      UserError: any problem with settings, text or work directory that would fail later. The config
+        of an earlier run stays unchanged.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEWEST_FILES:
         raise UserError(
-            f"This process may open {files} files; expected at least {_FEWEST_FILES} "
+            f"The limit on open files is {files}; expected at least {_FEWEST_FILES} "
             f"(ulimit -n {_FEWEST_FILES})."
         )
     settings = flatten(config).items()
@@ -150,7 +149,7 @@ def prepare(
             state = _initial_state(functions, start)
         else:
             state, progress = _resume(checkpoints, newest, functions, progress)
-        if is_first():  # only now: whatever is refused leaves the config as it was
+        if is_first():  # last, so that an error leaves the config unchanged
             write_config(place.folder, config)
         yield Prepared(
             config=config,
@@ -178,7 +177,7 @@ def _tokenized(
     newest: int | None,
     start: list[Path],
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """The tokenizer, and in process 0 the corpora of train and dev, made unless they exist."""
+    """Load or build the tokenizer and, in process 0, the corpora of train and dev."""
     if not is_first():
         place.pull()
         return Tokenizer.load(place.folder), {}
@@ -203,8 +202,8 @@ def _tokenized(
 
 
 def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -> None:
-    """Give every process the corpora of process 0. Hosts that do not see its folder copy them by
-    way of the work directory.
+    """Give every process the corpora of process 0. Hosts without access to its folder copy them
+    through the work directory.
     """
     found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
     here, there = corpus_folder(place.folder, config), place.store / "corpus"
@@ -228,19 +227,19 @@ def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -
         if lacking := missing():
             raise UserError(
                 f"The tokenized corpora {', '.join(lacking)} of process 0 are corrupt or missing "
-                f"in {here}; expected the same data.cache in all processes, or a folder of each "
-                "machine's own."
+                f"in {here}; expected the same data.cache in all processes, or a separate folder "
+                "on each machine."
             )
 
 
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
-    """The texts, and the lines of dev and of test that training will translate; what is missing or
-    wrong is named now rather than after hours of preparing the training text.
+    """Open the texts, and load the sentence pairs of dev and test that training will translate.
+    Missing or invalid input fails here, before hours of preparing the training text.
     """
     data, training = config.data, config.training
     if not data.train.is_given:
         raise UserError(
-            "There is nothing to train on; expected data.train.source and data.train.target (text "
+            "No training data is given; expected data.train.source and data.train.target (text "
             "files), another data.train.kind, or a --config."
         )
     names = ("train", "dev", "test") if is_first() else ("dev", "test")
@@ -262,11 +261,11 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
 def prepare_tokenizer(
     place: Workdir, config: Config, text: ParallelText, newest: int | None, start: list[Path]
 ) -> Tokenizer:
-    """The work directory's tokenizer, which its newest checkpoint was trained with. If there is no
-    checkpoint: that of the checkpoints to start from, or one trained on the text.
+    """Load the tokenizer of the newest checkpoint. Without a checkpoint, take the tokenizer of the
+    checkpoints to start from, or train one on the text.
 
-    ``tokenizer.origin`` says of which text and settings, or of which tokenizer: until the first
-    checkpoint both may still be corrected.
+    The file ``tokenizer.origin`` records the text or tokenizer that this one was made from, and the
+    settings. Until the first checkpoint, a change of either makes a new tokenizer.
     """
     folder, tokenizer = place.folder, None
     if newest is not None:
@@ -301,15 +300,15 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 def _resume(
     checkpoints: Checkpoints, step: int, functions: StepFunctions, new: Progress
 ) -> tuple[TrainState, Progress]:
-    """The state and the progress of a checkpoint. ``new`` has the corpus and the selection of the
-    run that resumes.
+    """Restore state and progress from a checkpoint. ``new`` has the corpus and the selection of the
+    resuming run.
     """
     state, progress = checkpoints.restore(step, functions.abstract_state)
     if progress.corpus != new.corpus:
         raise UserError(
-            f"The training text is not the one that {str(checkpoints.folder.parent)!r} was trained "
-            f"on up to step {step}; expected the same files (data.train, data.root). To train its "
-            "model further on this text, start a run in another --workdir with "
+            f"The training text differs from the text that {str(checkpoints.folder.parent)!r} was "
+            f"trained on up to step {step}; expected the same files (data.train, data.root). To "
+            "continue training its model on this text, start a run in another --workdir with "
             "--training.start-from."
         )
     progress.forget_other_best(new.selected)
@@ -317,7 +316,7 @@ def _resume(
 
 
 def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
-    """Random parameters, or the mean of the checkpoints to start from."""
+    """Initial state: random parameters, or the average of the checkpoints to start from."""
     state = functions.init()
     if not start:
         return state
@@ -330,10 +329,9 @@ def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
 
 
 def _start_checkpoints(config: Config) -> list[Path]:
-    """The checkpoints that ``training.start_from`` names, as ``load_model`` takes them.
+    """Checkpoints that ``training.start_from`` names, chosen as in ``load_model``.
 
-    Raises ``UserError`` if there are none, or if their model has another shape than
-    ``config.model``.
+    Raises ``UserError`` if none exists, or if their model settings differ from ``config.model``.
     """
     name = config.training.start_from
     if not name:
@@ -346,14 +344,14 @@ def _start_checkpoints(config: Config) -> list[Path]:
     ours = dataclasses.replace(theirs, model=config.model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
-            f"training.start_from is {name!r}, whose model has other settings than this run's; "
-            f"expected the same, which --config {name}/config.json gives. "
+            f"training.start_from is {name!r}, whose model settings differ from this run's; "
+            f"expected the same settings. Use --config {name}/config.json. "
             + fields_that_differ(fixed, where=f"in {name}")
         )
     return chosen
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-    """A parameter, with the mean of its rows for each token that the vocabulary has gained."""
+    """Extend a parameter with the mean of its rows for each token added to the vocabulary."""
     missing = np.subtract(abstract.shape, values_VD.shape)
     return np.pad(values_VD, [(0, count) for count in missing], mode="mean")

@@ -1,5 +1,5 @@
-"""What training remembers besides the state of the model and the optimizer: totals, the best
-evaluation on the dev set, and with it when early stopping triggers.
+"""Training progress outside the model and optimizer state: totals, the best evaluation on the dev
+set, and early stopping.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Progress:
 
     corpus: str = ""  # fingerprint of the training corpus
     train_seconds: float = 0.0  # without evaluation
-    tokens: int = 0  # real ones, source and target
+    tokens: int = 0  # source and target, without padding
     selected: str = ""  # see ``selection``
     since_best: int = 0  # evaluations since the best one
     best_step: int | None = None
-    best: dict[str, float] = field(default_factory=dict)  # its figures
+    best: dict[str, float] = field(default_factory=dict)  # metrics at best_step
 
     def early_stopping_triggered(self, config: Config) -> bool:
-        """Whether ``training.patience`` evaluations in a row were no better than the best."""
+        """Return True after ``training.patience`` evaluations in a row without improvement."""
         return 0 < config.training.patience <= self.since_best
 
     def note_evaluation(self, figures: dict[str, Any], config: Config, *, step: int) -> None:
-        """Take in an evaluation's figures; the best is that by ``training.select_by``."""
+        """Record an evaluation's metrics; ``training.select_by`` decides if it is the best."""
         name, sign = ("dev_bleu", 1) if config.training.select_by == "bleu" else ("dev_loss", -1)
         if name not in figures:  # BLEU was not due
             return
@@ -43,14 +43,14 @@ class Progress:
             self.since_best += 1
 
     def forget_other_best(self, selected: str) -> None:
-        """Forget the best evaluation so far if it does not compare with those to come."""
+        """Forget the best evaluation so far if it is not comparable with later ones."""
         if self.selected != selected:
-            log.info("The dev set or training.select_by has changed: the best so far is forgotten.")
+            log.info("The dev set or training.select_by has changed: the best result is reset.")
             self.best_step, self.best, self.since_best = None, {}, 0
             self.selected = selected
 
 
 def selection(config: Config, corpora: Mapping[str, Corpus]) -> str:
-    """What the best evaluation is the best of: results on another dev set do not compare."""
+    """Identify the criterion and dev set of the best evaluation; others are not comparable."""
     dev = corpora["dev"].fingerprint if "dev" in corpora else ""
     return f"{config.training.select_by} on {dev}"

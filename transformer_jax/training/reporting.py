@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard curves, and the terminal."""
+"""Progress reports of a run: metrics.jsonl, TensorBoard, and the terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_jax.training.step import StepMetrics
 
 
 def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
-    """Per-token figures of summed losses: loss (smoothed), nll, perplexity, accuracy."""
+    """Per-token metrics from summed losses: loss (label-smoothed), nll, perplexity, accuracy."""
     count = float(sums.tokens) or math.nan
     nll = float(sums.nll) / count
     return {
@@ -39,7 +39,7 @@ def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
 
 
 class Meter:
-    """Adds to the totals in ``progress``; gives the means of the steps since the last entry."""
+    """Running totals in ``progress``, and means over the steps since the last log entry."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -48,11 +48,11 @@ class Meter:
         self._begin_entry(0.0)
 
     def restart(self) -> None:
-        """Time since the last step does not count as training."""
+        """Exclude the time since the last step from training time."""
         self._since = time.perf_counter()
 
     def add(self, metrics: StepMetrics) -> None:
-        """The figures of the next step."""
+        """Add the metrics of the next step."""
         now = time.perf_counter()
         self._progress.train_seconds += now - self._since
         self._progress.tokens += int(metrics.source_tokens + metrics.sums.tokens)
@@ -63,7 +63,7 @@ class Meter:
     def entry(self, waited: float) -> dict[str, Any]:
         """Means since the last entry; NaN if all steps were skipped.
 
-        ``waited``: seconds that the loop has waited for data so far.
+        ``waited``: total seconds that the loop has waited for data.
         """
         seconds = max(self._progress.train_seconds - self._before.train_seconds, 1e-9)
         values = means(self._sums) | {
@@ -79,13 +79,11 @@ class Meter:
 
 
 class Reporter:
-    """Writes a run's entries to metrics.jsonl and TensorBoard and shows progress on stderr; of
-    several processes only the first does.
-    """
+    """Writer of metrics.jsonl, TensorBoard and stderr. Only the first process writes."""
 
     def __init__(self, workdir: Path, *, steps: int, start_step: int):
-        """Drops what came after step ``start_step`` was saved, from a run that was interrupted;
-        this run writes it again.
+        """Drop entries of an interrupted run after the checkpoint of ``start_step``; this run
+        writes them again.
         """
         path = workdir / "metrics.jsonl"
         if is_first():
@@ -99,17 +97,17 @@ class Reporter:
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(16),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),  # its end is cut in a narrow terminal
+            TextColumn("{task.fields[status]}"),  # truncated in a narrow terminal
             console=self._console,
             disable=not (is_first() and self._console.is_terminal),
         )
         self._task = self._bar.add_task("", total=steps, completed=start_step, status="")
         self._bar.start()
-        self._console.show_cursor()  # nobody would after a second Ctrl-C
+        self._console.show_cursor()  # a second Ctrl-C would leave it hidden
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """A line in metrics.jsonl, with null for NaN and infinity; its numbers go to TensorBoard,
-        too. A full disk costs entries, not the run.
+        """Write a line to metrics.jsonl, with null for NaN and infinity, and its numbers to
+        TensorBoard. A full disk loses entries but does not stop the run.
         """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -127,7 +125,7 @@ class Reporter:
             self._failed = True
 
     def training(self, step: int, values: dict[str, Any]) -> None:
-        """A log entry of the training loop."""
+        """Log an entry of the training loop."""
         self.write("train", step, values)
         status = (
             f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s  "
@@ -138,7 +136,7 @@ class Reporter:
             self.say(f"step {step}  {status}")
 
     def dev(self, step: int, figures: dict[str, Any], example: str) -> None:
-        """An evaluation on the dev set; ``example`` is a sentence of it with its translation."""
+        """Log an evaluation on the dev set; ``example`` is a sample translation."""
         self.write("dev", step, figures)
         text = (
             f"step {step}: dev loss {figures['dev_loss']:.4f}, "
@@ -149,11 +147,11 @@ class Reporter:
         self.say(text)
 
     def show(self, **fields: Any) -> None:
-        """Change the progress bar: its ``status``, a text, or ``completed`` steps."""
+        """Update the progress bar: its ``status`` text or ``completed`` steps."""
         self._bar.update(self._task, **fields)
 
     def say(self, text: str) -> None:
-        """A line above the progress bar."""
+        """Print a line above the progress bar."""
         self._console.print(text, markup=False)
 
     def close(self) -> None:
@@ -166,13 +164,13 @@ class Reporter:
 
 
 class _Board:
-    """TensorBoard's file. tensorboardX's ``SummaryWriter`` is not used: its thread ends with the
-    first error of the disk, and from then on writing blocks for ever.
+    """TensorBoard event file. tensorboardX's ``SummaryWriter`` is not used: its thread ends at the
+    first disk error, and later writes block forever.
     """
 
     def __init__(self, folder: Path, *, purge_step: int):
-        """TensorBoard does not show what was written from ``purge_step`` on."""
-        # If PyTorch is installed, tensorboardX would load it: two seconds and much memory.
+        """TensorBoard hides older events from ``purge_step`` onward."""
+        # tensorboardX would import PyTorch if installed, which takes two seconds and much memory.
         hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
         try:
             from tensorboardX.event_file_writer import EventsWriter
@@ -198,7 +196,7 @@ class _Board:
 
 
 def _truncate(path: Path, last_step: int) -> None:
-    """Keep the entries up to a step's checkpoint; its evaluation came later."""
+    """Keep the entries up to a step's checkpoint, without its evaluation, which came later."""
     if not path.exists():
         return
     kept = []
@@ -208,5 +206,5 @@ def _truncate(path: Path, last_step: int) -> None:
             if (entry["step"], entry["kind"] == "dev") <= (last_step, False):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            continue  # a line that a kill cut short
+            continue  # a line truncated by a kill
     write_atomically(path, "".join(kept))

@@ -1,4 +1,4 @@
-"""Which settings may change when a run is resumed, and which may differ between its processes."""
+"""Settings that may change when a run resumes, and settings that may differ between processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.errors import shown
 
-# Beginnings of the names of settings that do not change what a given step computes.
+# Name prefixes of settings that do not change the result of a given step.
 _FREE_ON_RESUME = (
     "model.vocab_size",  # these two follow from the tokenizer
     "model.source_vocab_size",
@@ -18,22 +18,22 @@ _FREE_ON_RESUME = (
     "data.root",
     "data.cache",
     "data.workers",
-    "data.dev.",  # if it changed, the best result so far is forgotten
+    "data.dev.",  # a change resets the best result
     "data.test.",
-    "data.train.source",  # names only: what the files contain is checked
+    "data.train.source",  # names only: the contents are checked
     "data.train.target",
-    "training.",  # but what --allow-changes permits
+    "training.",  # except settings in _CHANGEABLE
 )
 
-# Settings that --allow-changes lets a run change midway. The result is not what either value alone
-# would have given.
+# Settings that may change midway with --allow-changes. The result differs from a run with either
+# value alone.
 _CHANGEABLE = (
     "batch.",
     "optimizer.",
     "training.label_smoothing",
     "training.r_drop",
     "training.steps",
-    "training.start_from",  # only read before the first step
+    "training.start_from",  # read only before the first step
     "model.dropout",
     "model.attention_dropout",
     "model.feed_forward_dropout",
@@ -43,7 +43,7 @@ _CHANGEABLE = (
 )
 
 FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers")
-"""Settings that each process of a run may choose for its own machine."""
+"""Settings that may differ between the processes of a run."""
 
 
 class Difference(NamedTuple):
@@ -55,14 +55,14 @@ class Difference(NamedTuple):
 
     @property
     def changeable(self) -> bool:
-        """Whether ``--allow-changes`` lets a run resume with the new value."""
+        """True if a run may resume with the new value under ``--allow-changes``."""
         return self.name.startswith(_CHANGEABLE)
 
 
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:
-    """The settings that differ and would change what the resumed run computes."""
+    """Settings that differ and would change the results of the resumed run."""
     old_flat, new_flat = flatten(old), flatten(new)
-    # These schedules reach zero at training.steps, so that every step's rate depends on it.
+    # These schedules end at training.steps, so every learning rate depends on it.
     ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})
     return [
         Difference(name, old_flat[name], new_flat[name])
@@ -76,7 +76,7 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
 def fields_that_differ(
     differences: Sequence[Difference], *, where: str = "in the work directory"
 ) -> str:
-    """The last lines of a message: each difference, with the old value as the one ``where``."""
+    """Format the last lines of a message: each difference, with ``where`` after the old value."""
     lines = [
         f"\n  {each.name}: {shown(each.old)} {where}, {shown(each.new)} now" for each in differences
     ]

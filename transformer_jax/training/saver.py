@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background through Orbax, deletes old ones, and restores them.
+"""Saving checkpoints in the background with Orbax, retention, and restoring.
 
 ``checkpoint.py`` describes the format.
 """
@@ -37,7 +37,7 @@ from transformer_jax.training.workdir import Workdir
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT_SECONDS = 600  # until the other processes have written their part of a checkpoint
+_TIMEOUT_SECONDS = 600  # for other processes to write their shards of a checkpoint
 
 
 class Checkpoints:
@@ -51,11 +51,12 @@ class Checkpoints:
         self.failure = ""  # of the last save
 
     def save(self, state: TrainState, progress: Progress) -> None:
-        """Start saving; returns once the state is copied. A complete step is not saved again.
+        """Start saving; return once the state is copied. A complete step is not saved again.
 
-        A failure is logged and older checkpoints stay; if there are none, the next save raises
-        ``UserError``. The newest checkpoint is kept, the newest ``keep_checkpoints`` of those saved
-        on schedule, and the best on the dev set with those that may be averaged with it.
+        A failure is logged and older checkpoints stay; without older ones, the next save raises
+        ``UserError``. Retention keeps the newest checkpoint, the newest ``keep_checkpoints``
+        scheduled checkpoints, the best on the dev set, and checkpoints that may be averaged with
+        the best.
         """
         self.wait()
         path = self.folder / checkpoint_name(int(state.step))
@@ -82,7 +83,7 @@ class Checkpoints:
             self._pending = None
 
     def holds(self, step: int) -> bool:
-        """Whether this step's checkpoint is complete, once the save in progress has ended."""
+        """Wait for the save in progress; return True if this step's checkpoint is complete."""
         self.wait()
         return from_first(lambda: step in self.steps())
 
@@ -91,10 +92,10 @@ class Checkpoints:
         return complete_steps(self.folder)
 
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
-        """A step's checkpoint, placed on devices as ``abstract_state`` says.
+        """Restore a step's checkpoint with the shardings of ``abstract_state``.
 
         Raises:
-          UserError: another version of the program wrote it.
+          UserError: another version of the program wrote the checkpoint.
         """
         path = self.folder / checkpoint_name(step)
         try:
@@ -102,28 +103,28 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"Checkpoint {path} does not have the structure that this version of the program "
-                f"writes ({one_line(error)}). Expected a checkpoint of this version; to train its "
-                "model further use --training.start-from with another --workdir."
+                f"writes ({one_line(error)}). Expected a checkpoint of this version. To continue "
+                "training its model, use --training.start-from with another --workdir."
             ) from error
 
     def _make_room(self, path: AnyPath) -> bool:
-        """Prepare saving to ``path``; False if a complete checkpoint is there."""
+        """Prepare to save to ``path``; return False if it is already a complete checkpoint."""
         if self.failure and not self.steps():
             raise UserError(
                 f"The first checkpoint could not be saved in {self.folder}: {self.failure}. "
-                "Training stops, as there is nothing to resume from. Free some disk space and run "
-                "the same command again: it starts at the beginning."
+                "Training stops, as it could not resume from anything. Free disk space and run "
+                "the same command again: it starts from scratch."
             )
         self._workdir.check_token()
         if (path / MANIFEST).exists():
             return False
-        remove_folder(path)  # a failed save's
+        remove_folder(path)  # from a failed save
         return True
 
     def _finish(self, path: AnyPath, response: Any, progress: Progress) -> None:
         try:
             response.result()
-            if not is_first():  # which does the rest for all
+            if not is_first():  # the first process does the rest
                 return
             _try(self._workdir.push_files)
             noted = dataclasses.asdict(progress)
@@ -133,8 +134,8 @@ class Checkpoints:
             return
         try:
             self._delete_old(progress.best_step)
-        except OSError as error:  # the next save makes up for it
-            log.warning("Checkpoint %s is saved, but: %s", path, one_line(error))
+        except OSError as error:  # the next save tries again
+            log.warning("Checkpoint %s is saved; old ones remain: %s", path, one_line(error))
         _try(self._workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
@@ -149,13 +150,13 @@ class Checkpoints:
         if is_first():
             remove_folder(path)
         self.failure, steps = one_line(error), self.steps()
-        there = f"The newest is of step {steps[-1]}" if steps else "There is no checkpoint"
+        there = f"The newest checkpoint is step {steps[-1]}" if steps else "No checkpoint exists"
         text = "Checkpoint %d could not be saved: %s (in %s). %s."
         log.error(text, int(path.name), self.failure, path, there)
 
 
 def _try(push: Callable[[], None]) -> None:
-    """Training outlasts a store that fails."""
+    """Push to the store; log a failure and continue training."""
     try:
         push()
     except UserError as error:
@@ -163,7 +164,7 @@ def _try(push: Callable[[], None]) -> None:
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
-    """What Orbax saves."""
+    """Parts of the state that Orbax saves."""
     rest = {
         "optimizer": state.optimizer,
         "step": state.step,
@@ -180,7 +181,7 @@ def _restore_state(path: AnyPath, abstract: TrainState) -> TrainState:
         wanted.pop("ema", None)
     parts = ocp.load_checkpointables(str(path / "state"), wanted)
     parameters, ema = parts["parameters"], parts.get("ema")
-    if abstract.ema is not None and ema is None:  # the average starts now
+    if abstract.ema is not None and ema is None:  # the EMA starts now
         ema = jax.tree.map(jnp.copy, parameters)
     seed = place(np.array(config_of(path).seed, np.uint32), abstract.seed.sharding)
     return TrainState(parameters=parameters, ema=ema, seed=seed, **parts["rest"])

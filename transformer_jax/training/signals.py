@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag that training polls."""
+"""Signal handling: SIGTERM and Ctrl-C set a flag that training polls."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jax.experimental import multihost_utils
 
 
 class Interrupted(Exception):
-    """A signal came while training waited or evaluated."""
+    """A signal arrived while training waited or evaluated."""
 
 
 class Signals:
-    """While the context lasts, SIGTERM and the first Ctrl-C only set ``received``; Ctrl-C after
-    either ends the program at once.
+    """Signal handlers: SIGTERM and the first Ctrl-C only set ``received``; a later Ctrl-C ends the
+    program at once.
 
-    The handler raises nothing: the exception could surface in a callback of JAX or of the garbage
-    collector, where it is swallowed.
+    The handler raises nothing: an exception in a callback of JAX or of the garbage collector would
+    be swallowed.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        # Only the main thread can have handlers. With several processes SIGTERM is left to JAX's
-        # runtime, which tells all of them.
+        # Only the main thread can set handlers. With several processes JAX's runtime handles
+        # SIGTERM and informs all processes.
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGINT, *([signal.SIGTERM] if jax.process_count() == 1 else [])]
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
@@ -41,8 +41,8 @@ class Signals:
             signal.signal(number, handler)
 
     def stop_after(self, step: int) -> bool:
-        """Whether training must stop after this step; several processes learn of a signal to any
-        of them after the same step.
+        """Return True if training must stop after this step. With several processes, a signal to
+        any process stops all of them after the same step.
         """
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.received = signal.SIGTERM
@@ -50,7 +50,7 @@ class Signals:
 
     @property
     def name(self) -> str | None:
-        """The name of the signal, if one was received."""
+        """Name of the received signal, or None."""
         return None if self.received is None else self.received.name
 
     def _handle(self, number: int, frame: Any) -> None:
@@ -59,6 +59,6 @@ class Signals:
             signal.raise_signal(signal.SIGTERM)
             return
         self.received = signal.Signals(number)
-        # print() could raise here, if the signal came while it was at work.
+        # print() could raise here if the signal interrupted another print().
         with suppress(OSError):
             os.write(2, b"stopping; saving ... (Ctrl-C ends the run at once)\n")

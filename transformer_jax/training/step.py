@@ -26,7 +26,7 @@ Parameters = Any  # nested dict of float32 arrays, as nnx.to_pure_dict gives it
 
 @struct.dataclass
 class TrainState:
-    """All that a step changes; a step depends on this, the config and the corpus alone."""
+    """Training state. A step depends only on this state, the config and the corpus."""
 
     step: jax.Array  # int32: batches consumed; the next step's number, counted from 0
     parameters: Parameters
@@ -34,21 +34,21 @@ class TrainState:
     ema: Parameters | None  # moving average of the parameters, if configured
     bad_steps: jax.Array  # int32: steps skipped for a non-finite loss or gradient
     bad_in_a_row: jax.Array  # int32
-    # uint32, config.seed. Here and not a constant of the step, so that runs that differ in nothing
-    # else find each other's step in the compilation cache. Checkpoints do not hold it.
+    # uint32, config.seed. An input rather than a constant, so that runs that differ only in the
+    # seed share a compiled step in the compilation cache. Checkpoints do not contain it.
     seed: jax.Array
 
     @property
     def evaluated(self) -> Parameters:
-        """The parameters to evaluate and to translate with."""
+        """Parameters for evaluation and translation."""
         return self.parameters if self.ema is None else self.ema
 
 
 class StepMetrics(NamedTuple):
-    """Of one step's global batch; scalars on the device."""
+    """Metrics of one step over the global batch; scalars on the device."""
 
     sums: LossSums
-    source_tokens: jax.Array  # real ones
+    source_tokens: jax.Array  # without padding
     gradient_norm: jax.Array  # before clipping
     learning_rate: jax.Array
     bad_steps: jax.Array
@@ -56,17 +56,17 @@ class StepMetrics(NamedTuple):
 
 
 class StepConfig(NamedTuple):
-    """All settings that the compiled functions depend on."""
+    """Settings that the compiled functions depend on."""
 
     model: ModelConfig
     optimizer: OptimizerConfig
-    steps: int  # where a decay of the learning rate ends; 0: it does not
+    steps: int  # end of a linear or cosine decay, otherwise 0
     label_smoothing: float
     r_drop: float
 
     @classmethod
     def of(cls, config: Config) -> StepConfig:
-        """The settings of a run that its compiled functions depend on."""
+        """Select the settings of a run that its compiled functions depend on."""
         training = config.training
         return cls(
             model=config.model,
@@ -78,7 +78,7 @@ class StepConfig(NamedTuple):
 
 
 class StepFunctions(NamedTuple):
-    """The compiled functions of a run and the shardings that they expect."""
+    """Compiled functions of a run and the shardings that they expect."""
 
     init: Callable[..., TrainState]  # jit: () -> TrainState
     train_step: Any  # jit: (TrainState, Batch) -> (TrainState, StepMetrics); donates the old state
@@ -88,7 +88,7 @@ class StepFunctions(NamedTuple):
 
 
 def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
-    """Compile init, train_step and eval_step for this config on this mesh, when first called.
+    """Create init, train_step and eval_step for this config and mesh, compiled on first use.
 
     Runs in one process share compiled functions if their ``StepConfig`` and mesh are equal.
     """
@@ -98,7 +98,7 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 
 @lru_cache(maxsize=32)
 def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
-    """The functions of all runs with these settings; ``init`` takes the seed."""
+    """Functions shared by all runs with these settings; ``init`` takes the seed."""
     graph = abstract_model(config.model).graph
     init = partial(init_state, config)  # one object, which JAX traces once
     shapes = jax.eval_shape(init, np.uint32(0))
@@ -128,7 +128,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
 
 
 def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
-    """The state before the first step, its parameters drawn from the seed."""
+    """Initial state, with parameters drawn from the seed."""
     model = Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     zero = jnp.zeros((), jnp.int32)
@@ -146,7 +146,7 @@ def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
 def train_step(
     state: TrainState, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
 ) -> tuple[TrainState, StepMetrics]:
-    """One update, or none where loss or gradient are not finite; and the step's figures."""
+    """Update the state, unless loss or gradient are not finite, and compute the step's metrics."""
     dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
     loss = partial(loss_and_sums, config=config, graph=graph, mesh=mesh)
     grads, sums = accumulated_gradients(
@@ -156,8 +156,8 @@ def train_step(
         dropout_key,
         microbatches=config.optimizer.accumulate_steps,
     )
-    # First whole, then sharded: told only the latter, XLA passes rows of the batch between devices
-    # to compute shards of the embeddings' gradient.
+    # Constrained to replicated, then to sharded: with the second alone, XLA moves rows of the batch
+    # between devices to compute shards of the embeddings' gradient.
     grads = jax.lax.with_sharding_constraint(gathered(grads, mesh), state_shardings(grads, mesh))
     grads = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), grads)
     norm = optax.tree.norm(grads)
@@ -196,7 +196,7 @@ def train_step(
 def eval_step(
     parameters: Parameters, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
 ) -> LossSums:
-    """The sums of a batch without dropout."""
+    """Compute the loss sums of a batch without dropout."""
     parameters = gathered(parameters, mesh)
     return loss_and_sums(parameters, batch, None, config=config, graph=graph, mesh=mesh)[1]
 
@@ -210,9 +210,9 @@ def loss_and_sums(
     graph: Any,
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
-    """The summed loss of a batch, and all sums; without a key no dropout and no R-Drop."""
+    """Compute the summed loss of a batch, and all sums. No dropout or R-Drop without a key."""
     r_drop = 0.0 if dropout_key is None else config.r_drop
-    if r_drop:  # each row twice, one after the other, for two draws of dropout
+    if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
     model = nnx.merge(graph, parameters)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot split
@@ -245,7 +245,7 @@ def accumulated_gradients(
     *,
     microbatches: int,
 ) -> tuple[Parameters, LossSums]:
-    """The gradient of the summed loss, and the sums, of one microbatch after another."""
+    """Accumulate the gradient of the summed loss, and the sums, over microbatches."""
     if microbatches == 1:
         return gradient(parameters, batch, dropout_key)
     # Row r goes to microbatch r % microbatches, so that devices keep their own rows.
@@ -263,9 +263,9 @@ def accumulated_gradients(
 def moving_average(
     ema: Parameters | None, parameters: Parameters, decay: float, good_steps: jax.Array
 ) -> Parameters | None:
-    """The exponential moving average after ``good_steps`` updates; None stays None.
+    """Exponential moving average (EMA) after ``good_steps`` updates; None stays None.
 
-    At first it follows closely, so that the random initial parameters are soon forgotten.
+    The decay starts low, so that the random initial parameters are soon forgotten.
     """
     if ema is None:
         return None

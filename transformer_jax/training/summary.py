@@ -1,4 +1,4 @@
-"""What summary.json says about a run besides its figures: time, memory, versions, hardware."""
+"""Time, memory, versions and hardware of a run, for summary.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = [
 
 
 def totals(progress: Progress) -> dict[str, Any]:
-    """Time, speed and the best evaluation of a whole run, for summary.json."""
+    """Training time, speed and best evaluation of the whole run, for summary.json."""
     best = {"best_step": progress.best_step} if progress.best else {}
     return {
         **best,
@@ -41,7 +41,7 @@ def totals(progress: Progress) -> dict[str, Any]:
 
 
 def peak_memory_bytes() -> dict[str, int]:
-    """Peak resident memory of this process, and of the first device if the backend knows it."""
+    """Peak memory of this process, and of the first device if the backend reports it."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     statistics = jax.local_devices()[0].memory_stats() or {}
@@ -64,7 +64,7 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The CPU's name, or its kind where the system does not tell the name."""
+    """CPU model name, or its architecture if the system does not report a name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""The work directory of a run: where it is, whose it is, and which config may resume in it."""
+"""The work directory of a run: location, ownership, and checks before resuming."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from transformer_jax.training.resuming import (
 log = logging.getLogger(__name__)
 
 _TOKEN = ".token"
-_TOKEN_SECONDS = 60.0  # a network file system may show a new file late
+_TOKEN_SECONDS = 60.0  # on a network file system a new file may appear late
 
 
 class Workdir:
-    """The files of a run.
+    """Work directory of a run.
 
     Attributes:
       store: the folder or URL that ``--workdir`` names.
-      folder: the same folder; of a URL the folder of this machine that mirrors it.
-      checkpoints: where Orbax writes them: in ``store`` if it can, else in ``folder``, from where
-        they are copied.
+      folder: the same folder; for a URL, the local folder that mirrors it.
+      checkpoints: folder that Orbax writes to, in ``store`` if possible. Otherwise in ``folder``,
+        and checkpoints are copied from there.
     """
 
     def __init__(self, name: str | Path):
@@ -65,15 +65,15 @@ class Workdir:
         self._copies_checkpoints = bool(url) and not url.startswith("gs://")
         if self._copies_checkpoints and jax.process_count() > 1:
             raise UserError(
-                f"workdir is {url!r} and there are {jax.process_count()} processes; expected a "
-                "gs:// URL, or a folder that all of them share."
+                f"workdir is {url!r} with {jax.process_count()} processes; expected a gs:// URL or "
+                "a folder that all processes share."
             )
         root: AnyPath = self.folder if self._copies_checkpoints else self.store
         self.checkpoints, self._token = root / "checkpoints", ""
 
     def share_token(self) -> None:
-        """Write a token that all processes must find, as they must see the same place. Another run
-        that starts there replaces it.
+        """Write a token that all processes must find, to check that they share the work directory.
+        Another run that starts there replaces the token.
         """
 
         def write() -> str:
@@ -81,7 +81,7 @@ class Workdir:
             try:
                 for place in (self.store, self.folder):
                     (place / _TOKEN).write_text(token)
-            except Exception as error:  # each store has errors of its own
+            except Exception as error:  # each store raises its own errors
                 raise UserError(f"{self.store} cannot be written: {one_line(error)}") from error
             return token
 
@@ -91,22 +91,23 @@ class Workdir:
             while _token(self.store) != self._token:
                 if time.monotonic() > end:
                     raise UserError(
-                        f"{self.store} is another place than in process 0, whose file {_TOKEN} did "
-                        f"not appear there within {_TOKEN_SECONDS:.0f} s; expected a folder that "
-                        "all processes share, or a gs:// URL."
+                        f"{self.store} is not shared by all processes: the file {_TOKEN} of "
+                        f"process 0 did not appear within {_TOKEN_SECONDS:.0f} s; expected a "
+                        "shared folder or a gs:// URL."
                     )
                 time.sleep(0.2)
 
     def check_token(self) -> None:
-        """Raise ``UserError`` if another run has started in the same place."""
+        """Raise ``UserError`` if another run has started in the same work directory."""
         if _token(self.store) != self._token:
             raise UserError(
-                f"Another run has started in {self.store}; this one stops and leaves it to that."
+                f"Another run has started in {self.store}. This run stops; choose another "
+                "--workdir for it."
             )
 
     def pull(self) -> None:
-        """Make the folder of this machine what the URL holds, unless this machine was the last to
-        write there: it may have files that could not be copied.
+        """Mirror the URL to the local folder, unless this machine was the last to write there: the
+        local folder may hold files that could not be copied.
         """
         if self.folder is self.store or _token(self.store) == (_token(self.folder) or None):
             return
@@ -115,14 +116,14 @@ class Workdir:
             mirror_checkpoints(self.store / "checkpoints", self.checkpoints)
 
     def push_files(self) -> None:
-        """Make the URL what the folder of this machine holds, checkpoints aside."""
+        """Mirror the local folder to the URL, without checkpoints."""
         if self.folder is not self.store:
             self._push(mirror_small_files, self.folder, self.store)
 
     def push_checkpoints(self) -> None:
-        """Make the checkpoints at the URL those of this machine, unless Orbax writes them there.
+        """Mirror the local checkpoints to the URL, unless Orbax writes them there.
 
-        ``push_files`` comes first: a resumed run drops log entries after its checkpoint.
+        Call ``push_files`` first: a resumed run drops log entries after its checkpoint.
         """
         if self._copies_checkpoints:
             self._push(mirror_checkpoints, self.checkpoints, self.store / "checkpoints")
@@ -135,24 +136,24 @@ class Workdir:
             mirror(source, target)
         except Exception as error:
             raise UserError(
-                f"{source} could not be copied to {target}: {one_line(error)}. Nothing is "
-                "lost: the same command on this machine continues from there."
+                f"{source} could not be copied to {target}: {one_line(error)}. Nothing is lost: "
+                "run the same command on this machine to continue."
             ) from error
 
 
 def _check_name(folder: Path) -> None:
-    """``UserError`` for a name that Orbax cannot be given."""
+    """Raise ``UserError`` for a name that Orbax does not accept."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"workdir is {str(folder)!r}, which has letters that this locale's encoding lacks; "
-            "expected PYTHONUTF8=1 in the environment, or a name in ASCII."
+            f"workdir is {str(folder)!r}, which has characters outside this locale's encoding; "
+            "expected PYTHONUTF8=1 in the environment, or an ASCII name."
         ) from None
 
 
 def _token(place: AnyPath) -> str:
-    """The token there; empty if there is none."""
+    """Token of a work directory, or '' if missing."""
     path = place / _TOKEN
     try:
         if not isinstance(path, Path):
@@ -168,23 +169,22 @@ def _token(place: AnyPath) -> str:
 def claimed(
     workdir: Workdir, config: Config, *, allow_changes: bool = False
 ) -> Iterator[int | None]:
-    """Make ``workdir`` the work directory of this config, and keep other runs on this file system
-    out of it while the context lasts. Yields the step of its newest intact checkpoint; what came
-    after that one, or was not saved whole, is deleted.
+    """Claim and lock ``workdir`` for a run with this config while the context lasts. Yields the
+    step of the newest intact checkpoint, or None. Newer or incomplete checkpoints are deleted.
 
-    With ``allow_changes`` the run in it may resume with other values of settings that are
-    ``changeable``. A folder without a checkpoint is taken over, with its corpora.
+    With ``allow_changes``, the run may resume with different values of ``changeable`` settings. A
+    folder without a checkpoint is reused, with its corpora.
 
     Raises:
-      UserError: another run is at work in it, or it holds a run with another config, or an imported
-        model; a path that is no work directory. Nothing in it was changed.
+      UserError: the folder is in use by another run, holds a run with another config or an imported
+        model, or is not a work directory. Its contents are unchanged.
     """
     folder = workdir.folder
     folder.mkdir(parents=True, exist_ok=True)
     others = [e for e in folder.iterdir() if not e.name.startswith(".") and e.name != "corpus"]
     if others and folder is workdir.store and not (folder / "config.json").exists():
         raise UserError(
-            f"{str(folder)!r} is not empty and holds no config.json; expected a new folder or a "
+            f"{str(folder)!r} is not empty and has no config.json; expected a new folder or a "
             "work directory."
         )
     with ExitStack() as stack:
@@ -192,8 +192,8 @@ def claimed(
             stack.enter_context(locked(folder / ".lock"))
         except BlockingIOError:
             raise UserError(
-                f"Another run is at work in {str(workdir.store)!r}; wait for it or choose another "
-                "--workdir."
+                f"Another run is using {str(workdir.store)!r}; wait for it to finish or choose "
+                "another --workdir."
             ) from None
         workdir.pull()
         yield _claim(workdir, config, allow_changes=allow_changes)
@@ -203,25 +203,25 @@ def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> int | No
     folder, steps = workdir.checkpoints, complete_steps(workdir.checkpoints)
     if 0 in steps:
         raise UserError(
-            f"{str(workdir.store)!r} holds an imported model, which training does not change; "
+            f"{str(workdir.store)!r} holds an imported model, which training does not modify; "
             f"expected --training.start-from {workdir.store} and another --workdir."
         )
     newest = newest_intact(folder)
     if newest is None:
         write_config(workdir.folder, config)
     else:
-        # config.json may have been edited, which changes nothing that was trained
+        # the checkpoint's own config, as config.json may have been edited
         differences = differences_on_resume(config_of(folder / checkpoint_name(newest)), config)
         _check_changes(workdir.store, differences, allow_changes=allow_changes)
     kept = [checkpoint_name(step) for step in steps if step <= (newest or 0)]
     for name in {name.partition("/")[0] for name in files_in(folder)}.difference(kept):
-        if name.isdigit():  # others are not ours
+        if name.isdigit():  # other names are not checkpoints
             delete_checkpoint(folder / name)
     return newest
 
 
 def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_changes: bool) -> None:
-    """Raise ``UserError`` unless the run may resume with these changes of its settings."""
+    """Raise ``UserError`` unless the run may resume with these changed settings."""
     if not differences:
         return
     fields = fields_that_differ(differences)
@@ -232,7 +232,7 @@ def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_cha
             f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the "
             f"same settings{flag}. {fields}"
         )
-    log.warning("The run resumes with other settings. %s", fields)
+    log.warning("The run resumes with different settings. %s", fields)
 
 
 def write_config(folder: Path, config: Config) -> None:
