@@ -22,6 +22,7 @@ def script(page: Path) -> str:
     lines = ["set -eo pipefail", "[ ! -f .venv/bin/activate ] || . .venv/bin/activate"]
     for block in BLOCK.finditer(text):
         reason, code = block.groups()
+        code = re.sub(r"^git clone .*/OWNER/.*\n", "", code)  # this is a clone
         name = f"{page.relative_to(ROOT)}:{text[: block.start()].count(chr(10)) + 1}"
         lines.append(f"echo '== {name}{f': not run, {reason}' if reason else ''}'")
         lines += [] if reason else ["set -x", code, "{ set +x; } 2> /dev/null"]
