@@ -1,4 +1,4 @@
-"""Translate with a trained model; transformer_jax/decoding/ has the flags and the work."""
+"""Translate with a trained model; flags and implementation are in transformer_jax/decoding/."""
 
 import sys
 

@@ -263,7 +263,7 @@ def test_after_a_faulty_line_is_mended_resume_continues(decode, tmp_path):
     ]:
         source.write_bytes(OBJECTS + line.encode() + b"\n")
         status, out, err = decode(*flags)
-        assert (status, out) == (2, "") and message in err and "--resume continues it" in err
+        assert (status, out) == (2, "") and message in err and "with --resume to continue" in err
         assert output.read_text() == "".join(whole.splitlines(keepends=True)[:7])
         source.write_bytes(OBJECTS + b'{"text": "one"}\n')
         assert decode(*flags, "--resume")[0] == 0 and output.read_text() == whole
@@ -282,7 +282,7 @@ def test_an_input_that_grows_meanwhile_is_told(decode, expected, tmp_path, monke
         patch.setattr(Translator, "stream", grows)
         status, _, err = decode("--input", source, "--output", output)
     assert status == 0 and output.read_text().splitlines() == expected
-    assert f"{source} has changed meanwhile; --resume translates lines that" in err
+    assert f"{source} changed during translation; run again with --resume" in err
     assert "changed" not in decode("--input", source, "--output", output, "--resume")[2]
     assert output.read_text().count("\n") == len(LINES) + 1
 
@@ -409,10 +409,11 @@ def test_killed_and_resumed(decode, workdir, tmp_path):
     assert (status, out) == (0, "")
     assert path.read_bytes().decode() == decode(*flags, stdin=b"".join(lines))[1]
     status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines))
-    assert status == 0 and "240 sentences were there already" in err
+    assert status == 0 and "Skipping 240 sentences that are already translated" in err
     status, _, err = decode(*flags, "--output", path, "--resume", stdin=b"".join(lines[:-1]))
     assert (
-        status == 2 and "240 sentences already, the input only 239; expected the same input" in err
+        status == 2
+        and "has 240 sentences, but the input has only 239; expected the same input" in err
     )
 
 
@@ -424,11 +425,7 @@ def test_resuming_a_complete_file_changes_nothing(decode, expected, tmp_path):
     whole = path.read_text()
     assert whole.splitlines() == expected
     status, _, err = decode(*files)
-    assert (
-        status == 0
-        and f"{len(LINES)} sentences were there already" in err
-        and path.read_text() == whole
-    )
+    assert status == 0 and f"Skipping {len(LINES)} sentences" in err and path.read_text() == whole
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
     # With more input the rest is appended.
     source.write_bytes(TEXT + b"one\n")
@@ -462,13 +459,13 @@ def test_what_other_flags_imply(workdir):
         (("--reference", "no/such"), "'no/such': No such file or directory"),
         (("--output", "no/such/file"), "'no/such/file': No such file or directory"),
         (("--output", "."), "'.': Is a directory"),
-        (("--output", "x.gz"), "output is 'x.gz'; expected a name without .gz, as what is written"),
+        (("--output", "x.gz"), "output is 'x.gz'; expected a name without .gz, as output is not"),
         (
             ("--text-field", "score"),
-            "text_field is 'score'; expected another field, as translating",
+            "text_field is 'score'; expected another field, as translation",
         ),
-        (("--input", "x", "--output", "./x"), "output is './x', which is read; expected another"),
-        (("--score", "x", "--output", "./x"), "output is './x', which is read; expected another"),
+        (("--input", "x", "--output", "./x"), "output is './x', also an input; expected another"),
+        (("--score", "x", "--output", "./x"), "output is './x', also an input; expected another"),
         (("--shard", "2/2"), "shard is '2/2'; expected i/n with i from 0 to n - 1"),
         (("--window", 0), "window is 0; expected a positive number"),
         (("--nbest", 0), "nbest is 0; expected a positive number"),
@@ -501,7 +498,7 @@ def test_a_reference_is_for_a_whole_output_or_for_a_whole_shard(decode, expected
     assert out.splitlines() == expected[1::2] and " = 100.00 " in err
     output.write_text(expected[0] + "\n")
     status, _, err = decode(*flags, "--output", output, "--resume")
-    assert status == 2 and "out has 1 sentences already, and --reference needs all" in err
+    assert status == 2 and "out already has 1 sentences, but --reference needs all" in err
     assert output.read_text() == expected[0] + "\n"
 
 
@@ -548,7 +545,7 @@ def test_a_full_disk_is_told_with_the_file_and_how_to_continue(decode, tmp_path,
         patch.setattr(output_file, "_write", write_two)
         status, _, err = decode("--output", tmp_path / "out")
     assert status == 2 and (tmp_path / "out").read_text() == written
-    assert "out keeps what is translated; the same command with --resume continues it" in err
+    assert "out keeps the finished lines; repeat the command with --resume to continue" in err
     assert f"error: '{tmp_path}/out': No space left on device; check" in err
     assert decode("--output", tmp_path / "out", "--resume")[0] == 0
     assert (tmp_path / "out").read_text() == whole

@@ -68,7 +68,7 @@ def test_alignments_are_those_of_a_scorer(translator, shared) -> None:
     [
         (5, "Line 1 is 5; expected text"),
         ("\ud800", "Line 1 is not valid Unicode"),
-        (Request("one", prefix="日本"), "prefix '日本' has tokens that the vocabulary lacks"),
+        (Request("one", prefix="日本"), "prefix '日本' has tokens outside the vocabulary"),
     ],
 )
 def test_what_no_line_may_be(shared, line, message) -> None:

@@ -90,7 +90,7 @@ def test_an_ensemble_has_no_attention_of_its_own(translator):
         ("one " * 2000, None, "text has 2001 tokens, EOS included; expected at most 1024."),
         ("one", "ONE " * 2000, "target has 2001 tokens, EOS included; expected at most 1024."),
         (b"one", None, "text is b'one'; expected text (a str)."),
-        ("one", "\ud800", "target is not valid Unicode; expected whole characters."),
+        ("one", "\ud800", "target is not valid Unicode; expected no lone surrogates."),
     ],
 )
 def test_refused_sentences(translator, text, target, message):

@@ -123,7 +123,7 @@ def test_an_error_keeps_what_is_written(tmp_path, caplog):
         write(["one"])
         assert path.read_text() == "one\n"
         raise KeyboardInterrupt
-    assert "out keeps what is translated; the same command with --resume" in caplog.text
+    assert "out keeps the finished lines; repeat the command with --resume" in caplog.text
     with open_output(str(path), resume=True) as (_, kept):
         assert kept == 1
 

@@ -146,8 +146,8 @@ def test_targets_go_with_their_lines(tmp_path, kind):
     read(shard=(1, 2))
     assert given == [(2, "two", "zwei")]
     for text, options, message in [
-        ("eins\nzwei\n", {}, "targets has no line 3, but .* has; expected as many"),
-        ("eins\n" * 9, {}, "has no line 4, but .*targets has; expected as many"),
+        ("eins\nzwei\n", {}, "targets has no line 3, but .* has; expected the same"),
+        ("eins\n" * 9, {}, "has no line 4, but .*targets has; expected the same"),
         ("eins\n" * 9, {"shard": (1, 2)}, "has no line 4, but .*targets has"),
         ("eins\n", {"shard": (0, 2)}, "targets has no line 3, but"),
     ]:

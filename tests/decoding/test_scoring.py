@@ -161,7 +161,7 @@ def test_what_cannot_be_meant_is_refused_at_the_call(tokenizer, scorer):
     model = Transformer(
         ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0)
     )
-    with pytest.raises(UserError, match="expected those of one training run"):
+    with pytest.raises(UserError, match="expected both from the same training run"):
         Scorer(model, tokenizer, CONFIG)
     for pair, message in [
         ((7, "ONE"), "Line 1: source is 7; expected text"),

@@ -142,7 +142,7 @@ def test_n_best(translator):
 @pytest.mark.parametrize("line", ["one two", Request("one two")])
 def test_a_line_is_no_list_of_lines(translator, line):
     for call in (translator.translate, translator.stream):
-        with pytest.raises(UserError, match="expected several lines, such as a list of this one"):
+        with pytest.raises(UserError, match="several lines, such as a list with this line"):
             call(line)
     with pytest.raises(UserError, match="window is 0; expected 1 or more"):
         translator.stream([line], window=0)
@@ -154,7 +154,7 @@ def test_a_line_is_no_list_of_lines(translator, line):
         (7, "Line 2 is 7; expected text"),
         (None, "Line 2 is None; expected text"),
         (b"one", "Line 2 is b'one'; expected text"),
-        ("one \ud800", "Line 2 is not valid Unicode; expected whole characters"),
+        ("one \ud800", "Line 2 is not valid Unicode; expected no lone surrogates"),
         (Request("one", prefix="\ud800"), "Line 2: prefix is not valid Unicode"),
         (Request("one", prefix=7, number=5), "Line 5: prefix is 7; expected text"),
     ],
@@ -183,9 +183,7 @@ def test_a_long_line_is_translated_in_segments(translator, caplog):
     assert short == translator.translate([LINES[0]])[0]
     assert len(long.split()) > 30
     [message] = caplog.messages
-    assert (
-        message.startswith("Line 2 has ") and "more than 23 are translated in segments" in message
-    )
+    assert message.startswith("Line 2 has ") and "the maximum is 23, so it is translated" in message
     [several] = translator.stream([Request(line, number=2**40)], num_hypotheses=3)
     assert several[0].text == long
     assert len(several) == 3 and sorted((t.score for t in several), reverse=True) == [
@@ -319,7 +317,7 @@ def test_a_tokenizer_of_another_model(tokenizer):
     model = Transformer(
         ModelConfig(vocab_size=9, d_model=8, d_ff=8, num_heads=1, num_layers=1), rngs=nnx.Rngs(0)
     )
-    with pytest.raises(UserError, match="expected those of one training run"):
+    with pytest.raises(UserError, match="expected both from the same training run"):
         Translator(model, tokenizer, CONFIG)
 
 

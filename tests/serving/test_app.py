@@ -131,7 +131,7 @@ def test_a_prefix_begins_the_translation(server: Server) -> None:
     assert server.ask(q="one two", prefix="SIX").json["translatedText"] == expected
     assert expected.startswith("SIX")
     reply = server.ask(q="one two", prefix="日本")
-    assert reply.status == 400 and "vocabulary lacks" in reply.json["error"]
+    assert reply.status == 400 and "outside the vocabulary" in reply.json["error"]
 
 
 def test_sentences_are_streamed_in_order(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""The program decode.py: one line out for each line in, and nothing else on stdout."""
+"""decode.py: write one output line for each input line, and nothing else to stdout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from transformer_jax.cli import run_program
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0, 2 (wrong input), 130 (Ctrl-C) or 141 (nobody
-    reads the output).
+    """Run decode.py. Returns the exit status: 0, 2 (invalid input), 130 (Ctrl-C) or 141 (closed
+    output pipe).
     """
 
     def work() -> None:
-        from transformer_jax.decoding.program import decode  # here, so that Ctrl-C is quiet before
+        from transformer_jax.decoding.program import decode  # lazy, so an early Ctrl-C is quiet
 
         decode(sys.argv[1:] if argv is None else argv)
 

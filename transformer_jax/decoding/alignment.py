@@ -1,4 +1,4 @@
-"""Word alignments of a translation with its source, by the model's attention."""
+"""Word alignments between a source and its translation, from cross-attention."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transformer_jax.tokenizer import Tokenizer
 
 
 class Alignment(NamedTuple):
-    """Where each token of a translation looked in its source; EOS is last on both sides."""
+    """Attention of each target token over the source tokens; EOS is last on both sides."""
 
     source: tuple[str, ...]
     target: tuple[str, ...]
     weights_TS: np.ndarray
     source_words: Sequence[int]
-    """The number of the word that each source token ends in, EOS apart."""
+    """For each source token except EOS, the index of the word that it ends in."""
     target_words: Sequence[int]
 
     def hard(self) -> str:
-        """``0-0 1-2``: each token's best source token, EOS apart, as the words they belong to."""
+        """Word pairs such as ``0-0 1-2``, from the best source token of each target token."""
         if min(self.weights_TS.shape) < 2:
             return ""
         best_T = self.weights_TS[:-1, :-1].argmax(axis=1)
-        tokens = zip(self.target, self.target_words, best_T)  # </s> stands between segments
+        tokens = zip(self.target, self.target_words, best_T)  # </s> separates segments
         pairs = {(self.source_words[best], word) for token, word, best in tokens if token != "</s>"}
         return " ".join(f"{i}-{j}" for i, j in sorted(pairs))
 
@@ -38,7 +38,7 @@ def alignment(
     tokens: tuple[Sequence[int], Sequence[int]],
     weights_TS: np.ndarray,
 ) -> Alignment:
-    """The alignment of (source, target) texts, given the token ids of both and their weights."""
+    """Alignment of (source, target) texts, given their token ids and attention weights."""
     sides, words = [], []
     for text, ids, side in zip(texts, tokens, (tokenizer.source, tokenizer.target)):
         sides.append(tuple(side.tokens(ids)))
@@ -54,10 +54,10 @@ def alignment(
 
 
 def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[int]:
-    """The number, from 0, of the word of a text that each of its tokens ends in.
+    """For each token of a text, the index (from 0) of the word that it ends in.
 
-    Words are what white space separates. Tokens are those of normalised text, where a word may have
-    become several or none; so ``words`` has the tokens of each word, encoded by itself: they spell
+    Words are separated by whitespace. Tokens come from normalized text, where a word may become
+    several words or none. So ``words`` has the tokens of each word encoded on its own, which spell
     the same letters.
     """
     ends = list(accumulate(map(_letters, words)))
@@ -66,6 +66,6 @@ def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[
 
 
 def _letters(tokens: Sequence[str]) -> int:
-    """How many letters tokens spell, without spaces; what the vocabulary lacks counts as one."""
+    """Number of letters that tokens spell, without spaces; an unknown token counts as one."""
     special = {"</s>": 0, "<unk>": 1}
     return sum(special.get(token, len(token.replace("▁", ""))) for token in tokens)

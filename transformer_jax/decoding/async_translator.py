@@ -1,7 +1,7 @@
-"""Translation for many asyncio tasks, which share one search on all devices.
+"""Translation for many asyncio tasks that share one search on all devices.
 
-A thread for each device seats the sentences that have arrived, takes a few steps, and answers those
-that are done.
+Each device has a thread that assigns rows to new sentences, runs a few decoding steps, and returns
+finished sentences.
 """
 
 from __future__ import annotations
@@ -38,32 +38,34 @@ from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# New sentences wait until so many steps are done.
+# Decoding steps between checks for new sentences.
 _STEPS = 8
-# A step takes the longer the more rows it has. So there are sets of so many rows, of which the
-# smallest suffices for what is there: 1, and these shares 1 / n of all.
+# A step takes longer with more rows. So each bucket has sets of 1 row, 1/4 and 1/1 of its rows;
+# new sentences go to the smallest set that holds all sentences.
 _SHARES = (4, 1)
 _ALIGNED_TOGETHER = 4
 
 
 class SearchFailed(Exception):
-    """The search has stopped for good."""
+    """The search has stopped permanently."""
 
 
 @dataclass(eq=False)
 class Entry:
-    """A sentence, and the future of its hypotheses."""
+    """A sentence and the future of its hypotheses."""
 
     sentence: Sentence
     future: Future[list[Hypothesis]] = field(default_factory=Future)
 
 
 class LiveRows:
-    """Rows of an engine. Hypotheses are those of ``Engine.search``, their scores up to rounding:
-    XLA adds up in another order where there are fewer rows. Not for several threads.
+    """Rows of an engine for sentences that arrive over time. Not thread-safe.
+
+    Hypotheses equal the result of ``Engine.search``. Scores may differ by rounding, as XLA sums in
+    another order for fewer rows.
 
     Attributes:
-      busy: the sentences in the rows, by number.
+      busy: sentences in the rows, by number.
     """
 
     def __init__(self, engine: Engine, bucket: Bucket):
@@ -74,11 +76,11 @@ class LiveRows:
 
     @property
     def num_idle(self) -> int:
-        """Rows without a sentence."""
+        """Number of rows without a sentence."""
         return self.bucket.rows - len(self.busy)
 
     def compile(self) -> None:
-        """Compile all that sentences need."""
+        """Compile every function that the search uses."""
         self._nobody = self._engine.encode(self.bucket, {})
         for length in self.bucket.lengths:
             entry = Entry(Sentence([0] * (length - 1)))
@@ -87,12 +89,12 @@ class LiveRows:
             self.turn([], 0)
 
     def turn(self, entries: Sequence[Entry], most: int) -> None:
-        """Give rows to at most ``bucket.block_size`` sentences of one encoded length, taking steps
-        until enough are idle. Then write up to ``most`` tokens of every sentence, fewer once a
-        block of them is done.
+        """Assign rows to up to ``bucket.block_size`` sentences of one padded length, running steps
+        until enough rows are idle. Then decode up to ``most`` more tokens of every sentence, fewer
+        once a block of sentences is done.
 
-        Sets the results of futures: no hypotheses where the model's logits were NaN. Rows of
-        cancelled futures become idle.
+        Sets the results of futures; the result is empty if the model's logits were NaN. Frees the
+        rows of cancelled futures.
         """
         entered = dict(zip(self._numbers, entries, strict=False))
         self.busy |= entered
@@ -125,17 +127,16 @@ class LiveRows:
 
 
 class Workers:
-    """The search of one model for all who submit sentences, at any time and from any thread.
+    """Search threads of one model; sentences may be submitted at any time, from any thread.
 
-    A sentence gets the next free row of any device. To give up on a sentence, cancel its future:
-    that frees its row.
+    A sentence gets the next idle row on any device. Canceling its future frees the row.
 
     Attributes:
-      failure: why they stopped working, if they did; all futures fail with it from then on.
+      failure: the error that stopped the search, if any; all later futures fail with it.
     """
 
     def __init__(self, engines: Sequence[Engine]):
-        """One engine for each device, all alike."""
+        """``engines`` has one engine for each device, with the same model and settings."""
         self.failure: SearchFailed | None = None
         self._searches = [
             [_sets_of_rows(engine, bucket) for bucket in engine.buckets] for engine in engines
@@ -146,31 +147,31 @@ class Workers:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Compile everything, then begin to work."""
+        """Compile everything, then start the search threads."""
         with ThreadPoolExecutor() as together:
-            for searches in self._searches:  # a GPU finds what another one has compiled
+            for searches in self._searches:  # later GPUs reuse what the first one compiled
                 list(together.map(LiveRows.compile, chain(*searches)))
         for searches in self._searches:
             self._threads.append(threading.Thread(target=self._work, args=[searches], daemon=True))
             self._threads[-1].start()
 
     def stop(self, reason: str) -> None:
-        """All futures that are not done fail, and so do those of later sentences."""
+        """Fail all unfinished futures and the futures of later sentences."""
         with self._changed:
             self.failure = self.failure or SearchFailed(reason)
             self._changed.notify_all()
             for future in list(self._unfinished):
-                with suppress(InvalidStateError):  # it has just been answered
+                with suppress(InvalidStateError):  # it has just finished
                     future.set_exception(self.failure)
 
     def close(self) -> None:
-        """Stop working."""
+        """Stop the search threads."""
         self.stop("It was closed.")
         for thread in self._threads:
             thread.join()
 
     def submit(self, sentence: Sentence) -> Future[list[Hypothesis]]:
-        """The sentence's hypotheses, best first, as ``Engine.search`` gives them."""
+        """Submit a sentence for hypotheses as from ``Engine.search``, best first."""
         entry = Entry(sentence)
         with self._changed:
             if self.failure:
@@ -184,17 +185,17 @@ class Workers:
 
     @property
     def num_waiting(self) -> int:
-        """Sentences without a row."""
+        """Number of sentences that wait for a row."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def num_busy(self) -> int:
-        """Rows with a sentence."""
+        """Number of rows with a sentence."""
         return sum(len(rows.busy) for searches in self._searches for rows in chain(*searches))
 
     @property
     def num_rows(self) -> int:
-        """Sentences that can be in progress, on all devices and in all buckets."""
+        """Maximum number of sentences in progress, over all devices and buckets."""
         return len(self._searches) * sum(bucket.rows for bucket in self._waiting)
 
     def _work(self, searches: list[list[LiveRows]]) -> None:
@@ -217,8 +218,8 @@ class Workers:
             self.stop(str(error))
 
     def _take_turns(self, sets: list[LiveRows], waiting: list[Entry], *, may_step: bool) -> None:
-        """Seat sentences in the set of rows that suffices for all, or the largest; then take steps
-        in every set.
+        """Assign waiting sentences to the smallest set of rows that holds all sentences, or to the
+        largest set; then run steps in every set.
         """
         num_sentences = len(waiting) + sum(len(rows.busy) for rows in sets)
         chosen = next((rows for rows in sets if rows.bucket.rows >= num_sentences), sets[-1])
@@ -229,8 +230,8 @@ class Workers:
                 rows.turn(entries, 0 if entries and waiting else _STEPS)
 
     def _next_block(self, rows: LiveRows, waiting: list[Entry], *, may_step: bool) -> list[Entry]:
-        """Sentences of the length of the one that has waited for longest, as many as rows are idle.
-        Or a whole block, for whose rows ``turn`` takes steps, if no other bucket waits meanwhile.
+        """Waiting sentences with the padded length of the oldest, at most one for each idle row. A
+        full block may exceed the idle rows if no other bucket has work: ``turn`` then frees rows.
         """
         with self._changed:
             waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
@@ -247,22 +248,22 @@ class Workers:
 
 
 def _sets_of_rows(engine: Engine, bucket: Bucket) -> list[LiveRows]:
-    """Smallest first."""
+    """Sets of rows for a bucket, smallest first."""
     counts = sorted({1, *(max(1, bucket.rows // n) for n in _SHARES)})
     return [LiveRows(engine, bucket._replace(rows=count)) for count in counts]
 
 
 class AsyncTranslator:
-    """Translates lines for many tasks at a time, by continuous batching.
+    """Translator for many concurrent tasks, with continuous batching.
 
-    A line gets the tokens that ``Translator`` gives it, at any time and with any neighbours.
+    A line gets the same tokens as from ``Translator``, whenever it arrives and with any neighbors.
 
     Attributes:
-      config: settings of the search; ``batch_size`` counts the rows of all devices.
+      config: search settings; ``batch_size`` counts the rows of all devices.
       translator: a ``Translator`` with the same settings and devices.
-      workers: the search, with the numbers of rows and of sentences that wait.
+      workers: search threads, with counts of rows and of waiting sentences.
       num_lines: lines translated so far.
-      num_tokens: tokens of their best translations.
+      num_tokens: tokens in the best translations of these lines.
     """
 
     def __init__(
@@ -273,10 +274,10 @@ class AsyncTranslator:
         *,
         devices: Sequence[jax.Device] = (),
     ):
-        """``devices`` share the rows of ``config.batch_size``; default: all.
+        """Split the rows of ``config.batch_size`` over ``devices`` (default: all).
 
         Raises:
-          UserError: as ``Translator``.
+          UserError: see ``Translator``.
         """
         devices = devices or devices_for_rows(config.batch_size)
         self.config = config
@@ -295,27 +296,28 @@ class AsyncTranslator:
         average: int | None = None,
         **settings: Any,
     ) -> Self:
-        """The model of a training run, on all devices.
+        """Load the model of a training run on all devices.
 
-        ``workdir`` is a work directory or one of its checkpoints, a folder or a URL; ``settings``
-        replace fields of the run's ``decoding`` config; ``average`` is that of ``load_model``.
+        ``workdir`` is the path or URL of a work directory or of one of its checkpoints.
+        ``settings`` override fields of the run's ``decoding`` config. For ``average`` see
+        ``load_model``.
 
         Raises:
-          UserError: as ``load_model`` and ``Translator``.
+          UserError: see ``load_model`` and ``Translator``.
         """
         folder = local_workdir(workdir)
         rows = replace(load_config_file(folder).decoding, **settings).batch_size
-        devices = devices_for_rows(rows)  # before JAX starts
+        devices = devices_for_rows(rows)  # before JAX is initialized
         return cls(*load_models(folder, average=average, **settings), devices=devices)
 
     def start(self) -> None:
-        """Compile everything, then begin to work."""
+        """Compile everything, then start the search threads."""
         self.workers.start()
         lengths = chain(*(bucket.lengths for bucket in self.translator.engines[0].buckets))
         self._scorer.align_tokens([([0] * (length - 1), [0]) for length in lengths])
 
     def close(self) -> None:
-        """Stop working; lines in progress fail."""
+        """Stop the search; lines in progress fail."""
         self._aligning.shutdown(cancel_futures=True)
         self.workers.close()
 
@@ -327,15 +329,16 @@ class AsyncTranslator:
         alignments: bool = False,
         turns: asyncio.Semaphore | None = None,
     ) -> list[Translation]:
-        """A line's translations, best first, as ``Translator.stream`` gives them; with
-        ``alignments`` as ``Scorer.align`` adds them.
+        """Translate a line into translations as from ``Translator.stream``, best first;
+        ``alignments`` adds alignments as ``Scorer.align`` does.
 
-        Each segment that is searched takes one of ``turns``, so that lines which share them leave
-        rows to others (default: half of the rows). A task that is cancelled frees its rows.
+        The semaphore ``turns`` limits how many segments are searched at a time, so that lines
+        which share it leave rows for other lines (default: half of the rows). Canceling the task
+        frees its rows.
 
         Raises:
-          UserError: as ``Translator.stream``.
-          SearchFailed: the search has stopped for good.
+          UserError: see ``Translator.stream``.
+          SearchFailed: the search has stopped permanently.
         """
         request = numbered_request(line, 1)
         turns = turns or self.new_turns()
@@ -351,7 +354,7 @@ class AsyncTranslator:
             async with turns:
                 return await search(segment)
 
-        async with turns:  # no line is encoded sooner: that holds up all tasks
+        async with turns:  # tokenizing blocks the event loop, so it takes a turn too
             segments = self.translator.sentences(request, num_hypotheses)
             found = [await search(segment) for segment in segments[:1]]
         found += await asyncio.gather(*map(search_in_turn, segments[1:]))
@@ -364,5 +367,5 @@ class AsyncTranslator:
         return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
 
     def new_turns(self) -> asyncio.Semaphore:
-        """Turns for lines that together may have half of the rows."""
+        """A semaphore that limits the lines sharing it to half of the rows."""
         return asyncio.Semaphore(max(1, self.config.batch_size // 2))

@@ -22,7 +22,7 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 from transformer_jax.storage import write_atomically
 
-_LONGEST = 1024  # memory grows with the square
+_LONGEST = 1024  # memory is quadratic in length
 _attention_weights = nnx.jit(Transformer.attention_weights)
 
 
@@ -30,23 +30,23 @@ _attention_weights = nnx.jit(Transformer.attention_weights)
 class SentenceAttention:
     """A sentence, its translation, and the attention weights of every layer and head, float32.
 
-    Tokens have EOS last. Each row of weights sums to 1.
+    EOS is the last token. Each row of weights sums to 1.
     """
 
     source: tuple[str, ...]
     target: tuple[str, ...]
     encoder_NHSS: np.ndarray
     decoder_NHTT: np.ndarray
-    """Row t is the position that predicts token t; column t is the token before it."""
+    """Row t predicts target token t; column t is the previous token."""
     cross_NHTS: np.ndarray
 
     def of(
         self, kind: Literal["encoder", "decoder", "cross"]
     ) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
-        """Queries (rows), keys (columns) and weights [N, H, queries, keys] of one kind.
+        """Queries (rows), keys (columns) and weights [N, H, queries, keys] of an attention type.
 
-        Decoder and cross-attention have as queries the tokens that are predicted. The decoder reads
-        the target shifted right, so its keys begin with ``<s>``.
+        Queries of decoder and cross-attention are the predicted tokens. The decoder reads the
+        target shifted right, so its keys begin with ``<s>``.
         """
         return {
             "encoder": (self.source, self.source, self.encoder_NHSS),
@@ -55,7 +55,7 @@ class SentenceAttention:
         }[kind]
 
     def save(self, output: str | Path) -> None:
-        """Write a NumPy file (.npz) of the fields, without the shapes in their names."""
+        """Save the fields as a NumPy file (.npz), without shape suffixes in the names."""
         names = {name.partition("_")[0]: value for name, value in vars(self).items()}
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **names)
@@ -65,13 +65,13 @@ class SentenceAttention:
 def sentence_attention(
     translator: Translator, text: str, *, target: str | None = None
 ) -> SentenceAttention:
-    """The attention weights of a pass over ``text`` and its translation, without dropout.
+    """Attention weights of a forward pass over ``text`` and its translation, without dropout.
 
     Args:
-      target: the translation; None: the best that the translator finds.
+      target: the translation; default: the translator's best.
 
     Raises:
-      UserError: a translator of several models; text that is empty or too long.
+      UserError: ``translator`` is an ensemble; ``text`` is empty; a text is too long.
     """
     check_text(text, "text")
     if not text.strip():
@@ -104,7 +104,7 @@ def sentence_attention(
 
 
 def _padded(name: str, tokens: Sequence[int], longest: int) -> jax.Array:
-    """The tokens and EOS in one of few lengths, as each length is compiled; int [1, L]."""
+    """Tokens and EOS, padded to one of a few lengths to limit compilations; int [1, L]."""
     length = len(tokens) + 1
     if length > longest:
         raise UserError(f"{name} has {length} tokens, EOS included; expected at most {longest}.")

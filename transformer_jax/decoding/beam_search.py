@@ -1,6 +1,6 @@
 """Beam search (section 6.1 of the paper).
 
-Letters as in ``search.py``.
+Shape letters are as in ``search.py``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from transformer_jax.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearch(Method):
-    """Finds the best-scored hypotheses that a beam of ``beam_size`` meets.
+    """Beam search with ``beam_size`` live hypotheses for each sentence.
 
-    At each position a sentence looks at the 2W best continuations of its W live hypotheses, of
-    which at most W are ends. An end among the first W of them is finished; the best W others live
-    on. The order among equals is fixed: the better beam, then the likelier token, then the lower
-    id. With ``beam_size`` 1 the search is greedy: it takes the likeliest token until EOS.
+    At each position a sentence ranks the 2W best continuations of its W live hypotheses. At most W
+    of them end in EOS. A continuation that ends in EOS is finished if it ranks among the first W;
+    the best W without EOS stay live. Ties go to the better beam, then to the more likely token,
+    then to the lower token id. With ``beam_size`` 1 the search is greedy: it takes the most likely
+    token until EOS.
 
-    A sentence stops when no live hypothesis can still enter the best that are wanted:
-    log-probabilities only fall and the divisor only grows, so the best live log-probability over
-    the divisor of the longest length is a bound.
+    A sentence is done when no live hypothesis can still become one of its ``wanted_B`` best.
+    Log-probabilities only fall and the length penalty only grows, so the best live log-probability
+    divided by the length penalty of the maximum length is an upper bound.
 
     Finished hypotheses are ranked by log-probability / ``length_divisor``.
     """
@@ -50,33 +51,32 @@ class BeamSearch(Method):
 
     @property
     def num_beams(self) -> int:
-        """W."""
+        """Beam width W."""
         return self.beam_size
 
     def check(self, vocab_size: int) -> None:
-        """``UserError`` for a beam wider than the vocabulary, or token ids outside it."""
+        """Raise ``UserError`` for a beam wider than the vocabulary or token ids outside it."""
         super().check(vocab_size)
         if vocab_size < self.beam_size:
             raise UserError(
-                f"beam_size is {self.beam_size}; expected at most the vocabulary's {vocab_size} "
-                "tokens."
+                f"beam_size is {self.beam_size}; expected at most {vocab_size}, the size of "
+                "the vocabulary."
             )
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:
-        """Add one token to every live hypothesis, and say which parents the beams continue."""
+        """Add one token to every live hypothesis. Returns the state and each beam's parent."""
         W = self.beam_size
         parents_BC, tokens_BC, token_log_probs_BC = self._candidates(state, scores)
         parents = gather_beams(state.live, parents_BC)
         candidates = extend(parents, state.position_B, tokens_BC, token_log_probs_BC)
         ends_BC = tokens_BC == self.eos_id
 
-        # Finish: only ends among the first W, so that a beam of 1 is greedy and a hypothesis must
-        # earn its end.
+        # Only an EOS among the first W finishes, so that a beam of 1 is greedy and EOS must rank in
+        # the beam.
         first = jax.tree.map(lambda x: x[:, :W], candidates)
         scores_BW = first.log_probs_BW / self.divisor(state.position_B + 1)[:, None]
         finished = finish(state, first, ends_BC[:, :W], scores_BW)
 
-        # Live on.
         log_probs_BC = jnp.where(ends_BC, IMPOSSIBLE, candidates.log_probs_BW)
         log_probs_BW, survivors_BW = jax.lax.top_k(log_probs_BC, W)
         live, parents_BW = gather_beams((candidates, parents_BC), survivors_BW)
@@ -90,23 +90,23 @@ class BeamSearch(Method):
         return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 
     def _candidates(self, state: SearchState, scores: NextToken) -> tuple[Array, Array, Array]:
-        """The 2W best continuations of each sentence: parent beam, token, its log-probability;
+        """The 2W best continuations of each sentence: parent beam, token and log-probability,
         each [B, 2W].
 
-        Each beam's best come from its logits, whose order is that of the log-probabilities: those
-        of the whole vocabulary are never written out.
+        Tokens are ranked by logits within a beam, which gives the same order as log-probabilities.
+        So log-probabilities over the whole vocabulary are never materialized.
         """
         logits_RV, normalizer_R1, forced_R = scores
         (B, W), V = state.live.log_probs_BW.shape, logits_RV.shape[1]
         K = min(2 * W, V)
         values_RK, tokens_RK = top_k(logits_RV, K)
-        # Where one token is forced it is the only continuation, whatever the rules say.
+        # A forced token is the only continuation, regardless of the constraints.
         forced_R1, first_1K = forced_R[:, None], (jnp.arange(K) == 0)[None]
         forced_value_R1 = jnp.take_along_axis(logits_RV, jnp.maximum(forced_R1, 0), axis=1)
         forced_values_RK = jnp.where(first_1K, forced_value_R1, IMPOSSIBLE)
         values_RK = jnp.where(forced_R1 < 0, values_RK, forced_values_RK)
         tokens_RK = jnp.where(forced_R1 < 0, tokens_RK, forced_R1)
-        # Impossible tokens stay so where the normaliser is as low as they are.
+        # Impossible tokens stay impossible even if the normalizer is just as low.
         token_log_probs_RK = jnp.where(
             values_RK > IMPOSSIBLE / 2, values_RK - normalizer_R1, IMPOSSIBLE
         )

@@ -1,4 +1,4 @@
-"""The few shapes that searches are compiled for."""
+"""Length buckets: the few shapes to compile searches for."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from transformer_jax.special_ids import EOS_ID, PAD_ID
 
 
 class Sentence(NamedTuple):
-    """What to translate."""
+    """A sentence to translate."""
 
     tokens: Sequence[int]
     """Source tokens without EOS, fewer than ``Engine.longest_source``."""
     prefix: Sequence[int] = ()
     """Target tokens that the translation must begin with."""
     seed: int = 0
-    """Makes the samples of sentences differ."""
+    """Seed of the sentence's samples."""
     wanted: int = 1
-    """Hypotheses to find, at most ``decoding.beam_size``."""
+    """Number of hypotheses to find, at most ``decoding.beam_size``."""
 
 
 class Bucket(NamedTuple):
     """One compiled search, for sentences of similar lengths."""
 
     lengths: tuple[int, ...]
-    """Source lengths, end symbol included, that sentences are encoded in; caches have the capacity
-    for the last one.
+    """Source lengths, EOS included, to pad sentences to for the encoder. The last length is the
+    capacity of the caches.
     """
     rows: int
-    """Sentences in progress at a time."""
+    """Number of sentences decoded at a time."""
 
     @property
     def block_size(self) -> int:
-        """Sentences that are encoded at a time, all in one shape. Few, as seldom exactly as many of
-        a length wait.
+        """Number of sentences encoded at a time, in one shape. It is small, as few waiting
+        sentences have the same padded length.
         """
         return max(1, self.rows // 4)
 
     def length_of(self, sentence: Sentence) -> int:
-        """The length that a sentence is encoded in: its own one decides, end symbol included."""
+        """Padded source length of a sentence, which depends only on its own length."""
         return self.lengths[bisect_left(self.lengths, len(sentence.tokens) + 1)]
 
 
 def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
-    """A bucket for the lengths 16, 24, 32, ..., 128, one for those up to 512, one up to 2,048,
-    ..., to the longest; each with a quarter of the rows of the one before, the first with
-    ``batch_size``.
+    """Buckets for source lengths of up to 128, 512, 2,048, ..., ``longest``. The first bucket has
+    ``batch_size`` rows, and each further bucket has a quarter of the rows of its predecessor.
 
-    On accelerators only for 32, 64, 128, ...: there padding costs less than compiling an encoder.
+    Padded lengths are 16, 24, 32, 48, 64, ...; on accelerators 32, 64, 128, ..., as padding costs
+    less there than compiling another encoder.
     """
 
     widths = _widths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
@@ -65,14 +65,14 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
 
 
 def bucket_of(buckets: Sequence[Bucket], sentence: Sentence) -> Bucket:
-    """The bucket that a sentence is searched in."""
+    """The bucket for a sentence's length."""
     return next(bucket for bucket in buckets if len(sentence.tokens) < bucket.lengths[-1])
 
 
 def in_blocks(
     buckets: Sequence[Bucket], sentences: Mapping[int, Sentence]
 ) -> Iterator[tuple[Bucket, list[dict[int, Sentence]]]]:
-    """Each bucket with its numbered sentences in blocks of one encoded length, longest first."""
+    """Each bucket with its numbered sentences in blocks of one padded length, longest first."""
     in_order = sorted(sentences, key=lambda number: -len(sentences[number].tokens))
     for bucket, its in groupby(in_order, key=lambda n: bucket_of(buckets, sentences[n])):
         blocks = list[dict[int, Sentence]]()
@@ -85,8 +85,8 @@ def in_blocks(
 def make_block(
     bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
 ) -> tuple[np.ndarray, Block]:
-    """The source tokens of numbered sentences of one encoded length, and all else of their block
-    but the cache. ``longest_target`` limits a target by the length of its source.
+    """Source tokens of numbered sentences of one padded length, and their ``Block`` without a
+    cache. ``longest_target`` maps a source length to the maximum target length.
     """
     size, capacity = bucket.block_size, bucket.lengths[-1]
     length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
@@ -106,7 +106,7 @@ def make_block(
 
 
 def padded_length(length: int, smallest: int) -> int:
-    """The next of s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ... (s is even): few shapes to compile."""
+    """Round up to s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ... (s is even), for few shapes to compile."""
     return next(width for width in _widths(smallest) if width >= length)
 
 

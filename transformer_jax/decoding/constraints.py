@@ -1,6 +1,6 @@
-"""Which tokens may come next, in beam search and sampling alike.
+"""Constraints on the next token, for beam search and sampling.
 
-Letters as in ``search.py``.
+Shape letters are as in ``search.py``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from jax import Array
 
 from transformer_jax.errors import UserError
 
-# Stands for log 0. Finite, so that no sum or difference gives NaN; real log-probabilities stay far
-# above half of it.
+# Stands for log 0. Finite, so that sums and differences are never NaN. Real log-probabilities stay
+# far above half of it.
 IMPOSSIBLE = -1e9
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """Rules for the next token. Probabilities are not normalized again over the allowed tokens:
-    the log-probabilities that a search reports stay the model's own.
+    """Rules for the next token. Probabilities are not renormalized over the allowed tokens, so
+    reported log-probabilities are the model's own.
     """
 
     min_length: int = 0
-    """Tokens before EOS is allowed."""
+    """Minimum number of tokens before EOS."""
     suppress: tuple[int, ...] = ()
     """Tokens that are never generated."""
     no_repeat_ngram: int = 0
@@ -43,14 +43,15 @@ class Constraints:
         eos_id: int,
         pad_id: int,
     ) -> Array:
-        """Logits that are IMPOSSIBLE for tokens which may not come next: what would complete an
-        n-gram again, the suppressed ones, PAD, and EOS before ``min_length``.
+        """Set the logits of forbidden tokens to IMPOSSIBLE: tokens that would repeat an n-gram,
+        suppressed tokens, PAD, and EOS before ``min_length``.
 
-        Only these are written; a copy of all logits would cost more than the rest of the search.
+        Only these logits are written; copying all logits would cost more than the rest of the
+        search.
 
         Args:
-          tokens_RL: what each of R hypotheses has written: its first ``position_R`` tokens.
-          forced_R: the one token that must come next, whatever the rules say; negative: any may.
+          tokens_RL: tokens of each of R hypotheses; the first ``position_R`` are valid.
+          forced_R: the token that must come next, regardless of the rules; negative: not forced.
         """
         is_free_R1, rows_R1 = forced_R[:, None] < 0, jnp.arange(len(forced_R))[:, None]
         if self.no_repeat_ngram:
@@ -67,14 +68,14 @@ class Constraints:
 
 
 def require_at_least(least: float, **settings: float) -> None:
-    """``UserError`` unless each of them is a number of at least ``least``."""
+    """Raise ``UserError`` unless every setting is at least ``least``."""
     for name, value in settings.items():
-        if not value >= least:  # NaN is not
+        if not value >= least:  # rejects NaN too
             raise UserError(f"{name} is {value}; expected at least {least}.")
 
 
 def _ends_of_repeats(tokens_RL: Array, position_R: Array, n: int) -> Array:
-    """For each token of the history: would it, written again, complete an n-gram again?"""
+    """Mask of the written tokens that would repeat an n-gram as the next token."""
     length = tokens_RL.shape[1]
     index_L = jnp.arange(length)
     repeats_RL = (index_L[None] >= n - 1) & (index_L[None] < position_R[:, None])

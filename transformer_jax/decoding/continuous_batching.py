@@ -1,11 +1,11 @@
-"""Continuous batching: when a sentence is done, a waiting one takes its row.
+"""Continuous batching: when a sentence is done, a waiting sentence takes its row.
 
-A batch that starts and ends together computes until its longest sentence is done. ``seat`` hands
-rows over in between. It is one compiled function with one loop of steps, and serves both drivers:
-``Engine.search`` seats block after block of a file and reads all results at the end; ``Workers``
-seats what has arrived, and reads after a few steps.
+A static batch runs until its longest sentence is done. ``seat`` refills finished rows earlier. It
+is one compiled function with one loop of steps, and it has two callers. ``Engine.search`` seats a
+file block by block and reads all results at the end. ``Workers`` seats the sentences that have
+arrived and reads results after a few steps.
 
-Letters as in ``search.py``, Q sentences of a block, and R rows handed over at a time.
+Shape letters are as in ``search.py``; Q sentences of a block and R rows refilled at a time.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ NOBODY = -1
 
 
 class Block(NamedTuple):
-    """Sentences that get rows together; every leaf has Q first. A block may end in places that
-    nobody takes.
+    """Sentences to assign rows to; every leaf has Q as its first axis. The last places may be
+    empty.
     """
 
     number_Q: Any
-    """Tells the sentences apart; NOBODY: no sentence."""
+    """Number of the sentence in each place; NOBODY: none."""
     limit_Q: Any
     prefix_QP: Any
     seed_Q: Any
     wanted_Q: Any
     cache: Any
-    """The sentences' own, of which only what belongs to the source is read."""
+    """KV cache of the sentences; only its source part is read."""
 
 
 class Rows(NamedTuple):
-    """Sentences in progress, or done, in the rows of a batch; every leaf has B first."""
+    """Rows of a batch with their sentences, running or done; every leaf has B as its first axis."""
 
     number_B: Array
-    """The sentence in each row; NOBODY: none."""
+    """Number of the sentence in each row; NOBODY: none."""
     state: SearchState
     cache: Any
 
 
 class Found(NamedTuple):
-    """Results of the sentences that were in some rows; every leaf has the rows first."""
+    """Results of the sentences in R rows; every leaf has R as its first axis."""
 
     number_R: Array
     results: SearchResult
@@ -57,17 +57,17 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSearch:
-    """A search in the rows of a batch; no result depends on the other rows."""
+    """A search in the rows of a batch; each result is independent of other rows."""
 
     method: Method
     step: Callable[..., tuple[Array, Any]]
     """``step(tokens_BW, cache, length=...)``, as ``Transformer.decode_step``."""
     max_length: int
     shortest: int = 0
-    """No sentence's step needs to attend to less than so many positions."""
+    """Shortest attention length that gets a loop of its own."""
 
     def start(self, block: Block) -> SearchState:
-        """The sentences of a block as they begin."""
+        """Initial search state of a block's sentences."""
         return self.method.start(
             block.limit_Q,
             max_length=self.max_length,
@@ -79,14 +79,14 @@ class RowSearch:
     def seat(
         self, rows: Rows, block: Block, most: Array, enough: Array
     ) -> tuple[Rows, Found, Array]:
-        """Give a row to every sentence of the block, taking steps until enough rows are idle. Then
-        take up to ``most`` steps, fewer once ``enough`` more sentences, or all, are done.
+        """Assign a row to every sentence of the block, running steps until enough rows are idle.
+        Then run up to ``most`` steps, fewer once ``enough`` more sentences, or all, are done.
 
-        Returns the rows, the results of the Q sentences that had these rows before, and the number
-        of steps.
+        Returns the rows, the results of the refilled rows' previous sentences (Q places), and the
+        number of steps.
 
-        Rows are handed over as soon as 1/16 of them are idle (on a GPU 1/8), or enough for the
-        rest of the block. No loop holds a branch, through which caches would be copied.
+        Rows are refilled as soon as 1/16 of them are idle (1/8 on a GPU), or enough for the rest
+        of the block. The loops have no branches, as a branch would copy the caches.
         """
         B = len(rows.number_B)
         least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
@@ -121,10 +121,10 @@ class RowSearch:
         return carry.stepped.rows, left, carry.stepped.num_steps
 
     def _step_while(self, goes_on: Callable[[_Stepped], Array], stepped: _Stepped) -> _Stepped:
-        """Take steps while ``goes_on(stepped)``.
+        """Run steps while ``goes_on(stepped)``.
 
-        There is a loop for each length that steps may attend to: as rows take more tokens in, the
-        next loop goes on.
+        Each attention length has a loop. When a row needs more positions, the loop of the next
+        length continues.
         """
 
         def suffices(length: int, stepped: _Stepped) -> Array:
@@ -140,7 +140,7 @@ class RowSearch:
         return jax.lax.while_loop(goes_on, partial(self._step, longest), stepped)
 
     def _step(self, length: int, stepped: _Stepped) -> _Stepped:
-        """Write one token of every row's sentence, attending to ``length`` positions."""
+        """Decode one token in every row, attending to ``length`` positions."""
         number_B, state, cache = stepped.rows
         state, cache = take_step(
             self.method,
@@ -159,13 +159,13 @@ class _Stepped(NamedTuple):
 
 class _Carry(NamedTuple):
     stepped: _Stepped
-    left: Found  # of the sentences whose rows the block's have taken
-    next: Array  # the next sentence of the block
+    left: Found  # results from the refilled rows
+    next: Array  # place of the next sentence in the block
     has_advanced: Array
 
 
 def _hand_over(carry: _Carry, entering: Rows, num_sentences: Array) -> _Carry:
-    """Up to R idle rows: their results go out, the next sentences come in."""
+    """Refill up to R idle rows: move their results out and the next sentences in."""
     number_B, state, cache = carry.stepped.rows
     B, Q = len(number_B), len(entering.number_B)
     R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))
@@ -174,7 +174,7 @@ def _hand_over(carry: _Carry, entering: Rows, num_sentences: Array) -> _Carry:
     is_seated_R = state.done_B[rows_R] & (next_R < num_sentences)
     new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], entering)
     left = jax.tree.map(lambda x: x[rows_R], Found(number_B, state.finished))
-    into_R = jnp.where(is_seated_R, rows_R, B)  # B is no row
+    into_R = jnp.where(is_seated_R, rows_R, B)  # B is out of range
     rows = Rows(
         _put(number_B, into_R, new.number_B),
         _put(state, into_R, new.state),
@@ -188,5 +188,5 @@ def _hand_over(carry: _Carry, entering: Rows, num_sentences: Array) -> _Carry:
 
 
 def _put(tree: Any, index_R: Array, values: Any) -> Any:
-    """Indices outside are dropped."""
+    """Set ``values`` at ``index_R`` in every leaf; out-of-range indices are dropped."""
     return jax.tree.map(lambda x, new: x.at[index_R].set(new, mode="drop"), tree, values)

@@ -1,4 +1,4 @@
-"""Which devices decode."""
+"""Devices for decoding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ROWS_OF_A_CORE = 16
 
 
 def devices_for_rows(rows: int) -> list[jax.Device]:
-    """All devices, of a CPU as many as get 16 rows each.
+    """Devices that share ``rows``: one row or more per accelerator, 16 or more per CPU device.
 
-    If JAX has not started yet, each CPU core becomes a device: a search on one device that all
-    cores share is up to 10% slower (docs/performance.md).
+    If JAX is not initialized yet, each CPU core becomes a device. One device shared by all cores
+    is up to 10% slower (docs/performance.md).
     """
     most = max(1, rows // _ROWS_OF_A_CORE)
-    with contextlib.suppress(RuntimeError):  # it has started
+    with contextlib.suppress(RuntimeError):  # JAX is initialized
         jax.config.update("jax_num_cpu_devices", min(most, num_cores()))
     devices = find_devices()
     return devices[: most if devices[0].platform == "cpu" else rows]

@@ -1,4 +1,4 @@
-"""Token ids in, token ids out: sentences of all lengths in few compiled searches."""
+"""Search over token ids: sentences of all lengths in a few compiled searches."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 _ALL = 2**30
 
-# For the function that holds the search's loop, by backend.
+# For the compiled search loop, by backend.
 _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # Without this, XLA copies caches that could be updated in place.
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
-    # The whole search as one CUDA graph: all that XLA puts into graphs by itself, and loops. The
-    # host would have to say after every step whether there is one more.
+    # Run the whole search as one CUDA graph: XLA's default commands, conditionals and loops.
+    # Otherwise the host decides after every step whether to continue.
     "gpu": {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
         "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
@@ -56,29 +56,29 @@ _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Hypothesis(NamedTuple):
-    """A translation."""
+    """A translation as token ids, with its scores."""
 
     tokens: list[int]
     """Target tokens without EOS."""
     score: float
     log_prob: float
     token_log_probs: list[float]
-    """One more than ``tokens``: the end symbol's is the last."""
+    """Log-probabilities of ``tokens`` and, last, of EOS."""
 
 
 class Engine:
-    """The search of one model, or of several whose probabilities are averaged, on one device.
+    """Search of one model, or of an ensemble, on one device.
 
-    A sentence's own length decides in which shape it is encoded and in which of few buckets it is
-    searched. Its result does not depend on the sentences around it.
+    A sentence's padded length and bucket depend only on its own length. Its result does not depend
+    on other sentences.
 
     Attributes:
-      buckets: one for sources of up to 128 tokens, one with a quarter of the rows for those of up
-        to 512, and so on.
-      longest_source: tokens, end symbol included.
-      method: the search that ``config`` asks for.
-      new_rows: a function of a bucket: idle rows on the device.
-      results: a function of rows: the results of those whose sentences are done.
+      buckets: for sources of up to 128 tokens, of up to 512 tokens with a quarter of the rows, and
+        so on.
+      longest_source: maximum source length in tokens, EOS included.
+      method: ``BeamSearch`` or ``Sampling``, from ``config``.
+      new_rows: function that makes idle rows for a bucket on the device.
+      results: function that returns the results of finished rows.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Engine:
         suppress: tuple[int, ...] = (),
         device: jax.Device | None = None,
     ):
-        """``suppress`` is what ``check_decoding`` gives for ``config``. Without a ``device`` the
-        search runs where the parameters are.
+        """``suppress`` has the token ids that ``check_decoding`` returns for ``config``. The search
+        runs on ``device`` (default: the parameters' device).
 
         Raises:
-          UserError: a beam wider than the vocabulary, models with different vocabularies.
+          UserError: the beam is wider than the vocabulary; models have different vocabularies.
         """
         model = as_one(models)
         self.config, self.method = config, _method(config, suppress)
@@ -117,10 +117,10 @@ class Engine:
 
     @property
     def parameters(self) -> Any:
-        """The model's, as ``nnx.to_pure_dict`` gives them (several models': an ``Ensemble``'s).
+        """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
-        Newer ones may be assigned, as such a dict or as ``nnx.State``, and go to the device at
-        once; nothing is compiled again.
+        Assign such a dict or an ``nnx.State`` to update them. New parameters move to the device at
+        once, without recompilation.
         """
         return self._parameters
 
@@ -128,7 +128,7 @@ class Engine:
     def parameters(self, parameters: Any) -> None:
         if isinstance(parameters, nnx.State):
             parameters = nnx.to_pure_dict(parameters)
-        # Now, not in every search.
+        # Transfer once, not in every search.
         self._parameters = jax.device_put(parameters, self._device)
         self._weights = {}
         if parameters:
@@ -137,26 +137,26 @@ class Engine:
 
     @property
     def model(self) -> Transformer | Ensemble:
-        """The model, with the parameters it has now."""
+        """The model with its current parameters."""
         return nnx.merge(self._graph, self.parameters)
 
     def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
-        """The hypotheses that each sentence wants, best first; none where the search finds none
-        (with a warning where the model's logits were NaN).
+        """Find each sentence's ``wanted`` hypotheses, best first. A list is empty if the search
+        finds none (with a warning if the model's logits were NaN).
 
         Raises:
-          UserError: a source that is too long, token ids outside the vocabulary.
+          UserError: a source is too long; token ids are outside the vocabulary.
         """
         return search_together([self], sentences)
 
     def check(self, sentences: Sequence[Sentence]) -> None:
-        """Raise ``UserError`` for what cannot be searched."""
+        """Raise ``UserError`` for sources that are too long or token ids outside the vocabulary."""
         for index, sentence in enumerate(sentences):
             if len(sentence.tokens) >= self.longest_source:
                 raise UserError(
                     f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most "
-                    f"{self.longest_source - 1}, one less than decoding.max_source_length (or "
-                    "model.max_positions of learned ones), for the end symbol."
+                    f"{self.longest_source - 1}, which leaves one position of "
+                    "decoding.max_source_length (or of learned model.max_positions) for EOS."
                 )
             for side, tokens, size in (
                 ("source", sentence.tokens, self._source_size),
@@ -165,12 +165,12 @@ class Engine:
                 if len(tokens) and not 0 <= min(tokens) <= max(tokens) < size:
                     raise UserError(
                         f"Sentence {index} has {side} tokens from {min(tokens)} to {max(tokens)}; "
-                        f"expected ids of the vocabulary, 0..{size - 1}."
+                        f"expected token ids of the vocabulary, 0..{size - 1}."
                     )
 
     def dispatch(self, sentences: Mapping[int, Sentence]) -> Iterator[Found]:
-        """Start the search of numbered sentences, block by block. The device need not have finished
-        what this yields; each sentence is in one of the results.
+        """Start the search of numbered sentences, block by block. Yields results that the device
+        may still be computing; each sentence is in one of them.
         """
         for bucket, blocks in in_blocks(self.buckets, sentences):
             rows = self.new_rows(bucket)
@@ -182,21 +182,21 @@ class Engine:
             yield self.results(rows)
 
     def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Block:
-        """A block of at most ``bucket.block_size`` numbered sentences of one encoded length."""
+        """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
         source_QS, block = make_block(bucket, sentences, self.longest_target)
         return block._replace(cache=self._encode(self._weights, source_QS, bucket=bucket))
 
     def seat(
         self, bucket: Bucket, rows: Rows, block: Block, *, most: int, enough: int
     ) -> tuple[Rows, Found]:
-        """``RowSearch.seat`` on the device, which overwrites ``rows``."""
+        """Run ``RowSearch.seat`` on the device; donates ``rows``."""
         limits = np.int32(most), np.int32(enough)
         return self._seat(self._weights, rows, block, *limits, bucket=bucket)
 
     def lowered(
         self, bucket: Bucket, sharding: SingleDeviceSharding | None = None
     ) -> jax.stages.Lowered:
-        """The search of one of ``buckets``, to look at; for ``sharding``'s device, if given."""
+        """Lower the search of a bucket for inspection, for the device of ``sharding`` if given."""
         rows, block = jax.eval_shape(lambda: (self.new_rows(bucket), self.encode(bucket, {})))
         given = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -205,7 +205,7 @@ class Engine:
         return self._seat.lower(*given, bucket=bucket)
 
     def longest_target(self, source_length: int) -> int:
-        """Positions that any translation of a source of this length can need."""
+        """Maximum target length, EOS included, for a source of this length."""
         return min(source_length + self.config.max_extra_length, self._position_limit)
 
     def _encode_block(self, weights: Any, source_QS: jax.Array, *, bucket: Bucket) -> Any:
@@ -259,15 +259,15 @@ class Engine:
 def search_together(
     engines: Sequence[Engine], sentences: Sequence[Sentence]
 ) -> list[list[Hypothesis]]:
-    """The hypotheses of ``Engine.search``, by engines that are alike but for their devices. No more
-    of them take part than it takes to give every sentence a row.
+    """Run ``Engine.search`` on several engines that differ only in their devices. Uses only as many
+    engines as it takes to give every sentence a row.
     """
     engines[0].check(sentences)
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))
     if order:
         bucket = bucket_of(engines[0].buckets, sentences[order[0]])
         engines = engines[: -(-len(order) // bucket.rows)]
-    # The devices get all the work, in turn, before the first result is waited for.
+    # Dispatch all work to the devices in turn before waiting for the first result.
     turns = zip_longest(
         *(
             engine.dispatch({index: sentences[index] for index in order[place :: len(engines)]})
@@ -284,8 +284,8 @@ def search_together(
                 found_of[index] = hypotheses(found, row)[: sentences[index].wanted]
     if num_nan:
         message = (
-            "%d of %d sentences have no result, as the model's logits were NaN or infinite. Its "
-            "parameters are damaged, or training has diverged."
+            "%d of %d sentences have no result because the model's logits were NaN or infinite. "
+            "The parameters are corrupt, or training diverged."
         )
         logger.warning(message, num_nan, len(sentences))
     return found_of
@@ -318,7 +318,7 @@ def _results(rows: Rows) -> Found:
 
 
 def hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
-    """The filled slots of one sentence."""
+    """Hypotheses in the filled slots of one sentence."""
     slots = zip(*(x[place].tolist() for x in results), strict=True)
     return [
         Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])

@@ -1,6 +1,6 @@
-"""Several Transformers that decode as one.
+"""Ensemble decoding with several Transformers.
 
-Letters as in ``model/attention.py`` and ``search.py``; M models.
+Shape letters are as in ``model/attention.py`` and ``search.py``; M models.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class EnsembleCache:
 
     @property
     def needed_B(self) -> Array:
-        """How many positions each sentence's next step must attend to."""
+        """Number of positions that each sentence's next step must attend to."""
         return self.caches[0].needed_B
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Numbers of positions that a step may be limited to."""
+        """Attention lengths that a step may be limited to."""
         return self.caches[0].lengths
 
     def reorder(self, parents_BW: Array) -> EnsembleCache:
-        """Beam w continues what was beam ``parents_BW[b, w]``."""
+        """Make beam w of sentence b continue beam ``parents_BW[b, w]``."""
         return EnsembleCache(tuple(cache.reorder(parents_BW) for cache in self.caches))
 
     def replace_rows(self, rows_R: Array, fresh: EnsembleCache) -> EnsembleCache:
-        """Put the R sentences of ``fresh``, which have not begun, into rows ``rows_R``."""
+        """Put the R new sentences of ``fresh`` into rows ``rows_R``."""
         pairs = zip(self.caches, fresh.caches, strict=True)
         return EnsembleCache(tuple(cache.replace_rows(rows_R, new) for cache, new in pairs))
 
@@ -50,15 +50,15 @@ class EnsembleCache:
 
 
 class Ensemble(nnx.Module):
-    """Decodes by the mean of its models' probabilities, with the methods of ``Transformer``."""
+    """Mean of several models' probabilities, with the methods of ``Transformer``."""
 
     def __init__(self, models: Sequence[Transformer]):
-        """Raises ``UserError`` for models with different vocabularies, or none."""
+        """Raises ``UserError`` if ``models`` is empty or their vocabularies differ."""
         sizes = list(map(vocabulary_sizes, models))
         if len(set(sizes)) != 1:
             raise UserError(
-                f"The models have {sizes} source and target tokens; expected one or more models of "
-                "one vocabulary."
+                f"The models have {sizes} source and target tokens; expected one or more models "
+                "with the same vocabulary sizes."
             )
         self.models = nnx.List(models)
 
@@ -68,7 +68,7 @@ class Ensemble(nnx.Module):
         return min((model.config for model in self.models), key=lambda x: x.position_limit)
 
     def hidden(self, source_BS: Array, target_BT: Array) -> tuple[Array, ...]:
-        """Each decoder's output, for ``logits``."""
+        """Decoder output of each model, as input for ``logits``."""
         return tuple(model.hidden(source_BS, target_BT) for model in self.models)
 
     def logits(self, hidden: tuple[Array, ...]) -> Array:
@@ -77,12 +77,12 @@ class Ensemble(nnx.Module):
         return _log_mean([model.logits(hidden_BTD) for model, hidden_BTD in each])
 
     def cross_attention(self, source_BS: Array, target_BT: Array, layer: int) -> Array:
-        """As ``Transformer.cross_attention``, the mean over the models."""
+        """Mean of ``Transformer.cross_attention`` over the models."""
         each = [model.cross_attention(source_BS, target_BT, layer) for model in self.models]
         return jnp.stack(each).mean(axis=0)
 
     def encode(self, source_BS: Array) -> tuple[Array, ...]:
-        """Each encoder's output, ``memory_BSD``."""
+        """Encoder output ``memory_BSD`` of each model."""
         return tuple(model.encode(source_BS) for model in self.models)
 
     def start_cache(
@@ -105,26 +105,26 @@ class Ensemble(nnx.Module):
 
 
 def as_one(models: Transformer | Ensemble | Sequence[Transformer]) -> Transformer | Ensemble:
-    """One model as it is, several as an ``Ensemble``."""
+    """Return one model unchanged, several models as an ``Ensemble``."""
     if isinstance(models, Transformer | Ensemble):
         return models
     return models[0] if len(models) == 1 else Ensemble(models)
 
 
 def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
-    """The numbers of source and target tokens."""
+    """Source and target vocabulary sizes."""
     config = model.config
     return config.source_vocab_size or config.vocab_size, config.vocab_size
 
 
 def with_cast_matrices(model: Transformer | Ensemble) -> Transformer | Ensemble:
-    """The model with its matrices stored in their ``dtype`` (``with_cast_weights``)."""
+    """The model with its matrices stored in ``compute_dtype``; see ``with_cast_weights``."""
     if isinstance(model, Ensemble):
         return Ensemble([with_cast_weights(each) for each in model.models])
     return with_cast_weights(model)
 
 
 def _log_mean(logits: Sequence[Array]) -> Array:
-    """The logarithm of the mean of the models' probabilities."""
+    """Logarithm of the models' mean probabilities."""
     log_probs = jnp.stack([jax.nn.log_softmax(each) for each in logits])
     return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(logits))

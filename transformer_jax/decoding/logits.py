@@ -1,6 +1,6 @@
-"""Top-k of rows as wide as the vocabulary.
+"""Top-k over rows of vocabulary size.
 
-Letters: R rows, V columns, K of the largest, Q chunks of a row.
+Shape letters: R rows, V columns, K largest values, Q chunks of a row.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _CHUNK = {"cpu": 32, "gpu": 128}
 
 
 def top_k(x_RV: Array, k: int) -> tuple[Array, Array]:
-    """``jax.lax.top_k`` of each row, on CPUs and GPUs in two exact stages, which are several times
-    faster on wide rows.
+    """``jax.lax.top_k`` of each row. On CPU and GPU it runs in two exact stages, which are several
+    times faster on wide rows.
 
-    The first stage takes chunks by their maxima. They hold the k largest values: of the chunks that
-    go before the chunk of such a value, each has a larger one. Sorted chunks keep the order among
-    equal values: the lowest index first.
+    The first stage selects the k chunks with the largest maxima. They hold the k largest values, as
+    k maxima outrank any value in other chunks. Sorting the chunks breaks ties in favor of the
+    lowest index.
     """
     (rows, width), chunk = x_RV.shape, _CHUNK.get(jax.default_backend(), 0)
     if not chunk or width < 2 * k * chunk:

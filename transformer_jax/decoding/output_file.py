@@ -1,4 +1,4 @@
-"""The output of decode.py: stdout, or a file that can be resumed."""
+"""Output of decode.py: stdout or a resumable file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ Write: TypeAlias = Callable[[Sequence[str]], None]
 def open_output(
     path: str | None, *, resume: bool = False, numbered: bool = False
 ) -> Iterator[tuple[Write, int]]:
-    """A function that writes the lines of one sentence, and the number of sentences already there.
+    """Open the output. Yields a function that writes the lines of one sentence, and the number of
+    sentences that the file already has.
 
-    Lines have left this process when that function returns. However the process ends, every line
-    of a file but the last is complete.
+    The function flushes its lines before it returns. However the process ends, every line of a file
+    except the last is complete.
 
     Args:
       path: file, device or named pipe; None: stdout.
-      resume: keep the complete sentences of the file; without it the file starts empty.
+      resume: keep the complete sentences of the file; otherwise the file is truncated.
       numbered: a sentence may have several lines, ``number ||| ...``.
 
     Raises:
@@ -42,7 +43,7 @@ def open_output(
         return
     with open(path, "ab", buffering=0) as file, ExitStack() as stack:
         kept = size = 0
-        if regular := Path(path).is_file():  # no device or named pipe
+        if regular := Path(path).is_file():  # not a device or named pipe
             try:
                 stack.enter_context(locked(Path(path)))
             except BlockingIOError:
@@ -57,7 +58,7 @@ def open_output(
             yield partial(_write, file), kept
         except BaseException as error:
             if regular:
-                said = "%s keeps what is translated; the same command with --resume continues it."
+                said = "%s keeps the finished lines; repeat the command with --resume to continue."
                 logger.info(said, path)
             if isinstance(error, OSError):  # a full disk, for example
                 error.filename = error.filename or path
@@ -65,12 +66,12 @@ def open_output(
 
 
 def complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
-    """The number of sentences that a file holds in full, and their size in bytes.
+    """Number of complete sentences in a file, and their size in bytes.
 
-    A last line without its newline does not count. Nor does the last sentence of a ``numbered``
-    file: more of its lines may have been due.
+    A last line without a newline does not count. The last sentence of a ``numbered`` file does not
+    count either, as some of its lines may be missing.
     """
-    count = start = size = 0  # start: of the last sentence
+    count = start = size = 0  # start: offset of the last sentence
     last = None
     with open(path, "rb") as file:
         for line in file:
@@ -84,8 +85,8 @@ def complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
 
 
 def _write(file: BinaryIO | FileIO, lines: Sequence[str]) -> None:
-    # Half of a surrogate pair, in a field of JSON that is passed through, becomes an escape again.
+    # A lone surrogate in a JSON field that is passed through becomes an escape again.
     text = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
-    while text:  # a full disk may take a part
+    while text:  # a full disk may accept only part of it
         text = text[file.write(text) :]
     file.flush()

@@ -1,6 +1,6 @@
-"""What decode.py does: read a block of lines, translate or score it, write it, until the end.
+"""Main loop of decode.py: read a block of lines, translate or score it, write the results.
 
-JAX is loaded once the flags are known to be right.
+JAX is imported only after the flags are validated.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ Answers: TypeAlias = Iterator[tuple[Record, list[Translation]]]
 
 @dataclass(frozen=True)
 class Files(Section):
-    """What is read and written."""
+    """Input and output files."""
 
     input: str | None = None
-    """File to translate, UTF-8, .gz too, or its URL. Default: stdin."""
+    """File or URL to translate, in UTF-8, optionally .gz. Default: stdin."""
     output: str | None = None
     """File to write. Default: stdout."""
     format: Literal["text", "jsonl"] = "text"
-    """text: a sentence a line. jsonl: an object a line; its other fields are kept."""
+    """text: one sentence per line. jsonl: one object per line, whose other fields are kept."""
     text_field: str = "text"
     """JSONL: the field to translate. A field `prefix` forces the beginning of the translation."""
     resume: bool = False
     """Keep the complete sentences of --output and continue after them."""
     shard: str = "0/1"
-    """i/n: translate lines i, i + n, i + 2n, ... only (from 0); other processes translate the
-    others."""
+    """i/n: translate only lines i, i + n, i + 2n, ... (from 0), so that n processes can share the
+    input."""
     window: Positive | None = None
-    """Lines that are read, then translated, at a time; 1 for a program that waits for each answer.
-    Default: 1 at a terminal, otherwise 100 batches."""
+    """Number of lines to read before translating them; use 1 if a program waits for each output
+    line. Default: 1 at a terminal, otherwise 100 batches."""
 
     @property
     def part(self) -> tuple[int, int]:
-        """``shard`` as two numbers: ``0/4``, the first of four, is (0, 4)."""
+        """``shard`` as two numbers: (0, 4) for ``0/4``, the first of four shards."""
         i, _, n = self.shard.partition("/")
         return int(i), int(n)
 
@@ -81,43 +81,42 @@ class Files(Section):
         yield (
             "output",
             not (self.output or "").endswith(".gz"),
-            "a name without .gz, as what is written is not compressed",
+            "a name without .gz, as output is not compressed",
         )
         yield (
             "text_field",
             self.text_field not in OUTPUT_FIELDS,
-            "another field, as translating writes this one",
+            "another field, as translation overwrites this one",
         )
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Comparing with given translations."""
+    """Evaluation with given translations."""
 
     reference: str | None = None
-    """File of reference translations: BLEU and chrF of the output go to stderr."""
+    """File of reference translations; BLEU and chrF of the output are printed to stderr."""
     bleu_tokenize: str | None = None
-    """sacreBLEU's tokenisation for --reference. Default: the run's training.bleu_tokenize."""
+    """sacreBLEU tokenizer for --reference. Default: the run's training.bleu_tokenize."""
     bleu_language: str | None = None
-    """The target language (de, fr, ...): BLEU with --reference also as the paper has it, of Moses'
-    tokens with compounds split. Default: the run's training.bleu_language."""
+    """Target language (de, fr, ...): --reference also prints BLEU as in the paper, on Moses tokens
+    with compounds split. Default: the run's training.bleu_language."""
     score: str | None = None
-    """File of targets, a line for each input line: print their log-probabilities instead of
-    translating."""
+    """File of targets, one per input line: print their log-probabilities instead of translating."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Translate lines of text with a trained model: one line out for each line in."""
+    """Translate lines of text with a trained model: one output line for each input line."""
 
     workdir: tuple[str, ...] = ()
-    """Work directory of a training run, or the folder of one of its checkpoints, or the URL of
-    either; several: their models translate together (mean of their probabilities)."""
+    """Path or URL of a work directory or of one of its checkpoints. Several: decode with an
+    ensemble of their models (mean of their probabilities)."""
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
-    training chose; of a single checkpoint's folder, itself."""
+    """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
+    end of training; for a checkpoint's folder, this checkpoint alone."""
     compilation_cache: str = "auto"
-    """Folder where compiled functions are kept between runs. off: they are not. auto:
+    """Folder of the persistent compilation cache. off: no cache. auto:
     JAX_COMPILATION_CACHE_DIR, or else transformer_jax/compiled in the user's cache folder
     (XDG_CACHE_HOME or ~/.cache)."""
     files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
@@ -129,12 +128,13 @@ class Arguments:
 
 
 def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
-    """The flags, and the config of the first run, whose search settings they replace.
+    """Parse and check the flags. Returns the flags and the config of the first run, whose search
+    settings they override.
 
-    Work directories at URLs are copied to this machine first, and replaced by their copies.
+    Work directories at URLs are copied to this machine first; the returned flags have local paths.
 
     Raises:
-        UserError: values that cannot work, or a work directory without a config.
+        UserError: invalid values, or a work directory without a config.
     """
     workdirs = tuple(local_copy(workdir) for workdir in flag_values(argv, "workdir"))
     config = load_config_file(workdirs[0]) if workdirs else Config()
@@ -146,7 +146,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     if files.window == 1 and "batch-size" not in given:
         search = dataclasses.replace(search, batch_size=1)
     by_default = config.decoding.method == "beam" and "beam-size" not in given
-    if search.method == "sample" and by_default:  # the run's is no number of samples
+    if search.method == "sample" and by_default:  # the run's value is a beam width
         search = dataclasses.replace(search, beam_size=results.nbest)
     if evaluation.score is not None:
         results = dataclasses.replace(results, nbest=1, token_scores=True)
@@ -157,26 +157,26 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
         )
     inputs = filter(None, (files.input, evaluation.reference, evaluation.score))
     if files.output and Path(files.output).resolve() in [Path(path).resolve() for path in inputs]:
-        raise UserError(f"output is {files.output!r}, which is read; expected another file.")
+        raise UserError(f"output is {files.output!r}, also an input; expected another file.")
     return dataclasses.replace(
         arguments, workdir=workdirs, files=files, results=results, search=search
     ), config
 
 
 def local_copy(workdir: str) -> str:
-    """The path of a work directory; a URL is copied to this machine."""
+    """Local path of a work directory; a URL is copied to this machine."""
     if is_url(workdir):
-        from transformer_jax.remote_workdir import local_workdir  # loads JAX
+        from transformer_jax.remote_workdir import local_workdir  # imports JAX
 
         return str(local_workdir(workdir))
     return str(local_path(workdir))
 
 
 def decode(argv: Sequence[str]) -> None:
-    """Do what the flags ask for.
+    """Run decode.py with these flags.
 
     Raises:
-        UserError: wrong flags, or the input has a fault. What comes before a fault is written.
+        UserError: invalid flags or input. Output before the invalid line is written.
         OSError: a file cannot be read or written.
     """
     arguments, config = checked_flags(argv)
@@ -187,7 +187,7 @@ def decode(argv: Sequence[str]) -> None:
     if asked.reference is not None:
         from transformer_jax.evaluation import check_bleu, evaluate  # sacreBLEU is slow to import
 
-        check_bleu(tokenize, language)  # before hours of work
+        check_bleu(tokenize, language)  # fail before hours of work
         references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
     size = _size(files.input)
     answers = _load(arguments, config)
@@ -199,15 +199,15 @@ def decode(argv: Sequence[str]) -> None:
         shard=shard,
         targets=asked.score,
     )
-    first = list(islice(records, 1))  # an input that cannot be read leaves the output as it is
+    first = list(islice(records, 1))  # an unreadable input leaves the output unchanged
     results, text, best = arguments.results, files.format == "text", []
     lines = partial(results.text, scores=asked.score is not None) if text else results.json
     numbered = text and results.nbest > 1
     with open_output(files.output, resume=files.resume, numbered=numbered) as (write, kept):
         if kept and references is not None:
             raise UserError(
-                f"{files.output} has {kept} sentences already, and --reference needs all in "
-                "one run; leave --resume or --reference out."
+                f"{files.output} already has {kept} sentences, but --reference needs all of them "
+                "in one run; omit --resume or --reference."
             )
         left = _skip(chain(first, records), kept, files.output)
         for record, translations in answers(left):
@@ -215,20 +215,20 @@ def decode(argv: Sequence[str]) -> None:
             if references is not None:
                 best.append(translations[0].text)
     if _size(files.input) != size:
-        said = "%s has changed meanwhile; --resume translates lines that have been appended."
+        said = "%s changed during translation; run again with --resume to translate appended lines."
         logger.warning(said, files.input)
     if references is not None:
         print(evaluate(best, references, tokenize=tokenize, language=language), file=sys.stderr)
 
 
 def _size(file: str | None) -> int:
-    """Bytes of a file on this machine; 0 for anything else."""
+    """Size in bytes of a local file; 0 for anything else."""
     return Path(file).stat().st_size if file and Path(file).is_file() else 0
 
 
 def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], Answers]:
-    """The models, as a function that gives each record its translations, best first, or scores its
-    target.
+    """Load the models. Returns a function that yields each record with its translations, best
+    first, or with its scored target.
     """
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.decoding.devices import devices_for_rows
@@ -252,7 +252,7 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
             if isinstance(models, Scorer)
             else Scorer(models.model, models.tokenizer, models.config, devices=devices)
         )
-        aligner.align([], layer=results.alignment_layer)  # before an output is emptied
+        aligner.align([], layer=results.alignment_layer)  # fail before the output is truncated
 
     def answers(records: Iterator[Record]) -> Answers:
         for block in blocks(records, size):
@@ -270,7 +270,7 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
 
 
 def _aligned(answers: Answers, aligner: Scorer, layer: int) -> Answers:
-    for block in blocks(answers, aligner.config.batch_size):  # weights take much memory
+    for block in blocks(answers, aligner.config.batch_size):  # attention weights take much memory
         pairs = [(record.text, t) for record, translations in block for t in translations]
         aligned = iter(aligner.align(pairs, layer=layer))
         for record, translations in block:
@@ -278,12 +278,12 @@ def _aligned(answers: Answers, aligner: Scorer, layer: int) -> Answers:
 
 
 def _skip(records: Iterator[Record], count: int, output: str | None) -> Iterator[Record]:
-    """The records after the ``count`` whose output is there already."""
+    """Skip the first ``count`` records, whose output already exists."""
     if count:
-        logger.info("%d sentences were there already.", count)
+        logger.info("Skipping %d sentences that are already translated.", count)
     if (skipped := sum(1 for _ in islice(records, count))) < count:
         raise UserError(
-            f"{output} has {count} sentences already, the input only {skipped}; "
-            "expected the same input again."
+            f"{output} already has {count} sentences, but the input has only {skipped}; "
+            "expected the same input as before."
         )
     return records

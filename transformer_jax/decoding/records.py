@@ -1,4 +1,4 @@
-"""Lines to translate and their translations, read and written as plain text or JSONL."""
+"""Input lines and their translations, as plain text or JSONL."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ OUTPUT_FIELDS = (
     *("translation", "score", "log_prob", "hypotheses"),
     *("tokens", "token_scores", "source_tokens", "alignment"),
 )
-"""The fields that translating adds to a JSON object, or replaces."""
+"""Fields that translation adds to a JSON object or overwrites."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A line to translate, with options of its own."""
+    """A line to translate, with its own options."""
 
     text: str
     prefix: str = ""
-    """What the translation must begin with."""
+    """Text that the translation must begin with."""
     number: int = 0
-    """The line's number, for messages and for the random numbers of sampling; 0: its place in the
-    stream, from 1.
+    """Line number, for messages and as the seed of sampling; 0: the line's place in the stream,
+    from 1.
     """
 
 
@@ -42,9 +42,9 @@ class Record(Request):
     """One line of the input; its number is its position in the whole input, from 1."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of the JSON object that it came from."""
+    """Fields of the input JSON object."""
     target: str = ""
-    """What is to be scored as its translation."""
+    """Target to score."""
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,31 @@ class Translation:
 
     text: str
     score: float
-    """What the search ranks by: log_prob / ((c + length) / (c + 1))^alpha (``DecodingConfig``). Of
-    a line that was translated in segments: the mean of theirs.
+    """Ranking score: log_prob / ((c + length) / (c + 1))^alpha (``DecodingConfig``). For a line
+    translated in segments, the mean of the segments' scores.
     """
     log_prob: float
-    """Natural logarithm of the probability of all tokens, EOS included."""
+    """Natural log-probability of all tokens, EOS included."""
     length: int
-    """Tokens, EOS included (one for each segment of an over-long line)."""
+    """Number of tokens, with one EOS for each segment of an over-long line."""
     tokens: tuple[str, ...] = ()
-    """As in the vocabulary, without EOS; between segments of an over-long line it is there:
-    ``length - 1`` tokens.
+    """Vocabulary tokens without the last EOS: ``length - 1`` tokens. EOS separates the segments of
+    an over-long line.
     """
     token_log_probs: tuple[float, ...] = ()
-    """Log-probability of each token given those before it, EOS included: ``length`` numbers."""
+    """Log-probability of each token given the previous tokens, EOS included: ``length`` numbers."""
     alignment: Alignment | None = field(default=None, compare=False)
-    """What ``Scorer.align`` adds."""
+    """Alignment from ``Scorer.align``."""
 
 
 def check_text(text: object, name: str) -> None:
-    """``UserError`` unless ``text`` is a string of whole characters."""
+    """Raise ``UserError`` unless ``text`` is a string of valid Unicode."""
     if not isinstance(text, str):
         raise UserError(f"{name} is {shown(text)}; expected text (a str).")
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
-        raise UserError(f"{name} is not valid Unicode; expected whole characters.") from None
+    except UnicodeEncodeError:  # a lone surrogate such as \ud800
+        raise UserError(f"{name} is not valid Unicode; expected no lone surrogates.") from None
 
 
 def read_records(
@@ -88,15 +88,15 @@ def read_records(
     shard: tuple[int, int] = (0, 1),
     targets: str | Path | None = None,
 ) -> Iterator[Record]:
-    """The records of a file (``.gz`` too) or a stream, read as far as they are asked for.
+    """Read the records of a file (optionally ``.gz``) or a stream, lazily.
 
     Args:
       shard: i of n: lines i, i + n, i + 2n, ...
-      targets: file of the records' targets, line by line.
+      targets: file with the target of each line.
 
     Raises:
-      UserError: with its number, a line that is not UTF-8, or in JSONL not an object with the
-        field; or that only one of the input and ``targets`` has.
+      UserError: a line is not UTF-8, or in JSONL not an object with the field; the input and
+        ``targets`` have different numbers of lines. The message has the line number.
     """
     name = str(source if isinstance(source, str | Path) else getattr(source, "name", "the input"))
     pairs = zip_longest(read_lines(source), read_lines(targets) if targets else ())
@@ -104,8 +104,8 @@ def read_records(
         if targets and (line is None or target is None):
             short, other = (name, targets) if line is None else (targets, name)
             raise UserError(
-                f"{short} has no line {number}, but {other} has; expected as many in both: line N "
-                "of one is the target of line N of the other."
+                f"{short} has no line {number}, but {other} has; expected the same number of lines "
+                "in both, as targets match the input line by line."
             )
         record = Record(line, number=number, target=target or "")
         if format == "jsonl":
@@ -114,11 +114,11 @@ def read_records(
 
 
 def _from_json(record: Record, where: str, text_field: str) -> Record:
-    """The record whose text so far is a JSON object."""
+    """Parse the JSON object in the record's text."""
     try:
         values = json.loads(record.text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); expected one object a line.") from None
+        raise UserError(f"{where} is not JSON ({error}); expected one object per line.") from None
     if not isinstance(values, dict):
         raise UserError(
             f"{where} is a JSON {type(values).__name__}; "
@@ -127,10 +127,10 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
     if text_field not in values:
         names = ", ".join(list(values)[:20]) or "none"
         raise UserError(
-            f"{where} has no field {text_field!r}; expected text there (--text-field "
-            f"names another one). Fields of this line: {names}."
+            f"{where} has no field {text_field!r}; choose another with --text-field. "
+            f"Fields of this line: {names}."
         )
-    # A table gives every line all fields: a prefix may be null.
+    # Exported tables give every line all fields, so a prefix may be null.
     text, prefix = values[text_field], values.get("prefix") or ""
     check_text(text, f"{where}: field {text_field!r}")
     check_text(prefix, f"{where}: field 'prefix'")
@@ -139,9 +139,9 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
 
 
 def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Blocks of ``size`` items; no item is read before the blocks before it are taken.
+    """Group items into blocks of ``size``, lazily.
 
-    A ``UserError`` while reading is raised after the items before it were given.
+    A ``UserError`` while reading is raised after the preceding items are yielded.
     """
     block: list[T] = []
     try:
@@ -160,23 +160,23 @@ def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 @dataclass(frozen=True)
 class Results(Section):
-    """What is written about a translation."""
+    """Output for each translation."""
 
     nbest: Positive = 1
-    """More than 1: this many lines a sentence, best first, as `number ||| translation ||| score`;
-    JSONL: `hypotheses`. Sampling draws as many, if --beam-size does not ask for more."""
+    """More than 1: this many lines per sentence, best first, as `number ||| translation ||| score`;
+    in JSONL, the field `hypotheses`. Sampling draws this many unless --beam-size is larger."""
     alignments: Literal["hard", "soft"] | None = None
-    """hard: after each translation ` ||| 0-0 1-2`, source word - target word. soft (JSONL): a
+    """hard: append ` ||| 0-0 1-2`, source word - target word, to each translation. soft (JSONL): a
     matrix over tokens."""
     alignment_layer: int = -1
-    """Decoder layer whose attention is the alignment; negative: from the last."""
+    """Decoder layer whose cross-attention gives the alignment; negative: counted from the last."""
     token_scores: bool = False
     """JSONL: each token and its log-probability."""
 
     def text(
         self, record: Record, translations: Sequence[Translation], *, scores: bool = False
     ) -> list[str]:
-        """Lines of plain text; with ``scores`` log-probabilities in place of the translations."""
+        """Lines of plain text; ``scores`` writes log-probabilities instead of translations."""
         lines = []
         for t in translations:
             columns = [f"{t.log_prob:.4f}" if scores else t.text]
@@ -188,11 +188,11 @@ class Results(Section):
         return lines
 
     def json(self, record: Record, translations: Sequence[Translation]) -> list[str]:
-        """A line of JSON: the fields of the object that was read, and ``OUTPUT_FIELDS``.
+        """A line of JSON with the fields of the input object and ``OUTPUT_FIELDS``.
 
-        A hard alignment is a list of pairs i-j: word i of the source (split at white space, from 0)
-        and word j of the translation. A soft one is a matrix: a row for each of ``tokens``, a
-        column for each of ``source_tokens``, EOS included.
+        A hard alignment is a string of pairs i-j: word i of the source (split at whitespace, from
+        0) and word j of the translation. A soft alignment is a matrix with a row for each of
+        ``tokens`` and a column for each of ``source_tokens``, EOS included.
         """
         fields = list(map(self._fields, translations))
         hypotheses = {"hypotheses": fields} if self.nbest > 1 else {}
@@ -216,5 +216,5 @@ class Results(Section):
 
 
 def _number(x: float) -> float | None:
-    """Four digits after the point; JSON has no infinities."""
+    """Round to four decimals; None for NaN and infinities, which JSON lacks."""
     return round(float(x), 4) if math.isfinite(x) else None

@@ -1,4 +1,4 @@
-"""Sampling: independent draws from the model's distribution. Letters as in ``search.py``."""
+"""Sampling: independent draws from the model's distribution. Shape letters: see ``search.py``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from transformer_jax.decoding.search import (
 )
 from transformer_jax.errors import UserError
 
-_LOWEST = -1e6  # logit of a possible token: its probability is 0 beside a token at 0
+_LOWEST = -1e6  # lowest logit of a possible token; probability 0 beside a token at 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Method):
-    """Draws ``num_samples`` translations of each sentence, token by token; sorted by score, equals
-    are possible.
+    """Sampling of ``num_samples`` translations per sentence, sorted by score; duplicates are
+    possible.
 
     Reported log-probabilities are the model's own: at temperature 1 and over the whole vocabulary.
     """
@@ -34,18 +34,18 @@ class Sampling(Method):
 
     num_samples: int = 1
     temperature: float = 1.0
-    """Logits are divided by it: below 1 likely tokens gain. 0 is refused; ``top_k=1`` takes the
-    likeliest.
+    """Divisor of the logits; below 1 it favors likely tokens. 0 is invalid; use ``top_k=1`` for
+    greedy decoding.
     """
     top_k: int = 0
-    """Draw from the likeliest k tokens only (Fan et al., 2018); 0: from all."""
+    """Draw only from the k most likely tokens (Fan et al., 2018); 0: from all tokens."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens whose probability reaches p (Holtzman et al., 2020),
-    after ``top_k``.
+    """Nucleus sampling: draw from the smallest set of most likely tokens whose probability reaches
+    p (Holtzman et al., 2020), after ``top_k``.
     """
     seed: int = 0
-    """A sentence's samples depend on this and on its own number in the search's ``seed_B``, not on
-    the rest of the batch.
+    """A sentence's samples depend on this seed and on the sentence's own ``seed_B``, not on other
+    sentences.
     """
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Sampling(Method):
 
     @property
     def num_beams(self) -> int:
-        """W: sample w stays in beam w."""
+        """Beam width W; sample w stays in beam w."""
         return self.num_samples
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
@@ -87,7 +87,7 @@ class Sampling(Method):
         return state, None
 
     def _keys(self, state: SearchState) -> Array:
-        """A key for each sample and position of each sentence, whatever row the sentence is in."""
+        """Random keys for each sentence, sample and position, independent of a sentence's row."""
         start = jax.random.key(self.seed)
 
         def key(sentence: Array, position: Array, number: Array) -> Array:
@@ -100,10 +100,11 @@ class Sampling(Method):
         ).ravel()
 
     def _draw(self, values_RV: Array, keys_R: Array) -> Array:
-        """One token a row: the largest of the logits plus Gumbel noise is a draw from their
-        softmax.
+        """Draw one token per row from the softmax with the Gumbel-max trick: the argmax of logits
+        plus Gumbel noise.
         """
-        # However cold, the likeliest token stays at 0 and what is possible far above what is not.
+        # At any temperature the most likely token stays at 0, and possible tokens stay far above
+        # impossible tokens.
         temperature = max(self.temperature, float(jnp.finfo(jnp.float32).tiny))
         warmed_RV = (values_RV - values_RV.max(axis=1, keepdims=True)) / temperature
         warmed_RV = jnp.maximum(warmed_RV, _LOWEST)

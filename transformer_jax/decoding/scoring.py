@@ -1,4 +1,4 @@
-"""Forced decoding: the log-probabilities of given targets, and their soft alignments."""
+"""Forced decoding: log-probabilities and soft alignments of given targets."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ Tokens = Sequence[int]
 
 _MAX_LOGITS = 2**22
 _FULL_LENGTH = 64
-_LONGEST = 4096  # attention takes memory as the square of the length
+_LONGEST = 4096  # attention memory is quadratic in length
 
 
 class Scorer:
-    """A model (or several with one vocabulary) that says how likely given targets are.
+    """Scoring of given targets by one model or by an ensemble.
 
-    Several score by the mean of their probabilities, as an ensemble translates. A batch has
-    ``config.batch_size`` pairs of up to 64 tokens and fewer of longer ones. Each shape is compiled
-    once for each device.
+    An ensemble scores by the mean of its models' probabilities. A batch has ``config.batch_size``
+    pairs of up to 64 tokens, or fewer longer pairs. Each shape is compiled once for each device.
 
     Attributes:
-      longest: tokens that a sentence may have, EOS included: 4,096, or the number of learned
-        positions.
+      longest: maximum tokens of a sentence, EOS included: 4,096 or the number of learned positions,
+        if smaller.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class Scorer:
         *,
         devices: Sequence[jax.Device] = (),
     ):
-        """``devices`` take batches in turn; without any the work is done where the parameters are.
+        """Distribute batches over ``devices`` in turn (default: the parameters' device).
 
         Raises:
-          UserError: a model with another vocabulary.
+          UserError: model and tokenizer have different vocabulary sizes.
         """
         model = as_one(models)
         check_vocabulary(model, tokenizer)
@@ -80,18 +79,18 @@ class Scorer:
         devices: Sequence[jax.Device] = (),
         **chosen: Any,
     ) -> Self:
-        """The model of a training run, or of several; ``chosen`` as in ``load_models``."""
+        """Load the model of a training run or an ensemble; for ``chosen`` see ``load_models``."""
         return cls(*load_models(workdir, **chosen), devices=devices)
 
     def score(self, pairs: Iterable[tuple[str, str]]) -> list[Translation]:
-        """Each (source, target), in order, as a ``Translation``: the target with its
+        """Score (source, target) pairs, in order. Returns each target as a ``Translation`` with its
         log-probabilities, EOS included.
 
-        Empty lines are scored too: as EOS alone. A pair with a sentence of more than ``longest``
-        tokens gets NaN for its figures, with a warning.
+        Empty lines are scored as EOS alone. A pair with a sentence of more than ``longest`` tokens
+        gets scores of NaN, with a warning.
 
         Raises:
-            UserError: a source or target that is no text.
+            UserError: a source or target is not text.
         """
         pairs = list(pairs)
         for number, (source, target) in enumerate(pairs, 1):
@@ -113,10 +112,10 @@ class Scorer:
     def align(
         self, pairs: Sequence[tuple[str, Translation]], *, layer: int = -1
     ) -> list[Translation]:
-        """Each source's translation with its ``alignment``, by attention in a second, forced pass.
+        """Add an ``alignment`` to each translation, from a second pass with teacher forcing.
 
-        An empty translation gets none, nor does one that is, or whose source is, longer than
-        ``longest``. Raises as ``align_tokens``.
+        A pair gets no alignment if its translation is empty or a side is longer than ``longest``.
+        Raises like ``align_tokens``.
         """
         sources = self.tokenizer.source.encode([source for source, _ in pairs])
         targets = [self.tokenizer.target.ids(translation.tokens) for _, translation in pairs]
@@ -132,7 +131,7 @@ class Scorer:
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
         """Natural log-probability of each target's tokens and, last, of EOS; float32, NaN for a
-        pair that is too long. Tokens are given without EOS.
+        pair that is too long. ``pairs`` do not include EOS.
         """
         rows = self._in_batches(self._log_probs_BT, pairs)
         lengths = [len(target) + 1 for _, target in pairs]
@@ -144,13 +143,14 @@ class Scorer:
     def align_tokens(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int = -1
     ) -> list[np.ndarray | None]:
-        """Each pair's soft alignment, float32 [T, S], both with EOS last: row t is where token t of
-        the target looked. None for a pair that is too long.
+        """Soft alignment of each pair, float32 [T, S], with EOS last on both sides. Row t is the
+        attention of target token t over the source. None for a pair that is too long.
 
-        Mean over the heads of decoder layer ``layer`` (and over the models); each row sums to 1.
+        Weights are the mean over the heads of decoder layer ``layer`` (and over the models); each
+        row sums to 1.
 
         Raises:
-            UserError: no such layer.
+            UserError: ``layer`` does not exist.
         """
         if not -self._layers <= layer < self._layers:
             raise UserError(
@@ -166,8 +166,9 @@ class Scorer:
     def _in_batches(
         self, run: Callable[..., jax.Array], pairs: Sequence[tuple[Tokens, Tokens]]
     ) -> list[np.ndarray | None]:
-        """The rows of ``run(parameters, source_BL, target_BL)``, called with pairs of similar
-        length, in the order of ``pairs``; None, with a warning, for one that is too long.
+        """Call ``run(parameters, source_BL, target_BL)`` with batches of pairs of similar length.
+        Returns its rows in the order of ``pairs``; None, with a warning, for a pair that is too
+        long.
         """
         lengths = [1 + max(map(len, pair)) for pair in pairs]
         padded = {
@@ -177,10 +178,10 @@ class Scorer:
         }
         if len(padded) < len(pairs):
             said = "%d of %d pairs have more than %d source or target tokens, EOS included, and "
-            said += "are left out."
+            said += "are skipped."
             logger.warning(said, len(pairs) - len(padded), len(pairs), self.longest)
         running: list[tuple[list[int], jax.Array]] = []
-        # The devices get the longest first, and all batches before the first result is awaited.
+        # Dispatch the longest pairs first, and all batches before waiting for the first result.
         in_order = sorted(padded, key=padded.__getitem__, reverse=True)
         for length, same in groupby(in_order, key=padded.__getitem__):
             rows = self.config.batch_size * _FULL_LENGTH // max(length, _FULL_LENGTH)
@@ -194,7 +195,7 @@ class Scorer:
                 running.append((batch, run(parameters, *sides_2BL)))
         found: list[np.ndarray | None] = [None] * len(pairs)
         for batch, result in running:
-            for i, row in zip(batch, np.asarray(result)):  # the rows beyond are padding
+            for i, row in zip(batch, np.asarray(result)):  # further rows are padding
                 found[i] = row
         return found
 
@@ -214,7 +215,7 @@ class Scorer:
 
 
 def _label_log_probs(model: Any, hidden: Any, target_BT: jax.Array) -> jax.Array:
-    """log softmax(logits)[target], float32 [B, T]; logits exist for a few positions at a time."""
+    """Log-softmax of the logits at the targets, float32 [B, T], a few positions at a time."""
 
     def at_position(position: tuple[Any, jax.Array]) -> jax.Array:
         hidden, target_B = position

@@ -1,10 +1,10 @@
-"""What all searches share: the state of hypotheses, and the loop over ``step_fn(tokens, cache)``.
+"""Model-independent search: the state of hypotheses and the loop over ``step_fn(tokens, cache)``.
 
-Nothing here knows the model. ``beam_search.py`` and ``sampling.py`` choose the tokens;
-``continuous_batching.py`` hands the rows of finished sentences to waiting ones.
+``beam_search.py`` and ``sampling.py`` choose the tokens; ``continuous_batching.py`` refills the
+rows of finished sentences.
 
-Letters: B sentences, W beam width, V vocabulary, L positions, N hypotheses returned (as many as W),
-P positions of a prefix, C candidates of one sentence, R rows (B * W, or some of B).
+Shape letters: B sentences, W beam width, V vocabulary, L positions, N returned hypotheses (N = W),
+P prefix positions, C candidates of one sentence, R rows (B * W, or some of B).
 Log-probabilities and scores are float32 throughout.
 """
 
@@ -27,35 +27,34 @@ StepFn = Callable[[Array, Cache], tuple[Array, Cache]]
 Reorder = Callable[[Cache, Array], Cache]
 
 NOT_FORCED = -1
-# Score of a sentence whose logits were NaN, until ``results``; finite, so that it can be sorted.
+# Internal score of a sentence whose logits were NaN; finite, so that it can be sorted.
 _INVALID = 1e9
 
 
 class SearchResult(NamedTuple):
-    """Finished hypotheses, best first. A slot that no hypothesis filled has score -inf and length
-    0. A sentence whose logits were NaN (or +inf) at any step has score NaN and length 0 in all
-    slots.
+    """Finished hypotheses, best first. An empty slot has score -inf and length 0. If a sentence's
+    logits are NaN or +inf at any step, all its slots have score NaN and length 0.
     """
 
     tokens_BNL: Array
     """int32: the tokens, EOS, then PAD."""
     scores_BN: Array
-    """float32: what the hypotheses are ranked by, log-probability / ``length_divisor``."""
+    """float32: ranking score, log-probability / ``length_divisor``."""
     log_probs_BN: Array
     """float32: sum of the tokens' log-probabilities, EOS included."""
     lengths_BN: Array
     """int32: tokens, EOS included."""
     token_log_probs_BNL: Array
-    """float32: log-probability of each token, EOS included, given those before it; then 0."""
+    """float32: log-probability of each token given the previous tokens, EOS included; then 0."""
 
 
 class Beams(NamedTuple):
-    """W live hypotheses of each of B sentences, or candidates to become such."""
+    """W live hypotheses of each of B sentences, or candidates for them."""
 
     tokens_BWL: Array
     token_log_probs_BWL: Array
     log_probs_BW: Array
-    """IMPOSSIBLE: none lives there."""
+    """IMPOSSIBLE: no live hypothesis."""
 
 
 class SearchState(NamedTuple):
@@ -63,52 +62,52 @@ class SearchState(NamedTuple):
 
     position_B: Array
     limit_B: Array
-    """Longest length, EOS included: at the position before it only EOS is allowed."""
+    """Maximum length, EOS included; only EOS is allowed at the last position."""
     prefix_BP: Array
     """Tokens that the target must begin with, then at least one NOT_FORCED."""
     seed_B: Array
-    """Makes the random numbers of sentences differ (sampling)."""
+    """Seed of each sentence's samples."""
     wanted_B: Array
-    """A beam search ends with as many; those beyond may not be the best."""
+    """Beam search stops at this many final hypotheses; further hypotheses may not be the best."""
     live: Beams
     finished: SearchResult
     done_B: Array
 
 
 class NextToken(NamedTuple):
-    """What the model and the constraints say of the token after each of R = B * W hypotheses."""
+    """Constrained logits of the next token for each of R = B * W hypotheses."""
 
     logits_RV: Array
     """float32; IMPOSSIBLE for tokens that may not come next, unless one is forced."""
     normalizer_R1: Array
     """The log-softmax is ``logits_RV - normalizer_R1``."""
     forced_R: Array
-    """The only token allowed (the prefix's; EOS at the last position), or NOT_FORCED."""
+    """The only allowed token (from the prefix, or EOS at the last position), or NOT_FORCED."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """How a search chooses tokens: ``BeamSearch`` or ``Sampling``. Settings are static under
+    """Method of choosing tokens: ``BeamSearch`` or ``Sampling``. Settings are static under
     ``jax.jit``.
     """
 
     bos_id: int
-    """Stands before every target."""
+    """First decoder input of every target."""
     eos_id: int
     """Ends every target."""
     pad_id: int
-    """Stands after the end of every target and is never generated."""
+    """Padding after EOS; never generated."""
     constraints: Constraints = field(default_factory=Constraints)
     length_penalty: float = 0.6
-    """alpha in ((c + length) / (c + 1))^alpha, by which log-probabilities are divided to rank
-    finished hypotheses.
+    """alpha in the length penalty ((c + length) / (c + 1))^alpha, which divides log-probabilities
+    to rank finished hypotheses.
     """
     length_offset: float = 5.0
-    """c in it."""
+    """c in the length penalty."""
 
     independent: ClassVar[bool]
-    """Whether each beam goes on by itself. Otherwise one empty hypothesis begins, as further ones
-    would be copies.
+    """True if beams never mix. Otherwise the search starts with one empty hypothesis, as others
+    would be duplicates.
     """
 
     def __post_init__(self) -> None:
@@ -117,20 +116,20 @@ class Method(ABC):
     @property
     @abstractmethod
     def num_beams(self) -> int:
-        """W."""
+        """Beam width W."""
 
     @abstractmethod
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array | None]:
-        """Add one token to every live hypothesis. Also gives the parent that each beam continues
-        (None: itself). Sets ``done_B`` where no live hypothesis can improve the result.
+        """Add one token to every live hypothesis. Returns the state and each beam's parent (None:
+        the beam itself). Sets ``done_B`` if no live hypothesis can improve the result.
         """
 
     def divisor(self, lengths: Array) -> Array:
-        """What log-probabilities are divided by to rank hypotheses of these lengths."""
+        """Length penalty for hypotheses of these lengths."""
         return length_divisor(lengths, self.length_penalty, self.length_offset)
 
     def check(self, vocab_size: int) -> None:
-        """``UserError`` for token ids outside the vocabulary."""
+        """Raise ``UserError`` for token ids outside the vocabulary."""
         ids = [("bos_id", self.bos_id), ("eos_id", self.eos_id), ("pad_id", self.pad_id)]
         suppressed = [("constraints.suppress", token) for token in self.constraints.suppress]
         for name, token in ids + suppressed:
@@ -149,9 +148,8 @@ class Method(ABC):
         seed_B: Array,
         wanted_B: Array | None = None,
     ) -> SearchState:
-        """Sentences of which nothing is written yet; ``limit_B`` 0: nothing to search.
-        Where ``wanted_B`` hypotheses are enough (default: all W), a beam search stops as soon as it
-        has those; the others may not be the best.
+        """Initial state of the search; ``limit_B`` 0: nothing to search. Beam search stops once it
+        has the ``wanted_B`` best hypotheses (default: W); further hypotheses may not be the best.
         """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
         num_live = W if self.independent else 1
@@ -182,14 +180,14 @@ def length_divisor(
     lengths: Array | int, length_penalty: float, length_offset: float = 5.0
 ) -> Array:
     """The length penalty ((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14: c = 5; the
-    paper's section 6.1 takes alpha = 0.6).
+    paper's section 6.1 uses alpha = 0.6).
     """
     lengths = jnp.asarray(lengths, jnp.float32)
     return ((length_offset + lengths) / (length_offset + 1)) ** length_penalty
 
 
 def gather_beams(tree: Any, parents_BW: Array) -> Any:
-    """Beam w of every leaf ``[B, W, ...]`` becomes a copy of its beam ``parents_BW[:, w]``."""
+    """Replace beam w of every leaf ``[B, W, ...]`` with a copy of beam ``parents_BW[:, w]``."""
 
     def gather(x: Array) -> Array:
         return jnp.take_along_axis(
@@ -210,25 +208,25 @@ def search(
     seed_B: Array | None = None,
     reorder: Reorder = gather_beams,
 ) -> SearchResult:
-    """Search a batch of sentences, each by itself: no result depends on the others.
+    """Search a batch of sentences; each result is independent of other sentences.
 
     Args:
-      method: ``BeamSearch(...)`` or ``Sampling(...)``; says how tokens are chosen.
-      step_fn: ``step_fn(tokens_BW, cache)`` gives ``(logits_BWV, cache)`` for the token that
-        follows each beam's last one (at first BOS).
+      method: ``BeamSearch(...)`` or ``Sampling(...)``.
+      step_fn: ``step_fn(tokens_BW, cache)`` takes each beam's last token (at first BOS) and returns
+        the next token's ``(logits_BWV, cache)``.
       cache: a pytree that keeps its structure, shapes and types from step to step.
-      limit_B: longest length of each sentence's results, EOS included, at most ``max_length``; 0:
+      limit_B: maximum length of each sentence's results, EOS included, up to ``max_length``; 0:
         nothing to search. At the last position only EOS is allowed, so that every hypothesis ends.
       max_length: length of the result's arrays; static under ``jax.jit``.
-      prefix_BP: tokens that the targets must begin with; -1 or PAD after their ends. Their
-        log-probabilities count in the scores (in t5x they do not).
-      seed_B: for ``Sampling``, a number that makes a sentence's samples its own (default: its row).
-      reorder: ``reorder(cache, parents_BW)`` makes beam w continue what was beam
-        ``parents_BW[b, w]``. By default axis 1 of every leaf is gathered.
+      prefix_BP: tokens that the targets must begin with, padded with -1 or PAD. Their
+        log-probabilities count in the scores, unlike in t5x.
+      seed_B: seed of each sentence for ``Sampling`` (default: its row).
+      reorder: ``reorder(cache, parents_BW)`` makes beam w of sentence b continue beam
+        ``parents_BW[b, w]``. The default gathers axis 1 of every leaf.
 
     Raises:
       UserError: a beam wider than the vocabulary, a token id outside it, a ``max_length`` below 1;
-        arrays or results of ``step_fn`` of other shapes.
+        arrays or results of ``step_fn`` with wrong shapes.
     """
     if max_length < 1:
         raise UserError(f"max_length is {max_length}; expected at least 1.")
@@ -270,7 +268,7 @@ def _check_shapes(
     require("limit_B", limit_B, "[B]", (B,), 1)
     require("prefix_BP", prefix_BP, "[B, P]", (B,), 2)
     for leaf in map(jnp.asarray, jax.tree.leaves(cache) if reorder is gather_beams else []):
-        letters = "[B, W, ...] (or another function for reorder)"
+        letters = "[B, W, ...] (or a custom reorder function)"
         require("An array of the cache", leaf, letters, (B, W), None)
     found = jax.eval_shape(step_fn, jax.ShapeDtypeStruct(shape_BW, jnp.int32), cache)
     logits, after = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
@@ -280,8 +278,8 @@ def _check_shapes(
     )
     if before != after:
         raise UserError(
-            f"The second result of step_fn is {after}; expected a cache of the structure, shapes "
-            f"and types of the one given, {before}."
+            f"The second result of step_fn is {after}; expected a cache with the same structure, "
+            f"shapes and types as its input, {before}."
         )
 
 
@@ -293,7 +291,7 @@ def take_step(
     *,
     reorder: Reorder,
 ) -> tuple[SearchState, Cache]:
-    """Write one token of every sentence."""
+    """Decode one token of every sentence."""
     # A row whose sentence is done may run beyond its end; its input must stay in the vocabulary.
     tokens_BWL = state.live.tokens_BWL
     before_B11 = jnp.clip(state.position_B - 1, 0, tokens_BWL.shape[2] - 1)[:, None, None]
@@ -320,7 +318,7 @@ def take_step(
 def _next_token(method: Method, state: SearchState, logits_BWV: Array) -> NextToken:
     B, W, V = logits_BWV.shape
     logits_RV = logits_BWV.reshape(B * W, V).astype(jnp.float32)
-    # A row may forbid every token (-inf throughout); its normaliser must not turn that into NaN.
+    # All logits of a row may be -inf; the normalizer must not turn them into NaN.
     normalizer_R1 = jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
     normalizer_R1 = jnp.maximum(normalizer_R1, IMPOSSIBLE)
     position_R = jnp.repeat(state.position_B, W)
@@ -350,7 +348,7 @@ def extend(live: Beams, position_B: Array, tokens_BW: Array, token_log_probs_BW:
 
 
 def finish(state: SearchState, new: Beams, ends_BW: Array, scores_BW: Array) -> SearchResult:
-    """The N best of the N finished hypotheses and the new ones that end; of equals the older."""
+    """Keep the N best of finished and newly ended hypotheses; ties go to the older hypothesis."""
     may_end_BW = ends_BW & (new.log_probs_BW > IMPOSSIBLE / 2) & ~state.done_B[:, None]
     ended = SearchResult(
         new.tokens_BWL,
@@ -365,7 +363,7 @@ def finish(state: SearchState, new: Beams, ends_BW: Array, scores_BW: Array) -> 
 
 
 def results(finished: SearchResult, pad_id: int) -> SearchResult:
-    """Finished hypotheses as users see them."""
+    """Public form of finished hypotheses, with empty and invalid slots marked."""
     tokens_BNL, scores_BN, log_probs_BN, lengths_BN, token_log_probs_BNL = finished
     invalid_BN = scores_BN == _INVALID
     filled_BN = (scores_BN > IMPOSSIBLE / 2) & ~invalid_BN

@@ -1,4 +1,4 @@
-"""Over-long lines: cut into segments before the search, joined after it."""
+"""Over-long lines: split into segments before the search and joined after it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from itertools import pairwise
 
 from transformer_jax.tokenizer import Tokenizer
 
-# Closing quotation marks and brackets, and further end marks, belong to the sentence before.
+# Closing quotation marks and brackets, and further end marks, belong to the preceding sentence.
 _SENTENCE_END = re.compile(
-    r"[.!?…؟۔।॥።](?:[\"'”’»)\]]|\s[”’»)\]])*\s++(?![.!?…؟۔।॥።”’»)\]])"  # here a space must follow
+    r"[.!?…؟۔।॥።](?:[\"'”’»)\]]|\s[”’»)\]])*\s++(?![.!?…؟۔।॥።”’»)\]])"  # must precede a space
     r"|[。！？｡][。！？｡….!?」』）】〉》”’\"')\]]*\s*"
 )
 _SPACE = re.compile(r"\s+")
-# The end of a text whose last letter is Chinese or Japanese (or that has only their signs).
+# The end of a text whose last letter is Chinese or Japanese (or a text of CJK punctuation).
 _UNSPACED_END = re.compile(r"[\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-\U0003ffff]\W*$")
 
 
 def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
-    """The source tokens of a line in segments of at most ``limit``: as many whole sentences as fit.
+    """Split a line into segments of at most ``limit`` source tokens, each with as many whole
+    sentences as fit.
 
-    An over-long sentence is cut between words, an over-long word anywhere. A tag that the line
-    begins with goes before each segment.
+    An over-long sentence is split between words, an over-long word anywhere. A tag at the beginning
+    of the line is repeated before each segment.
     """
     tag, rest = tokenizer.source.split_tag(line)
-    if len(tag) <= limit // 2:  # otherwise it is no tag, whatever it is
+    if len(tag) <= limit // 2:  # a longer prefix is not a tag
         line, limit = rest, limit - len(tag)
     else:
         tag = []
@@ -36,8 +37,8 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
             tokens.append([])
         texts[-1] += text
         tokens[-1] += its_tokens
-    # Encoded as one text a segment has its own tokens, as a rule no more: a sentence that no space
-    # precedes begins with one for it.
+    # Encode each segment as one text, which rarely takes more tokens than its units: a unit without
+    # a leading space also begins with a token for one.
     whole = tokenizer.source.encode([text.strip() for text in texts])
     return [
         tag + (segment if len(segment) <= limit else units)
@@ -46,7 +47,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-    """``text`` cut as seldom as possible into stretches of at most ``limit`` tokens."""
+    """Split ``text`` into as few units as possible, each of at most ``limit`` tokens."""
     [tokens] = tokenizer.source.encode([text.strip()])
     if len(tokens) <= limit or len(text) == 1:
         yield text, tokens[:limit]
@@ -62,7 +63,5 @@ def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, l
 
 
 def joint(before: str) -> str:
-    """What joins a segment's translation to the next: a space, but nothing after Chinese or
-    Japanese.
-    """
+    """Separator after a segment's translation: a space, or nothing after Chinese or Japanese."""
     return "" if not before or _UNSPACED_END.search(before) else " "

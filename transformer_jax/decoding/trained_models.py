@@ -1,4 +1,4 @@
-"""The models of training runs, and what goes with them."""
+"""Trained models with their tokenizers and decoding settings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def load_models(
     average: int | None = None,
     **settings: Any,
 ) -> tuple[Transformer | Ensemble, Tokenizer, DecodingConfig]:
-    """The model of a training run, or of several runs as one, with the tokenizer and the decoding
-    settings of the (first) run.
+    """Load the model of a training run, or an ensemble of several runs, with the tokenizer and
+    decoding settings of the (first) run.
 
-    ``workdir`` is a work directory or one of its checkpoints, a folder or a URL; ``settings``
-    replace fields of the run's ``decoding`` config; ``average`` is that of ``load_model``.
+    ``workdir`` is the path or URL of a work directory or of one of its checkpoints. ``settings``
+    override fields of the run's ``decoding`` config. For ``average`` see ``load_model``.
 
     Raises:
-      UserError: runs with different tokenizers; as ``load_model``.
+      UserError: runs have different tokenizers; see also ``load_model``.
     """
     workdirs = [workdir] if isinstance(workdir, str | Path) else list(workdir)
     if not workdirs:
@@ -50,32 +50,32 @@ def load_models(
 
 
 def check_vocabulary(model: Transformer | Ensemble, tokenizer: Tokenizer) -> None:
-    """``UserError`` unless the model has as many tokens as the tokenizer."""
+    """Raise ``UserError`` unless model and tokenizer have the same vocabulary sizes."""
     tokens = tokenizer.source.vocab_size, tokenizer.target.vocab_size
     if tokens != vocabulary_sizes(model):
         raise UserError(
             f"The tokenizer has {tokens} source and target tokens, the model "
-            f"{vocabulary_sizes(model)}; expected those of one training run."
+            f"{vocabulary_sizes(model)}; expected both from the same training run."
         )
 
 
 def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of ``config.suppress``, as ``Engine`` takes them; no model is needed.
+    """Check decoding settings without a model. Returns the token ids of ``config.suppress``.
 
     Raises:
-      UserError: a token to suppress that the target vocabulary lacks, or EOS; a beam wider than the
-        vocabulary.
+      UserError: a suppressed token is EOS or not in the target vocabulary; the beam is wider than
+        the vocabulary.
     """
     suppress = tuple(tokenizer.target.require_ids(config.suppress, "decoding.suppress"))
     if EOS_ID in suppress:
         [end] = tokenizer.target.tokens([EOS_ID])
         raise UserError(
-            f"decoding.suppress has {end!r}, without which no translation ends before its longest "
-            "length; expected other tokens (decoding.min_length asks for longer translations)."
+            f"decoding.suppress has {end!r}, without which translations end only at their maximum "
+            "length; expected other tokens (for longer translations, set decoding.min_length)."
         )
     if config.method == "beam" and config.beam_size > tokenizer.target.vocab_size:
         raise UserError(
             f"decoding.beam_size is {config.beam_size}; expected at most "
-            f"{tokenizer.target.vocab_size}, the tokens of the vocabulary."
+            f"{tokenizer.target.vocab_size}, the size of the vocabulary."
         )
     return suppress

@@ -1,4 +1,4 @@
-"""Text in, text out: one translation for every line, in the order of the lines."""
+"""Translation of text: one translation for each line, in input order."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class Translator:
-    """A model (or several, whose probabilities are averaged), its tokenizer and search settings.
+    """A model or an ensemble, with its tokenizer and search settings.
 
-    A line's translation depends on the line and the settings alone, not on its neighbours.
+    A line's translation depends only on the line and the settings, not on its neighbors.
 
     Attributes:
-      engines: the search over token ids, one for each device.
+      engines: search over token ids, one engine for each device.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Translator:
         *,
         devices: Sequence[jax.Device] = (),
     ):
-        """``devices`` share the lines, each with an equal part of the rows of
-        ``config.batch_size``; without any the search runs where the parameters are.
+        """Split the lines and the rows of ``config.batch_size`` evenly over ``devices`` (default:
+        the parameters' device).
 
         Raises:
-          UserError: a model with another vocabulary; settings that do not go together, or not with
-            the model.
+          UserError: model and tokenizer have different vocabulary sizes; settings are invalid for
+            the model or the tokenizer.
         """
         model = as_one(models)
         check_vocabulary(model, tokenizer)
@@ -59,7 +59,7 @@ class Translator:
         if self.config.min_length > self._longest_prefix:
             raise UserError(
                 f"decoding.min_length is {self.config.min_length}; expected less than "
-                f"model.max_positions = {positions}, where this model's learned positions end."
+                f"model.max_positions = {positions}, the number of learned positions."
             )
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
@@ -75,15 +75,15 @@ class Translator:
         devices: Sequence[jax.Device] = (),
         **chosen: Any,
     ) -> Self:
-        """The model of a training run, or of several; ``chosen`` as in ``load_models``."""
+        """Load the model of a training run or an ensemble; for ``chosen`` see ``load_models``."""
         return cls(*load_models(workdir, **chosen), devices=devices)
 
     @property
     def parameters(self) -> Any:
-        """The model's, as ``nnx.to_pure_dict`` gives them (of several models an ``Ensemble``'s).
+        """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
-        Assign newer ones (a training loop's), or ``nnx.State``, to translate with those; nothing is
-        compiled again.
+        Assign such a dict or an ``nnx.State``, for example in a training loop, to translate with
+        new parameters without recompilation.
         """
         return self.engines[0].parameters
 
@@ -94,34 +94,33 @@ class Translator:
 
     @property
     def model(self) -> Transformer | Ensemble:
-        """The model, with the parameters it has now."""
+        """The model with its current parameters."""
         return self.engines[0].model
 
     def translate(self, lines: Iterable[str | Request]) -> list[str]:
-        """The best translation of each line; an empty line gives an empty one. Raises as ``stream``
-        does.
+        """Translate each line into its best translation; an empty line gives an empty translation.
+        Raises like ``stream``.
         """
         return [translations[0].text for translations in self.stream(lines)]
 
     def stream(
         self, lines: Iterable[str | Request], *, num_hypotheses: int = 1, window: int | None = None
     ) -> Iterator[list[Translation]]:
-        """For each line, in order, its ``num_hypotheses`` best translations, best first; at least
-        one, fewer if no more exist.
+        """Translate lines in order, each into its ``num_hypotheses`` best translations, best first
+        (at least one, possibly fewer).
 
         Reads and translates ``window`` lines at a time (default: 100 batches). An empty line gives
-        one empty translation, and so does a line for which the search finds none (with a warning
-        and scores of NaN). A line of more than ``config.max_source_length``
-        tokens, EOS included, is translated in segments, with a warning.
+        one empty translation. So does a line for which the search finds no translation, with a
+        warning and scores of NaN. A line of more than ``config.max_source_length`` tokens, EOS
+        included, is translated in segments, with a warning.
 
         Raises:
-          UserError: at the call, ``lines`` that are a single one, or a number out of range; later,
-            with its number, a line that is no text, or a prefix with tokens that the vocabulary
-            lacks or longer than the translation may be.
+          UserError: at the call, ``lines`` is a single line or a number is out of range; during
+            iteration, a line is not text, or a prefix has unknown tokens or is too long.
         """
         if isinstance(lines, str | bytes | Request):
             raise UserError(
-                f"lines is {shown(lines)}; expected several lines, such as a list of this one."
+                f"lines is {shown(lines)}; expected several lines, such as a list with this line."
             )
         if not 1 <= num_hypotheses <= self.config.beam_size:
             raise UserError(
@@ -145,9 +144,9 @@ class Translator:
             yield self.translations(request, list(islice(found, len(its))))
 
     def sentences(self, request: Request, num_hypotheses: int = 1) -> list[Sentence]:
-        """What to search for a request: itself, its segments, or (an empty line) nothing.
+        """Sentences to search for a request: the line, its segments, or none if the line is empty.
 
-        ``UserError`` as ``check``.
+        Raises like ``check``.
         """
         prefix = self.check(request)
         if not request.text.strip():
@@ -156,7 +155,7 @@ class Translator:
         [tokens] = segments = self.tokenizer.source.encode([request.text])
         if len(tokens) > limit:
             segments = split(request.text, limit, self.tokenizer)
-            said = "Line %d has %d tokens; more than %d are translated in segments, here %d."
+            said = "Line %d has %d tokens; the maximum is %d, so it is translated in %d segments."
             logger.warning(said, request.number, len(tokens), limit, len(segments))
         return [
             Sentence(
@@ -171,8 +170,9 @@ class Translator:
     def translations(
         self, request: Request, found: Sequence[Sequence[Hypothesis]]
     ) -> list[Translation]:
-        """A request's translations, best first, from the hypotheses of its ``sentences``: the best
-        of each as one line, then the second-best, while every sentence has one.
+        """Translations of a request, best first, from the hypotheses of its ``sentences``. The best
+        hypotheses of all sentences form one translation, then the second-best hypotheses, while
+        every sentence has one.
         """
         if not all(found):
             said = "Line %d: the search found no translation; its output is empty."
@@ -181,7 +181,7 @@ class Translator:
         return list(map(self._joined, zip(*found))) or [Translation("", unknown, unknown, 0)]
 
     def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
-        """One for each segment of a line, as one translation."""
+        """Join hypotheses, one for each segment of a line, into one translation."""
         text, tokens = "", list[str]()
         for hypothesis in hypotheses:
             segment = self.tokenizer.target.decode(hypothesis.tokens)
@@ -198,7 +198,7 @@ class Translator:
         )
 
     def check(self, request: Request) -> list[int]:
-        """The token ids that the request forces; ``UserError`` unless it can be translated."""
+        """Check a request. Returns the token ids of its prefix; raises ``UserError`` if invalid."""
         line = f"Line {request.number}" if request.number else "The text"
         check_text(request.text, line)
         check_text(request.prefix, f"{line}: prefix")
@@ -208,18 +208,16 @@ class Translator:
         said = f"{line}: prefix {shown(request.prefix)}"
         if UNK_ID in prefix:
             tokens = shown(" ".join(self.tokenizer.target.tokens(prefix)))
-            raise UserError(
-                f"{said} has tokens that the vocabulary lacks ({tokens}); leave them out."
-            )
+            raise UserError(f"{said} has tokens outside the vocabulary ({tokens}); remove them.")
         if len(prefix) > self._longest_prefix:
             raise UserError(
                 f"{said} has {len(prefix)} tokens; expected at most {self._longest_prefix} "
-                "(decoding.max_extra_length, or one less than model.max_positions of learned ones)."
+                "(decoding.max_extra_length, or learned model.max_positions minus one for EOS)."
             )
         return prefix
 
 
 def numbered_request(line: str | Request, place: int) -> Request:
-    """The line as a request that has a number."""
+    """The line as a ``Request`` with a line number."""
     request = line if isinstance(line, Request) else Request(line)
     return request if request.number else dataclasses.replace(request, number=place)
