@@ -280,7 +280,7 @@ def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
     _save(checkpoints, run, 1)
     assert "Checkpoint 1 could not be saved: [Errno 28] No space" in caplog.text
     assert "No checkpoint exists." in caplog.text
-    with pytest.raises(UserError, match=r"The first checkpoint .* No space.*at the beginning"):
+    with pytest.raises(UserError, match=r"The first checkpoint .* No space.*from scratch"):
         _save(checkpoints, run, 2)
 
 

@@ -372,7 +372,7 @@ def test_a_link_that_is_repointed_meanwhile_does_not_move_the_run(tmp_path: Path
 def test_what_a_run_cannot_work_with_is_known_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match="letters that this locale's encoding lacks.*PYTHONUTF8=1"):
+    with pytest.raises(UserError, match="characters outside this locale's encoding.*PYTHONUTF8=1"):
         train(tiny(), tmp_path / "caf\udcc3\udca9", devices=ONE)
     with monkeypatch.context() as patch:
         patch.setattr(prepare.resource, "getrlimit", lambda _: (20, 20))

@@ -117,7 +117,8 @@ def test_another_shape_of_model_is_refused_before_the_text_is_read(
         config, model=dataclasses.replace(config.model, d_model=32, dropout=0.3)
     )
     with pytest.raises(
-        UserError, match=r"other settings than this run's.*\n  model.d_model: 16 in .*run, 32 now$"
+        UserError,
+        match=r"model settings differ from this run's.*\n  model.d_model: 16 in .*run, 32 now$",
     ):
         train(wrong, tmp_path / "run", devices=ONE)
     assert not (tmp_path / "run" / "corpus").exists()

@@ -26,8 +26,8 @@ MASKED = -1e30
 def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
     """Return True if ``short_attention`` is faster than plain attention compiled by XLA.
 
-    It is on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention is not
-    an option: its gradients are wrong for fully masked queries, as in padding.
+    That holds on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention is
+    not an option: its gradients are wrong for fully masked queries, as in padding.
     """
     (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
     return (
@@ -73,7 +73,7 @@ _attention.defvjp(lambda *arguments: (_attention(*arguments), arguments[1:]), _b
 
 
 def _call(kernel: Any, arrays: Any, mask_B1TS: Any, outs: Any, interpret: bool) -> Any:
-    """Run one program per row and head; block sizes are powers of two, for a matmul at least 16."""
+    """Run one program per row and head; block sizes are powers of two, at least 16."""
     B, _, T, S = mask_B1TS.shape
     block = {length: max(16, pl.next_power_of_2(length)) for length in (T, S)}
 

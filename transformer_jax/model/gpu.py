@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton
 
 def runs_kernels() -> bool:
     """Return True for GPUs with bfloat16 matmuls: compute capability 8.0 (A100) or newer. A GPU
-    without a known compute capability counts as new.
+    without a known compute capability counts as supported.
     """
     if jax.default_backend() != "gpu":
         return False

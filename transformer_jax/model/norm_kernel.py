@@ -132,7 +132,7 @@ def _backward_kernel(count: int, factor: float, epsilon: float, *refs: Any) -> N
 
 
 def _normal(x_LD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Normalize rows to mean 0 and variance 1; also return 1 / standard deviation. In float32."""
+    """Normalize rows to mean 0 and variance 1 in float32; also return 1 / standard deviation."""
     x_LD = x_LD.astype(jnp.float32)
     centred_LD = x_LD - _mean(x_LD)[:, None]
     inverse_L = jax.lax.rsqrt(_mean(centred_LD * centred_LD) + epsilon)

@@ -66,7 +66,7 @@ def _train(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the first step; later Ctrl-C saves a checkpoint and returns
-        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        print("interrupted; run the same command again to resume", file=sys.stderr)
         raise
     return 128 + signal.Signals[summary["stopped_by"]] if summary["stopped_by"] else 0
 

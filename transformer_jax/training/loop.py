@@ -228,7 +228,7 @@ class _Loop:
             self._reporter.say(f"{summary['stopped_by']}: {saved}. {again}")
         else:
             model, file = described(checkpoints), f"{run.workdir.store}/summary.json"
-            self._reporter.say(f"done at step {self._step}: {model}; figures in {file}")
+            self._reporter.say(f"done at step {self._step}: {model}; metrics in {file}")
         return summary
 
     def _poll(self, doing: str = "") -> None:
@@ -277,8 +277,8 @@ class _Loop:
         say(
             f"{run.corpora['train'].num_pairs:,} training pairs; vocabulary "
             f"{config.model.vocab_size:,}; {count:,} parameters\n"
-            f"devices: {axes}; {run.plan.steps_per_epoch:,} steps an epoch\n"
-            f"batches of {config.batch.tokens:,} tokens a side; "
+            f"devices: {axes}; {run.plan.steps_per_epoch:,} steps per epoch\n"
+            f"batches of {config.batch.tokens:,} tokens per side; "
             f"real tokens: {source_fill:.1%} source, {target_fill:.1%} target; "
             f"shapes to compile: {len(run.plan.shapes)}"
         )

@@ -55,7 +55,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Clipping, Adam, decoupled weight decay on matrices, and the learning rate schedule.
 
-    The state has the same structure for all settings, so that a run can resume with other ones.
+    The state has the same structure for all settings, so that a run can resume with changed ones.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),

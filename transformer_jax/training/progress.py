@@ -51,6 +51,6 @@ class Progress:
 
 
 def selection(config: Config, corpora: Mapping[str, Corpus]) -> str:
-    """Identify the criterion and dev set of the best evaluation; others are not comparable."""
+    """Criterion and dev set of the best evaluation; results on another dev set do not compare."""
     dev = corpora["dev"].fingerprint if "dev" in corpora else ""
     return f"{config.training.select_by} on {dev}"

@@ -112,7 +112,7 @@ class Checkpoints:
         if self.failure and not self.steps():
             raise UserError(
                 f"The first checkpoint could not be saved in {self.folder}: {self.failure}. "
-                "Training stops, as it could not resume from anything. Free disk space and run "
+                "Training stops, as no checkpoint exists to resume from. Free disk space and run "
                 "the same command again: it starts from scratch."
             )
         self._workdir.check_token()

@@ -61,4 +61,4 @@ class Signals:
         self.received = signal.Signals(number)
         # print() could raise here if the signal interrupted another print().
         with suppress(OSError):
-            os.write(2, b"stopping; saving ... (Ctrl-C ends the run at once)\n")
+            os.write(2, b"stopping; saving ... (press Ctrl-C to quit at once)\n")

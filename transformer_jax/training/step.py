@@ -146,7 +146,7 @@ def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
 def train_step(
     state: TrainState, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
 ) -> tuple[TrainState, StepMetrics]:
-    """Update the state, unless loss or gradient are not finite, and compute the step's metrics."""
+    """Run one training step. The update is skipped if loss or gradient is non-finite."""
     dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
     loss = partial(loss_and_sums, config=config, graph=graph, mesh=mesh)
     grads, sums = accumulated_gradients(
