@@ -212,7 +212,6 @@ def test_other_formats(draw, output, start):
         (["--text", "  "], "text is '  '; expected a sentence."),
         (["--output", "a.gif"], "output is 'a.gif'; expected a .svg, .png or .pdf file."),
         (["--output", "no/folder/a.svg"], "'no/folder/"),
-        (["--query", "one"], "--query was removed: use --only"),
     ],
 )
 def test_wrong_flags_are_one_line(draw, flags, message):

@@ -24,10 +24,10 @@ from transformer_jax.storage import (
     cache_folder,
     copy_file,
     copy_folder,
+    existing_folder,
     files_in,
     is_url,
     kind_of,
-    local_path,
     locked,
     remote_path,
 )
@@ -38,7 +38,7 @@ _GRACE_SECONDS = 3600.0  # another reader may still be loading a checkpoint that
 def local_workdir(workdir: str | Path) -> Path:
     """A work directory, or one checkpoint of it, to read from; a URL is copied to this machine."""
     if not is_url(str(workdir)):
-        return local_path(workdir)
+        return existing_folder(workdir)
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
     folder, store = cached_folder(url, "read"), remote_path(url)
     # Readers of the same URL on this machine share the folder and take turns.

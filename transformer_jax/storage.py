@@ -35,6 +35,19 @@ def local_path(name: str | Path) -> Path:
     return Path(os.path.expanduser(name)).absolute()
 
 
+def existing_folder(workdir: str | Path) -> Path:
+    """The path of a work directory, or of one of its checkpoints, on this machine; ``UserError`` if
+    there is no such folder.
+    """
+    folder = local_path(workdir)
+    if not folder.is_dir():
+        raise UserError(
+            f"{str(workdir)!r} is not a folder; expected a work directory of train.py, or the "
+            "folder of one of its checkpoints."
+        )
+    return folder
+
+
 def cache_folder() -> Path:
     """``transformer_jax`` in the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME", "")

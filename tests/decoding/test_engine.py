@@ -63,8 +63,7 @@ def tokens(found):
 
 
 def num_compiled(engine):
-    functions = engine._encode, engine._seat, engine.new_rows, engine.results
-    return [function._cache_size() for function in functions]
+    return [function._cache_size() for function in engine._compiled]
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +78,11 @@ def test_the_same_in_any_company():
     """
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 80})
     engine = Engine([make_model(0)], config)
-    for name, function in {"_encode": engine._encode_block, "_seat": engine._search_rows}.items():
-        compiled = jax.jit(
-            function, static_argnames="bucket", compiler_options=dict(USERS_CODE_GENERATOR)
-        )
-        setattr(engine, name, compiled)
+    search, exact = engine._search, {"compiler_options": dict(USERS_CODE_GENERATOR)}
+    engine._compiled = engine._compiled._replace(
+        encode=jax.jit(search.start_cache, static_argnames="bucket", **exact),
+        seat=jax.jit(search.seat, static_argnames="bucket", **exact),
+    )
     sentences = [
         Sentence(np.random.default_rng(i).integers(4, VOCAB, 1 + 7 * i % 79).tolist(), wanted=2)
         for i in range(60)
@@ -260,9 +259,16 @@ def test_fewer_hypotheses_are_the_first_of_more(settings):
 def test_devices_share_the_sentences(engine, rows):
     config = dataclasses.replace(CONFIG, batch_size=rows)
     each = [Engine([make_model(0)], config, device=device) for device in jax.devices()[:4]]
+    searched = set()
+    for device, one in enumerate(each):
+
+        def seat(*given, device=device, seat=one.seat, **limits):
+            searched.add(device)
+            return seat(*given, **limits)
+
+        one.seat = seat
     assert tokens(search_together(each, SENTENCES)) == tokens(engine.search(SENTENCES))
-    used = sum(one._seat._cache_size() > 0 for one in each)
-    assert used == min(4, -(-len(SENTENCES) // rows))
+    assert len(searched) == min(4, -(-len(SENTENCES) // rows))
     assert search_together(each, []) == []
 
 

@@ -82,11 +82,11 @@ def test_every_sentence_gets_what_the_engine_gives_it(num_models, settings):
     models = [make_model(Vocabulary, seed=seed) for seed in (8, 9)[:num_models]]
     engine = Engine(models, config)
     rows = live_rows(engine)
-    compiled = engine._encode._cache_size(), engine._seat._cache_size()
+    compiled = engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size()
     of_seeds = [
         search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(3)
     ]
-    assert compiled == (engine._encode._cache_size(), engine._seat._cache_size())
+    assert compiled == (engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size())
     every = [sentence._replace(wanted=config.beam_size) for sentence in SENTENCES]
     alone = engine.search(every)
     for seed, found in enumerate(of_seeds):

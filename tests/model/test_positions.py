@@ -1,11 +1,9 @@
-"""Positions by themselves: sinusoids, rotations."""
+"""Sinusoids and positions in segments."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.model.positions import (
-    rotated,
     segment_positions,
     sinusoidal_positions,
 )
@@ -33,23 +31,3 @@ def test_segment_positions() -> None:
         segment_positions(jnp.array([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 3, 3, 3]])),
         [[0, 1, 2, 0, 1, 0, 1], [0, 0, 1, 2, 0, 1, 2]],
     )
-
-
-def test_rotated_scores_depend_on_the_distance_alone() -> None:
-    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 2, 8))
-
-    def score(at: int, of: int) -> jax.Array:
-        return (rotated(q, jnp.array([[at]])) * rotated(k, jnp.array([[of]]))).sum(axis=-1)
-
-    np.testing.assert_allclose(score(12, 5), score(7, 0), rtol=1e-5)
-    assert not np.allclose(score(12, 5), score(12, 6), rtol=1e-2)
-    np.testing.assert_array_equal(rotated(q, jnp.array([[0]])), q)
-
-
-def test_rotation_turns_a_dimension_of_each_half() -> None:
-    """Dimension i by position / 10000^(2i / K)."""
-    x = np.zeros((1, 1, 1, 4), np.float32)
-    x[..., 1] = 1.0
-    angle = 7 / 10000 ** (2 / 4)
-    turned = rotated(jnp.asarray(x), jnp.array([[7]])).ravel()
-    np.testing.assert_allclose(turned, [0, np.cos(angle), 0, np.sin(angle)], rtol=1e-5)

@@ -92,7 +92,7 @@ def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
         (["--workdir", "W", "--port", "70000"], "port is 70000; expected 1 to 65535"),
         (["--workdir", "W", "--max-queue", "0"], "max_queue is 0; expected more than 0"),
         (["--workdir", "W", "--timeout", "nan"], "timeout is nan; expected more than 0"),
-        (["--workdir", "nowhere"], "nowhere/config.json' does not exist"),
+        (["--workdir", "nowhere"], "'nowhere' is not a folder; expected a work directory"),
     ],
 )
 def test_flags_that_cannot_work(workdir, flags, message) -> None:

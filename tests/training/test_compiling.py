@@ -86,7 +86,7 @@ def test_a_run_compiles_each_shape_once_and_ahead(
 ) -> None:
     summary = train(two_shapes(tiny(steps=10, eval_every=10)), tmp_path, devices=ONE)
     counts = Counter(name for name, thread in compiled if "_step" in name or "search" in name)
-    assert counts == {"jit(train_step)": 2, "jit(eval_step)": 1, "jit(_search_rows)": 1}
+    assert counts == {"jit(train_step)": 2, "jit(eval_step)": 1, "jit(seat)": 1}
     threads = [thread for name, thread in compiled if name == "jit(train_step)"]
     assert all(thread.startswith(COMPILING) for thread in threads)
     assert summary["first_step_seconds"] > 0

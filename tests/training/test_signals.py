@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from runs import ONE, no_evaluation, tiny
 
-from transformer_jax.config import PairsConfig
+from transformer_jax.config import MeshConfig, PairsConfig
+from transformer_jax.sharding import make_mesh
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import train
 from transformer_jax.training.signals import Interrupted, Signals
@@ -72,7 +73,7 @@ def test_a_translation_is_stopped_between_windows() -> None:
         if len(windows) > 1:
             raise Interrupted
 
-    run: Any = SimpleNamespace(dev_corpus=None, dev_pairs=[], test_pairs=[])
+    run: Any = SimpleNamespace(corpora={}, pairs={}, mesh=make_mesh(MeshConfig()))
     evaluator = Evaluator(run, poll=poll)
     evaluator._translator = Translator()  # type: ignore[assignment]
     pairs = [("a", "b")] * 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -66,6 +66,93 @@ class Hypothesis(NamedTuple):
     """Log-probabilities of ``tokens`` and, last, of EOS."""
 
 
+class _Search(NamedTuple):
+    """Everything that the compiled functions of an engine depend on."""
+
+    graph: nnx.GraphDef[Any]
+    method: Method
+    beam_size: int
+    max_extra_length: int
+    position_limit: int
+
+    def longest_target(self, source_length: int) -> int:
+        """Positions that any translation of a source of this length can need."""
+        return min(source_length + self.max_extra_length, self.position_limit)
+
+    def start_cache(
+        self, weights: Any, source_BS: jax.Array, bucket: Bucket, *, max_length: int = 0
+    ) -> Any:
+        """The KV cache of encoded sources, without positions for their targets by default."""
+        model: Any = nnx.merge(self.graph, weights)
+        return model.start_cache(
+            model.encode(source_BS),
+            source_BS != PAD_ID,
+            beam_size=self.beam_size,
+            max_length=max_length,
+            source_capacity=bucket.lengths[-1],
+        )
+
+    def seat(
+        self,
+        weights: Any,
+        rows: Rows,
+        block: Block,
+        most: jax.Array,
+        enough: jax.Array,
+        bucket: Bucket,
+    ) -> tuple[Rows, Found]:
+        """``RowSearch.seat``."""
+        shape = bucket.rows, bucket.lengths[-1]
+        logger.info("Compiling the search for %d sentences of up to %d tokens.", *shape)
+        step = nnx.merge(self.graph, weights).decode_step
+        longest = self.longest_target(bucket.lengths[-1])
+        search = RowSearch(self.method, step, longest, shortest=bucket.lengths[0])
+        rows, left, _ = search.seat(rows, block, most, enough)
+        return rows, left
+
+    def idle_rows(self, weights: Any, bucket: Bucket) -> Rows:
+        """Rows without sentences."""
+        num_rows, longest = bucket.rows, self.longest_target(bucket.lengths[-1])
+        source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
+        start = partial(self.start_cache, bucket=bucket, max_length=longest)
+        shapes = jax.eval_shape(start, weights, source_BS)
+        cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        state = self.method.start(
+            jnp.zeros(num_rows, jnp.int32),
+            max_length=longest,
+            prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
+            seed_B=jnp.zeros(num_rows, jnp.uint32),
+        )
+        return Rows(jnp.full(num_rows, NOBODY, jnp.int32), state, cache.cleared())
+
+
+class _Compiled(NamedTuple):
+    """Functions of weights and of arrays, each with a ``bucket``."""
+
+    encode: Any
+    seat: Any
+
+
+@lru_cache(maxsize=32)
+def _compiled(search: _Search) -> _Compiled:
+    """The functions of all engines with this search, whatever their parameters and devices."""
+    return _Compiled(
+        jax.jit(search.start_cache, static_argnames="bucket"),
+        jax.jit(
+            search.seat,
+            static_argnames="bucket",
+            donate_argnames="rows",
+            compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
+        ),
+    )
+
+
+@lru_cache(maxsize=32)
+def _idle_rows(search: _Search, device: SingleDeviceSharding | None) -> Any:
+    """``search.idle_rows``, compiled for a device, as it has no arguments that are on one."""
+    return jax.jit(search.idle_rows, static_argnames="bucket", out_shardings=device)
+
+
 class Engine:
     """Search of one model, or of an ensemble, on one device.
 
@@ -104,15 +191,6 @@ class Engine:
         self.buckets = make_buckets(self.longest_source, config.batch_size)
         self._device = None if device is None else SingleDeviceSharding(device)
         self._graph, parameters = nnx.split(model, nnx.Param)
-        self._encode = jax.jit(self._encode_block, static_argnames="bucket")
-        self._seat = jax.jit(
-            self._search_rows,
-            static_argnames="bucket",
-            donate_argnames="rows",
-            compiler_options=_COMPILER_OPTIONS.get(jax.default_backend()),
-        )
-        self.new_rows = jax.jit(self._idle_rows, static_argnums=0, out_shardings=self._device)
-        self.results = jax.jit(_results)
         self.parameters = parameters
 
     @property
@@ -132,8 +210,14 @@ class Engine:
         self._parameters = jax.device_put(parameters, self._device)
         self._weights = {}
         if parameters:
-            self._cast_graph, weights = nnx.split(with_cast_matrices(self.model), nnx.Param)
+            graph, weights = nnx.split(with_cast_matrices(self.model), nnx.Param)
             self._weights = nnx.to_pure_dict(weights)
+            config = self.config
+            self._search = _Search(
+                *(graph, self.method, config.beam_size, config.max_extra_length),
+                self._position_limit,
+            )
+            self._compiled = _compiled(self._search)
 
     @property
     def model(self) -> Transformer | Ensemble:
@@ -183,15 +267,23 @@ class Engine:
 
     def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Block:
         """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
-        source_QS, block = make_block(bucket, sentences, self.longest_target)
-        return block._replace(cache=self._encode(self._weights, source_QS, bucket=bucket))
+        source_QS, block = make_block(bucket, sentences, self._search.longest_target)
+        return block._replace(cache=self._compiled.encode(self._weights, source_QS, bucket=bucket))
 
     def seat(
         self, bucket: Bucket, rows: Rows, block: Block, *, most: int, enough: int
     ) -> tuple[Rows, Found]:
         """Run ``RowSearch.seat`` on the device; donates ``rows``."""
         limits = np.int32(most), np.int32(enough)
-        return self._seat(self._weights, rows, block, *limits, bucket=bucket)
+        return self._compiled.seat(self._weights, rows, block, *limits, bucket=bucket)
+
+    def results(self, rows: Rows) -> Found:
+        """The results of the rows whose sentences are done."""
+        return _results(rows)
+
+    def new_rows(self, bucket: Bucket) -> Rows:
+        """Idle rows on the device."""
+        return _idle_rows(self._search, self._device)(self._weights, bucket=bucket)
 
     def lowered(
         self, bucket: Bucket, sharding: SingleDeviceSharding | None = None
@@ -202,58 +294,7 @@ class Engine:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             (self._weights, rows, block, np.int32(0), np.int32(0)),
         )
-        return self._seat.lower(*given, bucket=bucket)
-
-    def longest_target(self, source_length: int) -> int:
-        """Maximum target length, EOS included, for a source of this length."""
-        return min(source_length + self.config.max_extra_length, self._position_limit)
-
-    def _encode_block(self, weights: Any, source_QS: jax.Array, *, bucket: Bucket) -> Any:
-        return self._start_cache(weights, source_QS, bucket, max_length=0)
-
-    def _search_rows(
-        self,
-        weights: Any,
-        rows: Rows,
-        block: Block,
-        most: jax.Array,
-        enough: jax.Array,
-        *,
-        bucket: Bucket,
-    ) -> tuple[Rows, Found]:
-        shape = bucket.rows, bucket.lengths[-1]
-        logger.info("Compiling the search for %d sentences of up to %d tokens.", *shape)
-        step = nnx.merge(self._cast_graph, weights).decode_step
-        longest = self.longest_target(bucket.lengths[-1])
-        search = RowSearch(self.method, step, longest, shortest=bucket.lengths[0])
-        rows, left, _ = search.seat(rows, block, most, enough)
-        return rows, left
-
-    def _start_cache(
-        self, weights: Any, source_BS: jax.Array, bucket: Bucket, *, max_length: int
-    ) -> Any:
-        model: Any = nnx.merge(self._cast_graph, weights)
-        return model.start_cache(
-            model.encode(source_BS),
-            source_BS != PAD_ID,
-            beam_size=self.config.beam_size,
-            max_length=max_length,
-            source_capacity=bucket.lengths[-1],
-        )
-
-    def _idle_rows(self, bucket: Bucket) -> Rows:
-        num_rows, longest = bucket.rows, self.longest_target(bucket.lengths[-1])
-        source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
-        start = partial(self._start_cache, bucket=bucket, max_length=longest)
-        shapes = jax.eval_shape(start, self._weights, source_BS)
-        cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        state = self.method.start(
-            jnp.zeros(num_rows, jnp.int32),
-            max_length=longest,
-            prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
-            seed_B=jnp.zeros(num_rows, jnp.uint32),
-        )
-        return Rows(jnp.full(num_rows, NOBODY, jnp.int32), state, cache.cleared())
+        return self._compiled.seat.lower(*given, bucket=bucket)
 
 
 def search_together(
@@ -312,6 +353,7 @@ def _method(config: DecodingConfig, suppress: tuple[int, ...]) -> Method:
     )
 
 
+@jax.jit
 def _results(rows: Rows) -> Found:
     number_B = jnp.where(rows.state.done_B, rows.number_B, NOBODY)
     return Found(number_B, results(rows.state.finished, PAD_ID))

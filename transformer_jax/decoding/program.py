@@ -33,7 +33,7 @@ from transformer_jax.decoding.records import (
     read_records,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.storage import is_url, local_path
+from transformer_jax.storage import existing_folder, is_url
 
 if TYPE_CHECKING:
     from transformer_jax.decoding.scoring import Scorer
@@ -169,7 +169,7 @@ def local_copy(workdir: str) -> str:
         from transformer_jax.remote_workdir import local_workdir  # imports JAX
 
         return str(local_workdir(workdir))
-    return str(local_path(workdir))
+    return str(existing_folder(workdir))
 
 
 def decode(argv: Sequence[str]) -> None:
