@@ -111,7 +111,7 @@ class FeedForward(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Use d_model, d_ff, activation, feed_forward_bias and feed_forward_dropout."""
+        """Build from d_model, d_ff, activation, feed_forward_bias and feed_forward_dropout."""
         D, F = config.d_model, config.d_ff
         dtype = compute_dtype(config)
         projection = partial(Projection, use_bias=config.feed_forward_bias, dtype=dtype, rngs=rngs)
@@ -147,10 +147,10 @@ def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
 
 
 class EncoderLayer(nnx.Module):
-    """Self-attention and feed-forward network, each with a residual."""
+    """Self-attention and feed-forward network, with residual connections."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Use the settings of attention, feed-forward network and residual connection."""
+        """Build attention, feed-forward network and residual connections from the config."""
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         self.feed_forward = FeedForward(config, rngs=rngs)
@@ -175,10 +175,10 @@ class EncoderLayer(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Causal self-attention, cross-attention and feed-forward network, each with a residual."""
+    """Causal self-attention, cross-attention, feed-forward network, with residual connections."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Use the settings of attention, feed-forward network and residual connection."""
+        """Build attention, feed-forward network and residual connections from the config."""
         self.self_attention = _attention(config, rngs)
         self.self_attention_residual = Residual(config)
         self.cross_attention = _attention(config, rngs)

@@ -93,7 +93,7 @@ class Residual(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig):
-        """Use norm, dropout and the settings of ``make_norm``."""
+        """Build from norm, dropout and the fields that ``make_norm`` uses."""
         self.norm = make_norm(config)
         self.pre = config.norm == "pre"
         self.dropout = config.dropout

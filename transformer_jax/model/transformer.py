@@ -63,7 +63,7 @@ class Encoder(_Stack):
     """Stack of encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Use num_layers and the settings of a stack and a layer."""
+        """Build num_layers encoder layers and the optional final norm."""
         super().__init__(EncoderLayer, config.num_layers, config, rngs)
 
 
@@ -71,7 +71,7 @@ class Decoder(_Stack):
     """Stack of decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Use decoder_layers and the settings of a stack and a layer."""
+        """Build decoder_layers decoder layers and the optional final norm."""
         super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
 
 

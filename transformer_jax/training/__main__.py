@@ -1,4 +1,4 @@
-"""The program train.py.
+"""Command line of train.py.
 
 python train.py --config configs/demo.py --workdir runs/demo [--model.num-layers 2 ...]
 """

@@ -99,7 +99,7 @@ class CompileAhead:
 
 
 def memory_limit(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes that JAX may use on each device; None if the backend does not know."""
+    """Bytes that JAX may use on each device; None if unknown."""
     [device, *_] = [each for each in devices if each.process_index == jax.process_index()]
     return (device.memory_stats() or {}).get("bytes_limit")
 
@@ -118,7 +118,7 @@ def memory_needed(compiled: jax.stages.Compiled) -> int:
 
 
 def bytes_on_device(arrays: Any) -> int:
-    """Bytes of a tree of arrays, or of their shapes with shardings, on one device."""
+    """Bytes per device of a tree of arrays or abstract arrays."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)

@@ -32,7 +32,7 @@ from transformer_jax.training.step import Parameters
 log = logging.getLogger(__name__)
 
 _EVALUATION_SHAPES = 4  # few, as each is compiled for a few batches only
-_BATCHES_BETWEEN_POLLS = 20  # of a translation
+_BATCHES_BETWEEN_POLLS = 20  # while translating
 
 
 class Evaluator:
@@ -52,7 +52,7 @@ class Evaluator:
             model = nnx.merge(run.functions.graph, self._whole(run.state.parameters))
             devices = list(run.mesh.local_devices)
             self._translator = Translator(model, run.tokenizer, config, devices=devices)
-            self._translator.parameters = ()  # each evaluation brings its own
+            self._translator.parameters = ()  # set by each evaluation
 
     def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
         """Compute the metrics ``dev_loss``, ...; if evaluation ``number`` includes BLEU, also

@@ -34,8 +34,8 @@ _STUCK_SECONDS = 600.0
 
 
 class TrainingError(RuntimeError):
-    """Training cannot continue: the loss stays non-finite, memory is exhausted, or other processes
-    are gone. The run can resume from the last checkpoint.
+    """Error that ends training: a loss that stays non-finite, exhausted memory, or lost processes.
+    The run can resume from the last checkpoint.
     """
 
 
@@ -81,8 +81,8 @@ def train(
 
 
 class _Watch:
-    """Watchdog that turns errors of JAX's runtime into messages with the current activity. After 10
-    minutes without a call of ``poll`` it writes the tracebacks of all threads to stderr.
+    """Watchdog of a run. It adds the current activity to errors of JAX's runtime. After 10 minutes
+    without a call of ``poll``, it writes the tracebacks of all threads to stderr.
     """
 
     doing = "before the first step"

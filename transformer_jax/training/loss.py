@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy that never holds the logits of a whole batch, and R-Drop."""
+"""Label-smoothed cross-entropy in chunks, without the logits of a whole batch, and R-Drop."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def prepare(
             progress=progress,
         )
         checkpoints.wait()
-        if is_first():  # summary.json
+        if is_first():  # push summary.json
             place.push_files()
             place.push_checkpoints()
 

@@ -48,7 +48,7 @@ class Checkpoints:
         self._workdir, self._config, self._tokenizer = workdir, config, tokenizer
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self.failure = ""  # of the last save
+        self.failure = ""  # error of the last save
 
     def save(self, state: TrainState, progress: Progress) -> None:
         """Start saving; return once the state is copied. A complete step is not saved again.

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 
 class Interrupted(Exception):
-    """A signal arrived while training waited or evaluated."""
+    """Signal received while training waited or evaluated."""
 
 
 class Signals:

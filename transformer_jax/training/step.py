@@ -215,7 +215,7 @@ def loss_and_sums(
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
     model = nnx.merge(graph, parameters)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot split
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot shard
         hidden_BTD = model.hidden(
             batch.source_BS,
             batch.target_BT,

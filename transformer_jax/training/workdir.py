@@ -229,7 +229,7 @@ def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_cha
     if not (changeable and allow_changes):
         flag = ", or --allow-changes" if changeable else ""
         raise UserError(
-            f"{str(workdir)!r} holds a run with another config; choose another --workdir, or the "
+            f"{str(workdir)!r} holds a run with another config; use another --workdir, or the "
             f"same settings{flag}. {fields}"
         )
     log.warning("The run resumes with different settings. %s", fields)
