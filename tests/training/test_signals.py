@@ -60,29 +60,26 @@ def test_a_translation_is_stopped_between_windows() -> None:
     windows: list[int] = []
 
     class Translator:
-        config = SimpleNamespace(batch_size=2)
         parameters: Any = ()
 
-        def stream(self, lines: list[str], *, window: int) -> Any:
-            for number, line in enumerate(lines):
-                if number % window == 0:
-                    windows.append(number)
-                yield [SimpleNamespace(text=line.upper())]
+        def translate(self, requests: list[Any]) -> list[str]:
+            windows.append(len(requests))
+            return [request.text.upper() for request in requests]
 
     def poll() -> None:
         if len(windows) > 1:
             raise Interrupted
 
-    run: Any = SimpleNamespace(corpora={}, pairs={}, mesh=make_mesh(MeshConfig()))
+    run: Any = SimpleNamespace(corpora={}, pairs={}, mesh=make_mesh(MeshConfig()), config=tiny())
     evaluator = Evaluator(run, poll=poll)
     evaluator._translator = Translator()  # type: ignore[assignment]
-    pairs = [("a", "b")] * 1000
+    pairs = [("a", "b")] * 5000
     with pytest.raises(Interrupted):
         evaluator._translate({}, pairs)
     assert len(windows) == 2
     evaluator = Evaluator(run)
     evaluator._translator = Translator()  # type: ignore[assignment]
-    assert evaluator._translate({}, pairs) == ["A"] * 1000
+    assert evaluator._translate({}, pairs) == ["A"] * 5000
 
 
 def test_a_signal_during_the_test_set_leaves_it_to_the_next_start(
