@@ -343,15 +343,15 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
         ),
         (
             _change_tensors(lambda t: t.pop(_FC1)),
-            rf"have {_FC1} missing; expected it of shape \(24, 16\)",
+            rf"have no tensor for {_FC1}; expected shape \(24, 16\)",
         ),
         (
             _change_tensors(lambda t: t.update(more=np.ones(3, np.float32))),
-            "have more of shape .3,.; expected it missing",
+            "have shape .3,. for more; expected no tensor",
         ),
         (
             _change_tensors(lambda t: t.update({_FC1: np.ones((3, 16), np.float32)})),
-            r"of shape \(3, 16\); expected it of shape \(24, 16\)",
+            r"have shape \(3, 16\) for .*; expected shape \(24, 16\)",
         ),
         (
             lambda f: (f / "config.json").unlink(),
@@ -386,25 +386,28 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
         ),
         (
             _change_config(pad_token_id=0),
-            "Special tokens in .*; expected three different tokens of vocab.json",
+            "Special tokens in .*; expected different tokens from vocab.json",
         ),
         (
             _change_config(pad_token_id=1),
-            "Special tokens in .*; expected three different tokens of vocab.json",
+            "Special tokens in .*; expected different tokens from vocab.json",
         ),
         (_change_config(decoder_start_token_id=0), "Special tokens in .* 'decoder_start': '</s>'"),
         (
             lambda f: (f / "vocab.json").write_text(
                 (f / "vocab.json").read_text().replace("<unk>", "<un>")
             ),
-            "Special tokens in .* beside '<unk>'",
+            "Special tokens in .* other than '<unk>'",
         ),
         (_change_config(tie_word_embeddings=False), "tie_word_embeddings in .* is False; exp"),
         (
             _change_config(share_encoder_decoder_embeddings=False),
-            "share_encoder_decoder_embeddings in .* is False; expected True: only models like OPUS",
+            "share_encoder_decoder_embeddings in .* is False; expected True. Only models like OPUS",
         ),
-        (_change_config(encoder_layers=3), "have model.encoder.layers.2.fc1.bias missing; exp"),
+        (
+            _change_config(encoder_layers=3),
+            "have no tensor for model.encoder.layers.2.fc1.bias; exp",
+        ),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(change, message, marian, tmp_path) -> None:

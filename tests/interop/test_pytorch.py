@@ -508,7 +508,7 @@ NARROW_LAYER = nn.TransformerEncoderLayer(D, H, 24, 0.0, batch_first=True)
         ),
         (
             _set("encoder.layers.0.self_attn.more", nn.Linear(2, 2)),
-            "encoder.layers.0.self_attn.more is a Linear; expected nothing there",
+            "encoder.layers.0.self_attn.more is a Linear; expected no module here",
         ),
         (
             _set("decoder.norm.eps", 1e-6),
@@ -520,7 +520,7 @@ NARROW_LAYER = nn.TransformerEncoderLayer(D, H, 24, 0.0, batch_first=True)
         ),
         (
             _set("encoder.layers.1", NARROW_LAYER),
-            r"have encoder.layers.1.linear1.bias of shape \(24,\); expected it of shape \(48,\)",
+            r"have shape \(24,\) for encoder.layers.1.linear1.bias; expected shape \(48,\)",
         ),
         (
             _set("encoder.norm", None),
@@ -529,7 +529,7 @@ NARROW_LAYER = nn.TransformerEncoderLayer(D, H, 24, 0.0, batch_first=True)
         (_unknown_activation, "activation in .*encoder.layers.0 is .*mish.*; expected one of relu"),
         (
             _set("decoder.layers.0.multihead_attn", ADDED_KEYS),
-            "have decoder.layers.0.multihead_attn.bias_k of shape .*; expected it missing",
+            "have shape .* for decoder.layers.0.multihead_attn.bias_k; expected no tensor",
         ),
         (
             _set("decoder.layers.0.self_attn.add_zero_attn", True),
@@ -553,7 +553,7 @@ def test_what_has_no_counterpart_is_refused_with_its_place(
 def test_a_module_as_activation_leaves_relu_in_the_decoder() -> None:
     given = parts(activation=nn.GELU())
     assert given.transformer.decoder.layers[0].activation is F.relu, "PyTorch has mended it"
-    message = "activation is 'gelu' in .*encoder.layers.0 and 'relu' in .*decoder.layers.0; .* give"
+    message = "activation is 'gelu' in .*encoder.layers.0 and 'relu' in .*decoder.layers.0; .* Pass"
     with pytest.raises(UserError, match=message):
         imported(given)
     for layer in given.transformer.decoder.layers:
@@ -569,11 +569,11 @@ def test_odd_embeddings_and_positions_are_refused() -> None:
         ({"source_embedding": nn.Embedding(V, D, max_norm=1.0)}, "Embedding with max_norm; exp"),
         (
             {"output": nn.Linear(D, V + 1)},
-            r"output.bias of shape \(41,\); expected it of shape \(31,\)",
+            r"have shape \(41,\) for output.bias; expected shape \(31,\)",
         ),
         ({"output": output, "positions": "rotary"}, "positions is 'rotary'; expected 'interleave"),
         ({"positions": (table_LD, table_LD + 1)}, "two tables, but source and target share one"),
-        ({"positions": table_LD[:, 1:]}, r"positions\[1\] of shape \(8, 31\)"),
+        ({"positions": table_LD[:, 1:]}, r"have shape \(8, 31\) for positions\[1\]"),
     ):
         with pytest.raises(UserError, match=message):
             from_torch(transformer, **({"source_embedding": embedding} | settings))

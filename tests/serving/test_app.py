@@ -246,7 +246,7 @@ def test_bodies_of_other_types_are_refused(server: Server) -> None:
     body = b'{"q": "one", "target": "de"}'
     for kind in "text/plain", "text/plain; application/json", "multipart/form-data", "":
         reply = server.request("POST", "/translate", body, content_type=kind)
-        assert reply.status == 415 and "expected one of application/json" in reply.json["error"]
+        assert reply.status == 415 and "expected application/json or" in reply.json["error"]
 
 
 def test_answers_are_of_the_type_that_they_say_and_the_page_loads_nothing_from_elsewhere(
@@ -317,7 +317,7 @@ def test_slow_bodies_are_refused(strict: Server) -> None:
     with socket.create_connection(("127.0.0.1", strict.port), timeout=20) as client:
         client.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
         answer = client.recv(1000)
-    assert answer.startswith(b"HTTP/1.1 503 ") and b"took more than 0.3 s" in answer
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"timed out after 0.3 s" in answer
 
 
 def test_clients_that_leave_within_a_body_do_no_harm(
@@ -395,7 +395,7 @@ def test_limits_say_what_is_allowed(strict: Server) -> None:
     assert reply.json["limit"] == 4
 
     reply = strict.ask(q="one", source="auto")
-    assert reply.status == 400 and "expected the language of the texts" in reply.json["error"]
+    assert reply.status == 400 and "expected a source language" in reply.json["error"]
 
 
 def test_too_much_to_do_and_too_long_answers_are_refused(
@@ -411,7 +411,7 @@ def test_too_much_to_do_and_too_long_answers_are_refused(
     assert all(int(reply.headers["Retry-After"]) for reply in replies)
     said = [reply.json["error"] for reply in replies]
     full = [each for each in said if "expected at most 4 together" in each]
-    assert len(full) == 2 and "took more than 0.3 s" in (set(said) - set(full)).pop()
+    assert len(full) == 2 and "timed out after 0.3 s" in (set(said) - set(full)).pop()
     assert strict.is_idle()
 
 

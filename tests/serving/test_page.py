@@ -138,7 +138,7 @@ def test_the_switch_turns_shades_off(visit):
         return word.evaluate("word => getComputedStyle(word).backgroundColor")
 
     shaded = background()
-    page.get_by_role("switch", name="Shades").click()
+    page.get_by_role("switch", name="Shading").click()
     assert background() != shaded and background().endswith(("0)", " 0)"))
     expect(page.get_by_text("Confidence")).to_be_hidden()
 
@@ -413,7 +413,7 @@ def test_a_server_that_compiles_or_is_gone_is_waited_for(visit, service):
     port = int(service.url.rstrip("/").rpartition(":")[2])
     service.close()
     page.get_by_role("textbox", name="Text").fill(SECOND)
-    expect(message).to_contain_text("The server does not answer.")
+    expect(message).to_contain_text("The server is not responding.")
     again = CannedService(port)
     expect(page.locator(".source")).to_have_text(SECOND)
     expect(message).to_be_hidden()
@@ -430,9 +430,7 @@ def test_errors_are_shown(visit, service):
     service.max_characters = 999
     service.busy = 1
     text.press("Control+Enter")
-    expect(message).to_have_text(
-        "The queue is full (1,024 sentences). This page tries again in 1 s."
-    )
+    expect(message).to_have_text("The queue is full (1,024 sentences). Retrying in 1 s.")
     expect(page.locator(".sentence")).to_have_count(3)
     expect(message).to_be_hidden()
     service.fails = True
@@ -441,13 +439,13 @@ def test_errors_are_shown(visit, service):
     expect(page.locator(".sentence")).to_have_count(1)
     service.fails, service.breaks = False, True
     text.press("Control+Enter")
-    expect(message).to_contain_text("The connection broke")
+    expect(message).to_contain_text("The connection was lost")
     page.route(
         "**/translate/stream",
         lambda route: route.fulfill(status=502, content_type="text/html", body="<h1>no</h1>"),
     )
     text.press("Control+Enter")
-    expect(message).to_have_text("The server answered 502.")
+    expect(message).to_have_text("The server returned status 502.")
     page.unroute("**/translate/stream")
     page.route(
         "**/translate/stream", lambda route: route.fulfill(status=400, json={"error": HOSTILE})

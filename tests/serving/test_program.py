@@ -85,7 +85,7 @@ def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
     ("flags", "message"),
     [
         ([], "--workdir is missing"),
-        (["--workdir", "W", "W"], "both translate en-de; expected a model for each pair"),
+        (["--workdir", "W", "W"], "both translate en-de; expected one model per language pair"),
         (["--workdir", "W", "--workdir", "W"], "both translate en-de"),
         (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pairs for 1 work directories"),
         (["--workdir", "W", "--languages", "english-german"], "has 'english-german'; expected two"),
@@ -105,7 +105,7 @@ def test_what_it_does_not_start_with(workdir, tmp_path, capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert program.main(["--workdir", str(workdir), "--port", str(port)]) == 2
-    assert "Address already in use; expected a free port (--port)" in capsys.readouterr().err
+    assert "Address already in use. Expected a free port (--port)" in capsys.readouterr().err
     empty = run_with(workdir, tmp_path / "empty")
     port = free_port()
     assert program.main(["--workdir", str(empty), "--port", str(port)]) == 2

@@ -1,4 +1,4 @@
-"""Take a trained model to another library, or bring one here.
+"""Export a trained model to another library, or import one.
 
 python -m transformer_jax.interop export --workdir W --format F --output DIR
 python -m transformer_jax.interop import --input DIR --workdir W
@@ -29,9 +29,9 @@ class Export:
     workdir: str
     """Work directory of a training run, or the folder of one of its checkpoints."""
     format: Literal["ctranslate2", "huggingface"]
-    """CTranslate2's folder, or a MarianMT folder for Hugging Face's transformers."""
+    """A CTranslate2 folder, or a MarianMT folder for Hugging Face transformers."""
     output: str
-    """Folder to write; it must not exist, or be empty."""
+    """Folder to write, new or empty."""
     average: int | None = None
     """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
     training chose; of a single checkpoint's folder, itself."""
@@ -39,8 +39,8 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Make a work directory, for decode.py and train.py, of a Hugging Face MarianMT folder (OPUS-MT
-    models, for example).
+    """Convert a Hugging Face MarianMT folder, such as an OPUS-MT model, to a work directory for
+    decode.py and train.py.
     """
 
     input: str
@@ -48,7 +48,7 @@ class Import:
     pytorch_model.bin.
     """
     workdir: str
-    """Work directory to write; it must not exist, or be empty."""
+    """Work directory to write, new or empty."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _run(argv: list[str] | None) -> None:
 
 
 def _export(task: Export) -> None:
-    # here, so that flags are checked before JAX is loaded
+    # imported late, so that flags are checked before JAX is loaded
     from transformer_jax import load_model, local_workdir
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_huggingface
@@ -75,7 +75,7 @@ def _export(task: Export) -> None:
         config, model, tokenizer = load_model(local_workdir(task.workdir), average=task.average)
         exports[task.format](config, model, tokenizer, folder)
     logger.info(
-        "%s holds the model for %s; docs/interop.md says how its search differs.",
+        "Wrote %s for %s. Differences of its search: docs/interop.md.",
         *(task.output, task.format),
     )
 
@@ -87,18 +87,18 @@ def _import(task: Import) -> None:
     with _new_folder(task.workdir, "workdir") as folder:
         config, model, tokenizer = import_huggingface(Path(task.input))
         save_model(folder, config, model, tokenizer)
-    logger.info("translate:  python decode.py --workdir %s", task.workdir)
+    logger.info("Translate:  python decode.py --workdir %s", task.workdir)
     logger.info(
-        "train on:   python train.py --config %s/config.json --workdir %s --data...",
+        "Fine-tune:  python train.py --config %s/config.json --workdir %s --data...",
         *(task.workdir, task.workdir),
     )
 
 
 @contextmanager
 def _new_folder(name: str, flag: str) -> Iterator[Path]:
-    """A new or empty folder, to be filled; removed again after an error.
+    """Create a folder to fill; an error removes it.
 
-    ``UserError``, naming ``flag``, if it has files.
+    ``UserError``, naming ``flag``, if the folder is not empty.
     """
     folder = Path(name).expanduser()
     if "://" in name or (folder.exists() and any(folder.iterdir())):

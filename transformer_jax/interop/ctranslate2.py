@@ -29,7 +29,7 @@ from transformer_jax.interop.weights import (
     with_position_tables,
 )
 
-_POSITIONS = 2048  # the length of the table for sinusoids, which have no end here
+_POSITIONS = 2048  # length of the table; sinusoids here have no maximum length
 _OTHERS: dict[str, str] = {
     "source_embedding.matrix": "encoder/embeddings_0/weight",
     "source_embedding.position_matrix": "encoder/position_encodings/encodings",
@@ -50,17 +50,19 @@ def export_ctranslate2(
     """Write ``model`` in float32 into ``folder``, which exists.
 
     CTranslate2 reads ``model.bin``, ``config.json`` and the vocabulary. ``source.spm`` and
-    ``target.spm`` turn text into pieces and back; ``generation_config.json`` has the keywords of
-    ``translate_batch``, for which the format has no place.
+    ``target.spm`` tokenize and detokenize. ``generation_config.json`` holds keyword arguments for
+    ``translate_batch``, which the format itself cannot store.
     """
     spec = _spec(config.model)
     weights = plain_weights(model)
-    if config.model.activation == "swiglu":  # its first matrix is the one with the activation
+    if (
+        config.model.activation == "swiglu"
+    ):  # CTranslate2 applies the activation to the first matrix
         swap = {"inner": "gate", "gate": "inner"}
         weights = {re.sub("inner|gate", lambda m: swap[m[0]], n): x for n, x in weights.items()}
     longest = max(_POSITIONS, *length_limits(config))
     weights = with_position_tables(weights, config.model, longest)
-    target_VD = weights["target_embedding.matrix"]  # also what is tied to it
+    target_VD = weights["target_embedding.matrix"]  # also the default for tied matrices
     weights = {"source_embedding.matrix": target_VD, "softmax_matrix": target_VD} | weights
     _fill(spec, to_library(weights, CTRANSLATE2, _OTHERS))
 
@@ -80,7 +82,7 @@ def export_ctranslate2(
 
 
 def _spec(shape: ModelConfig) -> Any:
-    """An empty model of this shape; ``UserError`` for what CTranslate2 cannot compute."""
+    """An empty model of this shape; ``UserError`` for unsupported settings."""
     check_fields(shape, "CTranslate2", encoder_window=(None,))
     with needs_extra("interop"):
         from ctranslate2.specs import common_spec, transformer_spec
@@ -89,7 +91,7 @@ def _spec(shape: ModelConfig) -> Any:
         **{"silu": "SWISH", "swiglu": "SWISH"},
     }
     settings: dict[str, Any] = {
-        "pre_norm": True,  # for the moment: a place for the final norm comes with it
+        "pre_norm": True,  # temporary, to create the final norm
         "no_final_norm": not shape.has_final_norm,
         "rms_norm": shape.norm_type == "rms",
         "activation": common_spec.Activation[names[shape.activation]],
@@ -105,7 +107,7 @@ def _spec(shape: ModelConfig) -> Any:
 
 
 def _fill(spec: Any, tensors: Weights) -> None:
-    """Set the attribute that each name leads to; a bias of zeros stays out."""
+    """Set the attribute named by each path. All-zero biases are skipped."""
     for name, tensor in tensors.items():
         *path, leaf = name.split("/")
         if leaf == "bias" and not tensor.any():

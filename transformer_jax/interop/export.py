@@ -1,4 +1,4 @@
-"""Checks and files that several exports share."""
+"""Checks and files shared by the exports."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from transformer_jax import ModelConfig, Tokenizer, UserError
 
 
 def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
-    """``UserError`` for a field whose value is none of those that ``library`` can hold."""
+    """``UserError`` for a field whose value ``library`` does not support."""
     for name, values in allowed.items():
         if getattr(shape, name) not in values:
             instead = "" if library == "CTranslate2" else " Export to ctranslate2 instead."
             raise UserError(
                 f"model.{name} is {getattr(shape, name)!r}; expected "
-                f"{' or '.join(map(repr, values))}: {library} computes nothing else.{instead}"
+                f"{' or '.join(map(repr, values))}. {library} supports nothing else.{instead}"
             )
 
 
 def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], list[str]]:
-    """Write source.spm and target.spm into ``folder``; returns the source and the target tokens, by
-    their ids.
+    """Write source.spm and target.spm into ``folder``; returns source and target tokens in id
+    order.
     """
     sides = {"source.spm": tokenizer.source, "target.spm": tokenizer.target}
     for name, side in sides.items():

@@ -1,4 +1,4 @@
-"""Export to Hugging Face's MarianMT format, which is not Marian's own."""
+"""Export to Hugging Face's MarianMT format, which differs from Marian's own format."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from transformer_jax.interop.weights import (
 )
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
-_POSITIONS = 1024  # the length of the table for sinusoids, which have no end here
-OTHERS = {  # names of what is outside the layers
+_POSITIONS = 1024  # length of the table; sinusoids here have no maximum length
+OTHERS = {  # weights outside the layers
     "target_embedding.matrix": "model.shared.weight",
     "softmax_bias": "final_logits_bias",
 }
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
-FIELDS = {  # of config.json, as the ModelConfig has them; both sides have one width and head count
+FIELDS = {  # config.json to ModelConfig; encoder and decoder share d_ff and the number of heads
     "d_model": "d_model",
     "encoder_layers": "num_layers",
     "decoder_layers": "decoder_layers",
@@ -55,7 +55,7 @@ def export_huggingface(
     """Write ``model`` into ``folder``, which exists.
 
     ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Token ids
-    stay what they are. ``UserError``, by field, for a model that differs from OPUS-MT's in more
+    are unchanged. ``UserError``, naming the field, for a model that differs from OPUS-MT in more
     than sizes, dropout and activation.
     """
     with needs_extra("interop"):
@@ -73,15 +73,15 @@ def export_huggingface(
         positions=("interleaved",),
         encoder_window=(None,),
     )
-    # MarianMT's sinusoids are the paper's with all sines first.
+    # MarianMT's sinusoids are the paper's, with all sines first.
     weights = reordered(plain_weights(model), sines_first(shape.d_model))
     tensors = to_library(weights, HUGGING_FACE, OTHERS)
     tensors["final_logits_bias"] = tensors["final_logits_bias"][None]  # [1, V]
     tensors = {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
-    # The metadata tells transformers that axes are in PyTorch's order.
+    # The metadata tells transformers that axes are in PyTorch order.
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     generation = for_transformers(config, tokenizer)
-    # What from_pretrained needs to pad and to start; search settings are in the other file alone.
+    # from_pretrained needs the special token ids here; search settings go into the other file.
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}
     _write_json(folder / "config.json", _config(config) | ids)
     _write_json(folder / "generation_config.json", generation)

@@ -33,8 +33,7 @@ from transformer_jax.interop.weights import (
     to_library,
 )
 
-# Added to the score of a token that must never be generated: e^-100 is less than any float32
-# probability that counts.
+# Added to the logit of a token that must never be generated. e^-100 is negligible in float32.
 _NEVER = np.float32(-100)
 _UNK = "<unk>"
 _ACTIVATIONS_READ = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
@@ -52,14 +51,15 @@ _ALLOWED: dict[str, list[Any]] = {
 
 
 def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
-    """Read the MarianMT folder of an OPUS-MT model: one vocabulary, one matrix for both embeddings
-    and the softmax, sinusoids. ``save_model`` makes a work directory of what it returns.
+    """Read the MarianMT folder of an OPUS-MT model: one vocabulary, one matrix tied across both
+    embeddings and the softmax, sinusoidal positions. ``save_model`` writes the result as a work
+    directory.
 
-    Token ids are renumbered, since ours are fixed for PAD, BOS, EOS and UNK; what the model
-    computes stays the same.
+    Token ids are renumbered, because the ids of PAD, BOS, EOS and UNK are fixed here. The model
+    computes the same function.
 
     Raises:
-      UserError: something is missing, too much, or cannot be expressed here.
+      UserError: a missing, unexpected or unsupported file, setting or tensor.
     """
     theirs = _read_config(folder / "config.json")
     rows = _read_rows(folder / "vocab.json", theirs)
@@ -77,17 +77,17 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
     weights = _read_weights(folder, shape)
     ids = np.array(list(rows.values()))
     for name in ("target_embedding.matrix", "softmax_bias"):
-        zero_row = np.zeros_like(weights[name][:1])  # for tokens that are not there: -1
+        zero_row = np.zeros_like(weights[name][:1])  # for missing tokens (id -1)
         weights[name] = np.concatenate([weights[name], zero_row])[ids]
     weights["softmax_bias"] += _NEVER * (ids < 0)
     shape = dataclasses.replace(shape, vocab_size=len(rows))
 
     file = folder / "generation_config.json"
-    tokens = {row: token for token, row in list(rows.items())[1:]}  # no search generates PAD
+    tokens = {row: token for token, row in list(rows.items())[1:]}  # PAD is never generated
     config = Config(
         model=shape,
         tokenizer=TokenizerConfig(vocab_size=len(rows)),
-        # to go on gently from trained weights
+        # a gentle start for fine-tuning
         optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
         decoding=from_transformers(_read_json(file), tokens, file),
     )
@@ -95,12 +95,12 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """config.json; refuses what has no counterpart."""
+    """Read config.json; raises for unsupported settings."""
     theirs = _read_json(file)
     needed = {*FIELDS, "vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id"}
     if missing := sorted(needed - theirs.keys()):
         raise UserError(
-            f"{str(file)!r} lacks {', '.join(missing)}; expected the config.json of a whole "
+            f"{str(file)!r} lacks {', '.join(missing)}; expected the config.json of a complete "
             "MarianMT folder."
         )
     allowed = _ALLOWED | {
@@ -111,19 +111,19 @@ def _read_config(file: Path) -> dict[str, Any]:
         if theirs.get(name, values[0]) not in values:
             raise UserError(
                 f"{name} in {str(file)!r} is {theirs[name]!r}; expected "
-                f"{' or '.join(map(repr, values))}: only models like OPUS-MT's can be imported."
+                f"{' or '.join(map(repr, values))}. Only models like OPUS-MT can be imported."
             )
     return theirs
 
 
 def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
-    """Our tokens, by our ids, and their ids in the vocabulary ``file``; -1: it has none."""
+    """Tokens in the order of our ids, with their ids in the vocabulary ``file``; -1 if missing."""
     ids = _read_json(file)
     size = theirs["vocab_size"]
     if sorted(ids.values()) != list(range(size)):
         raise UserError(
-            f"{str(file)!r} has {len(ids)} tokens; expected the ids 0 to {size - 1}, each once: "
-            f"config.json says that there are {size}."
+            f"{str(file)!r} has {len(ids)} tokens; expected the ids 0 to {size - 1}, each once, "
+            f"because vocab_size in config.json is {size}."
         )
     token_of = dict(enumerate(sorted(ids, key=ids.__getitem__)))
     names = ("pad", "decoder_start", "eos")
@@ -133,29 +133,29 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
     if -1 in rows.values() or len(rows) != (3 if start == pad else 4):
         raise UserError(
             f"Special tokens in {str(file.parent)!r} are {dict(zip(names, special, strict=True))}; "
-            f"expected three different tokens of vocab.json beside {_UNK!r}; decoder_start may be "
-            "pad."
+            f"expected different tokens from vocab.json, other than {_UNK!r}. decoder_start may "
+            "equal pad."
         )
-    if start == pad:  # as in OPUS-MT: that row becomes our BOS, and our PAD, never read, is new
+    if start == pad:  # as in OPUS-MT: this row becomes our BOS; our PAD is new and never read
         rows = {f"<{pad}>": -1, "<s>": rows.pop(pad)} | rows
     return rows | {token: id_ for id_, token in token_of.items() if id_ not in rows.values()}
 
 
 def _read_weights(folder: Path, shape: ModelConfig) -> Weights:
-    """Plain weights with dimensions in our order."""
+    """Plain weights, with dimensions in our order."""
     tensors, kept = _read_tensors(folder), OTHERS["target_embedding.matrix"]
     for alias in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
-        if f"{alias}.weight" in tensors:  # files have the one matrix under any of its names
+        if f"{alias}.weight" in tensors:  # files store the tied matrix under any of these names
             tensors.setdefault(kept, tensors.pop(f"{alias}.weight"))
     if "final_logits_bias" in tensors:  # [1, V]
         tensors["final_logits_bias"] = tensors["final_logits_bias"].reshape(-1)
-    for side in ("encoder", "decoder"):  # some files have tables of MarianMT's sinusoids
+    for side in ("encoder", "decoder"):  # some files store the sinusoids
         tensors.pop(f"model.{side}.embed_positions.weight", None)
     like = blank_weights(shape)
     expected = to_library(like, HUGGING_FACE, OTHERS)
     check_tensors(tensors, expected, f"The weights in {str(folder)!r}")
     weights = from_library(tensors, like, HUGGING_FACE, OTHERS)
-    # Those are the paper's with all sines first.
+    # MarianMT's sinusoids are the paper's, with all sines first.
     return reordered(weights, np.argsort(sines_first(shape.d_model)))
 
 
@@ -175,10 +175,10 @@ def _read_tensors(folder: Path) -> Weights:
             tensors = {name: tensor.float().numpy() for name, tensor in read.items()}
     except ModuleNotFoundError:
         raise UserError(
-            f"Reading {file.name} needs PyTorch. Install it with: pip install torch. Or fetch "
+            f"Reading {file.name} needs PyTorch. Install it with: pip install torch. Or download "
             "model.safetensors."
         ) from None
-    except Exception as error:  # many types, which the packages do not export everywhere
+    except Exception as error:  # many exception types, not all public
         raise _not_read(file, error) from None
     return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
 
@@ -193,6 +193,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _not_read(file: Path, error: Exception) -> UserError:
     return UserError(
         f"{str(file)!r} cannot be read ({error}); expected a file of a Hugging Face MarianMT "
-        "folder (not Marian's own model.npz). To fetch one: hf download "
+        "folder (not Marian's own model.npz). To download one: hf download "
         "Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
     )

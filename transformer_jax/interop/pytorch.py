@@ -1,4 +1,4 @@
-"""``torch.nn.Transformer`` with its embeddings and softmax becomes a model here, and back.
+"""Conversion from and to ``torch.nn.Transformer`` with its embeddings and softmax.
 
 PyTorch is imported only when one of the two functions is called.
 """
@@ -62,14 +62,14 @@ _OTHERS: dict[str, str] = {
 
 
 class TorchModules(NamedTuple):
-    """A model's parts in PyTorch; a matrix that is shared here is one Parameter there."""
+    """A model's parts in PyTorch. A tied matrix is one Parameter."""
 
     transformer: nn.Transformer
     source_embedding: nn.Embedding
     target_embedding: nn.Embedding
     output: nn.Linear
     positions: str | tuple[Tensor, Tensor]
-    """As ``from_torch`` takes them."""
+    """As in ``from_torch``."""
 
 
 def from_torch(
@@ -81,23 +81,23 @@ def from_torch(
     positions: str | Tensor | tuple[Tensor, Tensor] = "interleaved",
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Transformer:
-    """A model with copies of these modules' weights, which computes what they do together where
-    embeddings are multiplied by sqrt(d_model) before positions are added (section 3.4).
+    """Convert PyTorch modules to a model with copies of their weights. The model scales embeddings
+    by sqrt(d_model) before it adds positions (section 3.4), so the PyTorch code must too.
 
-    Arrays here have the batch first, whatever ``batch_first`` is. Token ids are ours: 0 PAD, 1 BOS,
+    The model is batch-first, whatever ``batch_first`` is. Special token ids are ours: 0 PAD, 1 BOS,
     2 EOS, 3 UNK.
 
     Args:
       source_embedding: the module, or its matrix [V, D].
-      target_embedding: None: the source's.
-      output: what turns the decoder's output into logits; None: the target embedding's matrix. A
-        matrix that is shared there is shared here.
-      positions: what is added to the embeddings there: ``interleaved`` or ``split`` sinusoids
-        (``sinusoidal_positions``), or a learned table [L, D], or one for each side.
+      target_embedding: default: the source embedding.
+      output: projection from decoder output to logits; default: the target embedding's matrix.
+        Tied matrices stay tied.
+      positions: positional encoding of the PyTorch code: ``interleaved`` or ``split`` sinusoids
+        (``sinusoidal_positions``), a learned table [L, D], or a (source, target) pair of tables.
       dtype: as in ``ModelConfig``.
 
     Raises:
-      UserError: a class, setting or shape that has no counterpart here, with its place.
+      UserError: an unsupported class, setting or shape, with its location.
     """
     fields = _read_settings(transformer)
     ends, tied = _read_ends(source_embedding, target_embedding, output)
@@ -116,11 +116,11 @@ def from_torch(
 
 
 def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
-    """With copies of the tensors; refuses those that the model lacks or has in another shape."""
+    """A model with copies of the tensors; raises for unexpected names and shapes."""
     like = blank_weights(config)
     expected = to_library(like, _LIBRARY, _OTHERS)
     once = {theirs for ours, theirs in _OTHERS.items() if ours not in like}
-    # Biases that no layer has are zeros in plain weights.
+    # Plain weights have zeros for missing biases.
     tensors = {name: np.zeros_like(x) for name, x in expected.items() if name.endswith("bias")}
     tensors |= {
         name: x.detach().float().cpu().numpy() for name, x in found.items() if name not in once
@@ -131,13 +131,13 @@ def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
 
 
 def to_torch(model: Transformer) -> TorchModules:
-    """PyTorch modules with copies of the model's weights, with the batch first, in training mode.
+    """Convert a model to batch-first PyTorch modules in training mode, with copies of its weights.
 
-    ``nn.Transformer`` has neither embeddings nor positions: scale embeddings by sqrt(d_model) and
-    add ``positions``. Biases that the model lacks are zeros there.
+    ``nn.Transformer`` has no embeddings or positions. Scale embeddings by sqrt(d_model) and add
+    ``positions`` yourself. Missing biases become zeros.
 
     Raises:
-      UserError: nn.Transformer cannot be what the config says, by field.
+      UserError: a config field that nn.Transformer does not support.
     """
     import torch
     from torch import nn
@@ -170,10 +170,10 @@ def to_torch(model: Transformer) -> TorchModules:
 
 
 def _blank_transformer(config: ModelConfig) -> nn.Transformer:
-    """Without memory."""
+    """An ``nn.Transformer`` on the meta device, without memory."""
     from torch import nn
 
-    with warnings.catch_warnings():  # of nested tensors, a prototype, which are not used
+    with warnings.catch_warnings():  # about nested tensors, which are not used
         warnings.simplefilter("ignore", UserWarning)
         transformer = nn.Transformer(
             *(config.d_model, config.num_heads, config.num_layers, config.decoder_layers),
@@ -195,7 +195,7 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
 
 
 def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
-    """Fields of the ModelConfig; each is one for all layers here, and must be there."""
+    """Fields of the ModelConfig; raises if layers differ in a setting."""
     _check_classes(transformer)
     modules = dict(transformer.named_modules())
     matrices = [name for name in transformer.state_dict() if name.endswith("weight")]
@@ -230,7 +230,7 @@ def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
 
 
 def _check_classes(transformer: nn.Transformer) -> None:
-    """Refuse what may compute something else, by its place and class."""
+    """Raise for a module of an unknown class, with its location."""
     from torch import nn
 
     like = nn.Transformer(2, 2, 1, 1, 2, batch_first=True, device="meta")
@@ -241,12 +241,12 @@ def _check_classes(transformer: nn.Transformer) -> None:
         if type(module) is not expected and not name.endswith(".activation"):
             raise UserError(
                 f"{place} is a {type(module).__name__}; expected "
-                f"{f'a torch.nn.{expected.__name__}' if expected else 'nothing there'}: what other "
-                "classes compute is not known."
+                f"{f'a torch.nn.{expected.__name__}' if expected else 'no module here'}. Other "
+                "classes cannot be converted."
             )
         if getattr(module, "add_zero_attn", False):
             raise UserError(
-                f"add_zero_attn is True in {place}; expected False, as attention is here."
+                f"add_zero_attn is True in {place}; expected False. True is not supported."
             )
 
 
@@ -256,15 +256,15 @@ def _in_common(setting: str, found: Mapping[str, Any]) -> Any:
         if other != value:
             raise UserError(
                 f"{setting} is {value!r} in transformer.{first} and {other!r} in "
-                f"transformer.{place}; expected the same everywhere, as models here have it. "
-                "(nn.Transformer(activation=nn.GELU()) leaves ReLU in the decoder: give it the "
-                "function, torch.nn.functional.gelu.)"
+                f"transformer.{place}; expected the same value in all layers. "
+                "(nn.Transformer(activation=nn.GELU()) leaves ReLU in the decoder. Pass the "
+                "function instead: torch.nn.functional.gelu.)"
             )
     return value
 
 
 def _activations() -> dict[str, Callable[[Tensor], Tensor]]:
-    """What computes each activation that both sides have, by its name here."""
+    """PyTorch functions of the activations that both libraries have, by our names."""
     from torch.nn import functional as F
 
     tanh = partial(F.gelu, approximate="tanh")
@@ -272,7 +272,7 @@ def _activations() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _activation_name(place: str, function: Callable[[Tensor], Tensor]) -> str:
-    """Told by its values: it may be a function, a module, or a function of the user's own."""
+    """Identify an activation by its values, so that modules and user functions also work."""
     import torch
 
     x = torch.linspace(-4, 4, 65)
@@ -287,8 +287,8 @@ def _activation_name(place: str, function: Callable[[Tensor], Tensor]) -> str:
 
 
 def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of embeddings and output, by their names in ``_OTHERS``, and how they are
-    tied.
+    """The tensors of embeddings and output, by their names in ``_OTHERS``, and the value of
+    ``tie_embeddings``.
     """
     from torch import Tensor, nn
 
@@ -313,7 +313,7 @@ def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor]
 
 
 def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields of the ModelConfig, and learned tables; ``shared`` by source and target."""
+    """Fields of the ModelConfig and learned tables. ``shared``: one embedding for both sides."""
     if positions in ("interleaved", "split"):
         return {"positions": positions}, {}
     if isinstance(positions, str):
@@ -324,7 +324,7 @@ def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], di
     if shared and not np.array_equal(source_LD.detach().cpu(), target_LD.detach().cpu()):
         raise UserError(
             "positions are two tables, but source and target share one embedding; expected one "
-            "table: here positions are part of an embedding."
+            "table. Here positions belong to the embedding."
         )
     tables = {"positions[0]": source_LD, "positions[1]": target_LD}
     return {"positions": "learned", "max_positions": len(target_LD)}, tables

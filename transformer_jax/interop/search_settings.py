@@ -1,4 +1,4 @@
-"""Search settings under the names of transformers and CTranslate2."""
+"""Conversion of search settings to and from transformers and CTranslate2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {
     "min_length": ("min_new_tokens", 0, "min_decoding_length"),
     "no_repeat_ngram": ("no_repeat_ngram_size", 0, "no_repeat_ngram_size"),
 }
-# Other settings of generation_config.json that are read, or that do not matter here.
+# Other settings of generation_config.json that are read or irrelevant here.
 _OTHERS = {
     *("bad_words_ids", "max_length", "max_new_tokens", "renormalize_logits", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -31,9 +31,9 @@ _OTHERS = {
 }
 _KNOWN = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
 
-# CTranslate2 ends a search with a length penalty once beam size x patience translations are
-# finished, however poor, even while a better one is still being written. With 1, its default, its
-# beam search can fall behind greedy search; docs/interop.md has what was measured.
+# With a length penalty, CTranslate2 stops once beam size x patience hypotheses are finished, even
+# if an unfinished one would score higher. With its default of 1, beam search can be worse than
+# greedy search (measured in docs/interop.md).
 _PATIENCE = 2.0
 
 
@@ -42,7 +42,7 @@ def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     decoding = config.decoding
     return {
         **{theirs: getattr(decoding, ours) for ours, (theirs, _, _) in _NAMES.items()},
-        "max_length": length_limits(config)[1] + 1,  # BOS counts there
+        "max_length": length_limits(config)[1] + 1,  # includes BOS
         "bad_words_ids": [[token] for token in _forbidden(decoding, tokenizer)],
         "pad_token_id": PAD_ID,
         "bos_token_id": BOS_ID,
@@ -53,7 +53,7 @@ def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The keywords of ``translate_batch``."""
+    """Keyword arguments for ``translate_batch``."""
     decoding = config.decoding
     longest_source, longest_target = length_limits(config)
     forbidden = tokenizer.target.tokens(_forbidden(decoding, tokenizer))
@@ -69,15 +69,15 @@ def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 def from_transformers(
     settings: Mapping[str, Any], tokens: Mapping[int, str], file: Path
 ) -> DecodingConfig:
-    """Our search settings from those of transformers in ``file``.
+    """Convert search settings of transformers, read from ``file``.
 
     Args:
-      settings: by their names; None is the default.
-      tokens: tokens that may be forbidden, by their ids in transformers.
-      file: named in messages.
+      settings: values by name; None means the default.
+      tokens: tokens that may be suppressed, by their ids in transformers.
+      file: used in error messages.
 
     Raises:
-      UserError: the search here does not have a setting, or not its value.
+      UserError: an unsupported setting or value.
     """
     forbidden = settings.get("bad_words_ids") or []
     for name, value in settings.items():
@@ -85,8 +85,8 @@ def from_transformers(
         several = name == "bad_words_ids" and any(len(ids) > 1 for ids in forbidden)
         if several or not (is_off or name in _KNOWN):
             raise UserError(
-                f"{name} in {str(file)!r} is {value!r}, which the search here does not support. "
-                "Remove it there."
+                f"{name} in {str(file)!r} is {value!r}, which is not supported. "
+                "Remove it from the file."
             )
     fields: dict[str, Any] = {
         ours: default if settings.get(theirs) is None else settings[theirs]
@@ -97,9 +97,7 @@ def from_transformers(
 
 
 def length_limits(config: Config) -> tuple[int, int]:
-    """The longest source and the longest translation in tokens, end symbols included, that decoding
-    allows.
-    """
+    """Maximum source and target lengths of decoding, in tokens including EOS."""
     source, limit = config.decoding.max_source_length, config.model.position_limit
     return min(source, limit), min(source + config.decoding.max_extra_length, limit)
 

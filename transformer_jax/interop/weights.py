@@ -1,9 +1,8 @@
-"""Our weights as other libraries name and shape them: one table, read in either direction.
+"""Names and layouts of weights in other libraries: one table for both directions.
 
 "Plain" weights are a flat dict of float32 NumPy arrays under our own names
-(``encoder.layers.0.self_attention.query.kernel``), with heads side by side and every bias there.
-A tied matrix appears once. Letters beside the package's own: I inputs, O outputs of a linear
-layer.
+(``encoder.layers.0.self_attention.query.kernel``), with heads concatenated and all biases present.
+A tied matrix appears once. Additional axis letters: I inputs, O outputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SOURCE, _TARGET = "source_embedding.position_matrix", "target_embedding.positio
 _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+?)\.(kernel|bias|norm\.\w+)")
 
 # The parts of a layer. {} stands for the name of a kernel, a bias, or the scale or bias of a norm.
-# Parts of one name are one array there, joined in this order along the output axis.
+# Parts with the same name are one array, concatenated in this order along the output axis.
 _PARTS = {
     # ours: Hugging Face, CTranslate2
     "self_attention.query": ("self_attn.q_proj.{}", "self_attention/linear_0/{}"),
@@ -47,14 +46,14 @@ _ORDER = list(_PARTS)
 
 
 class Library(NamedTuple):
-    """Names of weights in a library; its kernels are [O, I]."""
+    """Weight names of a library. Kernels are [O, I]."""
 
     parts: Mapping[str, str]
-    """Names as in ``_PARTS``, after a side where it matters."""
+    """Names as in ``_PARTS``, prefixed with the side where the sides differ."""
     layer: str
-    """What a name in a layer begins with, with {side} and {number}."""
+    """Prefix of names in a layer, with {side} and {number}."""
     norm: tuple[str, str] = ("weight", "bias")
-    """What stands for {} in a norm: scale and bias. Elsewhere it is weight or bias."""
+    """Names of scale and bias in a norm. Other modules have weight and bias."""
 
 
 HUGGING_FACE = Library(
@@ -69,7 +68,7 @@ CTRANSLATE2 = Library(
 
 
 def to_library(weights: Weights, library: Library, others: Mapping[str, str]) -> Weights:
-    """Plain weights under the names of ``library``; ``others`` has those outside the layers."""
+    """Convert plain weights to ``library``. ``others`` has the names outside the layers."""
     tensors = {}
     for theirs, ours in _names(weights, library, others).items():
         shares = [_transposed(name, weights[name]) for name in ours]
@@ -80,7 +79,7 @@ def to_library(weights: Weights, library: Library, others: Mapping[str, str]) ->
 def from_library(
     tensors: Weights, like: Weights, library: Library, others: Mapping[str, str]
 ) -> Weights:
-    """The way back: plain weights with the names of ``like``."""
+    """Convert weights of ``library`` to plain weights with the names of ``like``."""
     weights = {}
     for theirs, ours in _names(like, library, others).items():
         for name, share in zip(ours, np.split(tensors[theirs], len(ours)), strict=True):
@@ -89,34 +88,33 @@ def from_library(
 
 
 def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
-    """Refuse names that are too many or too few, and other shapes than expected."""
+    """Raise for missing and unexpected names and for wrong shapes."""
     for name in sorted(expected.keys() | tensors.keys()):
         found, wanted = (
-            f"of shape {each[name].shape}" if name in each else "missing"
+            f"shape {each[name].shape}" if name in each else "no tensor"
             for each in (tensors, expected)
         )
         if found != wanted:
-            raise UserError(f"{where} have {name} {found}; expected it {wanted}.")
+            raise UserError(f"{where} have {found} for {name}; expected {wanted}.")
 
 
 def plain_weights(model: Transformer) -> Weights:
-    """The plain weights of ``model``, with learned positions as they are added to the scaled
-    embeddings. ``UserError`` for heads that are not d_model / num_heads wide, as in other
-    libraries.
+    """The plain weights of ``model``. Learned positions have the scale of the scaled embeddings.
+    ``UserError`` for a head size other than d_model / num_heads, which other libraries lack.
     """
     config = model.config
     for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
         if width * config.num_heads != config.d_model:
             raise UserError(
                 f"model.{name} is {width}; expected model.d_model / model.num_heads = "
-                f"{config.d_model} / {config.num_heads}: other libraries have no other width."
+                f"{config.d_model} / {config.num_heads}. Other libraries support nothing else."
             )
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return _plain({_name(path): np.array(x[...]) for path, x in state}, config)
 
 
 def blank_weights(config: ModelConfig) -> Weights:
-    """Plain weights of zeros for a model of this config, which take no memory."""
+    """All-zero plain weights for a model of this config, without memory."""
     zero = np.float32(0)
     shapes = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
     blank = {_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes}
@@ -124,7 +122,7 @@ def blank_weights(config: ModelConfig) -> Weights:
 
 
 def model_of(weights: Weights, config: ModelConfig) -> Transformer:
-    """A model with copies of plain weights."""
+    """Build a model with copies of plain weights."""
     graph, blank = nnx.split(_blank(config), nnx.Param)
     scale = np.float32(config.d_model**0.5)
     flat = {}
@@ -136,8 +134,8 @@ def model_of(weights: Weights, config: ModelConfig) -> Transformer:
 
 
 def with_position_tables(weights: Weights, config: ModelConfig, length: int) -> Weights:
-    """``weights`` with what is added to source and target embeddings at each of ``length``
-    positions (learned ones: all there are).
+    """Add the position tables of source and target to ``weights``: sinusoids of ``length``
+    positions, or all learned positions.
     """
     table_LD = weights.get(_TARGET)
     if table_LD is None:
@@ -146,21 +144,18 @@ def with_position_tables(weights: Weights, config: ModelConfig, length: int) -> 
 
 
 def sines_first(d_model: int) -> np.ndarray:
-    """The order of dimensions that makes interleaved sinusoids split ones, with the same
-    wavelengths: 0 2 4 ... 1 3 5 ...
-    """
+    """The permutation from interleaved to split sinusoids: 0 2 4 ... 1 3 5 ..."""
     return np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)])
 
 
 def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
-    """The same model with its d_model dimensions in another order: new dimension i is old dimension
-    ``order_D[i]``.
+    """Permute the d_model dimensions: new dimension i is old dimension ``order_D[i]``.
 
-    It computes what it did if positions are taken in the same order.
+    With positions permuted in the same way, the model computes the same function.
     """
     changed = {}
     for name, x in weights.items():
-        # These read d_model, the others write it.
+        # These kernels read d_model; other weights have it as their last axis.
         if re.search(r"\.(query|key|value|inner|gate)\.", name):
             changed[name] = x[order_D] if name.endswith("kernel") else x
         else:
@@ -186,7 +181,7 @@ def _plain(flat: Weights, config: ModelConfig) -> Weights:
 
 
 def _names(weights: Weights, library: Library, others: Mapping[str, str]) -> dict[str, list[str]]:
-    """Each of their names, with our names of what it joins."""
+    """Library names, each with our names of the arrays it concatenates."""
     found: dict[str, list[str]] = {}
     places = []
     for ours in weights:
@@ -206,7 +201,7 @@ def _names(weights: Weights, library: Library, others: Mapping[str, str]) -> dic
 
 
 def _transposed(name: str, x: np.ndarray) -> np.ndarray:
-    """Kernels are [I, O] here and [O, I] there."""
+    """Transpose kernels between [I, O] (ours) and [O, I]."""
     return x.T if name.endswith("kernel") else x
 
 

@@ -1,1 +1,1 @@
-"""A translation service for programs (LibreTranslate's API) and, with a page, for people."""
+"""A translation server: an HTTP API (LibreTranslate's) and a web UI."""

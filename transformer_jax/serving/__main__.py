@@ -1,4 +1,4 @@
-"""The program transformer-serve: translates for other programs, and on a page for people.
+"""Command line of transformer-serve: an HTTP API and a web UI for translation.
 
 python -m transformer_jax.serving --workdir runs/demo
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformer_jax.serving.service import Service
 
 UVICORN: dict[str, Any] = {
-    "http": "h11",  # limits what a client may send before a request begins
+    "http": "h11",  # limits the size of request headers
     "h11_max_incomplete_event_size": 2**16,
     "headers": [
         ("X-Content-Type-Options", "nosniff"),
@@ -32,26 +32,26 @@ UVICORN: dict[str, Any] = {
     "server_header": False,
     "proxy_headers": False,
 }
-"""Settings of the HTTP server."""
+"""Settings of uvicorn."""
 
 log = logging.getLogger("transformer_jax.serving")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0 after SIGTERM, otherwise as ``run_program``."""
+    """Run the program; returns its exit status: 0 after SIGTERM, otherwise see ``run_program``."""
     return run_program(lambda: _serve(sys.argv[1:] if argv is None else argv))
 
 
 def _serve(argv: list[str]) -> None:
     arguments, served = checked_flags(argv)
-    # Imports stand where they are needed: --help and wrong flags are answered before JAX is loaded.
+    # Imported late, so that --help and flag errors do not load JAX.
     with needs_extra("serve"):
         import uvicorn
 
         from transformer_jax.serving.app import App
-    # uvicorn stops at a signal when requests are answered, then raises it once more. Nothing is to
-    # be kept then, nor before: no wait for what compiles, and no exception, which could be caught
-    # wherever the signal came.
+    # On a signal uvicorn answers open requests, stops and raises the signal again. Nothing needs to
+    # be saved, so exit at once: a running compilation cannot be canceled, and an exception could be
+    # caught anywhere.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with _listen(arguments) as listening:
@@ -61,7 +61,7 @@ def _serve(argv: list[str]) -> None:
             timeout_graceful_shutdown=round(arguments.timeout) + 5,
             **UVICORN,
         )
-        # Searching threads would wait 5 ms for the one that answers requests.
+        # Search threads would wait too long for the server thread with the default of 5 ms.
         sys.setswitchinterval(0.0005)
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         log.info("Listening at http://%s:%d; compiling ...", host, arguments.port)
@@ -75,7 +75,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     from transformer_jax.serving.service import Service
 
     keep_compiled(arguments.compilation_cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # many take less than 1 s
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s
     models = {}
     for workdir, pair, search in served:
         models[pair] = AsyncTranslator.from_workdir(
@@ -83,13 +83,13 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
             average=arguments.average,
             **vars(search),
         )
-        use_matmul_precision(models[pair].translator.model.config)  # one for all of them
+        use_matmul_precision(models[pair].translator.model.config)  # the same for all models
         log.info("%s: %s from %s", pair, models[pair].translator, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 
 
 def _listen(arguments: Arguments) -> socket.socket:
-    """Before anything is loaded: a port that is in use is known at once."""
+    """Bind the port before models are loaded, so that a port in use fails at once."""
     try:
         family, *_, address = socket.getaddrinfo(
             arguments.host, arguments.port, type=socket.SOCK_STREAM
@@ -99,8 +99,8 @@ def _listen(arguments: Arguments) -> socket.socket:
         number = error.errno or 0
         said = os.strerror(number) if number > 0 else error.strerror
         raise UserError(
-            f"Cannot listen on {arguments.host} port {arguments.port}: {said}; "
-            "expected a free port (--port) and an address of this machine (--host)."
+            f"Cannot listen on {arguments.host} port {arguments.port}: {said}. "
+            "Expected a free port (--port) and an address of this machine (--host)."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The service over HTTP: LibreTranslate's API, some fields more, and the page."""
+"""The HTTP API (LibreTranslate's, with extra fields) and the web UI."""
 
 from __future__ import annotations
 
@@ -42,30 +42,30 @@ _PAGE = Path(__file__).parent / "page"
 _STATUSES: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 403, 413, 415, 503)
 }
-_BYTES_A_CHARACTER = 12  # \ud83d\ude00 is the longest that JSON may write, %F0%9F%98%80 a form's
+_BYTES_A_CHARACTER = 12  # JSON's longest is \ud83d\ude00, a form's %F0%9F%98%80
 _BYTES_BESIDES = 10_000
 
 
 class App:
-    """The requests that a service answers."""
+    """The HTTP endpoints of a service."""
 
     def __init__(self, service: Service, *, timeout: float):
-        """``timeout``: the most seconds that a request may take to arrive and to be answered."""
+        """``timeout``: maximum seconds from the start of a request to its response."""
         self.service, self.timeout = service, timeout
 
     def asgi(self) -> FastAPI:
-        """The application that a server such as uvicorn runs."""
+        """The ASGI application, for a server such as uvicorn."""
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             asyncio.get_running_loop().run_in_executor(None, self.service.start)
-            yield  # it may still compile when this goes on
+            yield  # compilation may still be running
             await asyncio.to_thread(self.service.close)
 
         app = FastAPIOffline(
             title="transformer_jax",
             redoc_url=None,
-            redirect_slashes=False,  # redirects go to the Host that the client names
+            redirect_slashes=False,  # redirects would trust the client's Host header
             lifespan=lifespan,
             description=__doc__ or "",
         )
@@ -88,20 +88,20 @@ class App:
         return app
 
     async def translate(self, request: Request) -> Answer | Response:
-        """Translate a text, or several, as LibreTranslate does, with some more fields."""
+        """Translate one or more texts. Extends LibreTranslate's API."""
         async with asyncio.timeout(self.timeout):
             answering = self.service.begin(await self._query(request))
             answer = await _unless_gone(request, answering.whole())
-        return answer or Response(status_code=499)  # which nobody is there to read
+        return answer or Response(status_code=499)  # the client is gone
 
     async def stream(self, request: Request) -> Response:
-        """Translate a text, answering with an event `sentence` for each of its sentences as soon as
-        it is done, then `done` with what /translate answers, or `error`.
+        """Translate one text and stream the result: a `sentence` event as each sentence finishes,
+        then `done` with the response of /translate. A failure sends `error`.
         """
         async with asyncio.timeout(self.timeout):
             query = await self._query(request)
         if not isinstance(query.q, str):
-            raise UserError("q is a list; expected one text where sentences are streamed.")
+            raise UserError("q is a list; expected one text. Use /translate for several.")
         return StreamingResponse(
             self._events(self.service.begin(query)),
             media_type="text/event-stream",
@@ -109,7 +109,7 @@ class App:
         )
 
     async def languages(self) -> list[Language]:
-        """The languages to translate from, each with those to translate into."""
+        """List source languages, each with its target languages."""
         targets: dict[str, list[str]] = {}
         for pair in self.service.models:
             targets.setdefault(pair.source, []).append(pair.target)
@@ -119,28 +119,29 @@ class App:
         ]
 
     async def health(self, response: Response) -> Status:
-        """Whether the server translates: 200 only after compiling."""
+        """Readiness check: 200 once compilation is done, otherwise 503."""
         status = self.service.status
         response.status_code = 200 if status == "ok" else 503
         return Status(status=status)
 
     async def _query(self, request: Request) -> Query:
-        """The content of a request: JSON, or a form and the URL's parameters.
+        """Parse a request: JSON, or form data and query parameters.
 
         Raises:
-          UserError: fields that are wrong or no UTF-8.
-          Refused: a browser shows a page of another site, which would spend a local server's time;
-            the body is too large or of another type.
+          UserError: an invalid field, or text that is not UTF-8.
+          Refused: a cross-site request, which could use a local server from any web page; a body
+            that is too large; an unsupported content type.
         """
-        site = request.headers.get("sec-fetch-site")  # HTTPS and localhost only; else:
+        site = request.headers.get("sec-fetch-site")  # sent over HTTPS and to localhost only
         origin, host = request.headers.get("origin"), request.headers.get("host")
         same = origin is None or origin.partition("://")[2] == host
         if site not in ("same-origin", "none") if site else not same:
-            raise Refused(403, "A page of another site asks; expected the web UI or a program.")
+            said = "The request comes from another site; expected the web UI or an API client."
+            raise Refused(403, said)
         body = await self._body(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if body and kind not in CONTENT_TYPES:
-            said = f"The content type is {shown(kind)}; expected one of {', '.join(CONTENT_TYPES)}."
+            said = f"The content type is {shown(kind)}; expected {' or '.join(CONTENT_TYPES)}."
             raise Refused(415, said)
         try:
             if body and kind == "application/json":
@@ -155,7 +156,7 @@ class App:
             field = [*first["loc"], "The request"][0]
             raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
         except UnicodeError:
-            raise UserError("The form or a URL parameter is not UTF-8; expected UTF-8.") from None
+            raise UserError("The form data or a query parameter is not valid UTF-8.") from None
 
     async def _body(self, request: Request) -> bytes:
         limit = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES
@@ -163,7 +164,7 @@ class App:
         async for chunk in request.stream():
             body += chunk
             if len(body) > limit:
-                said = f"The body is too large; expected at most {limit} bytes; send less."
+                said = f"The body is too large; expected at most {limit} bytes. Send less text."
                 raise Refused(413, said, limit=limit)
         return bytes(body)
 
@@ -180,7 +181,7 @@ class App:
         except Exception as error:
             refused = self._refused(error)
             if refused.status_code == 500:
-                logger.exception("A stream ends early.")
+                logger.exception("A stream failed.")
             yield _event("error", refused.told)
 
     def _refused(self, error: Exception) -> Refused:
@@ -192,23 +193,23 @@ class App:
             case SearchFailed():
                 return Refused(503, FAILED)
             case TimeoutError():
-                said = f"The request took more than {self.timeout:g} s; send less, or later."
+                said = f"The request timed out after {self.timeout:g} s. Send less text or retry."
                 return Refused(503, said)
             case ClientDisconnect():
-                return Refused(499, "The client has gone.")
+                return Refused(499, "The client disconnected.")
             case HTTPException(status_code=status):
-                return Refused(status, f"{error.detail}; /docs lists what there is.")
-        return Refused(500, "Something failed in the server; its log says what.")
+                return Refused(status, f"{error.detail}. See /docs for the API.")
+        return Refused(500, "Internal error; see the server's log.")
 
     async def _refuse(self, _: Request, error: Exception) -> Response:
         refused = self._refused(error)
         content = refused.told.model_dump_json(exclude_none=True)
-        headers = getattr(error, "headers", refused.headers)  # 405 lists the methods
+        headers = getattr(error, "headers", refused.headers)  # 405 lists allowed methods
         return Response(content, refused.status_code, headers, "application/json")
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of ``work``; None if the client goes away before, which cancels it."""
+    """The result of ``work``; None if the client disconnects first, which cancels it."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

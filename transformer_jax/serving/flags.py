@@ -1,4 +1,4 @@
-"""The flags of transformer-serve, and what they say of the models: none of this loads JAX."""
+"""Command-line flags of transformer-serve, parsed before JAX is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Za-z0-9]{2,8})*")
 
 
 class Pair(NamedTuple):
-    """What a model translates from and into."""
+    """A language pair."""
 
     source: str
     target: str
@@ -39,49 +39,49 @@ class Served(NamedTuple):
     workdir: str
     pair: Pair
     search: DecodingConfig
-    """The run's, with what the flags say in place of it; always beam search."""
+    """The run's search settings, overridden by flags; always beam search."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Translate for other programs, as LibreTranslate does, and on a page for people."""
+    """Serve translations through an HTTP API (LibreTranslate's) and a web UI."""
 
     workdir: tuple[str, ...] = ()
-    """Work directories of training runs, or their URLs: a model for each pair of languages."""
+    """Work directories of training runs, or their URLs; one model per language pair."""
     languages: tuple[str, ...] = ()
-    """For each model what it translates, such as en-de. Default: the endings of its training
+    """Language pair of each model, such as en-de. Default: taken from the suffixes of its training
     files."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0: all of this machine's."""
+    """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = 8000
     """TCP port."""
     max_queue: int = 1024
-    """Sentences in progress, of all requests together. More are refused (503; 413 in one
-    request)."""
+    """Maximum number of sentences in progress. Requests beyond it get 503; a single request with
+    more gets 413."""
     max_characters: int = 20_000
-    """Characters in a request. More are refused (413)."""
+    """Maximum characters in a request; longer requests get 413."""
     timeout: float = 60.0
-    """Seconds that a request may take to arrive and be answered; then it gets 503."""
+    """Maximum seconds from the start of a request to its response; then it gets 503."""
     average: int | None = None
     """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
     training chose; of a single checkpoint's folder, itself."""
     compilation_cache: str = "auto"
-    """Folder where compiled functions are kept between runs; off, or auto: as in decode.py."""
+    """Folder for the compilation cache, or off. auto: the same folder as decode.py."""
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
         default_factory=DecodingConfig
     )
 
 
 def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
-    """The flags, and the models that they ask for.
+    """Parse and check the flags; also returns the models to serve.
 
     Raises:
-        UserError: values that cannot work, runs that do not exist, two models of one pair.
+        UserError: an invalid value, a missing run, or two models for one language pair.
     """
     arguments = parse_flags(Arguments, argv)
     arguments = replace(arguments, workdir=tuple(flag_values(argv, "workdir")))
     _check_values(arguments)
-    from transformer_jax import local_workdir  # loads JAX, which --help does without
+    from transformer_jax import local_workdir  # loads JAX, which --help does not need
 
     folders = [local_workdir(workdir) for workdir in arguments.workdir]
     configs = [load_config_file(folder) for folder in folders]
@@ -90,7 +90,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     if len(precisions) > 1:
         raise UserError(
             f"model.matmul_precision is {' and '.join(sorted(precisions))} in these runs; expected "
-            "one for all models of a process. Serve them from several."
+            "the same value for all models. Serve them from separate processes."
         )
     served = []
     for folder, pair, config in zip(folders, pairs, configs, strict=True):
@@ -111,19 +111,19 @@ def _check_values(a: Arguments) -> None:
 
 
 def _pairs(a: Arguments, configs: Sequence[Config]) -> list[Pair]:
-    """The pair of each model, all different."""
+    """The language pair of each model; raises if two are equal."""
     if a.languages and len(a.languages) != len(configs):
         raise UserError(
             f"languages has {len(a.languages)} pairs for {len(configs)} work directories; "
-            "expected one for each, in their order."
+            "expected one pair per directory, in the same order."
         )
     pairs = list(map(_parse_pair, a.languages) if a.languages else map(_guessed_pair, configs))
     for index, pair in enumerate(pairs):
         if pair in pairs[:index]:
             first = a.workdir[pairs.index(pair)]
             raise UserError(
-                f"{first!r} and {a.workdir[index]!r} both translate {pair}; expected a model for "
-                "each pair. --languages says what they translate, such as en-de fr-de."
+                f"{first!r} and {a.workdir[index]!r} both translate {pair}; expected one model "
+                "per language pair. Set the pairs with --languages, such as en-de fr-de."
             )
     return pairs
 
@@ -138,7 +138,7 @@ def _parse_pair(text: str) -> Pair:
 
 
 def _guessed_pair(config: Config) -> Pair:
-    """By the names of its training data's fields, or by how its files' names end."""
+    """The language pair, guessed from field names or file suffixes of the training data."""
     train = config.data.train
     if train.kind == "numbers":
         return Pair("en", "de")

@@ -1,4 +1,4 @@
-"""The search's figures for Prometheus; the instrumentator of ``app.py`` adds those of requests."""
+"""Search metrics for Prometheus. The instrumentator in ``app.py`` adds request metrics."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from transformer_jax.serving.service import Service
 
 
 class SearchMetrics(Collector):
-    """The figures of a service's models."""
+    """Metrics of a service's models."""
 
     def __init__(self, service: Service):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """The figures at this moment."""
+        """Yield the current values."""
         service = self._service
         searches = [model.workers for model in service.models.values()]
         for name, said, value in (
             ("sentences_accepted", "Sentences in progress.", service.num_accepted),
-            ("sentences_waiting", "Without a row.", sum(each.num_waiting for each in searches)),
-            ("rows_busy", "Rows with a sentence.", sum(each.num_busy for each in searches)),
-            ("rows", "Rows of searches.", sum(each.num_rows for each in searches)),
+            ("sentences_waiting", "Waiting sentences.", sum(each.num_waiting for each in searches)),
+            ("rows_busy", "Rows in use.", sum(each.num_busy for each in searches)),
+            ("rows", "Total rows of all searches.", sum(each.num_rows for each in searches)),
         ):
             yield GaugeMetricFamily(f"transformer_{name}", said, value)
         for name, said, field in (
             ("sentences", "Sentences translated.", "num_lines"),
-            ("target_tokens", "Tokens of the best translations.", "num_tokens"),
+            ("target_tokens", "Target tokens of the best translations.", "num_tokens"),
         ):
             total = CounterMetricFamily(f"transformer_{name}", said, labels=["pair"])
             for pair, model in service.models.items():

@@ -1,4 +1,4 @@
-"""What requests and answers hold; ``/docs`` shows it."""
+"""Schemas of requests and responses, shown at ``/docs``."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Rounded = Annotated[float | None, BeforeValidator(_rounded)]
 
 
 class Query(BaseModel):
-    """A request to /translate; the fields up to ``api_key`` are LibreTranslate's."""
+    """A request to /translate. Fields up to ``api_key`` are LibreTranslate's."""
 
     model_config = ConfigDict(extra="forbid")
 
-    q: str | list[str] = Field(description="A text, or several.", examples=["A man sleeps."])
-    source: str = Field("auto", description="Its language; auto: the only one there is.")
-    target: str = Field(description="The language to translate into.", examples=["de"])
+    q: str | list[str] = Field(description="One text or a list.", examples=["A man sleeps."])
+    source: str = Field("auto", description="Source language. auto: the only model for the target.")
+    target: str = Field(description="Target language.", examples=["de"])
     format: Literal["text"] = Field("text", description="HTML is not supported.")
-    alternatives: int = Field(0, ge=0, description="Other translations, fewer than the beam size.")
+    alternatives: int = Field(0, ge=0, description="Alternatives; less than the beam size.")
     api_key: str = Field("", description="Ignored.")
-    prefix: str = Field("", description="What each text's translation must begin with.")
+    prefix: str = Field("", description="Forced start of each text's translation.")
     details: bool = Field(False, description="Also return scores and tokens.")
-    attention: bool = Field(False, description="Details with attention weights.")
-    split: bool = Field(True, description="Cut texts into sentences; false: each is one.")
+    attention: bool = Field(False, description="Also return details with attention weights.")
+    split: bool = Field(True, description="Split texts into sentences; false: one per text.")
 
     @property
     def texts(self) -> list[str]:
-        """The text, or the texts."""
+        """``q`` as a list."""
         return [self.q] if isinstance(self.q, str) else self.q
 
 
@@ -55,7 +55,7 @@ class Hypothesis(BaseModel):
 
     @classmethod
     def of(cls, t: Translation, **more: Any) -> Self:
-        """A translation, with ``more`` fields."""
+        """Convert a ``Translation``, adding ``more`` fields."""
         return cls(
             translation=t.text,
             score=t.score,
@@ -69,34 +69,34 @@ class Hypothesis(BaseModel):
 
 
 class Sentence(Hypothesis):
-    """A sentence of a text, its best translation and, if alternatives are wanted, all of them."""
+    """A source sentence with its best translation, and all hypotheses if requested."""
 
     source: str
     hypotheses: list[Hypothesis] | None = None
 
     @classmethod
     def of_ranked(cls, translations: Sequence[Translation], ranked: bool, **more: Any) -> Self:
-        """A sentence, given its translations, best first; ``ranked``: with all of them."""
+        """Build a sentence from its translations, best first; ``ranked`` includes all of them."""
         hypotheses = [Hypothesis.of(each) for each in translations] if ranked else None
         return cls.of(translations[0], hypotheses=hypotheses, **more)
 
 
 class StreamedSentence(Sentence):
-    """A sentence as an event: its place, and what stands before its translation."""
+    """A ``sentence`` event: also the index and the whitespace before the translation."""
 
     index: int
     before: str
 
 
 class Detected(BaseModel):
-    """The language of the texts."""
+    """The detected source language."""
 
     language: str
     confidence: float
 
 
 class Answer(BaseModel):
-    """The answer of /translate; what is a list for several texts is none for one."""
+    """The response of /translate. A list of texts gets lists; one text gets single values."""
 
     translatedText: str | list[str]
     alternatives: list[str] | list[list[str]] | None = None
@@ -105,7 +105,7 @@ class Answer(BaseModel):
 
 
 class Language(BaseModel):
-    """A language to translate from, and into which."""
+    """A source language and its targets."""
 
     code: str
     name: str
@@ -113,19 +113,19 @@ class Language(BaseModel):
 
 
 class Status(BaseModel):
-    """Whether the server translates."""
+    """Server status."""
 
     status: Literal["ok", "compiling", "failed"]
 
 
 class Error(BaseModel):
-    """What was wrong, and what is allowed."""
+    """An error message and, if a limit was exceeded, the limit."""
 
     error: str
     limit: int | None = None
 
 
 def request_body() -> dict[str, Any]:
-    """The OpenAPI description of what /translate reads."""
+    """The OpenAPI description of /translate's request body."""
     schema = {"schema": Query.model_json_schema()}
     return {"requestBody": {"required": True, "content": dict.fromkeys(CONTENT_TYPES, schema)}}

@@ -1,4 +1,4 @@
-"""The models that are served: queries in, typed answers out."""
+"""The served models: queries in, typed responses out."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from transformer_jax.serving.text import Cut, cut
 
 logger = logging.getLogger(__name__)
 
-FAILED = "The search has failed; the server must be started again."
-_COMPILING = "The server is still compiling; try again soon."
+FAILED = "The search has failed. Restart the server."
+_COMPILING = "The server is still compiling. Retry in a few seconds."
 _HEADERS = {
-    413: {"Connection": "close"},  # what is left of the body is never read
+    413: {"Connection": "close"},  # the rest of the body is never read
     503: {"Retry-After": "1"},
 }
-_LONGEST_ALIGNED = 256  # tokens: attention's time and memory grow with the square
+_LONGEST_ALIGNED = 256  # tokens: attention weights grow quadratically
 
 
 class Refused(HTTPException):
-    """A request that cannot be answered now, or is too large.
+    """A rejected request: too large, not allowed, or the server is busy.
 
     Attributes:
-      told: what its client is told.
+      told: the response body.
     """
 
     def __init__(self, status: int, said: str, *, limit: int | None = None):
-        """``limit``: what is allowed, if that is a number."""
+        """``limit``: the exceeded limit, if any."""
         super().__init__(status, said, _HEADERS.get(status))
         self.told = Error(error=said, limit=limit)
 
 
 class Service:
-    """All models, and what a request may ask of them.
+    """All served models and the request limits.
 
     Attributes:
-      num_accepted: sentences that are not translated yet.
+      num_accepted: accepted sentences that are not yet translated.
     """
 
     def __init__(
@@ -67,32 +67,32 @@ class Service:
         self._status: Literal["ok", "compiling", "failed"] = "compiling"
 
     def start(self) -> None:
-        """Compile everything, and begin to work. Failures are logged, and in ``status``."""
+        """Compile all models and start their searches. Failures are logged and set ``status``."""
         start = time.perf_counter()
         try:
             for model in self.models.values():
                 model.start()
         except Exception:
-            logger.exception("The search cannot be compiled.")
+            logger.exception("Compilation failed.")
             self._status = "failed"
             return
         self._status = "ok"
-        logger.info("Ready, after %.0f s of compiling.", time.perf_counter() - start)
+        logger.info("Ready after %.0f s of compilation.", time.perf_counter() - start)
 
     def close(self) -> None:
-        """Stop working."""
+        """Stop all searches."""
         for model in self.models.values():
             model.close()
 
     @property
     def status(self) -> Literal["ok", "compiling", "failed"]:
-        """Whether requests are answered."""
+        """Current status; "failed" if any search has failed."""
         if any(model.workers.failure for model in self.models.values()):
             return "failed"
         return self._status
 
     def find(self, query: Query) -> Pair:
-        """The pair that a query asks for; ``UserError`` if there is none."""
+        """The language pair of a query; ``UserError`` if none or several match."""
         pairs = [pair for pair in self.models if pair.target == query.target]
         if query.source != "auto":
             pairs = [pair for pair in pairs if pair.source == query.source]
@@ -101,15 +101,15 @@ class Service:
         given = f"source is {shown(query.source)}, target {shown(query.target)}"
         known = ", ".join(map(str, self.models))
         if pairs:
-            raise UserError(f"{given}; expected the language of the texts, as one of {known}.")
+            raise UserError(f"{given}; expected a source language, as in {known}.")
         raise UserError(f"{given}; expected one of {known}.")
 
     def begin(self, query: Query) -> Answering:
-        """Check a query and cut its texts.
+        """Check a query, split its texts into sentences and start translating them.
 
         Raises:
-          UserError: fields that make no sense, or not here.
-          Refused: too many characters, or too much to do already.
+          UserError: an invalid or unsupported field.
+          Refused: too many characters or sentences, or the server is busy.
         """
         if self.status != "ok":
             raise Refused(503, FAILED if self.status == "failed" else _COMPILING)
@@ -135,11 +135,11 @@ class Service:
         if self.num_accepted + coming > self.max_queue:
             raise Refused(
                 503,
-                f"{self.num_accepted} sentences are being translated, and this request has "
-                f"{coming}; expected at most {self.max_queue} together. Try again soon.",
+                f"{self.num_accepted} sentences are in progress and this request has {coming}; "
+                f"expected at most {self.max_queue} in total. Retry later.",
                 limit=self.max_queue,
             )
-        turns = model.new_turns()  # one request leaves rows to others
+        turns = model.new_turns()  # keeps one request from taking all rows
         tasks = [
             [
                 self._start(query, model, turns, tag + sentence, "" if i else query.prefix)
@@ -152,7 +152,7 @@ class Service:
     def _start(
         self, query: Query, model: AsyncTranslator, turns: asyncio.Semaphore, text: str, prefix: str
     ) -> asyncio.Task[list[Translation]]:
-        """The translation of a sentence, which counts as accepted until it ends."""
+        """Start translating a sentence. It counts as accepted until the task ends."""
         encode = model.translator.tokenizer.source.encode
         work = model.translate(
             Request(text, prefix),
@@ -170,8 +170,8 @@ class Service:
 
 
 def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:
-    """The tag that a text begins with, such as <2de>, which all of its sentences need, with the
-    space after it; and the rest of the text.
+    """Split a leading tag such as <2de>, with the space after it, from the text. Every sentence
+    needs the tag.
     """
     _, rest = model.translator.tokenizer.source.split_tag(text)
     if rest == text:
@@ -184,27 +184,27 @@ def _refuse_above(most: int, count: int, what: str) -> None:
     if count > most:
         raise Refused(
             413,
-            f"The request has {count} {what}; expected at most {most}. Send the texts in several.",
+            f"The request has {count} {what}; expected at most {most}. Split the request.",
             limit=most,
         )
 
 
 @dataclass(frozen=True)
 class Answering:
-    """One query and its answer."""
+    """A query in progress."""
 
     query: Query
     pair: Pair
     texts: Sequence[tuple[Cut, Sequence[asyncio.Task[list[Translation]]]]]
-    """Each with a task for each of its sentences."""
+    """Each split text with one task per sentence."""
 
     async def whole(self) -> Answer:
-        """The answer of /translate."""
+        """The complete response."""
         await asyncio.gather(*(task for _, tasks in self.texts for task in tasks))
         return self._answer()
 
     async def by_sentence(self) -> AsyncGenerator[StreamedSentence | Answer]:
-        """Each sentence of the one text, in order; last the answer."""
+        """Yield the sentences of a single text in order, then the complete response."""
         [(its_cut, tasks)] = self.texts
         previous, ranked = "", self.query.alternatives > 0
         try:

@@ -1,4 +1,4 @@
-"""Texts cut into the sentences to translate and the white space between them."""
+"""Sentence splitting that keeps the whitespace between sentences."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from transformer_jax import joint
 _BREAK = r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"
 _LINE_BREAKS = re.compile(f"({_BREAK}+)")
 _SPACES = re.compile(r"\s+")
-# sentencex panics at half a surrogate pair and at some white space that takes several bytes.
+# sentencex panics on unpaired surrogates and on some multi-byte whitespace.
 _UNSAFE = re.compile(rf"{_BREAK}|[\ud800-\udfff]|[^\S\x00-\x7f]")
-# The time that sentencex takes grows with the square of some texts' length.
+# sentencex takes quadratic time on some texts.
 _WINDOW = 2000
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What ``cut`` makes of a text."""
+    """A text split into sentences."""
 
     sentences: list[str]
-    """To translate: no line breaks, no white space around them."""
+    """Sentences to translate, without line breaks or surrounding whitespace."""
     before: list[str]
-    """What stands before each sentence."""
+    """Text before each sentence."""
     after: str
-    """What stands after the last sentence; the whole text if there is none."""
+    """Text after the last sentence; the whole text if it has no sentence."""
 
     def gap(self, index: int, previous: str = "") -> str:
-        """What goes before the translation of sentence ``index``, where ``previous`` is that of the
-        sentence before: ``before`` or, where that is empty, what joins two sentences.
+        """The separator before the translation of sentence ``index``, given the ``previous``
+        translation: ``before[index]`` or, if it is empty, ``joint(previous)``.
         """
         gap = self.before[index]
         if gap or not index or previous == self.sentences[index - 1]:
@@ -40,7 +40,7 @@ class Cut:
         return joint(previous)
 
     def joined(self, translations: Sequence[str]) -> str:
-        """The text with each sentence's translation in its place."""
+        """The text with each sentence replaced by its translation."""
         text = ""
         for index, (translation, _) in enumerate(zip(translations, self.sentences, strict=True)):
             text += self.gap(index, translations[index - 1]) + translation
@@ -48,11 +48,11 @@ class Cut:
 
 
 def cut(text: str, *, language: str, split: bool) -> Cut:
-    """Cut a text in ``language`` (a code such as "en"; of unknown ones: as English) into sentences.
+    """Split a text into sentences. An unknown ``language`` code is treated as English.
 
-    Lines are cut one by one, and what has neither letter nor digit stays. Not with ``split``:
-    the text is one sentence, its line breaks spaces. Half a surrogate pair stays where it is: check
-    texts before.
+    Each line is split on its own. Parts without a letter or digit are not translated. Without
+    ``split`` the text is one sentence and its line breaks become spaces. Unpaired surrogates are
+    kept, so check texts first.
     """
     language = re.split("[-_]", language.lower())[0]
     wanted = re.compile(r"[^\W_]" if split else r"\S")
@@ -73,7 +73,7 @@ def cut(text: str, *, language: str, split: bool) -> Cut:
 
 
 def _units(line: str, language: str) -> Iterator[str]:
-    """A line's sentences, with the white space around them. A sentence of above 1,000 characters
+    """The sentences of a line with surrounding whitespace. A sentence of more than 1,000 characters
     may be cut between words.
     """
     safe = _UNSAFE.sub(" ", line)
@@ -82,7 +82,7 @@ def _units(line: str, language: str) -> Iterator[str]:
         units = _segment(language, safe[start : start + _WINDOW])
         if start + _WINDOW < len(safe):
             *units, last = units
-            if len(last) > _WINDOW // 2:  # otherwise it waits for what follows
+            if len(last) > _WINDOW // 2:  # otherwise it starts the next window
                 units.append(last[: last.rfind(" ", -_WINDOW // 2) + 1 or None])
         for unit in units:
             yield line[start : start + len(unit)]
@@ -92,7 +92,7 @@ def _units(line: str, language: str) -> Iterator[str]:
 def _segment(language: str, text: str) -> list[str]:
     try:
         return list(sentencex.segment(language, text))
-    except BaseException as error:  # what Rust raises is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if type(error).__name__ != "PanicException":
             raise
         return [text]

@@ -1,22 +1,22 @@
-// The page of transformer-serve. What users and the server say is set as text, never as HTML.
+// The web UI of transformer-serve. Text from users and the server is set as text, never as HTML.
 
 import { analyse, isolated } from "./words.js";
 
-const PAUSE_MS = 400; // without a key before a request
+const PAUSE_MS = 400; // idle time after a keystroke before a request
 const RETRY_MS = 2000;
-const HINT = "Point at a word, or Tab to it, to see where the model looked.";
+const HINT = "Hover over a word, or Tab to it, to see the model's attention.";
 const page = Object.fromEntries([...document.querySelectorAll("[id]")].map((each) => [each.id, each]));
 
 let languages; // {source, target} of the chosen pair
-let alternatives; // how many to ask for: fewer where the server's beam is narrower
+let alternatives; // number to request; lowered if the server's beam is smaller
 let newest; // AbortController of the newest request
 let timer; // of the next request
-let waiting; // promise of a server that is ready
-let rows = []; // the sentences shown: {data: as they came, sentence, chosen, element}
-let answer; // the whole translation as the server joined it, once it is complete
-const links = new WeakMap(); // element of a word -> {others: elements of the other side, weights}
+let waiting; // promise, resolved when the server is ready
+let rows = []; // sentences shown: {data: raw event, sentence, chosen, element}
+let answer; // full translation from the server, once complete
+const links = new WeakMap(); // word element -> {others: elements on the other side, weights}
 
-/** An element; attributes that are undefined or false are left out, strings become text nodes. */
+/** Create an element. Undefined or false attributes are omitted; strings become text nodes. */
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -33,7 +33,7 @@ function say(words) {
 
 // Sentences
 
-/** The words of one side. If something is known of them they are a list box, for arrow keys. */
+/** The words of one side; a listbox with arrow-key navigation if any word has a `fact`. */
 function boxOf(side, words, label) {
   const known = words.some((word) => word.fact);
   const roles = known ? { role: "listbox", "aria-label": label } : {};
@@ -48,7 +48,7 @@ function boxOf(side, words, label) {
   return box;
 }
 
-/** Put the chosen translation of a sentence, and its source, into its row. */
+/** Render a row: the chosen translation and the source sentence. */
 function draw(row) {
   const { source: text, source_tokens } = row.sentence;
   const { target, source } = analyse({ source_tokens, ...row.chosen, source: text });
@@ -64,7 +64,7 @@ function draw(row) {
   row.element.prepend(box, sourceBox);
 }
 
-/** The button that opens a sentence's other translations, and their list. */
+/** The button for a sentence's alternatives, and their list. */
 function alternativesOf(row) {
   const { hypotheses, index } = row.sentence;
   const id = `alternatives-${index + 1}`;
@@ -100,8 +100,8 @@ function alternativesOf(row) {
 }
 
 /**
- * Show a sentence that has come, and return how many have. One that is there already stays, with
- * the translation that the user chose.
+ * Show a received sentence and return the number of sentences so far. An unchanged sentence keeps
+ * the translation chosen by the user.
  */
 function place(data) {
   const sentence = JSON.parse(data);
@@ -124,7 +124,7 @@ function keepRows(number) {
   page.copy.disabled = !rows.length;
 }
 
-/** The translation with what the user chose, joined as the server joined it. */
+/** The full translation with the user's choices, joined as on the server. */
 function whole() {
   let [text, at] = ["", 0];
   for (const { sentence, chosen } of rows) {
@@ -136,7 +136,7 @@ function whole() {
   return text + answer.slice(at);
 }
 
-/** Highlight a word and what it looked at, or what looked at it; without a word, nothing. */
+/** Highlight a word and the words it attends to or that attend to it. No word: clear. */
 function trace(word) {
   for (const name of ["looked", "traced", "tracing"]) {
     page.output.querySelectorAll(`.${name}`).forEach((each) => each.classList.remove(name));
@@ -169,7 +169,7 @@ async function* events(body) {
   }
 }
 
-/** The answer to a request, with as many alternatives as the server allows. */
+/** Send a request, with as many alternatives as the server allows. */
 async function ask(q, signal) {
   for (;;) {
     const body = JSON.stringify({ q, ...languages, format: "text", alternatives, attention: true });
@@ -177,7 +177,7 @@ async function ask(q, signal) {
     const response = await fetch("translate/stream", { method: "POST", headers, body, signal });
     if (response.ok) return response;
     const { error } = await response.json().catch(() => ({}));
-    const said = String(error ?? `The server answered ${response.status}.`);
+    const said = String(error ?? `The server returned status ${response.status}.`);
     if (response.status !== 400 || !alternatives || !said.includes("alternatives")) {
       throw Object.assign(new Error(said), { response });
     }
@@ -185,15 +185,15 @@ async function ask(q, signal) {
   }
 }
 
-/** Wait until the server is ready; true if it was at once. */
+/** Wait until the server is ready; true if it was ready immediately. */
 async function wait() {
   for (let tries = 0; ; tries++) {
     const response = await fetch("health").catch(() => null);
     if (response?.ok) return tries === 0;
     const status = await response?.json().then((body) => body.status, () => "");
-    const compiling = "The server is still compiling, which takes a minute or so.";
-    const what = response ? "The server is not ready yet." : "The server does not answer.";
-    say(`${status === "compiling" ? compiling : what} This page tries again by itself.`);
+    const compiling = "The server is still compiling, which takes about a minute.";
+    const what = response ? "The server is not ready yet." : "The server is not responding.";
+    say(`${status === "compiling" ? compiling : what} Retrying automatically.`);
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }
@@ -233,14 +233,14 @@ async function translate() {
 }
 
 async function explain(error, own) {
-  if (error instanceof TypeError) { // there is no connection, or it broke
+  if (error instanceof TypeError) { // no connection, or it was lost
     const broke = await ready();
     if (newest !== own) return;
     if (!broke) return translate();
-    return say("The connection broke before the translation was complete. Press Ctrl+Enter to try again.");
+    return say("The connection was lost before the translation was complete. Press Ctrl+Enter to retry.");
   }
   const seconds = Math.min(Number(error.response?.headers.get("Retry-After")) || 0, 60);
-  say(error.message + (seconds ? ` This page tries again in ${seconds} s.` : ""));
+  say(error.message + (seconds ? ` Retrying in ${seconds} s.` : ""));
   if (seconds) timer = setTimeout(translate, 1000 * seconds);
 }
 
@@ -248,7 +248,7 @@ async function explain(error, own) {
 
 const focused = () => page.output.querySelector(".word:focus");
 
-/** The word that a key leads to from this one, if any. */
+/** The next word for a key, if any. */
 function neighbour(word, key) {
   const line = word.parentElement;
   const lines = [...page.output.querySelectorAll(".words")];
@@ -276,7 +276,7 @@ page.output.addEventListener("keydown", (event) => {
 page.output.addEventListener("focusin", ({ target }) => {
   if (!target.matches(".word")) return;
   trace(target);
-  if (!target.matches(".target .word")) return; // Tab stops in translations alone
+  if (!target.matches(".target .word")) return; // only target words are Tab stops
   target.parentElement.querySelector("[tabindex='0']")?.setAttribute("tabindex", "-1");
   target.setAttribute("tabindex", "0");
 });
@@ -300,7 +300,7 @@ page.copy.addEventListener("click", () => {
     event.preventDefault();
   };
   document.addEventListener("copy", fill, { once: true }); // navigator.clipboard needs HTTPS
-  const said = document.execCommand("copy") ? "Copied" : "The browser forbids it";
+  const said = document.execCommand("copy") ? "Copied" : "Blocked by the browser";
   document.removeEventListener("copy", fill);
   page.copy.textContent = page.spoken.textContent = said;
   setTimeout(() => { page.copy.textContent = "Copy"; }, 2000);
@@ -316,12 +316,12 @@ function count() {
   page.count.textContent = `${number.toLocaleString("en")} character${number === 1 ? "" : "s"}`;
 }
 
-/** The name of a language in English, or what the server calls it. */
+/** English name of a language; otherwise the server's name for it. */
 function nameOf(code, listed) {
   let name;
   try {
     name = new Intl.DisplayNames("en", { type: "language", fallback: "none" }).of(code);
-  } catch { /* no code of BCP 47 */ }
+  } catch { /* not a BCP 47 code */ }
   return name ?? listed.find((language) => language.code === code)?.name ?? code;
 }
 
@@ -352,5 +352,5 @@ say("");
 try {
   await chooseLanguages();
 } catch {
-  say("The server's languages cannot be read. Reload the page to try again.");
+  say("Cannot load the languages. Reload the page to retry.");
 }

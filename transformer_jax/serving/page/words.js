@@ -1,4 +1,4 @@
-// Words of a sentence and of its translation, made of tokens: how sure, and what looked at what.
+// Words of a sentence and its translation, joined from tokens, with confidence and attention.
 
 const UNSPACED = /[\p{sc=Han}\p{sc=Hira}\p{sc=Kana}\p{sc=Thai}\p{sc=Laoo}\p{sc=Khmr}\p{sc=Mymr}]/u;
 
@@ -6,24 +6,24 @@ const mean = (numbers) => numbers.reduce((sum, x) => sum + x, 0) / numbers.lengt
 const percent = (share) => `${Math.round(100 * share)}%`;
 const utf8 = (text) => [...new TextEncoder().encode(text)];
 
-/** What a token spells, without white space, in UTF-8. */
+/** The UTF-8 bytes of a token, without whitespace. */
 function bytesOf(token) {
   if (token === "</s>") return [];
   const byte = /^<0x([0-9A-F]{2})>$/.exec(token);
   return byte ? [parseInt(byte[1], 16)] : utf8(token === "<unk>" ? "⁇" : token.replace(/[▁\s]/g, ""));
 }
 
-/** The words of a text and the white space between them, in turn. */
+/** Split a text into alternating words and whitespace. */
 function partsOf(text) {
   if (!UNSPACED.test(text)) return text.split(/(\s+)/);
   const segments = new Intl.Segmenter(undefined, { granularity: "word" }).segment(text);
   return Array.from(segments, (each) => each.segment);
 }
 
-/** The words of a text, {before, text, tokens: their places}; null if the tokens do not spell it. */
+/** Words of a text as {before, text, tokens: indices}; null if the tokens do not spell the text. */
 function wordsOf(tokens, text) {
   const spelled = tokens.map(bytesOf);
-  const owners = spelled.flatMap((bytes, i) => bytes.map(() => i)); // of each byte its token
+  const owners = spelled.flatMap((bytes, i) => bytes.map(() => i)); // token of each byte
   const read = new TextDecoder().decode(Uint8Array.from(spelled.flat()));
   if (read !== text.replace(/\s/g, "")) return null;
   const words = [];
@@ -33,7 +33,7 @@ function wordsOf(tokens, text) {
       before += part;
       continue;
     }
-    const first = Math.min(owners[byte], next); // a "▁" alone belongs to the word after it
+    const first = Math.min(owners[byte], next); // a lone "▁" belongs to the next word
     byte += utf8(part).length;
     next = owners[byte - 1] + 1;
     const its = [...tokens.keys()].slice(first, next).filter((i) => tokens[i] !== "</s>");
@@ -43,10 +43,10 @@ function wordsOf(tokens, text) {
   return words;
 }
 
-/** A text of which it is not known what spells which word. */
+/** The whole text as one word, if tokens cannot be mapped to words. */
 const whole = (tokens, text) => [{ before: "", text, tokens: [...(tokens ?? []).keys()], fact: "" }];
 
-/** The words of a text that its tokens spell in another way, or not at all (<unk>). */
+/** Words of a text that differs from its tokens by normalization or <unk>. */
 function normalised(tokens, text) {
   const spelled = tokens.filter((token) => token !== "</s>").map((token) => token.replace("<unk>", "⁇"));
   const words = wordsOf(tokens, spelled.join("").replaceAll("▁", " ")) ?? [];
@@ -55,10 +55,10 @@ function normalised(tokens, text) {
   return words.map((word, i) => ({ ...word, text: shown[i] }));
 }
 
-/** A word that keeps its direction, right to left or not, among others. */
+/** Isolate a word's text direction, for right-to-left scripts. */
 export const isolated = (word) => `\u2068${word}\u2069`;
 
-/** "looked at Hund 62%, ein 20%": the words with most weight. */
+/** The words with the largest weights: "attends to Hund 62%, ein 20%". */
 function mostOf(words, weights, verb) {
   const order = [...weights.keys()].sort((i, j) => weights[j] - weights[i]).slice(0, 3);
   const some = order.filter((i) => weights[i] >= 0.05);
@@ -67,11 +67,11 @@ function mostOf(words, weights, verb) {
 }
 
 /**
- * The words of both sides of a sentence of the server's answer.
+ * Source and target words of a sentence in a response.
  *
- * A word has `text`, `before` (white space), `fact` (what is known of it, in words) and, where they
- * are known, `confidence` and `weights`: how much it looked at each word of the source; for those of
- * the source, how much each word of the translation looked at it.
+ * A word has `text`, `before` (whitespace), `fact` (a description) and, if available, `confidence`
+ * and `weights`. The weights of a target word are its attention to each source word. The weights of
+ * a source word are the attention of each target word to it.
  */
 export function analyse({ source: line, source_tokens, translation, tokens, token_scores, alignment }) {
   const target = wordsOf(tokens ?? [], translation) ?? whole(tokens, translation);
@@ -85,11 +85,11 @@ export function analyse({ source: line, source_tokens, translation, tokens, toke
   for (const word of target) {
     const look = (other, i) => other.tokens.reduce((sum, j) => sum + alignment[i][j], 0);
     word.weights = source.map((other) => mean(word.tokens.map((i) => look(other, i))));
-    word.fact += (word.fact && "; ") + mostOf(source, word.weights, "looked at");
+    word.fact += (word.fact && "; ") + mostOf(source, word.weights, "attends to");
   }
   for (const [j, word] of source.entries()) {
     word.weights = target.map((other) => other.weights[j]);
-    word.fact = mostOf(target, word.weights, "looked at by");
+    word.fact = mostOf(target, word.weights, "attended to by");
   }
   return { target, source };
 }
