@@ -66,7 +66,7 @@ def test_a_map_has_the_weights_of_its_layer_and_head():
 @pytest.mark.parametrize("draw", DRAWINGS)
 def test_weights_of_another_shape_are_refused(draw):
     for shape in ((2, 3, 2), (1, 1, 2, 3), (0, 1, 3, 2)):
-        with pytest.raises(UserError, match=r"weights_NHTS is of shape .*\(layers, heads, 3, 2\)"):
+        with pytest.raises(UserError, match=r"weights_NHTS has shape .*\(layers, heads, 3, 2\)"):
             draw("abc", "de", np.ones(shape))
 
 
@@ -237,7 +237,7 @@ def test_program_draws_positions(tmp_path, capsys):
     assert {"dimension", "position"} <= {*texts_in(file)}
     for wrong, message in {
         ("--d-model", "7"): "d_model is 7; expected a positive even number.",
-        ("--length", "0"): "table_LD has the shape (0, 512); expected (length, d_model).",
+        ("--length", "0"): "table_LD has shape (0, 512); expected (length, d_model).",
     }.items():
         assert program.main([*flags, str(file), *wrong]) == 2
         assert capsys.readouterr().err == f"error: {message}\n"

@@ -145,8 +145,8 @@ def test_settings_that_differ_come_first(report, run, tmp_path):
     config = other / "config.json"
     config.write_text(config.read_text().replace('"steps": 4', '"steps": 8'))
     page = report(run, other)
-    assert page.index("Different between the runs") < page.index("Not the default")
-    different = page[page.index("Different between") : page.index("Not the default")]
+    assert page.index("Different between runs") < page.index("Changed from the default")
+    different = page[page.index("Different between") : page.index("Changed from the default")]
     assert tables(different)["training.steps"] == ["4", "8", "100,000"]
     assert "seed" not in tables(different) and tables(page)["seed"] == ["0", "0", "0"]
     assert tables(page)["parameters"] == ["1,234", "1,234"]
@@ -167,11 +167,11 @@ CORRUPT = {
         (run / "metrics.jsonl").read_text()[:-20]
     ),
     "metrics.jsonl cannot be read: No such file": lambda run: (run / "metrics.jsonl").unlink(),
-    "summary.json is left out: it is corrupt": lambda run: (run / "summary.json").write_text("[1]"),
-    "summary.json is left out: it is corrupt, or training went on.": lambda run: (
+    "summary.json is ignored: it is corrupt": lambda run: (run / "summary.json").write_text("[1]"),
+    "summary.json is ignored: it is corrupt, or training continued.": lambda run: (
         run / "summary.json"
     ).write_text('{"steps": 2}'),
-    "summary.json is left out: it is corrupt, or": lambda run: (run / "summary.json").write_text(
+    "summary.json is ignored: it is corrupt, or": lambda run: (run / "summary.json").write_text(
         '{"steps": "4"}'
     ),
     "summary.json cannot be read: Is a directory": lambda run: (
@@ -218,7 +218,7 @@ def test_a_checkpoint_that_cannot_be_loaded_costs_only_translations(report, run)
     for file in (run / "checkpoints").glob("*/manifest.json"):
         file.write_bytes(b"")
     page = report(run, flags=())
-    assert f"{run}: Translations and attention are not complete" in problems(page)[0]
+    assert f"{run}: Translations and attention are incomplete" in problems(page)[0]
     assert tables(page)["test.bleu"] == ["28.4"]
 
 
@@ -226,14 +226,17 @@ def test_a_dev_set_that_is_gone_is_reported(report, run, monkeypatch):
     monkeypatch.setattr(Translator, "from_workdir", lambda *_, **__: None)
     config = (run / "config.json").read_text()
     (run / "config.json").write_text(config.replace("dev.en", "gone.en"))
-    assert "Translations and attention are not complete: " in problems(report(run, flags=()))[0]
+    assert "Translations and attention are incomplete: " in problems(report(run, flags=()))[0]
     assert "gone.en" in problems(report(run, flags=()))[0]
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--workdir", "nowhere", "--output", "a.html"], "expected the folder of a training run"),
+        (
+            ["--workdir", "nowhere", "--output", "a.html"],
+            "expected the work directory of a training run",
+        ),
         (["--workdir", ".", "--output", "a.html", "--samples", "-1"], "expected 0 or more"),
     ],
 )

@@ -479,7 +479,7 @@ def test_search_settings_are_imported(marian, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("early_stopping", True, "early_stopping in .* is True, which the search"),
+        ("early_stopping", True, "early_stopping in .* is True, which is not supported"),
         ("do_sample", True, "do_sample in .* is True"),
         ("encoder_no_repeat_ngram_size", 3, "encoder_no_repeat_ngram_size in .* is 3"),
         ("repetition_penalty", 1.5, "repetition_penalty in .* is 1.5"),

@@ -49,7 +49,7 @@ def test_figures_are_of_all_sentences_together() -> None:
     assert (score.precision, score.recall) == (100 * 5 / 5, 100 * 5 / 8)
     assert score.f1 == pytest.approx(100 * 2 * 5 / 13)
     assert str(score) == (
-        "labelled bracket F1 = 76.92 "
+        "labeled bracket F1 = 76.92 "
         "(precision 100.00, recall 62.50, exact match 50.00%, 2 sentences)"
     )
 
@@ -63,12 +63,12 @@ def test_other_words_and_other_numbers_of_trees_are_refused() -> None:
     other = tree(GOLD)._replace(words=("Jane", ",", "has", "a", "dog", "."))
     with pytest.raises(
         UserError,
-        match="Tree 2: the words are 'Jane , has .*expected those of the gold tree, 'John , has",
+        match="Tree 2: the words are 'Jane , has .*the words of the gold tree, 'John , has",
     ):
         bracket_score([tree(GOLD)] * 2, [tree(GOLD), other])
     with pytest.raises(UserError, match="There are 3 gold trees and 1 to score"):
         bracket_score([tree(GOLD)] * 3, [tree(GOLD)])
-    with pytest.raises(UserError, match="0 trees"):
+    with pytest.raises(UserError, match="no trees"):
         bracket_score([], [])
 
 

@@ -56,10 +56,10 @@ def test_trees_become_text_and_come_back(
         )
         == 0
     )
-    assert "3 trees, 0 of them" in capsys.readouterr().err
+    assert "3 trees, 0 from malformed" in capsys.readouterr().err
     assert main(["score", "--gold", f"{made}.mrg", "--parses", back]) == 0
     assert capsys.readouterr().out.startswith(
-        "labelled bracket F1 = 100.00 (precision 100.00, recall 100.00, exact match 100.00%, 3"
+        "labeled bracket F1 = 100.00 (precision 100.00, recall 100.00, exact match 100.00%, 3"
     )
 
 
@@ -100,7 +100,7 @@ def test_what_a_model_wrote_is_counted_where_it_is_no_tree(
         "( (FRAG (XX Not) (XX today) (XX :-RRB-)))",
     ]
     assert out.splitlines() == trees
-    assert "3 trees, 1 of them" in err
+    assert "3 trees, 1 from malformed" in err
     (treebank / "restored.mrg").write_text(out)  # with an empty line's tree it can be scored
     assert (
         main(
@@ -131,7 +131,7 @@ def test_a_restored_file_appears_whole_or_not_at_all(treebank: Path) -> None:
         ("prepare --trees {0}/none.mrg --output {0}/x", "none.mrg"),
         (
             "prepare --trees {0}/b.mrg --output {0}/x --skip 2",
-            "b.mrg after the first 2; expected one or more",
+            "b.mrg after the first 2; expected at least one",
         ),
         ("prepare --trees {0}/b.mrg --output {0}/x --take 0", "take is 0; expected 1 or more"),
         (
@@ -140,7 +140,7 @@ def test_a_restored_file_appears_whole_or_not_at_all(treebank: Path) -> None:
         ),
         (
             "restore --words {0}/words --sequences {0}/b.mrg",
-            "words ends after 2 lines; expected as many",
+            "words ends after 2 lines; expected the same number",
         ),
         (
             "score --gold {0}/b.mrg --parses {0}/a.mrg.gz",

@@ -122,14 +122,17 @@ def test_a_faulty_sequence_keeps_what_is_sound() -> None:
     [
         ("((S (NN dog)))\n\n(S (NN dog)))", "line 3: '\\)' outside all brackets"),
         ("dog", "line 1: 'dog' outside"),
-        ("(S (NP the dog))", "line 1: a word 'dog' beside another word"),
-        ("(S (NP (DT the) dog))", "line 1: a word 'dog' beside"),
+        ("(S (NP the dog))", "line 1: unexpected word 'dog' after a word"),
+        ("(S (NP (DT the) dog))", "line 1: unexpected word 'dog' after"),
         ("(S (NN dog (NN cat)))", "line 1: \\( after the word 'dog'"),
-        ("(S (NP))", "line 1: \\(NP\\) without a word"),
-        ("(S ())", "line 1: \\(\\) without a word"),
-        ("(S\n(NN dog)", "line 1: a tree that begins here and lacks 1 \\) at the end of the file"),
+        ("(S (NP))", "line 1: \\(NP\\) has no word"),
+        ("(S ())", "line 1: \\(\\) has no word"),
+        (
+            "(S\n(NN dog)",
+            "line 1: the tree that starts here lacks 1 \\) at the end of the file",
+        ),
         # the trees after it are taken for constituents of it
-        ("(S (A a))\n(S (A a)\n(S (A a))\n", "line 2: a tree that begins here and lacks 1 \\)"),
+        ("(S (A a))\n(S (A a)\n(S (A a))\n", "line 2: the tree that starts here lacks 1 \\)"),
     ],
 )
 def test_what_is_no_tree_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Figures of attention, positional encoding and the learning rate, in matplotlib."""
+"""Matplotlib figures of attention, positional encodings and learning rate schedules."""
 
 from transformer_jax.figures.drawing import (
     attention_lines,

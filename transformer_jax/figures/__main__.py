@@ -1,4 +1,4 @@
-"""Draw attention, the positional encoding (section 3.5) or the learning rate (section 5.3).
+"""Draw attention, positional encodings (section 3.5) or learning rate schedules (section 5.3).
 
 python -m transformer_jax.figures attention --workdir W --text "A man sleeps ." --output a.svg
 python -m transformer_jax.figures positions --output positions.svg
@@ -32,30 +32,31 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Attention:
-    """Draw the attention of a trained model to a sentence and its translation, or write the weights
+    """Draw a trained model's attention for a sentence and its translation, or write the weights
     (docs/decoding.md).
     """
 
     workdir: str
-    """Work directory of a training run or of an imported model, or its URL."""
+    """Work directory of a training run or imported model, or its URL."""
     text: str
     """Sentence to translate."""
     output: str
-    """File to write. A figure: .svg, .png or .pdf. All weights as NumPy arrays: .npz."""
+    """File to write: .svg, .png or .pdf for a figure, .npz for all weights as NumPy arrays."""
     target: str | None = None
-    """Its translation. Default: the best that beam search finds."""
+    """Translation. Default: the best result of beam search."""
     kind: Literal["encoder", "decoder", "cross"] = "cross"
-    """The encoder's or the decoder's self-attention, or the decoder's attention to the source."""
+    """Encoder self-attention, decoder self-attention, or cross-attention."""
     style: Literal["maps", "lines"] = "maps"
-    """A heat map for each layer and head, or lines between two columns of tokens for each layer, as
-    in figures 3 to 5 of the paper.
+    """maps: one heat map per layer and head. lines: for each layer, lines between two columns of
+    tokens, as in figures 3 to 5 of the paper.
     """
     layers: tuple[int, ...] = ()
     """Layers, from 1; -1 is the last. Default: all."""
     heads: tuple[int, ...] = ()
     """Heads, from 1. Default: all."""
     only: tuple[int, ...] = ()
-    """With --style lines: tokens of the left column whose lines are drawn, from 1. Default: all."""
+    """For --style lines: draw only the lines of these tokens in the left column, from 1. Default:
+    all."""
     average: int | None = None
     """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
     training chose; of a single checkpoint's folder, itself."""
@@ -63,21 +64,21 @@ class Attention:
 
 @dataclass(frozen=True)
 class Positions:
-    """Draw the sinusoids that are added to the embeddings."""
+    """Draw sinusoidal positional encodings."""
 
     output: str
     """File to write: .svg, .png or .pdf."""
     d_model: int = 512
-    """Dimensions of a position's vector."""
+    """Size of a position vector."""
     length: int = 100
     """Number of positions, from 0."""
     layout: Literal["interleaved", "split"] = "interleaved"
-    """Sines and cosines in turn, as in the paper, or all sines first (model.positions)."""
+    """Alternating sines and cosines as in the paper, or all sines first (model.positions)."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Draw the learning rate of each step: a curve for each config."""
+    """Draw learning rate schedules, one curve per config."""
 
     output: str
     """File to write: .svg, .png or .pdf."""
@@ -106,7 +107,7 @@ def _run(argv: list[str] | None) -> None:
 
 
 def _attention(task: Attention) -> None:
-    # here, so that flags are checked before JAX is loaded
+    # imported late, so that flags are checked before JAX is loaded
     from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
 
     keep_compiled("auto")
@@ -123,7 +124,7 @@ def _attention(task: Attention) -> None:
 
 
 def _learning_rate(config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, from 1, and their learning rates."""
+    """Steps from 1 and their learning rates."""
     from transformer_jax import learning_rate_schedule
 
     steps = np.arange(1, config.training.steps + 1)

@@ -1,4 +1,4 @@
-"""Figures in matplotlib: attention, the positional encoding, the learning rate."""
+"""Matplotlib figures of attention, positional encodings and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FONT = 8  # points
-_CELL = 0.17  # inches for a token
-_FAINTEST = 0.02  # of the largest weight; fainter lines are not drawn
+_CELL = 0.17  # inches per token
+_FAINTEST = 0.02  # relative to the largest weight; fainter lines are not drawn
 
 
 def attention_maps(
@@ -30,15 +30,15 @@ def attention_maps(
     heads: Sequence[int] = (),
     title: str = "",
 ) -> Figure:
-    """A heat map for each layer and head: the weight of each key (column) for each query (row).
+    """Draw one heat map per layer and head: weights of keys (columns) for queries (rows).
 
     Args:
       queries, keys: T and S tokens.
-      weights_NHTS: attention weights of N layers and H heads. All maps have one color scale.
-      layers, heads: selection, from 1 as in the paper; -1 is the last. Default: all.
+      weights_NHTS: attention weights of N layers and H heads. All maps share one color scale.
+      layers, heads: numbers from 1, as in the paper; -1 is the last. Default: all.
 
     Raises:
-      UserError: no such layer or head; weights of another shape; matplotlib is not installed.
+      UserError: invalid layer or head, wrong shape of weights, or matplotlib is not installed.
     """
     layers, heads = _selected(weights_NHTS, queries, keys, layers, heads)
     largest = weights_NHTS[np.ix_(layers, heads)].max()
@@ -68,13 +68,13 @@ def attention_lines(
     only: Sequence[int] = (),
     title: str = "",
 ) -> Figure:
-    """Lines as in the paper's figures 3 to 5, from each query (left) to the keys it attends to.
+    """Draw lines as in the paper's figures 3 to 5, from each query (left) to the keys (right).
 
-    Opacity is proportional to weight, up to the largest that is drawn. Each head has its color,
-    each layer its two columns of tokens.
+    Opacity is proportional to weight, normalized to the largest drawn weight. Each head has its own
+    color, each layer its own two columns of tokens.
 
     Args:
-      only: the queries whose lines are drawn, from 1; -1 is the last. Default: all.
+      only: numbers of the queries to draw, from 1; -1 is the last. Default: all.
       queries, keys, weights_NHTS, layers, heads: as in ``attention_maps``.
     """
     layers, heads, only = _selected(weights_NHTS, queries, keys, layers, heads, only)
@@ -89,7 +89,7 @@ def attention_lines(
     colors = colormaps["tab10" if weights_NHTS.shape[1] <= 10 else "tab20"]
     for axes, layer in zip(figure.subplots(1, len(layers), squeeze=False)[0], layers):
         for place, head in enumerate(heads):
-            # Heads lie side by side, so that none hides another.
+            # Offset heads, so that none hides another.
             shift = 0.6 * ((place + 0.5) / len(heads) - 0.5)
             lines, opacity = [], []
             for t, s in product(only, range(len(keys))):
@@ -117,9 +117,9 @@ def attention_lines(
 
 
 def positions_picture(table_LD: np.ndarray) -> Figure:
-    """Position vectors, such as ``sinusoidal_positions``: red below 0, blue above."""
+    """Draw position vectors, such as ``sinusoidal_positions``: red below 0, blue above."""
     if table_LD.ndim != 2 or not table_LD.size:
-        raise UserError(f"table_LD has the shape {table_LD.shape}; expected (length, d_model).")
+        raise UserError(f"table_LD has shape {table_LD.shape}; expected (length, d_model).")
     figure = _figure(7, 4)
     axes = figure.subplots()
     largest = np.abs(table_LD).max()
@@ -130,7 +130,7 @@ def positions_picture(table_LD: np.ndarray) -> Figure:
 
 
 def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """Learning rates: the steps, from 1, and the rates of each named curve."""
+    """Draw learning rates: named curves of (steps from 1, rates)."""
     figure = _figure(7, 4)
     axes = figure.subplots()
     for name, (steps, rates) in curves.items():
@@ -142,10 +142,10 @@ def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Fig
 
 
 def save_picture(figure: Figure, output: str | Path) -> None:
-    """Write a figure as .svg, .png or .pdf. In SVG text stays text, in the viewer's fonts.
+    """Write a figure as .svg, .png or .pdf. SVG text stays text, in the viewer's fonts.
 
     Raises:
-      UserError: another ending of ``output``.
+      UserError: unsupported suffix of ``output``.
     """
     import matplotlib
 
@@ -162,7 +162,7 @@ def save_picture(figure: Figure, output: str | Path) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure; inches, but no more than memory has pixels for."""
+    """An empty figure, in inches, limited to 100 by 100."""
     with needs_extra("figures"):
         from matplotlib.figure import Figure
     return Figure(figsize=(min(width, 100), min(height, 100)), layout="constrained")
@@ -171,11 +171,11 @@ def _figure(width: float, height: float) -> Figure:
 def _selected(
     weights_NHTS: np.ndarray, queries: Sequence[str], keys: Sequence[str], *numbers: Sequence[int]
 ) -> list[list[int]]:
-    """Layers, heads and queries, from 0, by their numbers from 1; no numbers: all of them."""
+    """Convert numbers of layers, heads and queries from 1 to indices from 0; default: all."""
     shape = weights_NHTS.shape
     if len(shape) != 4 or shape[2:] != (len(queries), len(keys)) or not weights_NHTS.size:
         raise UserError(
-            f"weights_NHTS is of shape {shape}; expected (layers, heads, {len(queries)}, "
+            f"weights_NHTS has shape {shape}; expected (layers, heads, {len(queries)}, "
             f"{len(keys)}), for {len(queries)} queries and {len(keys)} keys."
         )
     found = []

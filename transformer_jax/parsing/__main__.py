@@ -1,4 +1,4 @@
-"""Constituency parsing as translation (section 6.3): a treebank as text, and back to trees.
+"""Constituency parsing as translation (section 6.3): convert between trees and text.
 
     python -m transformer_jax.parsing prepare --trees 'wsj/22/*.mrg' --output data/wsj/dev
     python decode.py --workdir W --input data/wsj/dev.words --output dev.sequences
@@ -34,70 +34,70 @@ from transformer_jax.parsing.trees import (
 
 @dataclass(frozen=True)
 class Prepare:
-    """Write OUTPUT.words and OUTPUT.sequences, the two sides of a text for train.py, and
-    OUTPUT.mrg, the same trees cleaned.
+    """Write OUTPUT.words and OUTPUT.sequences, the source and target text for train.py, and
+    OUTPUT.mrg, the cleaned trees.
     """
 
     trees: tuple[str, ...]
-    """Treebank files in Penn's format, .gz too; globs such as 'wsj/0[2-9]/*.mrg' are sorted."""
+    """Treebank files in Penn format, also .gz. Matches of globs such as 'wsj/0[2-9]/*.mrg' are
+    sorted."""
     output: str
-    """Where to write, without the endings; folders are made."""
+    """Output path without suffix. Missing folders are created."""
     skip: int = 0
-    """Leave out this many trees at the beginning."""
+    """Number of trees to skip at the beginning."""
     take: int | None = None
-    """Use at most this many trees. Default: all."""
+    """Maximum number of trees. Default: all."""
     numbered: bool = False
-    """Number the words, `#0 It #1 barks`, and write number and part of speech in the sequence in
-    place of XX, `#0 PRP`: a model learns from fewer trees to look at each word."""
+    """Number the words (`#0 It #1 barks`) and write number and part of speech (`#0 PRP`) instead of
+    XX in the sequence. A model then needs fewer trees to learn to attend to each word."""
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Write the files that prepare writes, for generated trees: of a made-up language, or those of
-    a treebank with constituents exchanged.
+    """Write the same files as prepare for generated trees: trees of a made-up language, or
+    treebank trees with exchanged constituents.
     """
 
     output: str
-    """Where to write, without the endings; folders are made."""
+    """Output path without suffix. Missing folders are created."""
     trees: int
-    """How many trees."""
+    """Number of trees."""
     seed: int = 0
-    """Another number, other trees. Give training, dev and test set different ones."""
+    """Random seed of the trees. Use different seeds for training, dev and test set."""
     language: int = 0
-    """Another number, another language."""
+    """Random seed of the made-up language."""
     like: tuple[str, ...] = ()
-    """Treebank files: take their trees, and exchange constituents for others with the same
-    label."""
+    """Treebank files: use their trees and exchange constituents with the same label."""
     numbered: bool = False
-    """As for prepare."""
+    """See prepare."""
 
 
 @dataclass(frozen=True)
 class Restore:
-    """Write the tree of each sentence, one per line, from what decode.py wrote for it."""
+    """Convert the output of decode.py to trees, one per line."""
 
     words: str
-    """The input of decode.py."""
+    """Input file of decode.py."""
     sequences: str
-    """Its output."""
+    """Output file of decode.py."""
     output: str | None = None
     """File to write. Default: stdout."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Print labelled bracket F1, precision and recall, as EVALB computes them with Collins'
-    parameters.
+    """Print labeled bracket F1, precision and recall. EVALB with Collins' parameters gives the same
+    scores.
     """
 
     gold: str
-    """File of the right trees."""
+    """File with gold trees."""
     parses: str
-    """File of the trees to score, of the same sentences."""
+    """File with trees to score, for the same sentences."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status, as ``run_program`` has it."""
+    """Run the program; returns its exit status (see ``run_program``)."""
     return run_program(lambda: _run(argv))
 
 
@@ -106,8 +106,8 @@ def _run(argv: list[str] | None) -> None:
         Prepare | Generate | Restore | Score,  # type: ignore[arg-type]
         prog="python -m transformer_jax.parsing",
         args=argv,
-        description="Constituency parsing as translation: a treebank to text for train.py, and "
-        "back to trees.",
+        description="Constituency parsing as translation: convert a treebank to text for "
+        "train.py, and text back to trees.",
     )
     if isinstance(task, Score):
         print(bracket_score(read_parses(task.gold), read_parses(task.parses)))
@@ -117,7 +117,7 @@ def _run(argv: list[str] | None) -> None:
 
 
 def prepare(task: Prepare) -> str:
-    """Write the three files; returns what was done, in words."""
+    """Write the three files; returns a summary."""
     _check_at_least("skip", task.skip, 0)
     if task.take is not None:
         _check_at_least("take", task.take, 1)
@@ -125,12 +125,12 @@ def prepare(task: Prepare) -> str:
     parses = islice(_parses(task.trees), task.skip, end)
     if (first := next(parses, None)) is None:
         where = f" after the first {task.skip}" if task.skip else ""
-        raise UserError(f"There is no tree in {' '.join(task.trees)}{where}; expected one or more.")
+        raise UserError(f"No tree found in {' '.join(task.trees)}{where}; expected at least one.")
     return _write(task.output, chain([first], parses), numbered=task.numbered)
 
 
 def generate(task: Generate) -> str:
-    """Write the three files; returns what was done, in words."""
+    """Write the three files; returns a summary."""
     _check_at_least("trees", task.trees, 1)
     if task.like:
         parses = recombined(_parses(task.like), task.seed)
@@ -149,13 +149,13 @@ def _parses(names: Iterable[str]) -> Iterator[Parse]:
 
 
 def _files(name: str) -> list[str]:
-    """The file of this name, or all files that match a glob, sorted."""
+    """The file with this name, or all files that match a glob, sorted."""
     path = os.path.expanduser(name)
     if not glob.has_magic(path) or os.path.exists(path):
         return [path]
     matches = sorted(glob.glob(path, recursive=True))
     if not (files := [match for match in matches if os.path.isfile(match)]):
-        raise UserError(f"{name!r} matches no file; expected at least one.")
+        raise UserError(f"{name!r} matches no file; expected at least one file.")
     return files
 
 
@@ -175,14 +175,14 @@ def _write(output: str, parses: Iterable[Parse], *, numbered: bool) -> str:
 
 
 def restore(task: Restore) -> str:
-    """Write the trees; returns what was done, in words."""
+    """Write the trees; returns a summary."""
     trees, malformed = list[str](), 0
     for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
         if words is None or sequence is None:
             short = task.words if words is None else task.sequences
             raise UserError(
-                f"{short} ends after {len(trees)} lines; expected as many lines in {task.words} "
-                f"and {task.sequences}."
+                f"{short} ends after {len(trees)} lines; expected the same number of lines in "
+                f"{task.words} and {task.sequences}."
             )
         parse, well_formed = from_sequence(without_numbers(words.split()), sequence)
         malformed += not well_formed
@@ -193,7 +193,7 @@ def restore(task: Restore) -> str:
     else:
         Path(task.output).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(task.output), "".join(trees))
-    return f"{len(trees)} trees, {malformed} of them from malformed sequences."
+    return f"{len(trees)} trees, {malformed} from malformed sequences."
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Labelled bracket F1, the measure of constituency parsers (Black et al., 1991; section 6.3)."""
+"""Labeled bracket F1 for constituency parsing (Black et al., 1991; section 6.3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SAME_LABEL = {"PRT": "ADVP"}
 
 
 class BracketScore(NamedTuple):
-    """Sums over sentences, and what follows from them."""
+    """Counts over all sentences, and scores computed from them."""
 
     matched: int
     gold: int
@@ -23,7 +23,7 @@ class BracketScore(NamedTuple):
     parsed: int
     """Constituents of the trees to score."""
     exact: int
-    """Sentences all of whose constituents match."""
+    """Sentences in which all constituents match."""
     sentences: int
 
     @property
@@ -42,23 +42,22 @@ class BracketScore(NamedTuple):
         return 200 * self.matched / max(self.gold + self.parsed, 1)
 
     def __str__(self) -> str:
-        """All of it on one line."""
+        """All scores on one line."""
         exact = 100 * self.exact / max(self.sentences, 1)
         return (
-            f"labelled bracket F1 = {self.f1:.2f} (precision {self.precision:.2f}, "
+            f"labeled bracket F1 = {self.f1:.2f} (precision {self.precision:.2f}, "
             f"recall {self.recall:.2f}, exact match {exact:.2f}%, {self.sentences} sentences)"
         )
 
 
 def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScore:
-    """Score trees as the program EVALB does with Collins' parameters, over sentences of any length.
+    """Score trees like the program EVALB with Collins' parameters, for sentences of any length.
 
-    Punctuation (by the gold tags , : `` '' .) is taken out of both trees, and with it constituents
-    that have nothing else. ADVP and PRT are the same label. A constituent that a tree has twice
-    counts twice.
+    Punctuation (gold tags , : `` '' .) is removed from both trees, with constituents that contain
+    nothing else. ADVP and PRT count as the same label. Duplicate constituents count separately.
 
     Raises:
-        UserError: different numbers of sentences, none at all, or different words.
+        UserError: no sentences, different numbers of sentences, or different words.
     """
     totals, golds, parsed = BracketScore(0, 0, 0, 0, 0), 0, 0
     for right, parse in zip_longest(gold, parses):
@@ -67,7 +66,7 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
             continue
         if right.words != parse.words:
             raise UserError(
-                f"Tree {golds}: the words are {' '.join(parse.words)!r}; expected those of the "
+                f"Tree {golds}: the words are {' '.join(parse.words)!r}; expected the words of the "
                 f"gold tree, {' '.join(right.words)!r}."
             )
         a, b = _brackets(right.constituents, right.tags), _brackets(parse.constituents, right.tags)
@@ -75,15 +74,15 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
         totals = BracketScore(*map(sum, zip(totals, found)))
     if golds != parsed:
         raise UserError(
-            f"There are {golds} gold trees and {parsed} to score; expected as many of both."
+            f"There are {golds} gold trees and {parsed} to score; expected equal numbers."
         )
     if not golds:
-        raise UserError("There is nothing to score: 0 trees.")
+        raise UserError("There are no trees to score; expected at least one.")
     return totals
 
 
 def _brackets(constituents: Iterable[Constituent], tags: Iterable[str]) -> Counter[Constituent]:
-    """As they are compared: counted in words that are no punctuation."""
+    """Constituents as EVALB compares them, with word positions that skip punctuation."""
     before = [0, *accumulate(tag not in _PUNCTUATION for tag in tags)]
     scored = (
         Constituent(_SAME_LABEL.get(c.label, c.label), before[c.start], before[c.end])

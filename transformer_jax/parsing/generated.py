@@ -1,5 +1,5 @@
-"""Generated trees, to learn from where a treebank is missing or small: those of a made-up language,
-and those of a treebank with constituents exchanged.
+"""Generated trees for training without a large treebank: trees of a made-up language, and
+treebank trees with exchanged constituents.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from transformer_jax import UserError
 from transformer_jax.parsing.trees import Constituent, Parse
 
 LABELS = "SABCDEFG"
-"""Labels of the made-up language, S the whole sentence's."""
+"""Labels of the made-up language; S is the whole sentence."""
 
-_RULES = 5  # of each label
-_WORDS = 60  # of each rule
-_SHAPES = ((0, 1), (0, 1), (0, 2), (1, 1))  # of a rule: constituents before and after its word
+_RULES = 5  # per label
+_WORDS = 60  # per rule
+_SHAPES = ((0, 1), (0, 1), (0, 2), (1, 1))  # constituents before and after a rule's word
 _DEEPEST = 6
-_LENGTHS = range(5, 31)  # in words, of a made-up sentence
+_LENGTHS = range(5, 31)  # sentence lengths in words
 
 
 class _Rule(NamedTuple):
-    before: str  # labels of the constituents before the word
+    before: str  # labels of constituents before the word
     words: list[str]
     after: str
 
 
 class Language:
-    """A made-up context-free language: rules and words are drawn from ``seed``.
+    """A made-up context-free language with random rules and words, drawn from ``seed``.
 
-    Each of eight labels has five rules: a word alone, or a word with one or two constituents before
-    and after it. Each rule has sixty words of its own, as verbs with and without an object are
-    different words, and so it is the words that decide what attaches where. Some words happen to
-    belong to two rules. The k-th word of a rule has a frequency of about 1/k (Zipf's law).
+    Each of eight labels has five rules: a word alone, or a word with one or two constituents around
+    it. Each rule has sixty words of its own, just as verbs with and without an object are different
+    words. So words decide attachment. Some words belong to two rules by chance. The k-th word of a
+    rule has a frequency of about 1/k (Zipf's law).
     """
 
     def __init__(self, seed: int) -> None:
@@ -52,7 +52,7 @@ class Language:
             ]
 
     def trees(self, seed: int) -> Iterator[Parse]:
-        """Trees without end, of 5 to 30 words. A constituent of one word has no bracket."""
+        """An infinite stream of trees of 5 to 30 words. One-word constituents have no bracket."""
         draw = Random(seed)
         while True:
             words, constituents = list[str](), list[Constituent]()
@@ -82,11 +82,11 @@ def _word(draw: Random) -> str:
 
 
 def recombined(parses: Iterable[Parse], seed: int, *, share: float = 0.3) -> Iterator[Parse]:
-    """Trees without end, each one of ``parses`` with constituents exchanged (SUB2 of Shi et al.,
+    """An infinite stream of trees from ``parses`` with exchanged constituents (SUB2 of Shi et al.,
     2021).
 
-    ``share`` of a tree's constituents, at random, make way for others from anywhere in ``parses``
-    that have the same label and are inside one with the same label.
+    A random ``share`` of a tree's constituents is replaced by constituents from anywhere in
+    ``parses`` with the same label and the same parent label.
     """
     draw, whole = Random(seed), list(parses)
     alike = defaultdict[tuple[str, str], list[tuple[int, int]]](list)
@@ -94,7 +94,7 @@ def recombined(parses: Iterable[Parse], seed: int, *, share: float = 0.3) -> Ite
         for place, key in enumerate(_kinds(parse)):
             alike[key].append((number, place))
     if not whole:
-        raise UserError("There is no tree to take constituents from; expected at least one.")
+        raise UserError("No trees to take constituents from; expected at least one tree.")
     while True:
         tree = draw.choice(whole)
         for _ in range(round(share * len(tree.constituents))):
@@ -105,7 +105,7 @@ def recombined(parses: Iterable[Parse], seed: int, *, share: float = 0.3) -> Ite
 
 
 def _kinds(parse: Parse) -> list[tuple[str, str]]:
-    """Of each constituent: its label, and that of the constituent around it."""
+    """Label and parent label of each constituent."""
     kinds, around = list[tuple[str, str]](), list[Constituent]()
     for constituent in parse.constituents:
         while around and around[-1].end <= constituent.start:
@@ -116,7 +116,7 @@ def _kinds(parse: Parse) -> list[tuple[str, str]]:
 
 
 def _exchanged(tree: Parse, place: int, giver: Parse, other: int) -> Parse:
-    """``tree`` with constituent ``other`` of ``giver`` in place of its own number ``place``."""
+    """Replace constituent ``place`` of ``tree`` by constituent ``other`` of ``giver``."""
     old, new = tree.constituents[place], giver.constituents[other]
     grown = (new.end - new.start) - (old.end - old.start)
     before = [
@@ -132,7 +132,7 @@ def _exchanged(tree: Parse, place: int, giver: Parse, other: int) -> Parse:
 
 
 def _within(parse: Parse, place: int) -> list[Constituent]:
-    """A constituent and those inside it."""
+    """A constituent and all constituents inside it."""
     end = parse.constituents[place].end
     return [c for c in parse.constituents[place:] if c.start < end]
 

@@ -1,6 +1,6 @@
-"""Parse trees, from a treebank and as the sequences that a model learns to write (section 6.3).
+"""Parse trees: read from a treebank, and linearized as target sequences (section 6.3).
 
-A sequence is as in Vinyals et al. (2015), ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``, with XX
+Sequences follow Vinyals et al. (2015): ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``, with XX
 for each word.
 """
 
@@ -15,18 +15,18 @@ from typing import NamedTuple
 from transformer_jax import UserError, read_lines
 
 WORD = "XX"
-"""Stands for any word in a sequence."""
+"""Placeholder for a word in a sequence."""
 
 _TOKEN = re.compile(r"[()]|[^\s()]+")
-_BRACKET = re.compile(r"[()][^()]+$")  # of a sequence
-_NUMBER = re.compile(r"#\d+")  # of a word
-_FUNCTION = re.compile(r"(?<=.)[-=|].*")  # of NP-SBJ-1, NP=2, PRT|ADVP
+_BRACKET = re.compile(r"[()][^()]+$")  # in a sequence
+_NUMBER = re.compile(r"#\d+")  # number of a word
+_FUNCTION = re.compile(r"(?<=.)[-=|].*")  # suffix of NP-SBJ-1, NP=2, PRT|ADVP
 _ROOTS = ("", "TOP", "ROOT")
 _EMPTY = "-NONE-"
 
 
 class Constituent(NamedTuple):
-    """A label over the words from ``start`` to ``end``, the latter excluded."""
+    """A label over the words from ``start`` to ``end`` (exclusive)."""
 
     label: str
     start: int
@@ -40,17 +40,17 @@ class Parse(NamedTuple):
     tags: tuple[str, ...]
     """Part of speech of each word."""
     constituents: tuple[Constituent, ...]
-    """In the order in which they open: one stands before those inside it."""
+    """In order of opening bracket, so each constituent precedes its children."""
 
     def __str__(self) -> str:
-        """The tree in Penn's brackets, on one line; brackets in words become -LRB- and -RRB-."""
+        """The tree in Penn format on one line. Brackets in words become -LRB- and -RRB-."""
         words = [word.replace("(", "-LRB-").replace(")", "-RRB-") for word in self.words]
         leaves = [f"({tag} {word})" for tag, word in zip(self.tags, words, strict=True)]
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
 
     def sequence(self, *, numbered: bool = False) -> str:
-        """The tree as a model learns to write it, without words and tags; ``numbered``: with number
-        and tag (#0 NNP) for each word in place of XX.
+        """The linearized tree, a target sequence without words. ``numbered``: with number and tag
+        (#0 NNP) instead of XX for each word.
         """
         words = [WORD] * len(self.words)
         if numbered:
@@ -71,26 +71,26 @@ class Parse(NamedTuple):
 
 
 def bracket_symbols(labels: str) -> tuple[str, ...]:
-    """For ``tokenizer.user_defined_symbols``: makes each bracket one token, where SentencePiece
-    would never join a parenthesis and letters. ``labels`` are separated by spaces.
+    """Symbols for ``tokenizer.user_defined_symbols`` that make each bracket one token. By default
+    SentencePiece never joins a parenthesis and letters. ``labels`` are separated by spaces.
     """
     return tuple(f"▁{bracket}{label}" for label in labels.split() for bracket in "()")
 
 
 def with_numbers(words: Sequence[str]) -> list[str]:
-    """The source that goes with a numbered sequence: #0 John #1 barks."""
+    """The source of a numbered sequence: #0 John #1 barks."""
     return [token for n, word in enumerate(words) for token in (f"#{n}", word)]
 
 
 def without_numbers(tokens: Sequence[str]) -> Sequence[str]:
-    """The words of a numbered source; the tokens as they are if it is none."""
+    """The words of a numbered source. Other sources are returned unchanged."""
     words = tokens[1::2]
     return words if with_numbers(words) == list(tokens) else tokens
 
 
 @dataclass
 class _Node:
-    number: int  # of nodes opened before it
+    number: int  # nodes opened earlier
     line: int
     start: int
     label: str = ""
@@ -99,13 +99,13 @@ class _Node:
 
 
 def read_parses(file: str | Path) -> Iterator[Parse]:
-    """The trees of a treebank file in Penn's format (``.gz`` too), as parsers are compared on them.
+    """Read and clean the trees of a treebank file in Penn format (also ``.gz``).
 
-    Left out are traces, constituents that have nothing else, the root above S, and all of a label
-    that follows its first part (NP-SBJ-1 is NP). ``( )`` is the tree of an empty line.
+    Cleaning removes traces, constituents that contain only traces, the root above S, and function
+    tags (NP-SBJ-1 becomes NP). ``( )`` is the tree of an empty line.
 
     Raises:
-        UserError: another format, with file and line; not UTF-8.
+        UserError: invalid format, with file and line; not UTF-8.
     """
     line = opened = 0
     path = list[_Node]()
@@ -125,7 +125,7 @@ def read_parses(file: str | Path) -> Iterator[Parse]:
                 raise _not_a_tree(file, line, f"{token!r} outside all brackets")
             if token != ")":
                 if node.word or node.has_children:
-                    found = f"a word {token!r} beside another word or a constituent"
+                    found = f"unexpected word {token!r} after a word or a constituent"
                     raise _not_a_tree(file, line, found)
                 if node.label:
                     node.word = token
@@ -143,28 +143,28 @@ def read_parses(file: str | Path) -> Iterator[Parse]:
                     constituent = Constituent(label, node.start, len(words))
                     constituents.append((node.number, constituent))
             elif not node.word and not is_empty_tree:
-                raise _not_a_tree(file, line, f"({node.label}) without a word or a constituent")
+                raise _not_a_tree(file, line, f"({node.label}) has no word and no constituent")
             if not path:
                 if words or is_empty_tree:
                     in_order = tuple(constituent for _, constituent in sorted(constituents))
                     yield Parse(tuple(words), tuple(tags), in_order)
                 words, tags, constituents = [], [], []
     if path:
-        found = f"a tree that begins here and lacks {len(path)} ) at the end of the file"
+        found = f"the tree that starts here lacks {len(path)} ) at the end of the file"
         raise _not_a_tree(file, path[0].line, found)
 
 
 def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
-    """The tree of ``words`` that a sequence describes, and whether the sequence is well-formed and
-    has that many words.
+    """Convert a sequence to a tree over ``words``. Also returns whether the sequence is well-formed
+    and has the right number of words.
 
-    Any sequence gives a tree. If there are numbers, tags are ignored. A closing bracket closes the
-    constituent opened last, whatever its label; surplus brackets and words are ignored; missing
-    words go to the last constituent before it ends, and constituents without words are left out.
+    Any sequence gives a tree. In a numbered sequence, tags are ignored. A closing bracket closes
+    the innermost open constituent, whatever its label. Surplus brackets and words are ignored.
+    Missing words are added to the last constituent, and empty constituents are dropped.
     """
     count, place, faultless = len(words), 0, True
     open_, constituents = list[tuple[str, int, int]](), list[Constituent | None]()
-    outer = -1  # the last constituent that is in no other
+    outer = -1  # the last outermost constituent
     tokens = sequence.split()
     if any(map(_NUMBER.fullmatch, tokens)):
         tokens = [token for token in tokens if token[0] in "()" or _NUMBER.fullmatch(token)]

@@ -1,1 +1,1 @@
-"""A page about training runs: curves, results, translations, attention, settings."""
+"""Training report in HTML: curves, results, translations, attention, settings."""

@@ -1,4 +1,4 @@
-"""Write a page about training runs: curves, results, translations, attention, settings.
+"""Write a training report: curves, results, translations, attention, settings.
 
 python -m transformer_jax.report --workdir runs/demo [runs/other ...] --output report.html
 """
@@ -15,21 +15,21 @@ from transformer_jax import UserError, needs_extra, parse_flags, run_program, wr
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write a page about training runs, finished or not: curves, results, translations, settings.
+    """Write an HTML report on training runs: curves, results, translations, settings.
 
-    Run it again at any time, also while a run is training (docs/training.md).
+    Works at any time, also during training (docs/training.md).
     """
 
     workdir: tuple[str, ...]
     """Work directories, or their URLs."""
     output: str
-    """The page to write (.html): one file, which needs no network."""
+    """HTML file to write. It is self-contained."""
     samples: int = 8
-    """Lines of the dev set that each run translates, on the CPU. 0: none, and no model is loaded
-    except for --text.
+    """Number of dev set lines that each run translates, on the CPU. With 0 and without --text, no
+    model is loaded.
     """
     text: tuple[str, ...] = ()
-    """Sentences whose attention is drawn. Default: the first of the samples."""
+    """Sentences for attention maps. Default: the first sample."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def _run(argv: list[str] | None) -> None:
     a = parse_flags(Arguments, argv)
     if a.samples < 0:
         raise UserError(f"samples is {a.samples}; expected 0 or more.")
-    # A run that is training has the accelerator's memory.
+    # A training run may occupy the accelerator's memory.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with needs_extra("report"):
         from transformer_jax.report.page import page

@@ -1,4 +1,4 @@
-"""Figures of the page: curves, and heat maps of attention. The page is their background."""
+"""Figures of the report: curves and attention heat maps, with transparent background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 
 def curves_chart(curves: Iterable[tuple[Sequence[float], Sequence[float], Any]], scale: str) -> str:
-    """Curves by step as a data URL: steps, values, style; the scale is linear or log."""
+    """Plot curves of (steps, values, style) as a data URL. ``scale``: linear or log."""
     figure = Figure(figsize=(4.4, 2.6), layout="constrained")
     axes = figure.subplots()
     for steps, values, style in curves:
@@ -24,9 +24,9 @@ def curves_chart(curves: Iterable[tuple[Sequence[float], Sequence[float], Any]],
 
 
 def heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndarray) -> str:
-    """The last layer as a data URL, a map for each head: queries (rows) attend to keys (columns).
+    """Plot the last layer as a data URL, one map per head: queries (rows) attend to keys (columns).
 
-    Of a long sentence the first 60 tokens are drawn.
+    Long sentences are cut to 60 tokens.
     """
     weights_HTS = weights_NHTS[-1, :, :60, :60]
     heads, T, S = weights_HTS.shape
@@ -44,7 +44,7 @@ def heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndar
 
 
 def _data_url(figure: Figure) -> str:
-    """The figure as an image, whose names and styles do not mix with those of the page."""
+    """The figure as an image, isolated from the page's ids and styles."""
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(buffer, format="svg", transparent=True)

@@ -1,4 +1,4 @@
-"""Tables of the page: results, environment, settings."""
+"""Tables of the report: results, environment, settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from transformer_jax import Config
 from transformer_jax.report.runs import Run
 
-_SETTINGS = "Different between the runs", "Not the default", "The default"
+_SETTINGS = "Different between runs", "Changed from the default", "Default"
 
 
 def results(run: Run) -> dict[str, str]:
@@ -33,13 +33,13 @@ def environment(run: Run) -> dict[str, str]:
 
 
 def by_label(columns: Sequence[dict[str, str]]) -> list[list[str]]:
-    """Rows of a table: a label, and its text in each column."""
+    """Table rows: a label and its text in each column."""
     labels = dict.fromkeys(label for column in columns for label in column)
     return [[label, *(column.get(label, "") for column in columns)] for label in labels]
 
 
 def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
-    """Tables of settings, first those that differ: name, the value of each run, the default."""
+    """Tables of settings, different ones first: name, value of each run, default."""
     tables: dict[str, list[list[str]]] = {title: [] for title in _SETTINGS}
     columns = [_flat(dataclasses.asdict(config)) for config in (*configs, Config())]
     for row in by_label(columns) if configs else ():
@@ -50,7 +50,7 @@ def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """``{"model.d_model": "512", ...}``."""
+    """Flatten nested fields: ``{"model.d_model": "512", ...}``."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         nested = isinstance(value, dict)

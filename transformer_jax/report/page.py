@@ -1,4 +1,4 @@
-"""The page, laid out by the template page.html."""
+"""The report, rendered with the template page.html."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CURVES = {
 }
 """Title: fields of training and evaluation entries, scale."""
 _MAPS: dict[str, Literal["encoder", "decoder", "cross"]] = {
-    "From translation to source": "cross",
-    "Within the source": "encoder",
-    "Within the translation": "decoder",
+    "Cross-attention": "cross",
+    "Encoder self-attention": "encoder",
+    "Decoder self-attention": "decoder",
 }
 
 
 def page(runs: Sequence[Run]) -> bytes:
-    """The report of these runs, as HTML."""
+    """Render the report of these runs as HTML."""
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = jinja.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     pairs = dict.fromkeys(pair for run in runs for pair in run.translations)
@@ -52,11 +52,11 @@ def page(runs: Sequence[Run]) -> bytes:
             for text, found in run.attention.items()
         ],
     )
-    return html.encode(errors="replace")  # halves of surrogate pairs
+    return html.encode(errors="replace")  # unpaired surrogates
 
 
 def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
-    """Titles, images and their descriptions."""
+    """Yield titles, images and alt texts."""
     for title, (train, dev, scale) in _CURVES.items():
         curves, said = [], []
         for place, run in enumerate(runs):
@@ -72,7 +72,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
 
 
 def word_diff(reference: str, translation: str) -> list[tuple[str, str]]:
-    """Words under "", "del" (missing) and "ins" (added); characters if there are no spaces."""
+    """Word diff with the tags "", "del" and "ins"; character diff if there are no spaces."""
     split, blank = (str.split, " ") if " " in reference + translation else (list, "")
     old, new = split(reference), split(translation)
     found = []

@@ -1,4 +1,4 @@
-"""Files of a run, as far as they can be read. Missing and corrupt ones are listed on the page."""
+"""Tolerant reading of a run's files. Missing and corrupt files are listed in the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_jax import Config, SentenceAttention, UserError, load_config_fi
 
 @dataclass
 class Run:
-    """What the page shows of a run.
+    """Contents of a run for the report.
 
     Attributes:
       entries: the lines of metrics.jsonl, and summary.json as an entry of kind "end".
@@ -30,9 +30,7 @@ class Run:
     attention: dict[str, SentenceAttention] = field(default_factory=dict)
 
     def curve(self, kind: str, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a field in the entries of a kind. Values that are not finite are null
-        in the files and left out.
-        """
+        """Steps and values of a field in entries of one kind, without null (not finite) values."""
         known = [
             e for e in self.entries if e["kind"] == kind and isinstance(e.get(name), int | float)
         ]
@@ -54,10 +52,10 @@ class Run:
 
 
 def read_run(location: str) -> Run:
-    """The run in a work directory, a folder or a URL; ``UserError`` without one."""
+    """Read the run in a work directory or at its URL; ``UserError`` if it does not exist."""
     run = Run(location, local_workdir(location))
     if not run.workdir.is_dir():
-        raise UserError(f"workdir is {location!r}; expected the folder of a training run.")
+        raise UserError(f"workdir is {location!r}; expected the work directory of a training run.")
     try:
         run.config = load_config_file(run.workdir / "config.json")
     except UserError as error:
@@ -74,7 +72,7 @@ def read_run(location: str) -> Run:
         if _is_sound(end) and end["step"] >= run.latest().get("step", 0):
             run.entries.append(end)
         else:
-            run.problems.append("summary.json is left out: it is corrupt, or training went on.")
+            run.problems.append("summary.json is ignored: it is corrupt, or training continued.")
     return run
 
 
@@ -87,13 +85,13 @@ def _read(run: Run, name: str) -> str:
 
 
 def _is_sound(entry: dict[str, Any]) -> bool:
-    """Whether the fields that every page needs are there and have their types."""
+    """Check that required fields exist and have the right types."""
     types = {"kind": str, "step": int, "time": int | float | None, "environment": dict | None}
     return all(isinstance(entry.get(name), kind) for name, kind in types.items())
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The object that the text holds; empty if the text is corrupt."""
+    """Parse a JSON object; empty if the text is corrupt."""
     try:
         values = json.loads(text)
     except ValueError:

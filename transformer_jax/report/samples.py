@@ -1,4 +1,4 @@
-"""Lines of the dev set as each run translates them, and their attention."""
+"""Sample translations of the dev set, and attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from transformer_jax.report.runs import Run
 
 
 def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
-    """Translate ``number`` lines of the dev set. Compute the attention of ``texts``, or else of the
-    first line. ``run.problems`` lists what fails.
+    """Translate ``number`` lines of the dev set. Compute the attention of ``texts``, by default the
+    first line. Failures are added to ``run.problems``.
     """
     from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
 
@@ -25,20 +25,20 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
         run.translations.update(zip(pairs, translator.translate(sources)))
         for text in texts or sources[:1]:
             run.attention[text] = sentence_attention(translator, text)
-    except Exception as error:  # corrupt files, files elsewhere, or deleted by training just now
+    except Exception as error:  # corrupt or missing files, or files just deleted by training
         said = str(error) or type(error).__name__
-        run.problems.append(f"Translations and attention are not complete: {said}")
+        run.problems.append(f"Translations and attention are incomplete: {said}")
 
 
 def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
-    """Lines from all over what training measures BLEU on."""
+    """Evenly spaced lines from the part of the dev set that BLEU is measured on."""
     from transformer_jax import read_pairs
 
     if not number or not run.config:
         return []
     data, first = run.config.data, run.config.training.bleu_sentences
     if not data.dev.is_given:
-        run.problems.append("The run has no dev set: there are no lines to translate.")
+        run.problems.append("The run has no dev set to translate.")
         return []
     lines = read_pairs(data.dev, data.root, invalid_utf8=data.invalid_utf8)
     pairs = [pair for pair in islice(lines, first) if all(map(str.strip, pair))]
