@@ -1,15 +1,15 @@
-"""Every figure of docs/performance.md that needs an accelerator, by one command.
+"""Run all accelerator benchmarks of docs/performance.md with one command.
 
     python -m benchmarks.all --data data/multi30k --output results
 
-``--data`` has the text that configs/multi30k.py reads. Parts run one after the other, the most
-valuable first, each as a process that has the accelerator to itself. ``--output`` gets the figures
-of each part (PART.json, or PART/summary.json of a training run), its messages (PART.log), and
-results.md with the tables so far. A part that has its figures is not run again. A part that fails,
-or for which no time is left within ``--minutes``, is named, and the next begins.
+``--data`` has the text for configs/multi30k.py. Parts run in sequence, the most valuable first,
+each in its own process. ``--output`` receives each part's results (PART.json, or PART/summary.json
+of a training run), its log (PART.log), and results.md with all tables so far. Finished parts do not
+run again. Parts that fail, or do not fit into ``--minutes``, are reported, and the next part
+starts.
 
-``multi30k_cold`` begins without compiled functions, ``multi30k_warm`` finds those that it left, and
-``multi30k_2`` to ``_4`` are other seeds.
+``multi30k_cold`` starts with an empty compilation cache, ``multi30k_warm`` reuses this cache, and
+``multi30k_2`` to ``multi30k_4`` use other seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.in_turn import ROOT, Table, absolute, markdown
 _TRAIN = "-m benchmarks.train --pairs 784 --steps 40 --dtype bfloat16 --engines ours torch_compile"
 _DECODE = "-m benchmarks.decode --threads 8 --engines ours huggingface"
 _RECIPE = "train.py --config multi30k --data.root {data} --compilation-cache {output}/compiled"
-PARTS = {  # the seconds that it takes on an H200, and the program
+PARTS = {  # seconds on an H200, program
     "train_base": (90, f"{_TRAIN} --config wmt14_base"),
     "decode_128": (55, f"{_DECODE} --batch-sizes 128 --sentences 1024"),
     "decode_512": (55, f"{_DECODE} --batch-sizes 512 --sentences 3003"),
@@ -39,7 +39,7 @@ PARTS = {  # the seconds that it takes on an H200, and the program
 
 
 def figures(output: Path, name: str) -> Table:
-    """The table of a part, empty where there is none."""
+    """Result table of a part; empty if it has no results."""
     path, summary = output / f"{name}.json", output / name / "summary.json"
     if path.exists():
         return json.loads(path.read_text())["table"]
@@ -51,7 +51,7 @@ def figures(output: Path, name: str) -> Table:
 
 
 def main() -> int:
-    """Run the parts that are asked for; 1 if one has no figures."""
+    """Run the chosen parts; exit status 1 if any part has no results."""
     flags = ArgumentParser(description=__doc__)
     add = flags.add_argument
     add("--data", type=absolute, default=ROOT / "data" / "multi30k")
@@ -68,7 +68,7 @@ def main() -> int:
         if figures(output, name):
             states[name] = "done"
         elif left < seconds:
-            states[name] = f"left out: needs about {seconds} s, {max(0, left):.0f} s are left"
+            states[name] = f"skipped: needs about {seconds} s, {max(0, left):.0f} s are left"
         else:
             place = (
                 f"--workdir {{output}}/{name}"
@@ -76,7 +76,7 @@ def main() -> int:
                 else f"--output {{output}}/{name}.json"
             )
             command = f"{program} {place}".format(data=arguments.data, output=output).split()
-            # with all that it starts
+            # stops child processes too
             limited = ["timeout", "--kill-after=10", str(min(left, 2 * seconds)), sys.executable]
             with (output / f"{name}.log").open("w") as log:
                 done = subprocess.run([*limited, *command], cwd=ROOT, stdout=log, stderr=log)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.chart --output docs
 
-Writes speed-light.svg and speed-dark.svg. A bar is our speed divided by the other program's.
+Writes speed-light.svg and speed-dark.svg. Bars show our speed divided by the other program's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     flags.add_argument("--output", type=Path, default=ROOT / "docs", help="folder")
     output: Path = flags.parse_args().output
     rows = comparisons((ROOT / "docs/performance.md").read_text())
-    # text stays text, and the same table gives the same file
+    # keep text as text; make files reproducible
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "speed"})
     matplotlib.rcParams["font.sans-serif"] = ["Arial", "Helvetica", "DejaVu Sans"]
     for theme, colors in COLORS.items():

@@ -6,17 +6,17 @@
 It needs ``pip install '.[tpu]'`` or ``'.[cuda]'``. Any field of the config may be given as a flag,
 as with train.py; the vocabulary has ``tokenizer.vocab_size`` tokens. Prints one JSON object:
 
-- ``memory_mb``, of one device: arguments, what is allocated in between (``temporary``), and results
-  that reuse an argument's memory (``in_place``). The first two together must fit.
-- ``collectives``: how many, and how many MB of each type, one device gets in a step.
-- ``parts``, of a training step on a GPU: kernels, GB read and written and TFLOP of each part of the
-  model, and the estimated milliseconds on an H200. ``--table`` prints these alone, in Markdown.
-- ``copied_caches``: how often a search copies or gathers a whole block of keys or values: never.
+- ``memory_mb`` of one device: arguments, temporary buffers, and results that reuse an argument's
+  memory (``in_place``). Arguments and temporary buffers together must fit.
+- ``collectives``: number of collectives of each type in a step, and MB that one device receives.
+- ``parts`` of a training step on a GPU: kernels, GB read and written, TFLOP and estimated
+  milliseconds on an H200 for each part of the model. ``--table`` prints only these, in Markdown.
+- ``copied_caches``: number of copies or gathers of a whole KV cache array in a search, expected 0.
 
-A kernel belongs to a part by its name in the program (``jax.named_scope``) and by its work. Kernels
-of a loop count as often as it turns, once if XLA does not know. The estimate is a fixed time, plus
-the longest of what a kernel's bytes, matmuls and integer operations take. For an absent GPU XLA
-tunes nothing: all matmuls are Triton's, never cuBLAS's.
+Kernels are assigned to parts by their name (``jax.named_scope``) and their operations. Kernels in a
+loop count once per iteration, or once if XLA does not know the number of iterations. The estimate
+adds a fixed launch time to the largest of the times for a kernel's bytes, matmuls and integer
+operations. XLA cannot autotune for an absent GPU, so all matmuls use Triton, never cuBLAS.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ _TARGET = """
     platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }}
     runtime_version {{ major: 12 minor: 9 }} device_description_str: "{2}"
 """
-# H200: 0.82 of what a copy (4.3 TB/s) and 0.84 of what a matmul of 8192 x 8192 (715 TFLOP/s)
-# reached there; 132 multiprocessors x 64 lanes x 1.98 GHz
+# H200: 0.82 of the measured copy bandwidth (4.3 TB/s), 0.84 of the measured speed of an 8192 x 8192
+# matmul (715 TFLOP/s); 132 multiprocessors x 64 lanes x 1.98 GHz
 H200_RATES = {"bytes": 3.5e12, "flops": 600e12, "integer_operations": 16.7e12}
-_LAUNCH = 1.5e-6  # seconds that each kernel takes at least
+_LAUNCH = 1.5e-6  # minimum seconds per kernel
 
 _OPERATION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$", re.M)
 _ARRAY = re.compile(r"\b((?:pred|bf|[fsu])(\d*))\[([\d,]*)\]")
 _COLLECTIVE = re.compile(
     r" = (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
-_FREE = re.compile(  # these launch nothing
+_FREE = re.compile(  # no kernel launch
     "parameter|constant|tuple|get-tuple-element|bitcast|partition-id|after-all|opt-barrier|.*-done"
 )
 _MOVING = re.compile("transpose|copy|slice|dynamic-slice|concatenate")
@@ -86,7 +86,7 @@ _INTEGER = re.compile("add|subtract|multiply|xor|or|and|shift-left|shift-right-l
 
 
 def arrays(text: str) -> list[tuple[str, tuple[int, ...], int]]:
-    """Type, shape and bytes of the arrays in this text, such as ``(f32[8,512], bf16[8])``."""
+    """Type, shape and bytes of the arrays in HLO text such as ``(f32[8,512], bf16[8])``."""
     found = []
     for dtype, bits, lengths in _ARRAY.findall(text):
         shape = tuple(int(n) for n in lengths.split(",") if n)
@@ -103,30 +103,30 @@ class Operation(NamedTuple):
     kind: str
     operands: tuple[str, ...]
     attributes: str
-    number: int = 0  # of a parameter
+    number: int = 0  # index of a parameter
 
     @property
     def bytes(self) -> int:
-        """Of the result."""
+        """Size of the result."""
         return sum(size for _, _, size in arrays(self.type))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result's first array."""
+        """Shape of the result's first array."""
         return arrays(self.type)[0][1]
 
     @property
     def calls(self) -> list[str]:
-        """The computations that it runs."""
+        """Computations that the operation calls."""
         return re.findall(r"(?:calls|body|condition|to_apply)=%([\w.\-]+)", self.attributes)
 
     @property
     def is_matmul(self) -> bool:
-        """Also one of a library."""
+        """True for matmuls, including library calls."""
         return self.kind == "dot" or bool(re.search("__cublas|matmul", self.attributes))
 
     def flops(self, left: Operation) -> float:
-        """Of a matmul, whose left operand is given."""
+        """FLOPs of a matmul with the left operand ``left``."""
         axes = re.search(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', self.attributes)
         contracted = [left.shape[int(x)] for x in re.findall(r"\d+", axes[1] if axes else "")]
         return 2.0 * prod(self.shape) * prod(contracted)
@@ -137,7 +137,7 @@ Program = dict[str, Computation]
 
 
 def computations(program: str) -> Program:
-    """The operations of each computation by name; the entry is ``ENTRY``."""
+    """Operations of each computation by name; the entry computation is ``ENTRY``."""
     every = {}
     for text in re.split(r"\n(?=%|ENTRY)", program):
         found = {}
@@ -150,7 +150,7 @@ def computations(program: str) -> Program:
 
 
 def shares(inside: Computation) -> Callable[[str], float]:
-    """The share of an array's elements that the results need: slices and gathers need few."""
+    """Function for the fraction of an array that is read; slices and gathers read only a part."""
 
     @cache
     def share(name: str) -> float:
@@ -168,10 +168,10 @@ def shares(inside: Computation) -> Callable[[str], float]:
 
 
 class Kernel:
-    """What one launch does, and how often it is launched."""
+    """Work of one kernel launch, and the number of launches."""
 
     def __init__(self, every: Program, around: Computation, operation: Operation, launches: int):
-        """``around``: the computation that the operation stands in."""
+        """``around`` is the computation that contains the operation."""
         self.name, self.launches = operation.name, launches
         inner = {
             name: Operation(False, name, around[name].type, "parameter", (), "", number)
@@ -185,18 +185,18 @@ class Kernel:
             if x.kind == "parameter":
                 self.reads[operation.operands[x.number]] += x.bytes * share(x.name)
         [root] = [x for x in operations if x.root]
-        self.written, results = 0, set()  # bytes; what makes them
+        self.written, results = 0, set()  # bytes; operations that write them
         for x in [inner[x] for x in root.operands] if root.kind == "tuple" else [root]:
             while x.kind == "bitcast":  # another view of an array
                 x = inner[x.operands[0]]
-            # a slice put into an array counts alone, a scatter twice
+            # an update in place counts only its slice, a scatter twice that
             put = {"dynamic-update-slice": 1, "scatter": 2}.get(x.kind)
             self.written += put * inner[x.operands[put]].bytes if put else x.bytes
             results.add(x.kind)
         self.bytes = sum(self.reads.values()) + self.written
         unsigned = [x for x in operations if x.type.startswith(("u32", "u64"))]
         self.integer_operations = sum(prod(x.shape) for x in unsigned if _INTEGER.fullmatch(x.kind))
-        # What XLA made by itself has no name: its neighbors' then.
+        # Operations that XLA adds have no name; take a neighbor's name.
         near = [operation, *reversed(operations), *(around[x] for x in operation.operands)]
         near += [x for x in around.values() if operation.name in x.operands]
         found = (re.search(r'op_name="([^"]+)"', x.attributes) for x in near)
@@ -211,13 +211,13 @@ class Kernel:
         for x in operations:
             if x.is_matmul:
                 self.flops += x.flops(inner[x.operands[0]])
-                # only a weight's gradient is smaller than both operands
+                # only a weight gradient is smaller than both operands
                 small = prod(x.shape) < min(prod(inner[y].shape) for y in x.operands[:2])
                 self.kind = "weight gradient" if small else "matmul"
 
 
 def kernels(program: str) -> list[Kernel]:
-    """What a compiled function launches; loops as often as they turn."""
+    """Kernels of a compiled function, with the number of iterations of their loops."""
     every = computations(program)
 
     def launched(around: Computation, times: int) -> Iterator[Kernel]:
@@ -233,7 +233,7 @@ def kernels(program: str) -> list[Kernel]:
 
 
 def part(kernel: Kernel) -> str:
-    """The part of the training step that a kernel belongs to."""
+    """Part of the training step that contains a kernel."""
     names, kind = set(re.findall(r"\w+", kernel.source)), kernel.kind
     attention, matmul = "dot_product_attention" in names, kind in ("matmul", "weight gradient")
     rules = {
@@ -248,17 +248,17 @@ def part(kernel: Kernel) -> str:
         "attention: custom kernels": attention and kind == "custom",
         "attention: transposes": kind == "move" and "jvp" in names,
         "attention: softmax": attention,
-        # a weight is converted to bfloat16
+        # conversion of weights to bfloat16
         "optimizer and casts": "jvp" not in names or kernel.name.startswith("wrapped_convert"),
         "feed-forward: bias and activation": "feed_forward" in names,
-        # and what joins the gradients of the branches that begin there
+        # also sums of the gradients of branches that begin there
         "norms and dropout": True,
     }
     return next(name for name, holds in rules.items() if holds)
 
 
 def by_part(kernels: Iterable[Kernel], rates: Mapping[str, float]) -> Table:
-    """Kernels, GB, TFLOP and milliseconds of each part, and of all."""
+    """Kernels, GB, TFLOP and milliseconds of each part and in total."""
     table: Table = {}
     for kernel in kernels:
         work = max(getattr(kernel, name) / rate for name, rate in rates.items())
@@ -274,13 +274,13 @@ def by_part(kernels: Iterable[Kernel], rates: Mapping[str, float]) -> Table:
 def copied(
     every: Program, names: Iterable[str], shapes: Collection[tuple[int, ...]]
 ) -> list[Operation]:
-    """Operations that write an array of one of these shapes anew and compute nothing."""
+    """Operations that copy an array of one of these shapes without computing anything."""
     inside = [x for name in names for x in every[name].values() if _COPYING.fullmatch(x.kind)]
     return [x for x in inside if x.shape in shapes]
 
 
 def collectives(program: str) -> Table:
-    """By kind and type: how many there are, and the MB of what one device gets of them."""
+    """Number of collectives by kind and type, and MB that one device receives."""
     found: Table = {}
     for result, kind in _COLLECTIVE.findall(program):
         sizes: Counter[str] = Counter()
@@ -295,11 +295,11 @@ def collectives(program: str) -> Table:
 
 @contextmanager
 def running_on(platform: str, devices: list[Any]) -> Iterator[None]:
-    """The code finds these devices where it asks what it runs on."""
+    """Make JAX report this platform and these devices."""
     with ExitStack() as stack:
         told = {"default_backend": lambda: platform, "device_count": lambda: len(devices)}
         stack.enter_context(mock.patch.multiple(jax, **told))
-        if platform == "gpu":  # where Pallas looks
+        if platform == "gpu":  # read by Pallas
             gpu = AbstractDevice(devices[0].device_kind, devices[0].core_count, platform)
             mesh = AbstractMesh((), (), abstract_device=gpu)
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
@@ -307,15 +307,15 @@ def running_on(platform: str, devices: list[Any]) -> Iterator[None]:
 
 
 def gpus(name: str, count: int = 1) -> list[Any]:
-    """GPUs in one machine, to compile for; ``NotImplementedError`` without JAX's CUDA package."""
+    """Compile-only GPUs of one machine; ``NotImplementedError`` without JAX's CUDA package."""
     settings = {"target_config": _TARGET.format(*_GPUS[name]), "topology": f"1x1x{count}"}
     return list(topologies.get_topology_desc(platform="cuda", **settings).devices)
 
 
 def find_devices(name: str) -> tuple[str, list[Any]]:
-    """The platform, and devices to compile for but not to run on."""
+    """Platform and compile-only devices."""
     kind, _, count = name.partition(":")
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # nobody to ask
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no metadata server
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     jax.config.update("jax_platforms", "cpu")
     if kind == "cpu":
@@ -327,28 +327,28 @@ def find_devices(name: str) -> tuple[str, list[Any]]:
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"--device {name}: {str(error).splitlines()[0]} Expected one of {', '.join(_GPUS)}, "
-            "cpu, or a TPU topology like v5e:2x4, with JAX's package for it installed: pip install "
-            "'.[cuda]' or '.[tpu]'."
+            "cpu, or a TPU topology such as v5e:2x4. The device's JAX package must be installed: "
+            "pip install '.[cuda]' or '.[tpu]'."
         ) from error
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compile the training step and the search for a device that need not be here."""
+    """Compile the training step and the search for a device that may be absent."""
 
     device: str
     """TPU topology such as v5e:2x4, or h100, h200 (h100:8 for eight of them), or cpu."""
     config: str = ""
-    """Config file, as in configs/; without one: the paper's base model."""
+    """Config file, as in configs/. Default: the paper's base model."""
     length: int = 32
-    """Tokens of a sentence on either side of the training batch, whose rows fill batch.tokens."""
+    """Tokens per source and target sentence of the training batch, with rows up to batch.tokens."""
     table: bool = False
-    """Compile the training step alone and print its parts as a Markdown table."""
+    """Compile only the training step, and print its parts as a Markdown table."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def main() -> None:
-    """Compile the training step and the search, and print what they need."""
+    """Compile the training step and the search, and print the report."""
     arguments = parse_flags(Arguments, defaults=config_in_flags(sys.argv[1:]))
     config, size = arguments.settings, arguments.settings.tokenizer.vocab_size
     sizes = {"vocab_size": size, "source_vocab_size": None if config.tokenizer.joint else size}
@@ -377,7 +377,7 @@ def _train_step(config: Config, devices: list[Any], length: int) -> Answer:
 
 
 def _search(config: Config, device: Any) -> Answer:
-    """On one device: searches on several are as many of these."""
+    """Compile the search for one device; several devices search independently."""
     engine = Engine([Transformer(config.model, rngs=nnx.Rngs(0))], config.decoding)
     bucket = engine.buckets[0]
     text, figures = _compile(engine.lowered(bucket, SingleDeviceSharding(device)))

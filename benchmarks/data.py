@@ -1,9 +1,9 @@
-"""Speed of the data side: building a corpus, planning batches, making them.
+"""Speed of the data pipeline: building a corpus, planning batches, making batches.
 
     python -m benchmarks.data --pairs 200000 --against ../older
 
-The text is random words, about 17 on either side; writing it and training the tokenizer are not
-timed. Memory is the peak of the process that builds, without its helpers.
+The text is random words, about 17 per sentence. Writing the text and training the tokenizer are not
+timed. Memory is the peak of the main process, without worker processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BATCHES = 100
 
 
 def write_text(folder: Path, pairs: int) -> None:
-    """Two parallel files of random words, some of them frequent."""
+    """Write two parallel files of random words with Zipf frequencies."""
     rng = np.random.default_rng(0)
     words = [f"{number:x}" for number in rng.integers(0, 2**32, 5000)]
     for side in ("source", "target"):
@@ -33,7 +33,7 @@ def write_text(folder: Path, pairs: int) -> None:
 
 
 def start(_: str, job: Answer) -> Engine:
-    """Build, plan and make batches, each time anew."""
+    """Engine that builds a corpus, plans batches and makes batches in every run."""
     from transformer_jax import BatchPlan, Tokenizer, build_corpus
 
     paths = [Path(job["folder"]) / side for side in ("source", "target")]
@@ -63,10 +63,10 @@ def start(_: str, job: Answer) -> Engine:
 
 
 def main() -> None:
-    """Write the text, let both checkouts work in turn, and report."""
+    """Write the text, measure the checkouts in turn, and report."""
     flags = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=200_000)
-    flags.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
+    flags.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     arguments = flags.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_text(Path(folder), arguments.pairs)

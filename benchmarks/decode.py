@@ -5,23 +5,23 @@
     python -m benchmarks.decode --against ../older --engines ours
 
 All engines have the same weights and inputs, longest first. The time is from token ids to token
-ids, without tokenizing and loading. Ours gets all sentences in one call, as does CTranslate2 with
-``--workdir``; the others get a batch at a time.
+ids, without tokenizing and loading. Our engine gets all sentences in one call. So does CTranslate2
+with ``--workdir``; otherwise the other engines get one batch per call.
 
-*Random weights*: source lengths are like newstest2014's under a joint BPE of 32,000 tokens
-(log-normal, mean 27.7 with the end symbol). Every output is one token longer than its source: ours
-suppresses the end symbol and stops at its limit. No other engine can force the length of one
-sentence, so there all sentences of a batch get their mean. ``same`` counts equal outputs among
-sentences of the same forced length, without the last position, where ours has the end symbol.
-Random weights make near-ties, between which float rounding decides; with a beam so does the last
-position, where the others may have any token.
+*Random weights*: source lengths resemble newstest2014 with a joint BPE vocabulary of 32,000 tokens
+(log-normal, mean 27.7 with EOS). Every output is one token longer than its source: our engine
+suppresses EOS and stops at its limit. Other engines cannot force the length of single sentences, so
+each batch uses its mean length. ``same`` counts equal outputs among sentences of the same forced
+length. It ignores the last position, where our engine has EOS. Random weights cause near-ties,
+which float rounding decides. With a beam the last position also decides them, as other engines may
+have any token there.
 
-*A trained model* (``--workdir``): every engine stops by itself, at most 50 tokens after the
-source's length (ours: each sentence's own, Hugging Face: the longest of the batch, CTranslate2:
-of the file). Tokens are those of each engine's best outputs and their end symbols.
+*A trained model* (``--workdir``): every engine stops at EOS, at most 50 tokens after the source
+length. Our engine uses each sentence's length, Hugging Face the longest in the batch, CTranslate2
+the longest in the file. Token counts are from each engine's best outputs, EOS included.
 
-The length penalty divides by length^0.6 everywhere (ours: ``length_offset`` 0). CTranslate2
-runs on CPUs, in float32 or int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
+The length penalty is length^0.6 in every engine (ours with ``length_offset`` 0). CTranslate2 runs
+on CPUs, in float32 or int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Search = Callable[[], Ids]
 
 
 def numbered_tokens(vocab_size: int) -> Any:
-    """Stands in for the tokenizer of a model of random weights: what exports ask of one."""
+    """Stand-in tokenizer for random weights, with the attributes that exports use."""
     names = ["<pad>", "<s>", "</s>", "<unk>", *(f"p{i}" for i in range(4, vocab_size))]
     side = SimpleNamespace(
         model=b"",
@@ -59,7 +59,7 @@ def numbered_tokens(vocab_size: int) -> Any:
 
 
 def load(job: Answer) -> tuple[Config, Any, Any]:
-    """Config, model and tokenizer: a trained one, or random weights, the same in every process."""
+    """Config, model and tokenizer, trained or with random weights that every process shares."""
     from flax import nnx
 
     from transformer_jax import Transformer, load_model
@@ -113,7 +113,7 @@ def ours(job: Answer, ids: Ids) -> Search:
     """``transformer_jax.Engine`` on each device, all sentences in one call."""
     from transformer_jax.decoding import devices, engine
 
-    places = devices.devices_for_rows(job["batch_size"])  # first: it may decide how JAX starts
+    places = devices.devices_for_rows(job["batch_size"])  # first, as it may configure JAX
     config, model, _ = load(job)
     suppress = () if job["workdir"] else (EOS_ID,)
     share = replace(config.decoding, batch_size=-(-job["batch_size"] // len(places)))
@@ -123,7 +123,7 @@ def ours(job: Answer, ids: Ids) -> Search:
 
 
 def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
-    """Neighbors of like length, and the output length that they share."""
+    """Batches of similar length, and the output length of each."""
     for i in range(0, len(ids), job["batch_size"]):
         batch = ids[i : i + job["batch_size"]]
         mean = round(float(np.mean([len(x) + 1 + job["extra"] for x in batch])))
@@ -131,7 +131,7 @@ def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
 
 
 def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
-    """``ctranslate2.Translator``: one call, which sorts and cuts by itself, or a call a batch."""
+    """``ctranslate2.Translator``, with one call for all sentences or one call per batch."""
     import ctranslate2
 
     folder = Path(job["folder"])
@@ -155,7 +155,7 @@ def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
                 max_input_length=0,
                 min_decoding_length=length or 1,
                 max_decoding_length=length or 1 + len(ids[0]) + job["extra"],
-                suppress_sequences=[[names["target"][PAD_ID]]],  # ours never writes it
+                suppress_sequences=[[names["target"][PAD_ID]]],  # never generated by ours
             )
         return [[target_ids[token] for token in x.hypotheses[0]] for x in results]
 
@@ -163,7 +163,7 @@ def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
 
 
 def huggingface(job: Answer, ids: Ids) -> Search:
-    """``MarianMTModel.generate``, a call a batch."""
+    """``MarianMTModel.generate``, with one call per batch."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     import transformers
@@ -208,12 +208,12 @@ OTHERS: dict[str, Callable[[Answer, Ids], Search]] = {
 
 
 def start(name: str, job: Answer) -> Engine:
-    """The engine of this name; ``ImportError`` where its package is missing."""
+    """Start the engine ``name``; ``ImportError`` if its package is missing."""
     if name == "export":
         return export(job)
     ids = json.loads((Path(job["folder"]) / "source.json").read_text())["ids"]
     search = OTHERS.get(name, ours)(job, ids)
-    last = -1 if name in OTHERS and not job["workdir"] else None  # where ours has EOS
+    last = -1 if name in OTHERS and not job["workdir"] else None  # our engine has EOS there
 
     def run() -> Answer:
         outputs = [x[:last] for x in search()]
@@ -226,8 +226,8 @@ def main() -> None:
     """Measure each batch size, and report."""
     flags = parser(__doc__)
     add = flags.add_argument
-    add("--config", default="wmt14_base", help="recipe of random weights; default: wmt14_base")
-    add("--workdir", type=absolute, help="a trained model, with --input")
+    add("--config", default="wmt14_base", help="recipe for random weights; default: wmt14_base")
+    add("--workdir", type=absolute, help="work directory of a trained model; needs --input")
     add("--input", type=absolute, help="text to translate")
     add("--sentences", type=int, default=128)
     add("--beam-size", type=int, default=4)
@@ -235,7 +235,7 @@ def main() -> None:
     add("--engines", nargs="+", choices=["ours", *OTHERS], default=["ours", *OTHERS])
     arguments = flags.parse_args()
     if bool(arguments.workdir) != bool(arguments.input):
-        flags.error("--workdir and --input go together")
+        flags.error("use --workdir and --input together")
     table: Table = {}
     extra = 50 if arguments.workdir else 1
     for size in arguments.batch_sizes:

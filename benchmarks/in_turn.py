@@ -1,15 +1,16 @@
-"""Commands in turn, A B A B ..., and the ratios of their speeds.
+"""Time commands in turn, A B A B ..., and report the ratios of their speeds.
 
     python -m benchmarks.in_turn 'python decode.py --workdir W --input F' 'python other.py F'
     python -m benchmarks.in_turn --against ../older 'python decode.py --workdir W --input F'
 
-The speed of a shared machine drifts, so only ratios within a round mean much. Each round runs every
-command once; a first round warms up and does not count. ``ratio`` is the median over rounds of the
-first command's speed over this one's: above 1, the first is faster. ``lowest`` and ``highest`` show
-how far rounds lie apart. ``--against`` also runs the first command in another checkout.
+The speed of a shared machine drifts, so only ratios within a round are reliable. Each round runs
+every command once, after one round of warm-up. ``ratio`` is the first command's speed divided by
+this command's speed, the median over rounds: above 1, the first command is faster. ``lowest`` and
+``highest`` are the extremes over rounds. ``--against`` also runs the first command in another
+checkout.
 
-The other benchmarks compare engines in the same way. Each engine is a process of its own, because
-thread pools disturb each other and peak memory could not be told apart.
+The other benchmarks compare engines in the same way. Each engine runs in its own process, so that
+thread pools do not interfere and peak memory is measured separately.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 Answer = dict[str, Any]
-Engine = Callable[[], Answer]  # what works for one turn
+Engine = Callable[[], Answer]  # runs one turn
 Table = dict[str, Answer]  # rows by name, values by column
-_engine: Engine  # of a worker
-_PAUSE = 0.3  # seconds between turns: a thread pool may spin for a while after its work
+_engine: Engine  # in a worker process
+_PAUSE = 0.3  # seconds between turns, as thread pools may keep spinning after their work
 
 
 @contextmanager
 def workers(module: str, names: Sequence[str], job: Answer) -> Iterator[dict[str, Engine]]:
-    """Engines by name, each in a process: what ``benchmarks.MODULE.start(name, job)`` returns.
+    """Start engines by name, each in its own process, with ``benchmarks.MODULE.start(name, job)``.
 
-    ``job["threads"]`` is the number of cores of each. Where ``job["against"]`` names a checkout,
-    there is also an engine ``against`` with ``transformer_jax`` from there.
+    Each engine gets ``job["threads"]`` cores. If ``job["against"]`` names a checkout, an engine
+    ``against`` uses ``transformer_jax`` from that checkout.
     """
-    # a thread pool in each, and a GPU's memory shared by all
+    # limit thread pools; share GPU memory among engines
     os.environ |= {"OMP_NUM_THREADS": str(job["threads"]), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     engines: dict[str, Engine] = {}
     with ExitStack() as stack:
@@ -63,7 +64,7 @@ def workers(module: str, names: Sequence[str], job: Answer) -> Iterator[dict[str
 def _start(module: str, name: str, job: Answer) -> None:
     global _engine
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["threads"]])
-    if name == "against":  # forget what is imported from here
+    if name == "against":  # drop modules of this checkout
         for each in [x for x in sys.modules if x.startswith("transformer_jax")]:
             del sys.modules[each]
         sys.path.insert(0, str(job["against"]))
@@ -80,8 +81,8 @@ def _work() -> Answer:
 def measure(
     runs: Mapping[str, Engine], num_rounds: int, speed: Callable[[Answer], float], unit: str
 ) -> tuple[Table, list[dict[str, Answer]]]:
-    """A table of median speeds, of ratios and of the last answers' numbers; and the answers by name
-    of the warm-up and of each round.
+    """Run engines in turn. Returns a table of median speeds, ratios and the last round's numbers,
+    and each round's answers by name, the warm-up first.
     """
     rounds: list[dict[str, Answer]] = [{} for _ in range(num_rounds + 1)]
     for number, answers in enumerate(rounds):
@@ -104,7 +105,7 @@ def measure(
 
 
 def markdown(table: Table) -> str:
-    """The table in Markdown."""
+    """Format a table as Markdown."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     lines += [[name, *(_shown(row.get(x, "")) for x in columns)] for name, row in table.items()]
@@ -118,25 +119,25 @@ def _shown(value: Any) -> str:
 
 
 def absolute(path: str) -> Path:
-    """Another process may have another working directory."""
+    """Absolute path, as other processes may have another working directory."""
     return Path(path).absolute()
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """The flags of every benchmark, with this text as help."""
+    """Parser with the common flags of benchmarks, and ``text`` as help."""
     made = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("--rounds", type=int, default=3, help="after the warm-up; default: 3")
+    add("--rounds", type=int, default=3, help="rounds after the warm-up; default: 3")
     add("--against", type=absolute, help="another checkout of this project")
     add("--threads", type=int, default=2, help="CPU cores of each engine; default: 2")
-    add("--output", type=Path, help="JSON file")
+    add("--output", type=Path, help="JSON file for results")
     return made
 
 
 def finish(table: Table, found: Any, arguments: argparse.Namespace) -> None:
-    """Print the table, and write it with all that was found."""
+    """Print the table, and write it and all results to ``--output``."""
     if arguments.output:
         report = {"table": table, "settings": vars(arguments), "found": found}
         arguments.output.write_text(json.dumps(report, indent=2, default=str) + "\n")

@@ -1,13 +1,14 @@
-"""Throughput and latency of the HTTP service, and whether its answers are right.
+"""Throughput, latency and correctness of the HTTP service.
 
     python -m benchmarks.serving --workdir W --input F -- --batch-size 32
 
-Each client sends the next line of the file, as one sentence, as soon as its last answer has come,
-over a connection that it keeps. ``mixed`` takes the lines in their order, ``alike`` those of
-medium length. Answers are compared with what decode.py writes for the same file, and the throughput
-with decode.py's, less its start-up, measured once. Latency is from sending a request to having its
-answer. Clients run on the same cores as the service. Flags after ``--`` go to the service and to
-decode.py. ``--against`` also starts the service of another checkout.
+Each client sends lines of the file as single sentences over a persistent connection, the next line
+as soon as the last response arrives. ``mixed`` uses all lines in order, ``alike`` lines of medium
+length. Responses are compared with decode.py's output for the same file. Throughput is compared
+with decode.py's throughput, without its startup time, which is measured once. Latency is the time
+from sending a request to receiving its response. Clients run on the same cores as the service.
+Flags after ``--`` go to the service and to decode.py. ``--against`` also starts the service of
+another checkout.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.in_turn import ROOT, Answer, absolute, finish, measure, parser
 
 
 def start(command: list[str], place: Path, log: Path, stack: ExitStack) -> int:
-    """The port of a service that is ready; it ends with the stack."""
+    """Start a service and wait until it is ready. Returns its port; the stack stops it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     output = stack.enter_context(log.open("wb"))
@@ -45,11 +46,11 @@ def start(command: list[str], place: Path, log: Path, stack: ExitStack) -> int:
         with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health"):
             return port
         time.sleep(0.1)
-    raise SystemExit(f"error: the service ended.\n{log.read_text(errors='replace')[-2000:]}")
+    raise SystemExit(f"error: the service exited.\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def load(port: int, lines: list[tuple[str, str]], clients: int, seconds: float) -> Answer:
-    """Figures of so many clients in so many seconds."""
+    """Throughput, latencies and errors with concurrent clients."""
     shared, times, faults = cycle(lines), [], Counter[str]()
     begin = time.perf_counter()
 
@@ -76,7 +77,7 @@ def load(port: int, lines: list[tuple[str, str]], clients: int, seconds: float) 
 def decode(
     workdir: str, source: Path, target: Path, flags: list[str], *, start_up: float = 0.0
 ) -> Answer:
-    """Translate a file with decode.py; the seconds do not count those of its start-up."""
+    """Time decode.py on a file, less the seconds of its startup."""
     begin = time.perf_counter()
     command = [sys.executable, "decode.py", "--workdir", workdir, "--input", str(source)]
     subprocess.run([*command, "--output", str(target), *flags], cwd=ROOT, check=True)
@@ -85,14 +86,14 @@ def decode(
 
 
 def main() -> None:
-    """Measure every load in turn, and report."""
+    """Measure all loads in turn, and report."""
     flags = parser(__doc__)
     add = flags.add_argument
-    add("--workdir", type=absolute, required=True, help="of a training run")
+    add("--workdir", type=absolute, required=True, help="work directory of a trained model")
     add("--input", type=absolute, required=True, help="lines to translate")
     add("--clients", type=int, nargs="+", default=[1, 8, 64])
     add("--seconds", type=float, default=20.0)
-    add("flags", nargs="*", metavar="-- FLAGS", help="of the search")
+    add("flags", nargs="*", metavar="-- FLAGS", help="flags of the search")
     arguments = flags.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     workdir, places = str(arguments.workdir), {"ours": ROOT}

@@ -7,20 +7,20 @@
 A turn is ``--steps`` steps (forward, backward, Adam) on batches of random tokens, without padding,
 that are already on the device.
 
-Engines do the same: the paper's post-norm encoder and decoder, ReLU, one matrix for embeddings and
-softmax, dropout on embeddings and sub-layer outputs, label smoothing, Adam; parameters, norms and
-loss in float32, matmuls in ``--dtype`` (PyTorch: autocast). Other models of ours, such as pre-norm,
-have no counterpart in PyTorch. Differences:
+All engines train the same model: the paper's post-norm encoder and decoder, ReLU, one matrix for
+embeddings and softmax, dropout on embeddings and sublayer outputs, label smoothing, Adam.
+Parameters, norms and loss are float32, matmuls in ``--dtype`` (PyTorch: autocast). Other models,
+such as pre-norm, have no PyTorch counterpart here. Differences:
 
-- PyTorch's attention has biases. Parameter counts agree except for these, which is checked.
+- PyTorch's attention has biases. A check confirms that other parameter counts agree.
 - ``nn.Transformer`` also has dropout on attention weights and in the feed-forward layer, and a norm
   after each stack. They are removed, which makes it faster.
-- PyTorch holds the logits of the whole batch, ours those of a chunk of positions at a time.
-- Ours also has a learning-rate schedule, and computes the gradient's norm.
+- PyTorch materializes the logits of the whole batch, ours only of a chunk of positions at a time.
+- Ours also has a learning-rate schedule and computes the gradient norm.
 - float32 on a GPU: XLA uses TF32 for matmuls, PyTorch by default does not.
 
 The first losses must be near ln V. ``model TFLOP/s`` counts the model's matmuls, three times
-forward; MFU is its share of what the device can do.
+the forward pass; MFU is its fraction of the device's peak.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NUM_BATCHES = 4
 
 
 def read_config(job: Answer) -> Config:
-    """The recipe of the checkout that runs, with its vocabulary's size."""
+    """Recipe of this engine's checkout, with its vocabulary size."""
     config = load_config_file(job["config"])
     size = config.tokenizer.vocab_size
     return replace(config, model=replace(config.model, vocab_size=size, dtype=job["dtype"]))
@@ -51,18 +51,18 @@ def read_config(job: Answer) -> Config:
 def model_flops(
     model: ModelConfig, source_lengths: np.ndarray, target_lengths: np.ndarray
 ) -> float:
-    """FLOPs of the matrix products that training on sentence pairs of these lengths needs: three
-    times forward. Padding and recomputation are not counted; causal attention is, as if full.
+    """Matmul FLOPs of training on sentence pairs of these lengths: three times the forward pass.
+    Padding and recomputation are not counted; causal attention counts as full attention.
     """
     S, T = source_lengths.ravel().astype(float), target_lengths.ravel().astype(float)
     D, heads = model.d_model, model.num_heads * (model.head_width_k + model.head_width_v)
-    # Queries and outputs, or keys and values, of a token; the feed-forward layer of a token.
+    # Per token: query and output (or key and value) projections; the feed-forward layer.
     projections = D * heads
     feed_forward = (3 if model.activation == "swiglu" else 2) * D * model.d_ff
     source, target = S.sum(), T.sum()
     encoder_layer = source * (2 * projections + feed_forward)
     encoder_layer += S @ np.minimum(S, model.encoder_window or np.inf) * heads
-    # Cross-attention has keys and values of the source, queries and outputs of the target.
+    # Cross-attention: key and value projections per source token, the rest per target token.
     decoder_layer = target * (3 * projections + feed_forward) + source * projections
     decoder_layer += (T @ T + S @ T) * heads
     forward = model.num_layers * encoder_layer + model.decoder_layers * decoder_layer
@@ -78,7 +78,7 @@ def make_batches(job: Answer, vocab_size: int) -> np.ndarray:
 
 
 def ours(job: Answer) -> Engine:
-    """The training step as the loop calls it, on one device."""
+    """The training step of ``train.py``, on one device."""
     import jax
 
     from transformer_jax import Batch, MeshConfig, batch_sharding, make_mesh
@@ -109,8 +109,8 @@ def ours(job: Answer) -> Engine:
 
 
 def torch_loss(config: Config, longest: int) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """``nn.Transformer`` with what the paper has around it, and without what it has not: modules,
-    and their mean loss for source and target, which is shifted right here.
+    """``nn.Transformer`` adapted to the paper. Returns its modules and a function for the mean loss
+    of source and target, which shifts the target right.
     """
     import torch
     from torch import nn
@@ -170,7 +170,7 @@ def torch_loss(config: Config, longest: int) -> tuple[Any, Callable[[Any, Any], 
 
 
 def pytorch(job: Answer, *, compiled: bool) -> Engine:
-    """The usual loop: forward under autocast, loss, backward, fused Adam."""
+    """Standard PyTorch loop: forward pass under autocast, loss, backward pass, fused Adam."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -208,16 +208,16 @@ def pytorch(job: Answer, *, compiled: bool) -> Engine:
 
 
 def start(name: str, job: Answer) -> Engine:
-    """The engine of this name; ``ImportError`` where it cannot run."""
+    """Start the engine ``name``; ``ImportError`` if it cannot run."""
     return pytorch(job, compiled="compile" in name) if "torch" in name else ours(job)
 
 
 def main() -> None:
-    """Let the engines train in turn, and report."""
+    """Measure the engines in turn, and report."""
     flags = parser(__doc__)
     add = flags.add_argument
     add("--config", default="wmt14_base", help="recipe or file; default: wmt14_base")
-    add("--pairs", type=int, default=32, help="sentence pairs a step")
+    add("--pairs", type=int, default=32, help="sentence pairs per step")
     add("--length", type=int, default=32)
     add("--steps", type=int, default=4)
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -241,7 +241,7 @@ def main() -> None:
         row["ms a step"] = 1e3 * seconds / job["steps"]
         row["model TFLOP/s"] = flops / seconds / 1e12
         row["compiling, s"] = first["seconds"] - seconds
-        # scores begin about as N(0, 1), which adds about 0.5
+        # initial logits are about N(0, 1), which adds about 0.5
         assert abs(first["losses"][0] - math.log(model.vocab_size)) < 1.5, f"{name}: {first}"
     models = {(answer["parameters"], answer["platform"]) for answer in rounds[0].values()}
     assert len(models) == 1, f"parameters or platforms differ: {models}"

@@ -1,12 +1,12 @@
-"""The copy task: a Transformer learns to write down the sequence that it reads.
+"""The copy task: a Transformer learns to reproduce its input sequence.
 
-Shows a training step of your own (model, loss, the paper's Adam and learning rate) and a search
+Shows a custom training step (model, loss, the paper's Adam and learning-rate schedule) and a search
 with the trained model.
 
     python examples/copy_task.py
 
-prints the loss as it falls, then a new sequence and its copy, and how many of 200 new sequences are
-copied without a mistake: nearly all.
+prints the training loss, a new sequence and its copy, and how many of 200 new sequences are copied
+exactly (nearly all).
 """
 
 import jax
@@ -21,7 +21,7 @@ CONFIG = tj.ModelConfig(vocab_size=20, d_model=64, d_ff=128, num_heads=4, num_la
 
 
 def random_sequences(key: jax.Array, rows: int) -> jax.Array:
-    """1 to 10 random tokens, EOS, then PAD: int32 [rows, 11]. Ids below 4 are special tokens."""
+    """1 to 10 random tokens, EOS and padding, int32 [rows, 11]. Ids below 4 are special tokens."""
     tokens_key, lengths_key = jax.random.split(key)
     tokens_BL = jax.random.randint(tokens_key, (rows, LONGEST + 1), 4, CONFIG.vocab_size)
     lengths_B1 = jax.random.randint(lengths_key, (rows, 1), 1, LONGEST + 1)
@@ -30,7 +30,7 @@ def random_sequences(key: jax.Array, rows: int) -> jax.Array:
 
 
 def mean_loss(model: tj.Transformer, tokens_BL: jax.Array) -> jax.Array:
-    """Smoothed cross-entropy of a token. The model itself shifts the target by one."""
+    """Label-smoothed cross-entropy per token. The model shifts the target right."""
     hidden_BTD = model.hidden(tokens_BL, tokens_BL)  # source and target are the same
     sums = tj.smoothed_cross_entropy(hidden_BTD, model.output_matrix_VD, tokens_BL)
     return sums.loss / sums.tokens

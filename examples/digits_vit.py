@@ -1,11 +1,11 @@
 """A vision transformer (Dosovitskiy et al., 2021) for scikit-learn's handwritten digits.
 
-Shows the encoder by itself: patches of an image in place of words, learned positions, and a first
-token whose output says which digit it is. Needs scikit-learn.
+Shows the encoder on its own, with image patches as tokens, learned positions, and a first token
+whose output predicts the digit. Requires scikit-learn.
 
     python examples/digits_vit.py
 
-prints the loss as it falls and the accuracy on 360 test images.
+prints the training loss and the accuracy on 360 test images.
 """
 
 import jax
@@ -30,19 +30,19 @@ class VisionTransformer(nnx.Module):
         num_tokens, D = (8 // PATCH) ** 2 + 1, config.d_model
         self.patches = nnx.Linear(PATCH * PATCH, D, rngs=rngs)
         self.first = nnx.Param(0.5 * jax.random.normal(rngs.params(), (1, 1, D)))
-        # Large enough to tell positions apart from the first step on: with 0.02 it is 89% at last.
+        # Large enough to distinguish positions from the first step; 0.02 ends at 89% accuracy.
         self.positions = nnx.Param(0.5 * jax.random.normal(rngs.params(), (1, num_tokens, D)))
         self.encoder = tj.Encoder(config, rngs=rngs)
         self.output = nnx.Linear(D, 10, rngs=rngs)
 
     def __call__(self, images_BYX: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        """Scores of the ten digits for images [B, 8, 8]."""
+        """Logits of the ten digits for images [B, 8, 8]."""
         B, Y, X = images_BYX.shape
         cut = images_BYX.reshape(B, Y // PATCH, PATCH, X // PATCH, PATCH).swapaxes(2, 3)
         x_BLD = self.patches(cut.reshape(B, -1, PATCH * PATCH))
         first_B1D = jnp.broadcast_to(self.first[...], (B, 1, x_BLD.shape[2]))
         x_BLD = jnp.concatenate([first_B1D, x_BLD], axis=1) + self.positions[...]
-        everywhere = jnp.ones((1, 1, 1, x_BLD.shape[1]), bool)  # each token sees all of them
+        everywhere = jnp.ones((1, 1, 1, x_BLD.shape[1]), bool)  # attends to all tokens
         return self.output(self.encoder(x_BLD, everywhere, dropout_key=dropout_key)[:, 0])
 
 

@@ -2,9 +2,9 @@
 
     python examples/figures.py
 
-writes positions.svg, the sinusoids, and schedule.svg, the learning rate for two widths and two
-warm-ups, and prints their names. Both are matplotlib figures, to be changed before they are saved.
-`python -m transformer_jax.figures --help` draws the same from the command line.
+writes positions.svg (the sinusoids) and schedule.svg (the learning rate for two model widths and
+two warmup lengths) and prints the file names. Both are matplotlib figures that you can modify.
+`python -m transformer_jax.figures --help` shows how to draw them from the command line.
 """
 
 from pathlib import Path

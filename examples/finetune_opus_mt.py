@@ -1,13 +1,12 @@
-"""Train an OPUS-MT model (Hugging Face's MarianMT) further, on your own text.
+"""Fine-tune an OPUS-MT model (Hugging Face's MarianMT) on your own text.
 
     hf download Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de
     python examples/finetune_opus_mt.py --model opus-mt-en-de --text FOLDER
 
-imports the model, trains it on the files train.source and train.target of the folder, and prints
-chrF of dev.source against dev.target before and after, with three lines of it. Without --text it
-learns English number names in German. Without --model a tiny model of random weights is made on the
-spot, as if it were one of theirs: that shows the way, but there is nothing yet to be tuned. Needs
-safetensors.
+imports the model and fine-tunes it on train.source and train.target in FOLDER. Before and after,
+it translates dev.source and prints chrF against dev.target, with three sample lines. Without --text
+it uses English number names and their German translations. Without --model it starts from a tiny
+model with random weights, which shows the workflow only. Requires safetensors.
 """
 
 from dataclasses import replace
@@ -29,7 +28,7 @@ def pairs_of(text: Path | None, split: str, limit: int) -> tj.PairsConfig:
 
 
 def make_random_model(folder: Path, pairs: tj.PairsConfig) -> Path:
-    """A MarianMT folder with a vocabulary for this text and weights that know nothing."""
+    """Make a MarianMT folder with random weights and a vocabulary for this text."""
     tokenizer = tj.Tokenizer.train(read_pairs(pairs), tj.TokenizerConfig(vocab_size=160))
     sizes = {"d_model": 64, "d_ff": 256, "num_heads": 4, "num_layers": 1, "norm_epsilon": 1e-5}
     config = tj.Config(model=tj.ModelConfig(vocab_size=tokenizer.target.vocab_size, **sizes))
@@ -45,9 +44,9 @@ def main(
     steps: int = 300,
 ) -> None:
     if workdir.exists():
-        raise SystemExit(f"{workdir} is there already; remove it, or choose another --workdir.")
+        raise SystemExit(f"{workdir} already exists; remove it or choose another --workdir.")
     train_pairs, dev_pairs = pairs_of(text, "train", 20_000), pairs_of(text, "dev", 32)
-    rate = 5e-5 if model else 3e-3  # of a random model
+    rate = 5e-5 if model else 3e-3  # for random weights
     folder = model or make_random_model(workdir / "random", train_pairs)
     imported, untuned, tokenizer = import_huggingface(folder)
     tj.save_model(workdir / "imported", imported, untuned, tokenizer)

@@ -1,9 +1,9 @@
-"""Write parallel text to try things with: English number names and their German translations.
+"""Write a small parallel corpus: English number names and their German translations.
 
     python examples/number_names.py --folder data/numbers
 
 writes train.en, train.de (20,000 lines each), dev.en, dev.de (200) and test.en, test.de (500), one
-sentence a line. Needs num2words.
+sentence per line. Requires num2words.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Table 3 of the paper: the mean and spread of several seeds beside the paper's figures.
+"""Table 3 of the paper: mean and standard deviation over seeds beside the paper's results.
 
     python train.py --config table3:A-h1 --workdir runs/table3/A-h1/seed-1 --seed 1
     python examples/table3.py --folder runs/table3
 
-reads the runs in FOLDER/ROW/seed-N. Perplexity and BLEU are those of the dev set after the last
-step. Unfinished runs do not count.
+reads the runs in FOLDER/ROW/seed-N. Perplexity and BLEU are from the dev set after the last step.
+Unfinished runs are ignored.
 """
 
 import json
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
 
 
 def is_finished(run: Path) -> bool:
-    """Whether all steps are done, or early stopping ended the run."""
+    """Check that all steps are done or early stopping ended the run."""
     if not (run / "summary.json").exists():
         return False
     summary = json.loads((run / "summary.json").read_text())
@@ -49,13 +49,13 @@ def is_finished(run: Path) -> bool:
 
 
 def last_evaluation(run: Path) -> dict[str, float]:
-    """The last results on the dev set in metrics.jsonl."""
+    """Last dev set results in metrics.jsonl."""
     entries = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [entry for entry in entries if entry["kind"] == "dev"][-1]
 
 
 def spread(results: list[dict[str, float]], name: str, *, digits: int) -> str:
-    """The mean, and the standard deviation of several seeds; a dash for no value."""
+    """Mean and standard deviation over seeds; a dash if no seed has a value."""
     values = [result[name] for result in results if name in result]
     if len(values) > 1:
         return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"

@@ -3,7 +3,7 @@
 #
 #   sbatch launch/slurm.sh --config configs/wmt14_big.py --workdir /shared/runs/big --batch.row-multiple 16
 #
-# Every flag goes to train.py. docs/clusters.md explains the settings. Change nodes and GPUs here or on
+# All flags go to train.py. docs/clusters.md explains the settings. Change nodes and GPUs here or on
 # sbatch's command line; ntasks-per-node is the number of GPUs in a node.
 #SBATCH --job-name=transformer
 #SBATCH --nodes=2
@@ -15,19 +15,19 @@
 #SBATCH --open-mode=append
 # Requeue after preemption or a node's failure.
 #SBATCH --requeue
-# Before the time limit the processes, not this script, get SIGTERM: they save and exit with status
-# 143 = 128 + SIGTERM.
+# Before the time limit, Slurm sends SIGTERM to the processes but not to this script. They save and
+# exit with status 143 = 128 + SIGTERM.
 #SBATCH --signal=TERM@300
 set -uo pipefail
 
-# JAX gives process i of a node its GPU number i, so each process must see all GPUs: no binding. A process
-# that exits with 143 is no reason to kill the others, which are saving too; JAX notices any other exit and
-# ends the rest.
+# JAX assigns GPU i of a node to process i, so each process must see all GPUs: no binding. When a process
+# exits with 143, the other processes may still be saving, so srun must not kill them. On any other exit
+# JAX stops all processes.
 srun --gpu-bind=none --kill-on-bad-exit=0 --wait=300 \
     "${PYTHON:-.venv/bin/python}" train.py --distributed "$@"
 status=$?
 
-# Saved, but not finished: requeue. scancel ends this script as well, so a cancelled job does not come back.
+# Saved but not finished: requeue. scancel also ends this script, so a canceled job is not requeued.
 if [[ $status -eq 143 ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

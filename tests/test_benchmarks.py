@@ -131,7 +131,7 @@ def test_parts_are_resumed_and_failures_named(
     assert all_parts.main() == 1
     found = (tmp_path / "out" / "results.md").read_text()
     assert "| x | 7 |" in found and "failed with status 2, see bad.log" in found
-    assert "failed with status 124, see slow.log" in found and "left out: needs about 1000" in found
+    assert "failed with status 124, see slow.log" in found and "skipped: needs about 1000" in found
     (tmp_path / "write.py").unlink()  # it is not run again
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--parts", "good"])
     assert all_parts.main() == 0

@@ -73,7 +73,7 @@ def test_fine_tuning_a_marian_model(run: Callable[..., str], tmp_path: Path) -> 
     printed = run("finetune_opus_mt", workdir=tmp_path / "opus", steps=40)
     before, after = map(float, re.findall(r"^(?:imported|tuned): chrF ([\d.]+)$", printed, re.M))
     assert after > before + 10
-    with pytest.raises(SystemExit, match="opus is there already; remove it, or choose another"):
+    with pytest.raises(SystemExit, match="opus already exists; remove it or choose another"):
         run("finetune_opus_mt", workdir=tmp_path / "opus", steps=80)
 
 
