@@ -1,5 +1,5 @@
-"""Test settings: eight simulated CPU devices or an accelerator, strict JAX, slow files first, a
-compilation cache that outlives the session.
+"""Test setup: eight simulated CPU devices or an accelerator, strict JAX, slow files first, and a
+persistent compilation cache.
 """
 
 import atexit
@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Files that take longest, longest first.
+# The slowest files, slowest first.
 SLOW = [
     f"tests/{name}.py"
     for name in (
@@ -53,13 +53,13 @@ SLOW = [
     )
 ]
 
-# The tests run on CPUs, whatever this machine has, unless TEST_PLATFORM names an accelerator (cuda,
-# tpu), as in `make test-gpu`. pytest's workers inherit it.
+# Tests run on CPUs by default. TEST_PLATFORM selects an accelerator (cuda or tpu), as in
+# `make test-gpu`. pytest's workers inherit it.
 os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 0, "cpu": 0})
 
-# Compiling is most of what the tests do. Less optimisation, one module for LLVM instead of 32, and
-# XLA's older, plainer code generator (which jaxlib 0.11 has no more) take a third of the time and
-# change no arithmetic they rely on.
+# Tests spend most of their time compiling. Less optimization, one LLVM module instead of 32, and
+# XLA's older code generator (removed in jaxlib 0.11) take a third of the time and change no
+# arithmetic that tests rely on.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -68,18 +68,17 @@ os.environ["XLA_FLAGS"] = (
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
-# Kernels of a GPU are not chosen by timing them: that takes long, and cannot be done for a GPU that
-# is not there. On an accelerator steps are the same each time, float32 is float32, not TF32, and
-# workers share the memory.
+# No autotuning of GPU kernels: it is slow, and impossible for a GPU that this machine lacks. On an
+# accelerator, steps are deterministic, float32 is not TF32, and workers share the memory.
 os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
 if os.environ["JAX_PLATFORMS"] != "cpu":
     os.environ["XLA_FLAGS"] += " --xla_gpu_deterministic_ops=true"
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
-# Compiled functions are kept for the next session, and for the other workers and the programs that
-# tests start. JAX writes entries without a lock, so each worker has a folder of its own; what is
-# whole there is linked into the shared folder, which is for one JAX, these flags and this CPU.
+# Test runs, workers and the programs that tests start share a compilation cache. JAX writes entries
+# without a lock, so each worker has its own folder. Complete entries are linked into a shared
+# folder for this JAX version, these flags and this CPU.
 CPU = Path("/proc/cpuinfo")
 FEATURES = [line for line in CPU.read_text().splitlines() if "flags" in line.lower()][:1]
 SETTINGS = [version("jax"), version("jaxlib"), os.environ["XLA_FLAGS"], *FEATURES]
@@ -92,30 +91,29 @@ os.environ |= {
     "JAX_COMPILATION_CACHE_DIR": str(OWN),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # their folder is part of the keys
+    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # their path is part of the cache keys
 }
 
 
-import jax  # noqa: E402  reads what is set above
+import jax  # noqa: E402  reads the settings above
 import pytest  # noqa: E402
 
-# Programs that tests start run on CPUs: what they show is the same there, and they start faster.
+# Programs started by tests run on CPUs: same behavior, faster startup.
 DEVICE = jax.devices()[0]
 os.environ["JAX_PLATFORMS"] = "cpu"
 if DEVICE.platform == "cpu" and (asked := os.environ.get("TEST_PLATFORM", "cpu")) != "cpu":
-    raise pytest.UsageError(f"TEST_PLATFORM is {asked!r}, but JAX sees CPUs alone")
+    raise pytest.UsageError(f"TEST_PLATFORM is {asked!r}, but JAX finds only CPUs")
 
-# A shell that starts the tests in the background has Ctrl-C ignored, and so would the programs that
-# they start.
+# A shell ignores Ctrl-C for background jobs, and programs started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def exchange_compiled() -> None:
-    """Link new entries of this worker's folder into the shared folder, and the other way round."""
+    """Link new entries from this worker's folder to the shared folder, and vice versa."""
     own, shared = ({path.name for path in folder.glob("*-cache")} for folder in (OWN, SHARED))
     for name in own - shared:
-        with suppress(zlib.error, FileExistsError):  # a program may have been killed as it wrote
+        with suppress(zlib.error, FileExistsError):  # a program may have been killed while writing
             zlib.decompress((OWN / name).read_bytes())
             os.link(OWN / name, SHARED / name)
     for name in shared - own:
@@ -131,40 +129,40 @@ exchange_compiled()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what an accelerator cannot show: several devices where it has one, and what CPUs do."""
+    """Skip tests that need CPUs, or more devices than the accelerator has."""
     needed = max((mark.args[0] for mark in item.iter_markers("devices")), default=1)
     if jax.device_count() < needed:
-        pytest.skip(f"needs {needed} devices, as simulated on CPUs; here are {jax.device_count()}")
+        pytest.skip(f"needs {needed} devices, as simulated on CPUs; found {jax.device_count()}")
     if (mark := item.get_closest_marker("cpu")) and jax.default_backend() != "cpu":
-        pytest.skip(f"of CPUs alone: {mark.args[0]}")
+        pytest.skip(f"CPU only: {mark.args[0]}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what the tests ran on."""
+    """Print the test platform."""
     terminalreporter.write_line(
         f"on {DEVICE.platform} ({DEVICE.device_kind}), jax {jax.__version__}"
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files come first, so that no worker is left with one at the end (with xdist:
-    `--dist loadfile --no-loadscope-reorder`).
+    """Run slow files first, so that no worker ends with one (with xdist: `--dist loadfile
+    --no-loadscope-reorder`).
     """
     place = {name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(SLOW)))
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often, and none of what is imported: tracing makes many objects."""
+    """Run garbage collection less often, because tracing makes many objects."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_functions() -> Iterator[None]:
-    """Exchange compiled functions with other workers after each file. Forget those in memory when
-    there are many: on a CPU each has memory maps of its own, and Linux aborts a process that asks
-    for more than 65,530.
+    """Exchange compiled functions with other workers after each file. Clear JAX's in-memory caches
+    when they are large: on CPUs each compiled function has its own memory maps, and Linux limits a
+    process to 65,530.
     """
     yield
     exchange_compiled()
@@ -175,24 +173,24 @@ def compiled_functions() -> Iterator[None]:
 
 @pytest.fixture
 def shared_data() -> Path:
-    """Real text, in the folder that TRANSFORMER_JAX_DATA names; without it its tests skip."""
+    """Real text in the folder TRANSFORMER_JAX_DATA. Without it, tests that need it are skipped."""
     root = Path(__file__).resolve().parents[1]
     folder = Path(os.environ.get("TRANSFORMER_JAX_DATA", root.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(
-            f"needs the real text in {folder}, which is absent "
-            "(TRANSFORMER_JAX_DATA names another folder)"
+            f"needs real text in {folder}, which does not exist. "
+            "TRANSFORMER_JAX_DATA sets another folder."
         )
     return folder
 
 
 @pytest.fixture
 def h200() -> jax.Device:
-    """A GPU to compile for, which need not be here; in fact, must not."""
+    """A GPU target for ahead-of-time compilation. This machine must not have a GPU."""
     from benchmarks import compile_for
 
     if Path("/dev/nvidia0").exists():
-        pytest.skip("XLA compiles for a GPU that is absent only on a machine without any")
+        pytest.skip("XLA compiles for an absent GPU only on a machine without GPUs")
     try:
         [device] = compile_for.gpus("h200")
     except NotImplementedError as error:
@@ -202,8 +200,8 @@ def h200() -> jax.Device:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The browser that is installed, without a window."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs Playwright, to open pages")
+    """The installed browser, headless."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs Playwright to open pages")
     names = ("chromium", "chromium-browser", "google-chrome")
     program = next(filter(None, map(shutil.which, names)), None)
     if program is None:

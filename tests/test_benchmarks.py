@@ -1,4 +1,4 @@
-"""The benchmarks run, at sizes that measure nothing, and compute ratios correctly."""
+"""Benchmarks run at toy sizes and compute ratios correctly."""
 
 import json
 import math

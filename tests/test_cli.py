@@ -1,4 +1,4 @@
-"""What all programs share: exit statuses, messages, signals, flags and their help."""
+"""Behavior common to all programs: exit status, messages, signals, flags and help."""
 
 import dataclasses
 import re

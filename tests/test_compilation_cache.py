@@ -1,4 +1,4 @@
-"""Programs keep what they compile; a cache that cannot be used costs time, never the run."""
+"""Compilation cache: reused between runs; an unusable cache never stops a run."""
 
 import errno
 import os

@@ -1,6 +1,4 @@
-"""Compiling ahead for other devices: the report, and what is read from a compiled program's
-text.
-"""
+"""Ahead-of-time compilation for other devices: the report, and parsing of compiled programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs: round trip through JSON, messages for bad values, config files, the recipes."""
+"""Configs: JSON round trip, error messages, config files, recipes."""
 
 import re
 from pathlib import Path

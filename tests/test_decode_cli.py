@@ -1,4 +1,4 @@
-"""decode.py: what goes in, what comes out, and how it ends."""
+"""decode.py: input, output and exit status."""
 
 from __future__ import annotations
 

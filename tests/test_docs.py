@@ -1,4 +1,4 @@
-"""What the documents name exists: files, config fields, links."""
+"""Files, config fields and links in the documentation exist."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Scores: sacreBLEU's own values, its signature, and clear errors."""
+"""Scores: sacreBLEU's values, its signature, and clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each program in examples/ runs, at reduced size, and prints what its docstring says."""
+"""Programs in examples/ run at reduced size and print the output in their docstrings."""
 
 from __future__ import annotations
 

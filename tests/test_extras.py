@@ -1,4 +1,4 @@
-"""Optional packages: an error in one line names the extra that installs them."""
+"""Optional packages: a one-line error names the missing extra."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Figures: what they show, and the program that draws them."""
+"""Figures: contents, and the program that draws them."""
 
 from __future__ import annotations
 

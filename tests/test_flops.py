@@ -1,4 +1,4 @@
-"""What training costs: FLOPs counted by hand."""
+"""Training FLOPs, compared with manual counts."""
 
 from typing import Any
 

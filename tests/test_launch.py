@@ -1,6 +1,4 @@
-"""The recipes for clusters and containers parse, name only flags that exist, and do what they say
-as far as can be seen without either.
-"""
+"""Launch recipes for clusters and containers: they parse, and their flags exist."""
 
 import ast
 import dataclasses

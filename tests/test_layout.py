@@ -1,6 +1,4 @@
-"""The layout that docs/design.md promises: imports point up the list, branches stand on what
-`from transformer_jax import ...` offers, files are short.
-"""
+"""Code layout of docs/design.md: import order, branches use the public API only, short files."""
 
 import ast
 import graphlib

@@ -1,6 +1,4 @@
-"""The Python blocks of README.md and the guides in docs/: each runs by itself and prints what its
-comments say.
-"""
+"""Python blocks in README.md and docs/ run on their own and print the output in their comments."""
 
 from __future__ import annotations
 

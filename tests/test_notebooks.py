@@ -1,4 +1,4 @@
-"""The notebooks run from the first cell to the last, and are small as they are stored."""
+"""Notebooks run from start to end and are stored in small files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A work directory and its text behind URLs, in fsspec's store in memory: trained, resumed
-elsewhere, read.
-"""
+"""Work directories and text at URLs (fsspec's memory store): training, resuming, reading."""
 
 import gzip
 import json

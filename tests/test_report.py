@@ -1,4 +1,4 @@
-"""The report of runs, also of unfinished and corrupt ones, and the page in a browser."""
+"""Training reports, also for unfinished and corrupt runs, and their display in a browser."""
 
 from __future__ import annotations
 

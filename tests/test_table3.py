@@ -1,4 +1,4 @@
-"""The recipe table3: rows of Table 3 for any base; each row trains, resumes and translates."""
+"""The table3 recipe: rows of Table 3 for any base; each row trains, resumes and translates."""
 
 import dataclasses
 import runpy

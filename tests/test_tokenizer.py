@@ -1,6 +1,4 @@
-"""Properties of the tokenizer: round trip, reproducible training and sampling, sound special ids,
-helpful errors.
-"""
+"""Tokenizer: round trip, reproducible training and sampling, special ids, helpful errors."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""train.py as its user meets it: help, wrong flags, wrong input, exit statuses."""
+"""train.py: help, invalid flags, invalid input, exit status."""
 
 import os
 import re

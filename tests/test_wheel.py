@@ -1,4 +1,4 @@
-"""What `python -m build` makes, installed where there is no clone."""
+"""The built wheel, installed without a clone."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests run where they are meant to: on CPUs, or on the accelerator that TEST_PLATFORM names."""
+"""Tests run on CPUs, or on the accelerator named by TEST_PLATFORM."""
 
 import os
 

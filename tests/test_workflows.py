@@ -1,6 +1,4 @@
-"""GitHub's workflows fit their schema, pin actions by hash, ask for few permissions, and run what
-is there.
-"""
+"""GitHub workflows: valid schema, pinned actions, minimal permissions, existing commands."""
 
 import re
 import subprocess

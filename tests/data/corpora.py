@@ -1,4 +1,4 @@
-"""Corpora in memory whose rows tell their pairs, for tests of batches."""
+"""In-memory corpora whose rows identify their pairs, for tests of batches."""
 
 import numpy as np
 import pytest

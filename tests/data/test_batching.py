@@ -1,6 +1,4 @@
-"""The batch plan: purity, every pair in turn, full batches of few shapes, the right tokens in the
-right places.
-"""
+"""Batch plan: deterministic, each pair once per epoch, full batches, few shapes, right tokens."""
 
 import gzip
 import hashlib

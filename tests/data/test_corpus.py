@@ -1,6 +1,4 @@
-"""Properties of the corpus: it holds what was read, whoever built it; and only a whole corpus ever
-opens.
-"""
+"""Corpus: contents equal the input, whichever process builds it; incomplete corpora never open."""
 
 import copy
 import dataclasses

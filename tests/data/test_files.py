@@ -1,4 +1,4 @@
-"""Globs stand for sorted files that pair up; a text is known by its content."""
+"""Input files: sorted globs that pair up, and text identified by content."""
 
 import os
 from pathlib import Path

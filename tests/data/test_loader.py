@@ -1,6 +1,4 @@
-"""The loader: the plan's batches in order, on any number of devices; errors come out, threads
-end.
-"""
+"""Data loader: planned batches in order on any number of devices; errors propagate, threads end."""
 
 import threading
 import time

@@ -1,6 +1,4 @@
-"""Properties of the sources: every line arrives once and aligned; every fault names its file and
-line.
-"""
+"""Data sources: every line arrives once and aligned; errors name file and line."""
 
 import dataclasses
 import gzip

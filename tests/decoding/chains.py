@@ -1,6 +1,4 @@
-"""Toy models for the tests of every search: the next token depends on the sentence, the position
-and the token before.
-"""
+"""Toy models for search tests. The next token depends on sentence, position and previous token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of random weights, and a tokenizer for the lines that they translate."""
+"""Small random models, with a tokenizer for the lines they translate."""
 
 from __future__ import annotations
 

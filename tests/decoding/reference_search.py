@@ -1,12 +1,11 @@
-"""Beam search in plain Python for one sentence: slow and obviously correct. Tests compare the real
-one with it.
+"""Reference beam search in plain Python for one sentence: slow and obviously correct.
 
-The model is a callable: ``log_probs(tokens)`` gives the float [V] log-probabilities of the token
-that comes after ``tokens`` (a tuple, without BOS). There is no early stopping, no batch and no
-padding; sums are Python floats.
+The model is a callable: ``log_probs(tokens)`` gives the float [V] log-probabilities of the next
+token after ``tokens`` (a tuple, without BOS). There is no early stopping, batch or padding; sums are
+Python floats.
 
-``reference_search`` walks the beam by the rules in ``Rules``. ``every_hypothesis`` writes down all
-sequences instead and asks of each whole one whether it keeps the rules: the two share nothing but
+``reference_search`` runs beam search under the constraints in ``Rules``. ``every_hypothesis``
+enumerates all sequences instead and filters complete ones by the constraints. The two share only
 the score.
 """
 

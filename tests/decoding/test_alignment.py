@@ -1,4 +1,4 @@
-"""Alignments: in order, of the words of the text as it was."""
+"""Alignments: in order, over the words of the original text."""
 
 from __future__ import annotations
 

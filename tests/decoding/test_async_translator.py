@@ -1,4 +1,4 @@
-"""Lines of many tasks get what ``Translator`` gives them, whenever they come and whoever leaves."""
+"""AsyncTranslator matches Translator, whenever requests arrive or are canceled."""
 
 from __future__ import annotations
 

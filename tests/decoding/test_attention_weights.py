@@ -1,4 +1,4 @@
-"""Attention weights of a sentence: the model's own, computed as the paper says."""
+"""Attention weights of a sentence: equal to the model's, computed as in the paper."""
 
 from __future__ import annotations
 

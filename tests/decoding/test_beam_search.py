@@ -1,6 +1,4 @@
-"""Beam search on toy chains: against brute force, a plain reference, and itself in other
-company.
-"""
+"""Beam search on toy chains, compared with brute force, a reference and other batch contents."""
 
 from __future__ import annotations
 

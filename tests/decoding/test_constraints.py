@@ -1,6 +1,4 @@
-"""Every rule of the search, alone and together: the compiled search against the plain one, sentence
-by sentence.
-"""
+"""Search constraints, alone and combined: compiled search against the reference, per sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching: every sentence gets what it gets alone, and few slots are wasted."""
+"""Continuous batching: results independent of other sentences, and few wasted slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences through the engine: the same in any company, and no cache is copied."""
+"""Engine: results independent of other sentences, and no cache copies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Killed at any moment and resumed, or written in shards and joined, an output is what one run
-would have written.
-"""
+"""Output files: killed and resumed, or sharded and joined, they equal the output of one run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Lines and objects in, with every fault reported by its line, shards of an input, nothing read
-ahead of its need; plain lines, n-best lists and objects out, with the fields of the input.
-"""
+"""Records: text and JSONL input, errors by line, shards, lazy reading, all output formats."""
 
 from __future__ import annotations
 

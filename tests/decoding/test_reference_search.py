@@ -1,6 +1,4 @@
-"""The slow search itself: a beam that holds everything finds what writing down every sequence
-finds.
-"""
+"""Reference search: a beam that holds all sequences finds the same result as full enumeration."""
 
 from __future__ import annotations
 

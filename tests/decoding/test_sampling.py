@@ -1,6 +1,4 @@
-"""Samples follow the model's distribution, within what temperature, top-k, top-p and the rules
-leave of it.
-"""
+"""Sampling follows the model's distribution under temperature, top-k, top-p and constraints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Force-decoding says of a translation what the search said of it, whatever else is in the batch;
-attention adds up to 1.
-"""
+"""Scoring: equal to the search's scores in any batch; attention weights sum to 1."""
 
 from __future__ import annotations
 

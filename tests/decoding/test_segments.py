@@ -1,4 +1,4 @@
-"""Where over-long lines are cut."""
+"""Positions where long lines are split."""
 
 from __future__ import annotations
 

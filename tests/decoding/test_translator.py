@@ -1,6 +1,4 @@
-"""Text in, text out, on a tiny random model: order, lengths, independence, and agreement with the
-model's own forward pass.
-"""
+"""Translator on a tiny random model: order, lengths, independence, agreement with the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences that enter and leave while others are searched get what the engine gives them."""
+"""Workers: sentences that join and leave a running search get the engine's results."""
 
 from __future__ import annotations
 

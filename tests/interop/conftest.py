@@ -1,6 +1,4 @@
-"""Tiny models of random weights, sharp enough that hypotheses differ and end by themselves, and
-their tokenizers.
-"""
+"""Tiny random models and their tokenizers. Hypotheses differ and end on their own."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the tests read folders they wrote
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests read only folders that they wrote
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +37,7 @@ WORDS = [
 
 @pytest.fixture(scope="session")
 def lines() -> list[str]:
-    """Sentences of one length in words."""
+    """Sentences with the same number of words."""
     rng = np.random.default_rng(0)
     return [" ".join(rng.choice(WORDS, 5)) for _ in range(60)]
 
@@ -92,7 +90,7 @@ def make() -> Callable[..., tuple[Config, Transformer]]:
                 return (2.5 if "softmax_matrix" in name else 1.7) * x
             noise = 0.3 * rng.standard_normal(x.shape).astype(np.float32)
             if "softmax_bias" in name:
-                noise[EOS_ID] += 3.0  # translations end before they must
+                noise[EOS_ID] += 3.0  # translations end before the length limit
             return x + noise
 
         return config, nnx.merge(graph, jax.tree_util.tree_map_with_path(sharpen, state))
@@ -102,7 +100,7 @@ def make() -> Callable[..., tuple[Config, Transformer]]:
 
 @pytest.fixture(scope="session")
 def logits() -> Callable[..., np.ndarray]:
-    """``logits(model, source_BS, target_BT)`` of ours, op by op: models share what is compiled."""
+    """Our ``logits(model, source_BS, target_BT)``, op by op, so that models share compiled code."""
 
     def compute(model: Transformer, source_BS: np.ndarray, target_BT: np.ndarray) -> np.ndarray:
         return np.asarray(model(jnp.asarray(source_BS), jnp.asarray(target_BT)))

@@ -1,6 +1,6 @@
-"""Where PyTorch, or code that teaches the paper with it, computes something else under one name.
+"""Differences in convention: PyTorch or tutorial code that computes something else by one name.
 
-docs/from_the_paper.md has the table; each test shows the difference and what makes it vanish.
+docs/from_the_paper.md has the table. Each test shows a difference and how to remove it.
 """
 
 from __future__ import annotations

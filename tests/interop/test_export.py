@@ -1,6 +1,4 @@
-"""Exported models compute what ours compute, by the libraries themselves; Hugging Face's folders
-like OPUS-MT's are imported again as the models they were; what a format cannot express is refused.
-"""
+"""Exports: same results in the target library, round trip of MarianMT, unsupported models."""
 
 from __future__ import annotations
 

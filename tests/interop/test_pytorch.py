@@ -1,4 +1,4 @@
-"""Beside PyTorch: with the same weights, the same outputs, gradients, losses and translations.
+"""PyTorch equivalence: same outputs, gradients, losses and translations for the same weights.
 
 ``python -m pytest tests/interop/test_pytorch.py -s`` prints the table that docs/results.md has.
 """

@@ -1,4 +1,4 @@
-"""The table of foreign names works in both directions."""
+"""The table of weight names works in both directions."""
 
 from __future__ import annotations
 

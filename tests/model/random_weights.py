@@ -1,4 +1,4 @@
-"""Transformers of random weights, without compiling what draws them."""
+"""Transformers with random weights, without compiling an initializer."""
 
 from typing import Any
 

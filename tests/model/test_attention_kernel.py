@@ -1,4 +1,4 @@
-"""The attention kernels against plain attention: results, gradients, and when they are chosen."""
+"""Attention kernels against plain attention: results, gradients and selection."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Dropout: its rate, its mean, its bits."""
+"""Dropout: rate, mean and random bits."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layers by themselves."""
+"""Layers: matmul precision and activations."""
 
 import dataclasses
 import math

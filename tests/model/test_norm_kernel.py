@@ -1,4 +1,4 @@
-"""The kernels of dropout, residual sum and norm against the plain layers: results, gradients."""
+"""Fused dropout, residual and norm kernels against plain layers: results and gradients."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Norms by themselves: formulas and gradients."""
+"""Norms: formulas and gradients."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Sinusoids and positions in segments."""
+"""Positional encodings: sinusoids."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,6 +1,4 @@
-"""Properties of the whole model: causality, padding, packing, cached decoding, and the paper's
-parameter counts.
-"""
+"""Properties of the Transformer: causality, padding, packing, cached decoding, parameter counts."""
 
 import dataclasses
 import functools

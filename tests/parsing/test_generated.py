@@ -1,4 +1,4 @@
-"""Generated trees: repeatable, well-formed, and of the rules that they are made from."""
+"""Generated trees: reproducible, well-formed and consistent with their rules."""
 
 import dataclasses
 import re

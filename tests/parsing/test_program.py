@@ -1,6 +1,4 @@
-"""python -m transformer_jax.parsing: from a treebank to text and back to F1, and what it says of
-wrong input.
-"""
+"""python -m transformer_jax.parsing: treebank to text to F1, and errors for invalid input."""
 
 import gzip
 from pathlib import Path

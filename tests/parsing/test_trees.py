@@ -1,6 +1,4 @@
-"""Trees: what is written is read back, any sequence gives a tree, and faults in a treebank are
-named.
-"""
+"""Trees: round trip, trees from arbitrary sequences, and errors in treebanks."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A server of the HTTP interface of transformer-serve whose translations are made up."""
+"""A fake server with the HTTP API of transformer-serve and canned translations."""
 
 from __future__ import annotations
 

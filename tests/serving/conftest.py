@@ -1,4 +1,4 @@
-"""The server that the tests of this folder share."""
+"""A server shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from transformer_jax.serving.service import Service
 
 @pytest.fixture(scope="session")
 def translator() -> Translator:
-    """What a server's answers are compared with."""
+    """The reference for a server's responses."""
     tokenizer = train_tokenizer(LINES)
     return Translator(make_model(tokenizer), tokenizer, CONFIG)
 
 
 @pytest.fixture(scope="session")
 def server(translator: Translator) -> Iterator[Server]:
-    """Translates en-de."""
+    """A server for en-de."""
     models = {Pair("en", "de"): make_model_to_serve(translator)}
     service = Service(models, max_queue=100, max_characters=2000)
     with serving(service, translator) as found:

@@ -1,4 +1,4 @@
-"""Servers of small random models, each on a port of its own, and requests to them."""
+"""Servers with small random models, each on its own port, and requests to them."""
 
 from __future__ import annotations
 

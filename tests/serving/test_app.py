@@ -1,4 +1,4 @@
-"""The service as its clients see it: what they get, what they are refused, what they leave."""
+"""The HTTP API from a client's view: responses, errors, disconnects."""
 
 from __future__ import annotations
 

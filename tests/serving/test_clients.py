@@ -1,4 +1,4 @@
-"""Programs that others wrote, and programs that mean no good."""
+"""Third-party and malicious clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that docs/serving.md shows are answered, and its tables are complete."""
+"""Documented requests work, and the tables in docs/serving.md are complete."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The page of transformer-serve in a browser, by what it shows and what it asks the server.
+"""The web UI in a browser: displayed results and requests to the server.
 
-Tests that take ``visit`` alone hold for any server of the HTTP interface, which ``base_url`` names.
-Those that also take ``service`` need translations, delays and failures that are made up.
+Tests that only use ``visit`` work with any server of the HTTP API at ``base_url``.
+Tests that also use ``service`` need canned translations, delays and failures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from canned_service import CannedService
 from servers import LINES
 
-api = pytest.importorskip("playwright.sync_api", reason="needs Playwright, to open pages")
+api = pytest.importorskip("playwright.sync_api", reason="needs Playwright to open pages")
 expect = api.expect
 
 FIRST, SECOND = "A man sleeps on a bench.", "Two dogs are running through the snow."

@@ -1,4 +1,4 @@
-"""transformer-serve as a program: its flags, what it refuses to start with, and how it ends."""
+"""transformer-serve as a program: flags, startup errors, shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cutting texts: what is put together again is the text, whatever it holds, and in linear time."""
+"""Sentence splitting: round trip for any text, in linear time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One run killed many times with SIGKILL at random moments against an undisturbed one; too slow for
-the test suite.
+"""Compare a run killed many times with SIGKILL to an undisturbed run. Too slow for the test suite.
 
     python tests/training/check_kills.py [--kills 20] [--seed 0]
 

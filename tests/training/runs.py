@@ -1,4 +1,4 @@
-"""Runs on a tiny task, in this process or as ``python train.py``, and what they leave."""
+"""Runs on a tiny task, in this process or as ``python train.py``, and their output files."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, kept as configured, checked when read, unharmed by a full disk."""
+"""Checkpoints: exact, retained as configured, verified on load, safe on a full disk."""
 
 import dataclasses
 import errno

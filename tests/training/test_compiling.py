@@ -1,4 +1,4 @@
-"""Functions are compiled ahead of the steps that need them, each once, and never in their way."""
+"""Ahead-of-time compilation: each function once, before its step, without blocking training."""
 
 import dataclasses
 import os

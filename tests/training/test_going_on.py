@@ -1,6 +1,4 @@
-"""A run that goes on: after an interruption, with other settings, with corrected text, after an
-evaluation that failed.
-"""
+"""Resuming a run: after interruptions, changed settings, corrected text or failed evaluations."""
 
 import dataclasses
 import errno

@@ -1,6 +1,4 @@
-"""Whole runs on a tiny task: files, resume after kills, signals, devices, refusals, bad losses,
-early stopping.
-"""
+"""Whole runs on a tiny task: files, kills, signals, devices, errors, bad losses, early stopping."""
 
 import dataclasses
 import json

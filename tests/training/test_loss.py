@@ -1,6 +1,4 @@
-"""The chunked loss equals a plain one: values, gradients, padding, chunk sizes, devices, the way
-that each backend computes it, logits in bfloat16.
-"""
+"""Chunked loss against a plain loss: values, gradients, padding, chunk sizes, devices, backends."""
 
 import re
 from collections.abc import Callable

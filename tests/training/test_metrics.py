@@ -1,4 +1,4 @@
-"""What a run tells about itself: curves that TensorBoard reads, and a disk that is full."""
+"""Metrics: TensorBoard curves, and a full disk."""
 
 import errno
 import struct

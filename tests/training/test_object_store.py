@@ -1,4 +1,4 @@
-"""Processes that share no folder train, die, resume and stop at one URL of an emulated store."""
+"""Processes without a shared folder train, die, resume and stop at one URL of an emulated store."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Two processes of two devices are one run: same losses, and they end, die and resume together."""
+"""Two processes with two devices each act as one run: same losses, and joint stop and resume."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM set a flag; nothing is raised from their handler."""
+"""Ctrl-C and SIGTERM set a flag; their handlers raise nothing."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""A run begins with the model of another one: fine-tuning."""
+"""Fine-tuning: a run starts from the model of another run."""
 
 import dataclasses
 from pathlib import Path

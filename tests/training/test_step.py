@@ -1,6 +1,4 @@
-"""The training step: the same on any mesh, accumulation, skipped bad steps, the paper's
-schedule.
-"""
+"""Training step: any mesh, gradient accumulation, skipped steps, learning rate schedule."""
 
 import dataclasses
 import re

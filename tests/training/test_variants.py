@@ -1,7 +1,7 @@
 """Models far from the paper's: training on several devices, resuming, loading.
 
-What a model computes is tested in tests/model, how it decodes in tests/decoding/test_translator.py,
-where it can be exported in tests/interop.
+Other tests: model outputs in tests/model, decoding in tests/decoding/test_translator.py, exports in
+tests/interop.
 """
 
 import dataclasses
