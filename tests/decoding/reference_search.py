@@ -1,8 +1,8 @@
 """Reference beam search in plain Python for one sentence: slow and obviously correct.
 
 The model is a callable: ``log_probs(tokens)`` gives the float [V] log-probabilities of the next
-token after ``tokens`` (a tuple, without BOS). There is no early stopping, batch or padding; sums are
-Python floats.
+token after ``tokens`` (a tuple, without BOS). There is no early stopping, batch or padding.
+Sums are Python floats.
 
 ``reference_search`` runs beam search under the constraints in ``Rules``. ``every_hypothesis``
 enumerates all sequences instead and filters complete ones by the constraints. The two share only
