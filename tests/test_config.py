@@ -80,9 +80,9 @@ def test_every_field_has_a_meaning_for_help() -> None:
         (lambda: ModelConfig(vocab_size=9, source_vocab_size=8), "'target' or 'none'"),
         (
             lambda: PairsConfig("text", ("a", "b"), ("c",)),
-            "target is .'c',.; expected 2 files, as many as source",
+            "target is .'c',.; expected 2 files, one for each in source",
         ),
-        (lambda: PairsConfig("tfds"), "one builder for kind 'tfds'"),
+        (lambda: PairsConfig("tfds"), "one dataset name for kind 'tfds'"),
         (
             lambda: Config(batch=BatchConfig(tokens=2000)),
             "batch.tokens is 2000; expected at least 2048",
@@ -116,7 +116,7 @@ def test_every_field_has_a_meaning_for_help() -> None:
         ),
         (
             lambda: Config(model=ModelConfig(dropout=0.0), training=TrainingConfig(r_drop=5.0)),
-            "training.r_drop is 5.0; expected 0 as long as model.dropout is 0",
+            "training.r_drop is 5.0; expected 0 when model.dropout is 0",
         ),
         (
             lambda: TrainingConfig(average=9, keep_checkpoints=5),
@@ -144,7 +144,7 @@ def test_every_field_has_a_meaning_for_help() -> None:
         ),
         (
             lambda: TokenizerConfig(character_coverage=0.9),
-            "tokenizer.character_coverage is 0.9; expected a share from 0.98 to 1",
+            "tokenizer.character_coverage is 0.9; expected a fraction from 0.98 to 1",
         ),
         (
             lambda: DecodingConfig(top_p=0.0),
@@ -170,7 +170,7 @@ def test_bad_values_are_named_with_what_was_expected(make: object, message: str)
         ('{"model": {"remat": 1}}', "model.remat is 1; expected bool"),
         ('{"model": 5}', "model is 5; expected an object"),
         ('{"data": {"train": {"source": [1]}}}', r"source is \(1,\); expected a tuple of str"),
-        ("{", "The config is not JSON"),
+        ("{", "The config is not valid JSON"),
     ],
 )
 def test_bad_json_is_named(text: str, message: str) -> None:
@@ -250,10 +250,10 @@ def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
         load_config_file(tmp_path / "none.py")
     with pytest.raises(UserError, match="config.json' does not exist; expected a Python file"):
         load_config_file(tmp_path)
-    with pytest.raises(UserError, match=r"'multi30' is no recipe; expected one of") as error:
+    with pytest.raises(UserError, match=r"'multi30' is not a recipe; expected one of") as error:
         load_config_file("multi30")
     assert "multi30k_cpu, pcfg_parsing, table3," in str(error.value)
-    with pytest.raises(UserError, match="'/dev/null' is no .py or .json file"):
+    with pytest.raises(UserError, match="'/dev/null' is not a .py or .json file"):
         load_config_file("/dev/null")
     (tmp_path / "config.yaml").write_text("model: {}")
     with pytest.raises(UserError, match=r"config\.yaml' is no \.py or \.json file"):
@@ -263,10 +263,10 @@ def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "The config is not JSON"),
-        (b"\xff", "The config is not JSON"),
-        (b'{"seed": ' + b"9" * 6000 + b"}", "The config is not JSON"),
-        (b"[" * 100_000, "The config is not JSON"),
+        (b"{", "The config is not valid JSON"),
+        (b"\xff", "The config is not valid JSON"),
+        (b'{"seed": ' + b"9" * 6000 + b"}", "The config is not valid JSON"),
+        (b"[" * 100_000, "The config is not valid JSON"),
         (b'{"model": {"dropout": 2}}', "model.dropout is 2; expected a probability"),
         (b'{"data": {"parts": 2}}', "Unknown config field data.parts; .* rename or remove it"),
     ],

@@ -179,7 +179,7 @@ CORRUPT = {
         (run / "summary.json").mkdir(),
     ),
     "Config file &#39;config.json&#39; does not exist": lambda run: (run / "config.json").unlink(),
-    "Config file &#39;config.json&#39;: The config is not JSON": lambda run: (
+    "Config file &#39;config.json&#39;: The config is not valid JSON": lambda run: (
         run / "config.json"
     ).write_bytes(b"\xff\x00"),
 }

@@ -94,10 +94,10 @@ def test_the_base_is_a_recipe_or_a_file(tmp_path: Path) -> None:
             r"table3\.py', line \d+: Row '' is unknown; expected one of base, A-h1, .*, big",
         ),
         ("table3:C-N3", "Row 'C-N3' is unknown; expected one of base, "),
-        ("table3:E,multi30", "Config 'multi30' is no recipe; expected one of"),
+        ("table3:E,multi30", "Config 'multi30' is not a recipe; expected one of"),
         ("table3:E,none.py", "Config file 'none.py' does not exist"),
         ("demo:large", r"demo\.py': It takes no argument, but 'large' was given after the colon"),
-        ("tabel3:E", "'tabel3' is no recipe; expected one of .*, table3, "),
+        ("tabel3:E", "'tabel3' is not a recipe; expected one of .*, table3, "),
     ],
 )
 def test_wrong_arguments_of_a_recipe_are_named(name: str, message: str) -> None:

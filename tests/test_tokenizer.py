@@ -238,11 +238,11 @@ def test_an_existing_model_is_used(tmp_path):
             {"model": "a", "target_model": "b"},
             "is 'b'; expected '' unless tokenizer.joint is False",
         ),
-        (False, {"model": "a"}, "is ''; expected a SentencePiece model, as in tokenizer.model"),
+        (False, {"model": "a"}, "is ''; expected both tokenizer.model and tokenizer.target_model"),
         (
             False,
             {"target_model": "b"},
-            "is 'b'; expected no SentencePiece model, as in tokenizer.model",
+            "is 'b'; expected both tokenizer.model and tokenizer.target_model",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What values a setting may have: ranges declared in the types of fields, and their check."""
+"""Allowed values of settings: ranges declared in the types of fields, and their check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from annotated_types import Interval
 
 from transformer_jax.errors import UserError, shown
 
-# The type of a field declares its range, and in words what an error message says was expected.
+# The type of a field declares its range, and the expectation in its error message.
 Positive = Annotated[int, Interval(ge=1, lt=2**31), "a positive number below 2^31"]
 ExtraLength = Annotated[int, Interval(ge=1, le=2**16), "a number from 1 to 65,536"]
 Count = Annotated[int, Interval(ge=0, lt=2**31), "a number from 0 to 2^31 - 1"]
@@ -24,18 +24,18 @@ NonNegative = Annotated[float, Interval(ge=0), "0 or more"]
 AtLeastOne = Annotated[float, Interval(ge=1), "at least 1"]
 Probability = Annotated[float, Interval(ge=0, lt=1), "a probability in [0, 1)"]
 Fraction = Annotated[float, Interval(ge=0, lt=1), "a value in [0, 1)"]
-Coverage = Annotated[float, Interval(ge=0.98, le=1), "a share from 0.98 to 1, for SentencePiece"]
+Coverage = Annotated[float, Interval(ge=0.98, le=1), "a fraction from 0.98 to 1"]
 TopP = Annotated[float, Interval(gt=0, le=1), "a probability in (0, 1]"]
 VocabSize = Annotated[int, Interval(ge=5, lt=2**31), "more than the four special tokens"]
 PairLength = Annotated[int, Interval(ge=2, lt=2**31), "at least 2: a token and the end symbol"]
 LineLength = Annotated[int, Interval(ge=3, lt=2**31), "at least 3"]
 
 Rule = tuple[str, bool, str]
-"""A rule across fields: the field to name, whether the rule holds, what was expected."""
+"""A rule across fields: the field to name, the condition, the expectation."""
 
 
 class Section:
-    """Base of a dataclass of settings: checks its fields and then its rules when it is made.
+    """Base class for a dataclass of settings. Checks its fields, then its rules, at construction.
 
     Raises ``UserError``, which names the field with the ``prefix`` of the class.
     """
@@ -54,7 +54,7 @@ class Section:
                 raise self._error(name, expected)
 
     def rules(self) -> Iterator[Rule]:
-        """What must hold between fields."""
+        """Conditions across fields."""
         yield from ()
 
     def _error(self, name: str, expected: str) -> UserError:
@@ -63,7 +63,7 @@ class Section:
 
 
 def _expected(value: Any, allowed: Any) -> str | None:
-    """What was expected instead of ``value``; None if it is allowed."""
+    """The expectation that ``value`` violates; None if it is allowed."""
     origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
     if origin is Annotated:
         kind, interval, words = arguments

@@ -1,4 +1,4 @@
-"""Configs from files, and to and from JSON."""
+"""Config files: loading, and conversion to and from JSON."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from transformer_jax.errors import UserError, shown
 
 _PACKAGE = Path(__file__).parent
 _RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")
-"""In the package as installed from a wheel; beside it in a clone."""
+"""Inside the package when installed from a wheel; next to it in a clone."""
 
 _WITH_ARGUMENT = re.compile(r"([^/:.]+|.+?\.py):(.*)", re.DOTALL)
-"""A recipe's name or a Python file, a colon, and the argument, which may have colons of its own."""
+"""A recipe name or a Python file, a colon, and an argument, which may contain colons."""
 
 
 def load_config_file(path: str | Path) -> Config:
-    """The config of a recipe (``multi30k``), a Python file with ``get_config()``, a config.json, or
-    the config.json of a work directory or of one of its checkpoints.
+    """Load the config of a recipe, a file, a work directory or a checkpoint.
 
-    A Python file is executed: load only files that you trust. A config.json is only read.
+    ``path`` is a recipe's name (``multi30k``), a Python file with ``get_config()``, a config.json,
+    a work directory, or one of its checkpoints. A Python file is executed, so load only files that
+    you trust. A config.json is only read.
 
-    What follows a colon is the argument of a recipe's or a file's ``get_config(argument)``:
+    Text after a colon is the argument of ``get_config(argument)`` in a recipe or file:
     ``table3:C-N2``, ``mine/recipe.py:large``.
 
     Raises:
-      UserError: there is no such recipe; the file cannot be read or run, or has wrong settings.
-        Names the file and, for Python, the line.
+      UserError: the recipe does not exist, or the file cannot be read or run or has invalid
+        settings. The message names the file and, for Python, the line.
     """
     name, argument = str(path), None
     if not Path(name).exists() and (found := _WITH_ARGUMENT.fullmatch(name)):
@@ -44,10 +45,10 @@ def load_config_file(path: str | Path) -> Config:
         is_checkpoint = path.parent.name == "checkpoints" and path.name.isdigit()
         path = (path.parents[1] if is_checkpoint else path) / "config.json"
     if not path.is_file() or path.suffix not in (".py", ".json"):
-        wrong = "is no .py or .json file" if path.exists() else "does not exist"
+        wrong = "is not a .py or .json file" if path.exists() else "does not exist"
         raise UserError(
             f"Config file {str(path)!r} {wrong}; expected a Python file with get_config(), a "
-            "work directory's config.json, or a recipe's name, such as demo."
+            "work directory's config.json, or the name of a recipe, such as demo."
         )
     try:
         return from_json(path.read_bytes()) if path.suffix == ".json" else _run(path, argument)
@@ -59,16 +60,14 @@ def load_config_file(path: str | Path) -> Config:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe in ``configs``, in a clone or as installed; ``UserError`` if there is
-    none of this name.
-    """
+    """The file of a recipe in ``configs``; ``UserError`` if no recipe has this name."""
     path = _RECIPES / f"{name}.py"
     if not path.is_file():
         files = sorted(_RECIPES.glob("*.py"))
         recipes = [file.stem for file in files if "def get_config(" in file.read_text()]
         raise UserError(
-            f"Config {name!r} is no recipe; expected one of {', '.join(recipes)}, or the path of a "
-            "Python file with get_config() or of a work directory's config.json."
+            f"Config {name!r} is not a recipe; expected one of {', '.join(recipes)}, or the path "
+            "of a Python file with get_config() or of a work directory's config.json."
         )
     return path
 
@@ -97,21 +96,21 @@ def _reason(error: BaseException) -> str:
 
 
 def to_json(config: Config) -> str:
-    """The config as indented JSON."""
+    """Serialize a config as indented JSON."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
 def from_json(text: str | bytes) -> Config:
-    """The config that ``to_json`` wrote; ``UserError`` for unknown fields and wrong values."""
+    """Parse the output of ``to_json``; ``UserError`` for unknown fields and invalid values."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"The config is not JSON: {error}.") from None
+        raise UserError(f"The config is not valid JSON: {error}.") from None
     return _build(Config, values, "")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """``{"model.d_model": 512, ...}``."""
+    """Flatten a config to ``{"model.d_model": 512, ...}``."""
     flat: dict[str, Any] = {}
     for name, value in vars(config).items():
         nested = dataclasses.is_dataclass(value)
