@@ -1,6 +1,4 @@
-"""Train a Transformer: flags and what they do are in transformer_jax/training/__main__.py, the loop
-in loop.py beside it.
-"""
+"""Train a Transformer. Flags: transformer_jax/training/__main__.py; loop: loop.py beside it."""
 
 import sys
 

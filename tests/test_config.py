@@ -137,7 +137,7 @@ def test_every_field_has_a_meaning_for_help() -> None:
             lambda: DataConfig(max_length_ratio=0.5),
             "data.max_length_ratio is 0.5; expected 0 or at least 1.",
         ),
-        (lambda: DataConfig(cache="s3://b/c"), "data.cache is 's3://b/c'; expected a folder"),
+        (lambda: DataConfig(cache="s3://b/c"), "data.cache is 's3://b/c'; expected a local folder"),
         (
             lambda: TokenizerConfig(user_defined_symbols=("<2de>", "<s>")),
             "user_defined_symbols is .'<2de>', '<s>'.; expected distinct words",

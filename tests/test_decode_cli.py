@@ -186,7 +186,7 @@ def test_a_corrupt_checkpoint_is_named_and_another_can_be_chosen(decode, workdir
         status, out, err = decode(folder=folder)
         assert (status, out) == (2, "") and err.count("error: ") == 1
         assert "00000030 is corrupt: manifest.json does not have" in err
-        assert "Choose another one by its folder." in err
+        assert "Pass the folder of another checkpoint." in err
     older = Path("checkpoints", "00000020")
     one, other = (decode("--average", 2, folder=folder / older)[:2] for folder in (copy, workdir))
     assert one == other
@@ -482,7 +482,7 @@ def test_what_other_flags_imply(workdir):
             "alignment layer is 3; expected -1 to 0",
         ),
         (("--format", "jsonl", "--text-field", "x"), "line 1 is not JSON"),
-        (("--reference", __file__, "--bleu-tokenize", "x"), "BLEU tokenisation 'x' cannot be used"),
+        (("--reference", __file__, "--bleu-tokenize", "x"), "BLEU tokenizer 'x' cannot be used"),
     ],
 )
 def test_wrong_flags_are_one_line_and_status_2(decode, flags, message):

@@ -162,7 +162,7 @@ def test_the_url_is_the_truth_unless_this_machine_wrote_last(saved, store, tmp_p
     store.rm("/bucket/run", recursive=True)
     saved.pull()
     assert files(saved.folder) == {} and (saved.folder / "corpus" / "tokens").exists()
-    with pytest.raises(UserError, match="memory://bucket/run' holds no config.json"):
+    with pytest.raises(UserError, match="memory://bucket/run' has no config.json"):
         local_workdir(URL)
 
 

@@ -328,11 +328,11 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
     assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
     with pytest.raises(
         UserError,
-        match=r"which the vocabulary has as an ordinary or a special token; expected another name",
+        match=r"which is already an ordinary or special token .*; expected another name",
     ):
         old.with_symbols(old.source.tokens([9]))
     with pytest.raises(
-        UserError, match=r"which the vocabulary has as an ordinary or a special token"
+        UserError, match=r"which is already an ordinary or special token of the vocabulary"
     ):
         old.with_symbols(old.source.tokens([EOS_ID]))
 

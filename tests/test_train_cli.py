@@ -84,7 +84,7 @@ NAMED_AT_ONCE = [
     ("--batch.tokens 100", "batch.tokens is 100; expected at least 2048"),
     (f"{NUMBERS} --workdir /dev/null/w", "'/dev/null/w'"),
     (f"{NUMBERS} --workdir .", "is not empty and has no config.json"),
-    (f"{TRAIN} --training.bleu-tokenize ko-mecab", "BLEU tokenisation 'ko-mecab'"),
+    (f"{TRAIN} --training.bleu-tokenize ko-mecab", "BLEU tokenizer 'ko-mecab'"),
     (f"{TRAIN} --training.bleu-language german", "bleu_language is 'german'; expected .* de, "),
     (
         f"{NUMBERS} --data.dev.source none.en --data.dev.target none.de",
@@ -104,7 +104,7 @@ NAMED_BEFORE_TRAINING = [
     (f"{NUMBERS} --decoding.suppress no-such-token", "decoding.suppress has 'no-such-token'"),
     (
         f"{NUMBERS} --training.start-from nowhere",
-        "training.start_from is '.*nowhere': .* holds no checkpoint",
+        "training.start_from is '.*nowhere': .* has no checkpoint",
     ),
 ]
 

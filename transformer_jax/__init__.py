@@ -1,7 +1,6 @@
 """transformer_jax: the encoder-decoder Transformer of "Attention Is All You Need", in JAX and Flax.
 
-Its names, listed in ``__init__.pyi``, are imported when they are first used: ``--help`` need not
-wait for JAX.
+The names in ``__init__.pyi`` are imported on first use, so that ``--help`` does not wait for JAX.
 """
 
 import lazy_loader

@@ -1,12 +1,12 @@
-"""Checkpoints: their format, whether they are intact, and the models they hold.
+"""Checkpoints: format, integrity checks, and loading of models.
 
-A work directory, in a folder or an object store; ``training/saver.py`` writes the checkpoints::
+Layout of a work directory in a folder or an object store (``training/saver.py`` writes it)::
 
     config.json, tokenizer.model
     checkpoints/00000500/
         state/           Orbax: parameters, ema (if configured), rest (optimizer state, counters)
         manifest.json    config, progress, the tokenizer's fingerprint, CRC-32 of every file;
-                         written last: without it, no checkpoint
+                         written last; without it, the folder is no checkpoint
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ MANIFEST = "manifest.json"
 def load_model(
     path: str | Path, *, average: int | None = None
 ) -> tuple[Config, Transformer, Tokenizer]:
-    """The trained model of a work directory, or of one checkpoint's folder in it.
+    """Load the trained model of a work directory, or of one of its checkpoints.
 
     Args:
-      path: a work directory: the checkpoints that the end of the run chose (``averaged_steps`` in
-        summary.json) or, if it has not ended, the last one. Or a checkpoint's folder: that one.
-      average: take the mean of the parameters of this many checkpoints: the newest of those and the
-        regular ones before it (section 6.1).
+      path: a work directory or a checkpoint's folder. For a work directory, loads the checkpoints
+        chosen at the end of the run (``averaged_steps`` in summary.json) or, if the run has not
+        ended, the last checkpoint.
+      average: average the parameters of this many checkpoints: the newest one chosen by ``path``,
+        and scheduled checkpoints before it (section 6.1).
 
     Raises:
-      UserError: there is no such checkpoint, one is corrupt, or there are fewer than ``average``.
+      UserError: the checkpoint is missing or corrupt, or there are fewer than ``average``.
     """
     chosen = choose_checkpoints(local_path(path), average=average)
     workdir = chosen[0].parents[1]
@@ -75,8 +76,8 @@ def save_model(
 ) -> None:
     """Write a model that was not trained here as a new work directory.
 
-    Programs take the folder as they take that of a run, but nothing is trained in it:
-    ``training.start_from`` begins a run with this model in another folder.
+    Programs accept the folder like any work directory, but no run continues in it.
+    ``training.start_from`` starts a run from this model in another folder.
 
     Args:
       workdir: the folder; it must not have checkpoints.
@@ -92,12 +93,12 @@ def save_model(
     ocp.save_checkpointables(path / "state", {"parameters": parameters})
     write_manifest(path, config, tokenizer)
     tokenizer.save(workdir)
-    # It comes last: a folder without config.json is no work directory.
+    # Written last: a folder without config.json is not a work directory.
     (workdir / "config.json").write_text(to_json(config))
 
 
 def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
-    """The folders of the checkpoints whose mean ``load_model`` takes: intact, newest first.
+    """Folders of the checkpoints that ``load_model`` averages: intact, newest first.
 
     Takes the same arguments and raises the same errors.
     """
@@ -109,7 +110,7 @@ def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
     folders = [workdir / "checkpoints" / checkpoint_name(step) for step in reversed(steps)]
     if not folders or (is_checkpoint and path not in folders):
         raise UserError(
-            f"{str(path)!r} holds no checkpoint; expected a work directory written by train.py "
+            f"{str(path)!r} has no checkpoint; expected a work directory written by train.py "
             "--workdir, or one of the folders in its checkpoints/."
         )
     chosen = [path] if is_checkpoint else _chosen_at_the_end(workdir, folders)
@@ -124,27 +125,27 @@ def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
     for checkpoint in chosen:
         if reason := corruption(checkpoint):
             raise UserError(
-                f"Checkpoint {checkpoint} is corrupt: {reason}. Choose another one by its folder."
+                f"Checkpoint {checkpoint} is corrupt: {reason}. Pass the folder of another "
+                "checkpoint."
             )
     return chosen
 
 
 def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
-    """The checkpoints that summary.json names, or the last one if training has not ended."""
+    """Checkpoints listed in summary.json, or the last one if training has not ended."""
     with suppress(OSError, ValueError, KeyError):
         summary = json.loads((workdir / "summary.json").read_text())
         if summary["steps"] == int(folders[0].name) and "averaged_steps" in summary:
             return [workdir / "checkpoints" / checkpoint_name(s) for s in summary["averaged_steps"]]
-    log.info("Training in %s has not ended: its last checkpoint counts.", workdir)
+    log.info("Training in %s has not ended; using its last checkpoint.", workdir)
     return folders[:1]
 
 
 def up_to(chosen: P, folders: Sequence[P], most: int, config: Config) -> list[P]:
-    """A checkpoint and those saved on schedule before it, at most so many; ``folders`` newest
-    first.
+    """``chosen`` and earlier scheduled checkpoints, at most ``most``; ``folders`` is newest first.
 
-    Those of interruptions and evaluations are left out, so that interruptions do not change a run's
-    result.
+    Checkpoints from interruptions and evaluations are left out, so that interruptions do not change
+    a run's result.
     """
     every = config.training.checkpoint_every
     older = folders[folders.index(chosen) + 1 :]
@@ -152,7 +153,7 @@ def up_to(chosen: P, folders: Sequence[P], most: int, config: Config) -> list[P]
 
 
 def described(checkpoints: Sequence[AnyPath]) -> str:
-    """Words for the checkpoints whose mean is taken, newest first."""
+    """Text for messages about averaged checkpoints, given newest first."""
     first, last = (int(checkpoints[i].name) for i in (-1, 0))
     if len(checkpoints) == 1:
         return f"checkpoint {last}"
@@ -160,8 +161,9 @@ def described(checkpoints: Sequence[AnyPath]) -> str:
 
 
 def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
-    """The mean of these checkpoints' parameters, a nested dict of NumPy arrays; with
-    ``optimizer.ema_decay``, of their moving averages.
+    """Average the parameters of these checkpoints (with ``optimizer.ema_decay``, their EMA).
+
+    Returns a nested dict of NumPy arrays.
     """
     abstract = abstract_model(config_of(checkpoints[0]).model).parameters
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
@@ -179,13 +181,14 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of a step's folder in ``checkpoints/``."""
+    """Name of a step's folder in ``checkpoints/``."""
     return f"{step:08d}"
 
 
 def complete_steps(checkpoints: AnyPath) -> list[int]:
-    """The steps of the complete checkpoints in a ``checkpoints/`` folder, oldest first. Step 0 is
-    an imported model.
+    """Steps of the complete checkpoints in a ``checkpoints/`` folder, oldest first.
+
+    Step 0 is an imported model.
     """
     names = (name.partition("/") for name in files_in(checkpoints))
     return [int(step) for step, _, file in names if file == MANIFEST and step.isdigit()]
@@ -197,7 +200,7 @@ def config_of(checkpoint: AnyPath) -> Config:
 
 
 def progress_of(checkpoint: AnyPath) -> dict[str, Any]:
-    """What training remembered besides the state; empty if it is corrupt or an imported model."""
+    """Saved training progress; empty for a corrupt checkpoint or an imported model."""
     return _manifest(checkpoint).get("progress", {})  # type: ignore[no-any-return]
 
 
@@ -206,9 +209,8 @@ def load_tokenizer(folder: Path, checkpoint: AnyPath) -> Tokenizer:
     tokenizer = Tokenizer.load(folder)
     if tokenizer.fingerprint != _manifest(checkpoint).get("tokenizer"):
         raise UserError(
-            f"The tokenizer in {str(folder)!r} is not the one that {str(checkpoint)!r} was trained "
-            "with; expected the tokenizer*.model files as the run wrote them. Restore them from a "
-            "copy."
+            f"The tokenizer in {str(folder)!r} does not match checkpoint {str(checkpoint)!r}; "
+            "expected the tokenizer*.model files that the run wrote. Restore them from a backup."
         )
     return tokenizer
 
@@ -219,7 +221,7 @@ def write_manifest(
     tokenizer: Tokenizer,
     progress: Mapping[str, Any] | None = None,
 ) -> None:
-    """Declare the checkpoint complete."""
+    """Write the manifest, which marks the checkpoint as complete."""
     content: dict[str, Any] = {
         "config": dataclasses.asdict(config),
         "tokenizer": tokenizer.fingerprint,
@@ -233,52 +235,53 @@ def write_manifest(
 
 
 def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
-    """The content of a checkpoint's manifest; empty if it is not JSON."""
+    """Content of a checkpoint's manifest; empty if it is not JSON."""
     try:
         content = json.loads((checkpoint / MANIFEST).read_text())
     except ValueError:
         return {}
     if "progress.json" in content:
         raise UserError(
-            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax, whose "
-            "checkpoints this version does not read; load_model of commit ef0d56b does."
+            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax and is "
+            "unsupported. Load it with load_model of commit ef0d56b."
         )
     return content  # type: ignore[no-any-return]
 
 
 def delete_checkpoint(checkpoint: AnyPath) -> None:
-    """Delete a checkpoint; without its manifest it is none, however far deleting gets."""
+    """Delete a checkpoint, manifest first, so that a partial deletion leaves no checkpoint."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     remove_folder(checkpoint)
 
 
 def newest_intact(checkpoints: AnyPath) -> int | None:
-    """The newest step in a ``checkpoints/`` folder whose checkpoint is intact; None if there is no
-    checkpoint, ``UserError`` if all are corrupt.
+    """Newest step in a ``checkpoints/`` folder whose checkpoint is intact.
+
+    Returns None if there is no checkpoint. Raises ``UserError`` if all are corrupt.
     """
     steps = complete_steps(checkpoints)
     for step in reversed(steps):
         path = checkpoints / checkpoint_name(step)
         if not (reason := corruption(path)):
             return step
-        log.warning("Checkpoint %s is corrupt (%s); using the one before it.", path, reason)
+        log.warning("Checkpoint %s is corrupt (%s); trying the previous checkpoint.", path, reason)
     if steps:
         raise UserError(
             f"All {len(steps)} checkpoints in {checkpoints} are corrupt; expected at least one "
-            "that is intact. Restore them from a backup, or start in another --workdir."
+            "intact checkpoint. Restore one from a backup, or start in another --workdir."
         )
     return None
 
 
 def corruption(checkpoint: AnyPath) -> str:
-    """How a checkpoint's files differ from those that were saved; empty if they do not."""
+    """Reason why a checkpoint is corrupt; empty if it is intact."""
     content = _manifest(checkpoint)
     if content.pop("checksum", None) != zlib.crc32(json.dumps(content).encode()):
-        return f"{MANIFEST} does not have the content that was saved"
+        return f"{MANIFEST} differs from the saved content"
     for name, checksum in content["files"].items():
         try:
             if _checksum(checkpoint / name) != checksum:
-                return f"{name} does not have the content that was saved"
+                return f"{name} differs from the saved content"
         except FileNotFoundError:
             return f"{name} is missing"
     return ""

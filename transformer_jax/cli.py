@@ -1,4 +1,4 @@
-"""What all command-line programs share: flags and their help, logging, signals, exit status."""
+"""Shared parts of command-line programs: flags and help, logging, signals, exit status."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transformer_jax.errors import UserError, shown
 T = TypeVar("T")
 
 COMPILING = "compiling"
-"""Prefix of the names of threads that a program does not wait for when it ends."""
+"""Name prefix of threads that a program does not wait for at exit."""
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is now: a progress bar replaces it."""
+    """Handler that writes to the current ``sys.stderr``, which a progress bar replaces."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -33,15 +33,15 @@ class _Stderr(logging.Handler):
 
 
 def run_program(work: Callable[[], int | None]) -> int:
-    """Do the work of a program; returns its exit status. After that the program must end.
+    """Run a program's work and return its exit status. The program must exit afterwards.
 
-    The status is what ``work`` returns (None: 0), 2 on wrong input (``UserError`` or ``OSError``,
-    printed as one line), 130 on Ctrl-C, and 141 when stdout was closed, as by ``| head``. Messages
-    logged at INFO and above go to stderr.
+    The status is the return value of ``work`` (0 for None), 2 on invalid input (``UserError`` or
+    ``OSError``, printed as one line), 130 on Ctrl-C, and 141 if stdout was closed, as by
+    ``| head``. Messages at INFO and above go to stderr.
     """
     status = _do(work)
     if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
-        # Nothing can stop them, and a large function takes minutes.
+        # Compilation cannot be canceled, and a large function takes minutes.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -56,7 +56,7 @@ def _do(work: Callable[[], int | None]) -> int:
     try:
         return work() or 0
     except BrokenPipeError:
-        # Python would try to flush stdout once more at exit, and fail again.
+        # Python would flush stdout again at exit, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except UserError as error:
@@ -64,7 +64,9 @@ def _do(work: Callable[[], int | None]) -> int:
         return 2
     except OSError as error:
         file = "" if error.filename is None else f"{shown(error.filename)}: "
-        advice = "check the path, its permissions, free disk space, limits (ulimit -a), the network"
+        advice = (
+            "check the path, its permissions, free disk space, limits (ulimit -a), and the network"
+        )
         print(f"error: {file}{error.strerror or error}; {advice}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -77,17 +79,17 @@ def parse_flags(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """The flags of a program as an instance of ``arguments``.
+    """Parse a program's flags into an instance of ``arguments``.
 
-    ``--help`` and wrong flags end the program.
+    ``--help`` and invalid flags end the program.
 
     Args:
-      arguments: a dataclass, perhaps of dataclasses; the docstrings under its fields are the help.
-        A union of dataclasses: a subcommand for each.
-      argv: flags; None: those of this process.
-      defaults: values of fields, in place of the defaults that ``arguments`` declares.
+      arguments: a dataclass, possibly nested. The docstrings under its fields are the help. A union
+        of dataclasses gives one subcommand for each.
+      argv: the flags; None: the flags of this process.
+      defaults: field values that override the defaults declared in ``arguments``.
     """
-    import tyro  # not at the top: library code imports this module too
+    import tyro  # imported here, because library code imports this module too
 
     spec = sys.modules["__main__"].__spec__
     prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
@@ -103,7 +105,7 @@ def parse_flags(
 
 
 def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """Defaults of the fields ``config`` and ``settings``: the file after ``--config``, its config.
+    """Defaults of the fields ``config`` and ``settings``: the value of ``--config`` and its config.
 
     Without ``--config``: "" and ``Config()``.
     """
@@ -112,8 +114,9 @@ def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flag_values(argv: Sequence[str], name: str) -> list[str]:
-    """The values of ``--name``, read before all other flags, whose defaults may depend on it. Of a
-    flag that is given several times: all of them.
+    """All values of ``--name``, also of a repeated flag.
+
+    Reads them before all other flags, whose defaults may depend on them.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", nargs="*", action="extend", default=[])
@@ -121,6 +124,6 @@ def flag_values(argv: Sequence[str], name: str) -> list[str]:
 
 
 def flags_given(argv: Sequence[str]) -> set[str]:
-    """The names of the flags in ``argv``, such as ``model.d-ff``."""
+    """Names of the flags in ``argv``, such as ``model.d-ff``."""
     flags = (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
     return {flag.replace("_", "-") for flag in flags}

@@ -1,4 +1,4 @@
-"""Compiled functions, kept between runs in JAX's own cache. Only programs turn it on."""
+"""JAX's persistent compilation cache, which only programs enable."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PROBE_BYTES = 2**20
 
 
 def keep_compiled(where: str) -> None:
-    """Keep what is compiled from now on, and find what was; must come before anything is compiled.
+    """Enable the persistent compilation cache. Call this before anything is compiled.
 
-    Several processes may share a folder: one that meets an unfinished or corrupt entry warns and
-    compiles. The folder grows until the user deletes it: JAX's own limit of size needs a lock for
-    every entry, and under jax 0.10 nothing is written into a folder with older entries.
+    Several processes may share a folder. A process that finds an incomplete or corrupt entry warns
+    and recompiles. The folder grows until the user deletes it: JAX's own size limit needs a lock
+    for every entry, and under jax 0.10 nothing is written into a folder with older entries.
 
     Args:
       where: ``auto`` (JAX_COMPILATION_CACHE_DIR, or ``compiled`` in ``storage.cache_folder``),
@@ -30,7 +30,7 @@ def keep_compiled(where: str) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     if where == "auto" and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        return  # JAX_COMPILATION_CACHE_DIR: its owner looks after it
+        return  # the user manages JAX_COMPILATION_CACHE_DIR
     folder = cache_folder() / "compiled" if where == "auto" else local_path(where)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,10 +38,10 @@ def keep_compiled(where: str) -> None:
             probe.write(bytes(_PROBE_BYTES))
     except OSError as error:
         log.warning(
-            "What is compiled cannot be kept in %s (%s); the next start compiles it again. "
-            "--compilation-cache takes another folder, or off.",
+            "Compiled functions cannot be kept in %s (%s); the next start compiles them again. "
+            "Set --compilation-cache to another folder, or to off.",
             *(folder, error.strerror or error),
         )
         warnings.filterwarnings("ignore", "Error writing persistent compilation cache")
-    if folder.is_dir():  # what can only be read still serves
+    if folder.is_dir():  # a read-only cache still helps
         jax.config.update("jax_compilation_cache_dir", str(folder))

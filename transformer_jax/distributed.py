@@ -1,9 +1,9 @@
-"""Several processes as one run: how they find each other, agree, and do work once for all.
+"""Runs of several processes: joining them, agreement, and work that one process does for all.
 
-JAX's own runtime (``jax.distributed``) joins them: every process runs the same program on its own
-devices, and arrays and compiled functions span all devices. Short messages travel through the
+JAX's own runtime (``jax.distributed``) joins the processes. Every process runs the same program on
+its own devices, and arrays and compiled functions span all devices. Short messages use the
 runtime's key-value store, where a process can wait for hours, unlike in a collective. With a single
-process the functions here just do the work.
+process, these functions just do the work.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _START_SECONDS = 300  # a cluster may start its processes minutes apart
-_HEARTBEAT_SECONDS = 40  # a process silent for this long is given up, and all others end
-_PREPARING_MILLISECONDS = 7 * 24 * 3600 * 1000  # tokenising a large corpus takes hours
+_HEARTBEAT_SECONDS = 40  # a process silent for this long counts as dead, and the whole run ends
+_PREPARING_MILLISECONDS = 7 * 24 * 3600 * 1000  # tokenizing a large corpus takes hours
 _numbers = itertools.count()  # all processes call these functions in the same order
 
 
 def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
-    """Join the other processes; must come before anything else that JAX does.
+    """Join the other processes of the run. Call this before any other use of JAX.
 
     Raises:
-      UserError: flags that do not go together, no cluster that JAX knows, a coordinator that does
-        not answer, or no device of the kind that JAX_PLATFORMS asks for.
+      UserError: incompatible flags, a cluster that JAX does not support, a coordinator that does
+        not answer, or no device of the kind in JAX_PLATFORMS.
     """
     address, count, number = explicit = (
         settings.coordinator_address,
@@ -54,7 +54,7 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
     elif address is None or count is None or number is None:
         raise UserError(
             f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; "
-            "expected all three of them, or --distributed alone on a cluster that JAX knows."
+            "expected all three flags, or --distributed alone on a cluster that JAX supports."
         )
     elif not 0 <= number < count:
         raise UserError(
@@ -64,21 +64,21 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
         raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
     elif number == 0:
         log.info(
-            "Process 0 of %d: waiting up to %d s for the others at %s.", count, timeout, address
+            "Process 0 of %d: waiting up to %d s for all processes at %s.", count, timeout, address
         )
     try:
         with _ended_after(timeout, address):
             jax.distributed.initialize(
                 *explicit,
-                # With an explicit address JAX must not look for a cluster, which may say otherwise.
+                # With an explicit address JAX must not detect a cluster, whose settings may differ.
                 cluster_detection_method=None if address is None else "deactivate",
                 initialization_timeout=timeout + 60,
                 heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             )
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"The processes did not find each other: {one_line(error)} Expected a "
-            "cluster that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU), or "
+            f"The processes did not connect: {one_line(error)} Expected a cluster that "
+            "JAX supports (Slurm, Open MPI, Kubernetes, Cloud TPU), or "
             "--coordinator-address, --num-processes and --process-id."
         ) from None
     find_devices()
@@ -88,14 +88,15 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
 
 @contextmanager
 def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
-    """End the program after so many seconds in this context: at its own timeout JAX aborts with a
-    stack trace.
+    """End the program if this context takes longer than ``timeout`` seconds.
+
+    JAX's own timeout aborts with a stack trace.
     """
 
     def end() -> None:
         print(
-            f"error: The processes did not find each other within {timeout} s; expected all of "
-            f"them to run, and process 0 to be reachable at {address or 'its address'}.",
+            f"error: The processes did not connect within {timeout} s; expected all of "
+            f"them to be running, and process 0 to be reachable at {address or 'its address'}.",
             file=sys.stderr,
             flush=True,
         )
@@ -111,12 +112,12 @@ def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all: writes logs, figures, the config."""
+    """True in process 0, which writes logs, metrics and the config for all processes."""
     return jax.process_index() == 0
 
 
 def from_all(value: Any) -> list[Any]:
-    """Every process' value (plain JSON), in the order of their numbers."""
+    """Gather the value (plain JSON) of every process, in the order of process ids."""
     if jax.process_count() == 1:
         return [value]
     folder, client = f"transformer_jax/{next(_numbers)}", _client()
@@ -127,8 +128,9 @@ def from_all(value: Any) -> list[Any]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Leave this context in all processes at the same time. If it fails in one, the others raise
-    ``UserError`` with its number and message.
+    """Leave this context in all processes at the same time.
+
+    If it fails in one process, all other processes raise ``UserError`` with its id and message.
     """
     try:
         yield
@@ -141,14 +143,14 @@ def together() -> Iterator[None]:
 
 
 def from_first(compute: Callable[[], T]) -> T:
-    """``compute()`` of process 0 (plain JSON), in every process. Raises as ``together`` does."""
+    """``compute()`` of process 0 (plain JSON), in every process. Raises like ``together``."""
     with together():
         value = compute() if is_first() else None
     return from_all(value)[0]  # type: ignore[no-any-return]
 
 
 def first_then_others(compute: Callable[[], T]) -> T:
-    """``compute()`` in process 0, then in the others. Raises as ``together`` does."""
+    """``compute()`` in process 0, then in all other processes. Raises like ``together``."""
     for turn in (True, False):
         with together():
             if turn == is_first():
@@ -157,13 +159,14 @@ def first_then_others(compute: Callable[[], T]) -> T:
 
 
 def check_agreement(values: dict[str, Any]) -> None:
-    """Raise ``UserError`` in all processes unless all have the same values (plain JSON); names what
-    differs from process 0.
+    """Raise ``UserError`` in all processes unless all have the same values (plain JSON).
+
+    The message lists the differences from process 0.
     """
-    values = json.loads(json.dumps(values))  # as they travel: tuples become lists
+    values = json.loads(json.dumps(values))  # as transmitted: tuples become lists
     expected = from_first(lambda: values)
     differences = [
-        f"\n  {name} is {values.get(name)!r}, in process 0 {expected.get(name)!r}"
+        f"\n  {name} is {values.get(name)!r}, but {expected.get(name)!r} in process 0"
         for name in sorted(values.keys() | expected.keys())
         if values.get(name) != expected.get(name)
     ]

@@ -1,28 +1,28 @@
-"""The exception for mistakes that a user can fix, and the parts that its messages share."""
+"""The exception for mistakes that a user can fix, and helpers for its messages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Wrong input, file or setting. The message gives the value, what was expected, and the fix.
+    """Invalid input, file or setting. The message gives the value, the expectation and the remedy.
 
     The command-line programs print it as one line, without a traceback, and exit with status 2.
     """
 
 
 def shown(value: object, *, limit: int = 120) -> str:
-    """``repr`` of a value for a message, with the middle left out where it is long."""
+    """``repr`` of a value for a message, shortened in the middle if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python prints no integer of more than 4,300 digits
+    except ValueError:  # Python cannot print integers of more than 4,300 digits
         return "a number too long to print"
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def one_line(error: Exception) -> str:
-    """The message of a library's error on one line, cut where it is very long."""
+    """The message of a library's error on one line, truncated if it is very long."""
     return " ".join(str(error).split())[:400] or type(error).__name__
 
 
@@ -30,7 +30,7 @@ def one_line(error: Exception) -> str:
 def needs_extra(extra: str) -> Iterator[None]:
     """Context for imports of packages that an extra of ``pyproject.toml`` installs.
 
-    Write the imports inside, where they are needed::
+    Put the imports inside, where they are needed::
 
         with needs_extra("demo"):
             from num2words import num2words

@@ -1,4 +1,4 @@
-"""BLEU, also as the paper has it, and chrF, each with the signature that makes it comparable."""
+"""BLEU (sacreBLEU's and the paper's) and chrF, with signatures that make scores comparable."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformer_jax.errors import UserError, needs_extra, shown
 
 @dataclass(frozen=True)
 class Score:
-    """A corpus score; prints in sacreBLEU's own form, with all that another paper needs."""
+    """A corpus score. Prints in sacreBLEU's format, with all details for comparison."""
 
     name: str
     """BLEU or chrF2."""
     value: float
     """0 to 100."""
     signature: str
-    """As sacreBLEU writes it: tokenisation, case, smoothing, version."""
+    """sacreBLEU's signature: tokenization, case, smoothing, version."""
     details: str = ""
     """BLEU: n-gram precisions, brevity penalty and lengths."""
 
@@ -31,14 +31,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How close translations are to their references."""
+    """Scores of translations against their references."""
 
     bleu: Score
     chrf: Score
     exact_match: float
-    """Share of the lines that equal their reference, 0 to 1."""
+    """Fraction of lines that equal their reference, 0 to 1."""
     paper_bleu: Score | None = None
-    """BLEU as the paper has it, if a language was given."""
+    """BLEU as in the paper, if a language was given."""
 
     def __str__(self) -> str:
         scores = filter(None, (self.bleu, self.paper_bleu, self.chrf))
@@ -52,10 +52,10 @@ def evaluate(
     tokenize: str = "13a",
     language: str = "",
 ) -> Evaluation:
-    """BLEU, chrF and exact match of translations, as train.py and decode.py report them; with a
-    ``language`` also BLEU as the paper has it.
+    """BLEU, chrF and exact match of translations, as train.py and decode.py report them.
 
-    Arguments and errors as in ``bleu`` and ``paper_bleu``.
+    A ``language`` adds BLEU as in the paper. Arguments and errors as in ``bleu`` and
+    ``paper_bleu``.
     """
     texts = hypotheses, references
     scores = bleu(*texts, tokenize=tokenize), chrf(*texts)
@@ -67,13 +67,13 @@ def evaluate(
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a") -> Score:
-    """Corpus BLEU (Papineni et al., 2002), cased, of detokenised text.
+    """Corpus BLEU (Papineni et al., 2002), cased, of detokenized text.
 
-    ``tokenize``: one of sacreBLEU's tokenisations; ``"none"`` for text that is already tokenised.
+    ``tokenize``: one of sacreBLEU's tokenizers; ``"none"`` for text that is already tokenized.
 
     Raises:
-        UserError: different counts, nothing to score, or a tokenisation that sacreBLEU lacks or has
-          no package for.
+        UserError: different numbers of lines, nothing to score, or a tokenizer that sacreBLEU does
+          not have or that needs a missing package.
     """
     return _corpus_score(_bleu_metric(tokenize), hypotheses, references)
 
@@ -81,18 +81,18 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
 def paper_bleu(
     hypotheses: Sequence[str], references: Sequence[str], *, language: str, tokenized: bool = False
 ) -> Score:
-    """BLEU as the paper reports it (section 6.1): cased, over tokens by Moses' rules, with
-    compounds split at hyphens: another figure than ``bleu``, and usually a higher one.
+    """BLEU as in the paper (section 6.1): cased, of Moses tokens, with compounds split at hyphens.
 
-    The steps are those of tensor2tensor's get_ende_bleu.sh, for both sides: Unicode punctuation
-    replaced, Moses' tokeniser, "rich-text" as three tokens, BLEU without smoothing.
+    Usually higher than ``bleu``. The steps are those of tensor2tensor's get_ende_bleu.sh, on both
+    sides: replace Unicode punctuation, tokenize with Moses, split "rich-text" into three tokens,
+    compute BLEU without smoothing.
 
     Args:
       language: code of the target language, such as ``"de"``.
-      tokenized: the text has tokens already; only compounds are split.
+      tokenized: the text is already tokenized; only split compounds.
 
     Raises:
-      UserError: different counts, nothing to score, or no rules for this language.
+      UserError: different numbers of lines, nothing to score, or an unsupported language.
     """
     check_bleu("none", language)
     with needs_extra("paper"):
@@ -115,15 +115,15 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     """Corpus chrF2 (Popović, 2015): character n-grams up to 6, recall weighted twice.
 
     Raises:
-        UserError: different counts, or nothing to score.
+        UserError: different numbers of lines, or nothing to score.
     """
     return _corpus_score(CHRF(), hypotheses, references)
 
 
 def check_bleu(tokenize: str, language: str = "") -> None:
-    """Raise ``UserError`` unless BLEU can be computed this way here: checked before long work.
+    """Raise ``UserError`` unless BLEU can be computed here. Call this before long work.
 
-    ``tokenize`` is for sacreBLEU, ``language`` for Moses' tokeniser; "" is none.
+    ``tokenize`` is for sacreBLEU, ``language`` for the Moses tokenizer ("": none).
     """
     _bleu_metric(tokenize)
     if not language:
@@ -133,8 +133,8 @@ def check_bleu(tokenize: str, language: str = "") -> None:
     known = sorted(set(NonbreakingPrefixes().available_langs.values()))
     if language not in known:
         raise UserError(
-            f"bleu_language is {shown(language)}; expected a language that Moses' tokeniser "
-            f"has rules for: {', '.join(known)}."
+            f"bleu_language is {shown(language)}; expected a language that the Moses "
+            f"tokenizer supports: {', '.join(known)}."
         )
 
 
@@ -144,7 +144,7 @@ def _corpus_score(
     if len(hypotheses) != len(references) or not references:
         raise UserError(
             f"{len(hypotheses)} lines to score and {len(references)} reference lines; "
-            "expected as many references as lines, and at least one."
+            "expected equal numbers, and at least one line."
         )
     result = metric.corpus_score(hypotheses, [references])
     details = str(result).split(" ")[3:]  # after "BLEU = 41.02"
@@ -154,9 +154,9 @@ def _corpus_score(
 def _bleu_metric(tokenize: str) -> BLEU:
     try:
         return BLEU(tokenize=tokenize, force=tokenize == "none")
-    # unknown; a package or a download is missing
+    # unknown tokenizer, missing package or download
     except (KeyError, ImportError, RuntimeError, OSError) as error:
         reason, known = " ".join(str(error).split()), ", ".join(BLEU.TOKENIZERS)
         raise UserError(
-            f"BLEU tokenisation {tokenize!r} cannot be used ({reason}); sacreBLEU knows {known}."
+            f"BLEU tokenizer {tokenize!r} cannot be used ({reason}); sacreBLEU supports {known}."
         ) from None

@@ -1,4 +1,4 @@
-"""What this machine offers."""
+"""CPU cores and devices of this machine."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def find_devices() -> list[jax.Device]:
-    """All devices of the run; ``UserError`` if those that JAX_PLATFORMS asks for are not there."""
+    """All devices of the run; ``UserError`` if the kind in JAX_PLATFORMS is missing."""
     import jax
 
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where no plugin is installed
+    except (RuntimeError, AssertionError) as error:  # AssertionError if no plugin is installed
         asked = jax.config.jax_platforms  # type: ignore[attr-defined]
         plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
         extra = "tpu" if asked == "tpu" else "cuda13"
-        reason = " ".join(str(error).split()) or "there is no plugin for it"
+        reason = " ".join(str(error).split()) or "no plugin supports it"
         raise UserError(
             f"JAX_PLATFORMS is {asked!r}, but JAX finds no such device: {reason}. Installed "
-            f"plugins: {', '.join(plugins) or 'none, so that JAX sees the CPU alone'}. Expected a "
-            f"device with its driver (nvidia-smi lists NVIDIA's) and JAX's plugin: pip install "
-            f"'jax[{extra}]'. With JAX_PLATFORMS=cpu, or without it, the CPU will do."
+            f"plugins: {', '.join(plugins) or 'none, so JAX sees only the CPU'}. Expected a "
+            f"device with its driver (nvidia-smi lists NVIDIA GPUs) and JAX's plugin: pip install "
+            f"'jax[{extra}]'. To run on the CPU, set JAX_PLATFORMS=cpu or unset it."
         ) from None

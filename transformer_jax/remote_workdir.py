@@ -1,8 +1,8 @@
-"""Copies of work directories in object stores on this machine, and back.
+"""Copies of work directories between object stores and this machine.
 
-fsspec reads and writes the store, so any URL works that it knows: s3://, gs://, az:// and others.
-A checkpoint's manifest is copied last, so that everywhere a folder without one is no checkpoint.
-Tokenized corpora are not copied.
+fsspec reads and writes the store, so any URL that it supports works: s3://, gs://, az:// and
+others. A checkpoint's manifest is copied last, so that a folder without a manifest is never a
+checkpoint. Tokenized corpora are not copied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GRACE_SECONDS = 3600.0  # another reader may still be loading a checkpoint that
 
 
 def local_workdir(workdir: str | Path) -> Path:
-    """A work directory, or one checkpoint of it, to read from; a URL is copied to this machine."""
+    """Local folder of a work directory or checkpoint to read; a URL is copied to this machine."""
     if not is_url(str(workdir)):
         return existing_folder(workdir)
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
@@ -45,7 +45,7 @@ def local_workdir(workdir: str | Path) -> Path:
     with locked(folder.with_suffix(".lock"), wait=True):
         if kind_of(store / "config.json") != "file":
             raise UserError(
-                f"{str(workdir)!r} holds no config.json; expected a work directory written by "
+                f"{str(workdir)!r} has no config.json; expected a work directory written by "
                 "train.py --workdir."
             )
         mirror_small_files(store, folder)
@@ -54,8 +54,9 @@ def local_workdir(workdir: str | Path) -> Path:
 
 
 def cached_folder(url: str, purpose: str) -> Path:
-    """The folder of this machine that mirrors a URL, made if it does not exist. Training and the
-    readers of its results have separate ones.
+    """The folder on this machine that mirrors a URL, created if it does not exist.
+
+    Training and readers of its results use separate folders.
     """
     if url.startswith(("file:", "local:")):
         raise UserError(
@@ -69,18 +70,19 @@ def cached_folder(url: str, purpose: str) -> Path:
 
 
 def mirror_small_files(source: AnyPath, target: AnyPath) -> None:
-    """Copy all files but checkpoints, corpora and hidden files."""
+    """Copy all files except checkpoints, corpora and hidden files."""
     names = _small_files(source)
     for name in names:
         copy_file(source / name, target / name)
     for name in set(_small_files(target)).difference(names):
-        if isinstance(target, Path) or name.startswith("tokenizer"):  # others may not be ours
+        if isinstance(target, Path) or name.startswith("tokenizer"):  # other files may not be ours
             (target / name).unlink()
 
 
 def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) -> None:
-    """Copy the complete checkpoints that ``target`` lacks or has otherwise, their manifests last;
-    delete those that ``source`` does not have, once their copies are ``grace`` seconds old.
+    """Copy complete checkpoints that are missing or different in ``target``, manifests last.
+
+    Deletes checkpoints that ``source`` does not have, once their copies are ``grace`` seconds old.
     """
     there, here = complete_steps(source), complete_steps(target)
     for name in map(checkpoint_name, there):
@@ -89,7 +91,7 @@ def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) ->
         delete_checkpoint(target / name)
         try:
             copy_folder(source / name, target / name, last=MANIFEST)
-        except FileNotFoundError:  # its run has deleted it meanwhile
+        except FileNotFoundError:  # deleted by its run in the meantime
             delete_checkpoint(target / name)
     for name in map(checkpoint_name, set(here).difference(there)):
         if not grace or time.time() - (target / name / MANIFEST).stat().st_mtime > grace:
@@ -97,7 +99,7 @@ def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) ->
 
 
 def _same(source: AnyPath, target: AnyPath) -> bool:
-    """Whether two checkpoints are the same; one on this machine must be intact for that."""
+    """True if two checkpoints are the same. A local ``target`` must also be intact."""
     same: bool = (source / MANIFEST).read_bytes() == (target / MANIFEST).read_bytes()
     return same and not (isinstance(target, Path) and corruption(target))
 

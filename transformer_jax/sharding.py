@@ -1,9 +1,9 @@
-"""Devices as a mesh, and where parameters and batches live on it.
+"""The device mesh, and the sharding of parameters and batches over it.
 
-Three axes: ``data`` splits the batch; ``fsdp`` splits the batch and also every large parameter with
-its optimizer state; ``tensor`` splits heads and d_ff. The arithmetic is the same for any sizes; XLA
-adds the communication. During a step parameters are whole along ``fsdp`` (``gathered``): otherwise
-XLA would also split what layers compute along it, and pass that between devices.
+Mesh axes: ``data`` splits the batch; ``fsdp`` splits the batch and every large parameter with its
+optimizer state; ``tensor`` splits heads and d_ff. The arithmetic is the same for any mesh; XLA adds
+the communication. During a step, parameters are all-gathered along ``fsdp`` (``gathered``).
+Otherwise XLA would also shard the layers' computation along ``fsdp``, and communicate its results.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformer_jax.machine import find_devices
 
 BATCH_AXES = ("data", "fsdp")
 
-# The mesh axis of each axis of a parameter, by the end of its name. Everything else (norms, biases)
-# is whole on every device.
+# Mesh axes of a parameter's axes, by the end of its name. All other parameters (norms, biases) are
+# replicated.
 _RULES = {
     "query.kernel": PartitionSpec("fsdp", "tensor", None),  # [D, H, K]
     "key.kernel": PartitionSpec("fsdp", "tensor", None),
@@ -36,7 +36,7 @@ _RULES = {
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """All devices (or the given ones) as a (data, fsdp, tensor) mesh."""
+    """Arrange all devices (or the given ones) in a (data, fsdp, tensor) mesh."""
     devices = find_devices() if devices is None else devices
     others = config.fsdp * config.tensor
     data = len(devices) // others if config.data == -1 else config.data
@@ -44,24 +44,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         raise UserError(
             f"mesh.data x mesh.fsdp x mesh.tensor is {config.data} x {config.fsdp} x "
             f"{config.tensor}; expected a product of {len(devices)}, the number of devices "
-            "(mesh.data = -1 takes what is left)."
+            "(mesh.data = -1 uses all remaining devices)."
         )
     grid = np.asarray(devices).reshape(data, config.fsdp, config.tensor)
     return Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over the ``data`` and ``fsdp`` axes."""
+    """Sharding of a batch's rows over the ``data`` and ``fsdp`` axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device."""
+    """Sharding with a full copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None:
-    """Refuse batches or microbatches whose rows do not divide over the devices."""
+    """Raise ``UserError`` unless rows of batches and microbatches divide over the devices."""
     product, names = mesh.shape["data"] * mesh.shape["fsdp"], "mesh.data x mesh.fsdp"
     value = str(product)
     if accumulate_steps > 1:
@@ -82,7 +82,7 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def gathered(parameters: Any, mesh: Mesh) -> Any:
-    """Parameters under ``jit``, whole along ``fsdp``, as a device needs them for its rows."""
+    """Parameters, all-gathered along ``fsdp`` under ``jit``."""
     shardings = jax.tree.map(
         lambda kept: NamedSharding(
             mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec))
@@ -93,7 +93,7 @@ def gathered(parameters: Any, mesh: Mesh) -> Any:
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
-    """``encoder.layers.0.feed_forward.inner.kernel``: of a leaf of nested dicts or nnx.State."""
+    """Dotted name of a leaf, such as ``encoder.layers.0.feed_forward.inner.kernel``."""
     # a leaf of an nnx.State ends in .value
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 

@@ -1,4 +1,4 @@
-"""Files here and in object stores: paths, one atomic write, one lock."""
+"""Local files and files in object stores: paths, an atomic write, a lock."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AnyPath: TypeAlias = "Path | UPath"
-"""A file on this machine, or behind a URL: what ``to_path`` returns."""
+"""A file on this machine or behind a URL, as returned by ``to_path``."""
 
 _STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme: (package, extra)
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is a URL (s3://, gs://, https:// and others) rather than a path."""
+    """True for a URL (s3://, gs://, https:// and others), False for a path."""
     return "://" in name
 
 
 def local_path(name: str | Path) -> Path:
-    """The absolute path that a name stands for on this machine; ``~`` is the home folder."""
+    """Absolute path of a local name; ``~`` is the home folder."""
     return Path(os.path.expanduser(name)).absolute()
 
 
@@ -49,18 +49,18 @@ def existing_folder(workdir: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """``transformer_jax`` in the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
+    """The folder ``transformer_jax`` in the user's cache, $XDG_CACHE_HOME or ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(caches) if os.path.isabs(caches) else local_path("~/.cache")) / "transformer_jax"
 
 
 def to_path(name: str) -> AnyPath:
-    """The path that a name stands for."""
+    """The path of a local name or URL."""
     return remote_path(name) if is_url(name) else Path(name)
 
 
 def remote_path(url: str) -> UPath:
-    """The path for a URL; ``UserError`` if no installed package reads such URLs."""
+    """The path of a URL; ``UserError`` if no installed package supports it."""
     from upath import UPath  # slow to import, and few runs need it
 
     if store := _STORES.get(url.partition("://")[0]):
@@ -72,15 +72,16 @@ def remote_path(url: str) -> UPath:
         path.fs  # noqa: B018  imports the package
     except (ImportError, ValueError) as error:
         raise UserError(
-            f"{shown(url)} cannot be opened: {error}. Expected a path, or a URL that fsspec knows."
+            f"{shown(url)} cannot be opened: {error}. Expected a path, or a URL that "
+            "fsspec supports."
         ) from None
     return path
 
 
 def kind_of(path: AnyPath) -> str:
-    """ "file", "directory", "other" (a device or pipe) or "" if nothing is there.
+    """Kind of a path: "file", "directory", "other" (a device or pipe), or "" if it does not exist.
 
-    Raises ``UserError`` if an object store does not answer, for lack of a password for example.
+    Raises ``UserError`` if an object store does not answer, for example without credentials.
     """
     if isinstance(path, Path):
         if path.is_file():
@@ -88,7 +89,7 @@ def kind_of(path: AnyPath) -> str:
         if path.is_dir():
             return "directory"
         return "other" if path.exists() else ""
-    try:  # not isfile() or exists(): with some stores these are False for any error
+    try:  # with some stores isfile() and exists() are False for any error
         return str(path.fs.info(path.path)["type"])
     except FileNotFoundError:
         return ""
@@ -99,7 +100,7 @@ def kind_of(path: AnyPath) -> str:
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replace the content of a file: readers, and a crash, see the old content or the new one."""
+    """Replace a file's content. Readers see the old or the new content, even after a crash."""
     content = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a named pipe, which must stay
         path.write_bytes(content)
@@ -110,7 +111,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the name ``path`` when it is complete and on disk."""
+    """A temporary file that replaces ``path`` when it is complete and on disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -123,7 +124,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy a file, from or to any store; readers of ``target`` see it complete."""
+    """Copy a file within or between stores. Readers of ``target`` see only the complete file."""
     if not isinstance(target, Path):
         with source.open("rb") as file, target.open("wb") as copy:
             shutil.copyfileobj(file, copy, 1 << 22)
@@ -134,23 +135,23 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
 
 def copy_folder(source: AnyPath, target: AnyPath, *, last: str) -> None:
-    """Copy all files of a folder; ``last`` is the one that declares it complete."""
+    """Copy all files of a folder. The file ``last``, which marks it as complete, comes last."""
     for name in sorted(files_in(source), key=lambda name: name == last):
         copy_file(source / name, target / name)
 
 
 def files_in(folder: AnyPath) -> list[str]:
-    """The names of all files in a folder and in its folders, relative to it."""
+    """Names of all files in a folder and its subfolders, relative to it."""
     if isinstance(folder, Path):
         found = [path for path in folder.rglob("*") if path.is_file()]
         return sorted(path.relative_to(folder).as_posix() for path in found)
-    folder.fs.invalidate_cache()  # others may have written since fsspec looked
+    folder.fs.invalidate_cache()  # other programs may have written since fsspec's last listing
     prefix = folder.path.rstrip("/") + "/"
     return sorted(path.removeprefix(prefix) for path in folder.fs.find(prefix))
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder with its files, as far as that is possible."""
+    """Delete a folder and its files, as far as possible."""
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -162,8 +163,8 @@ def remove_folder(folder: AnyPath) -> None:
 def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool]:
     """Hold the lock file ``path`` until the context or this process ends.
 
-    Raises ``BlockingIOError`` if another process holds it; with ``wait`` it logs ``notice`` and
-    waits instead. Yields False, with a warning, on a file system without locks.
+    Raises ``BlockingIOError`` if another process holds it. With ``wait``, logs ``notice`` and waits
+    instead. Yields False, with a warning, on a file system without locks.
     """
     with path.open("ab") as file:
         held = True
@@ -176,6 +177,6 @@ def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool
                 log.info(notice)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
-            log.warning("%s is on a file system without locks: use it from one process.", path)
+            log.warning("%s is on a file system without locks; use it from one process only.", path)
             held = False
         yield held

@@ -1,4 +1,4 @@
-"""One SentencePiece model: lines of a language to token ids and back."""
+"""One SentencePiece model: conversion between lines of a language and token ids."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.subword_sampling import SubwordSampler, any_of, model_proto, symbols_of
 
-# In multilingual models a line may begin with the language to translate into.
+# In multilingual models, a line may begin with a tag of the target language.
 _TAG = re.compile("(?:>>.*?<<)?")
 
 
 class SubwordModel:
-    """A SentencePiece model, whose pieces are the vocabulary, with PAD, BOS, EOS and UNK first.
+    """A SentencePiece model. Its pieces are the vocabulary, with PAD, BOS, EOS and UNK first.
 
-    With a ``vocabulary`` of its own, as in MarianMT, each piece is looked up there, and a line may
+    With a separate ``vocabulary``, as in MarianMT, each piece is looked up there. A line may then
     begin with a tag such as ``>>deu<<``, which is one token.
     """
 
@@ -37,7 +37,7 @@ class SubwordModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, the four special ones included."""
+        """Number of tokens, including the four special tokens."""
         return len(self._tokens)
 
     def encode(
@@ -45,11 +45,11 @@ class SubwordModel:
     ) -> list[list[int]]:
         """Token ids of each line, without BOS and EOS.
 
-        ``sampling`` draws one segmentation of each line at random (see ``SubwordSampler``). Same
-        ``lines`` and ``seed``, same result.
+        ``sampling`` draws one random segmentation of each line (see ``SubwordSampler``). The same
+        ``lines`` and ``seed`` give the same result.
         """
         if not sampling and not self._foreign:
-            if len(lines) == 1:  # a call for several starts a thread, which costs as much as a line
+            if len(lines) == 1:  # a batch call starts a thread, which costs as much as a line
                 return [self._processor.encode(lines[0])]
             return self._processor.encode(list(lines), num_threads=1)
         tags = [_TAG.findall(line)[0] if self._foreign else "" for line in lines]
@@ -67,24 +67,24 @@ class SubwordModel:
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of one sequence; PAD, BOS and EOS are left out."""
+        """Text of one sequence, without PAD, BOS and EOS."""
         shown = [token for token in map(int, ids) if token not in (PAD_ID, BOS_ID, EOS_ID)]
         text: str = self._processor.decode(self.tokens(shown) if self._foreign else shown)
-        if self._foreign:  # a token that is no piece keeps its sign for a space
+        if self._foreign:  # tokens outside the model still have ▁ for a space
             text = text.replace("▁", " ").strip()
-        # a byte piece may spell a newline; a line stays one line
+        # byte tokens may decode to a newline, but a line must stay one line
         return text.replace("\n", " ")
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Tokens as SentencePiece writes them: ▁ (U+2581) begins a word."""
+        """Tokens as SentencePiece writes them: ▁ (U+2581) starts a word."""
         return [self._tokens[token] for token in ids]
 
     def ids(self, tokens: Iterable[str]) -> list[int]:
-        """Token ids; UNK_ID for what is no token."""
+        """Token ids; UNK_ID for unknown tokens."""
         return [self._ids.get(token, UNK_ID) for token in tokens]
 
     def require_ids(self, tokens: Sequence[str], field: str) -> list[int]:
-        """The ids of the tokens in the config's ``field``; ``UserError`` for what is no token."""
+        """Ids of the tokens in the config's ``field``; ``UserError`` for unknown tokens."""
         for token in tokens:
             if token not in self._ids:
                 raise UserError(
@@ -94,18 +94,18 @@ class SubwordModel:
         return self.ids(tokens)
 
     def split_tag(self, line: str) -> tuple[list[int], str]:
-        """Tokens at the beginning of ``line`` that every segment of it needs, and its rest.
+        """Split a line into its leading tokens, which every segment of it needs, and the rest.
 
-        They are any of ``tokenizer.user_defined_symbols``, after a tag like ``>>deu<<`` of an
-        imported model.
+        Leading tokens are any of ``tokenizer.user_defined_symbols``, after a tag like ``>>deu<<``
+        of an imported model.
         """
         found = self._leading.match(line)
-        assert found is not None  # it may be empty
+        assert found is not None  # the match may be empty
         return self.encode([found[0]])[0], line[found.end() :]
 
 
 def with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
-    """A model with those of ``symbols`` that it lacks at its end, as user-defined ones."""
+    """Add the missing ``symbols`` to the end of a model as user-defined symbols."""
     proto = model_proto(model)
     pieces = {piece.piece: piece for piece in proto.pieces}
     for symbol in symbols:
@@ -113,7 +113,7 @@ def with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
             proto.pieces.add(piece=symbol, type=proto.SentencePiece.USER_DEFINED)
         elif pieces[symbol].type != proto.SentencePiece.USER_DEFINED:
             raise UserError(
-                f"tokenizer.user_defined_symbols has {symbol!r}, which the vocabulary has as "
-                "an ordinary or a special token; expected another name."
+                f"tokenizer.user_defined_symbols has {symbol!r}, which is already an "
+                "ordinary or special token of the vocabulary; expected another name."
             )
     return proto.SerializeToString()

@@ -1,10 +1,9 @@
-"""Random segmentations for subword regularisation: BPE-dropout and unigram sampling, drawn by a
-seed.
+"""Random segmentations for subword regularization: seeded BPE-dropout and unigram sampling.
 
-SentencePiece samples too, but mixes random salt of each process into its generator (seen in 0.2.3):
-no seed brings a segmentation back. Here the model's pieces and scores come from SentencePiece, the
-draws from ``random.Random``. Words are segmented one by one, as no piece of our models reaches
-over a space.
+SentencePiece also samples, but mixes a random salt of each process into its generator (seen in
+0.2.3), so a seed cannot reproduce a segmentation. Here, pieces and scores come from SentencePiece,
+and the draws from ``random.Random``. Words are segmented one by one, because no piece of our models
+crosses a space.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError
 
-_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # begins with the sign for a space
+_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # begins with ▁, the sign for a space
 _CACHED_WORDS = 2**15
 
 
 def model_proto(model: bytes) -> Any:
-    """The message that a model file holds: ``pieces``, ``trainer_spec`` and others."""
+    """The parsed content of a model file: ``pieces``, ``trainer_spec`` and others."""
     proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
     return proto.ModelProto.FromString(model)
 
 
 def symbols_of(proto: Any) -> list[str]:
-    """A model's user-defined pieces, which text is never cut through, as they stand in it."""
+    """A model's user-defined pieces, in order. Text is never split inside them."""
     return [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
 
 
 def any_of(symbols: Iterable[str]) -> str:
-    """A regular expression for one of the symbols, the longest where several fit."""
+    """A regular expression that matches any of the symbols, preferring the longest."""
     return "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
 
 
 class SubwordSampler:
-    """Draws segmentations of lines from one SentencePiece model.
+    """Sampler of segmentations from one SentencePiece model.
 
     ``strength``: the merge dropout p of a BPE model (Provilkov et al., 2020), or the smoothing
     alpha of a unigram model, whose segmentations have probability P(pieces)^alpha / Z (Kudo, 2018).
@@ -72,7 +71,7 @@ class SubwordSampler:
         self._lattice = lru_cache(_CACHED_WORDS)(self._make_lattice)
 
     def sample(self, line: str, generator: random.Random) -> list[str]:
-        """The pieces of one segmentation of ``line``."""
+        """The pieces of one random segmentation of ``line``."""
         text = self._processor.normalize(line)
         pieces: list[str] = []
         for part in [text] if self._symbol is None else self._symbol.split(text):
@@ -84,8 +83,8 @@ class SubwordSampler:
         return pieces
 
     def _draw_bpe(self, word: str, generator: random.Random) -> list[str]:
-        # The merges up to the first one dropped are geometrically distributed; often that is all of
-        # them.
+        # The number of merges before the first drop is geometrically distributed, and often covers
+        # the whole word.
         first_drop = self._merges_before_drop(generator)
         pieces, merges = self._merged(word)
         return pieces if first_drop >= merges else self._merge(word, first_drop, generator)[0]
@@ -96,8 +95,10 @@ class SubwordSampler:
     def _merge(
         self, word: str, until_drop: float = math.inf, generator: random.Random | None = None
     ) -> tuple[list[str], int]:
-        """Byte-pair encoding of a word, the best pair first, and the number of merges. After
-        ``until_drop`` of them, a number that ``generator`` then draws anew, one drops out.
+        """Byte-pair encoding of a word, best pair first, and the number of merges.
+
+        After ``until_drop`` merges, one merge is dropped, and ``generator`` draws the next
+        ``until_drop``.
         """
         n = len(word)
         end = list(range(1, n + 1))  # of the part that begins here
@@ -115,7 +116,7 @@ class SubwordSampler:
         while agenda:
             _, left, middle, right = heapq.heappop(agenda)
             if end[left] != middle or end[middle] != right:
-                continue  # a part of it has been merged elsewhere
+                continue  # one of its parts has been merged elsewhere
             if until_drop == 0 and generator is not None:
                 until_drop = self._merges_before_drop(generator)
                 continue
@@ -133,7 +134,7 @@ class SubwordSampler:
         lattice = self._lattice(word)
         parts = []
         position = len(word)
-        while position:  # backwards: each last piece by the weight of all paths that end in it
+        while position:  # backwards: draw a last piece by the weight of all paths that end in it
             starts, cumulative = lattice[position]
             drawn = bisect(cumulative, generator.random() * cumulative[-1])
             start = starts[min(drawn, len(starts) - 1)]
@@ -142,9 +143,7 @@ class SubwordSampler:
         return self._spelled(reversed(parts))
 
     def _make_lattice(self, word: str) -> list[tuple[list[int], list[float]]]:
-        """For each position, where the pieces that end there begin, and their cumulative
-        weights.
-        """
+        """For each position, the starts of the pieces that end there, and cumulative weights."""
         log_totals = [0.0]  # log of the summed weights of all paths to each position
         lattice: list[tuple[list[int], list[float]]] = [([], [])]
         for position in range(1, len(word) + 1):
@@ -163,7 +162,7 @@ class SubwordSampler:
         return lattice
 
     def _spelled(self, parts: Iterable[str]) -> list[str]:
-        """The parts of a word as pieces; unknown characters in a row are one, or bytes."""
+        """Parts of a word as pieces. Consecutive unknown characters become one piece, or bytes."""
         pieces: list[str] = []
         for known, run in groupby(parts, self._scores.__contains__):
             if known:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by SentencePiece."""
+"""Conversion between text and token ids, with SentencePiece."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _VOCABULARY = "tokenizer.vocab.json"
 class Tokenizer:
     """One SentencePiece model for both languages, or one for each: ``source`` and ``target``.
 
-    Built from the bytes of the model files; ``target_model=None`` means that both languages share
-    ``source_model``. ``vocabulary`` is given where token ids are not those of the models' pieces:
-    the tokens of both languages by their ids, as in MarianMT.
+    Built from the contents of the model files. With ``target_model=None``, both languages share
+    ``source_model``. ``vocabulary`` is for tokenizers whose token ids differ from the models' piece
+    ids, as in MarianMT: the tokens of both languages, in the order of their ids.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Tokenizer:
         self.vocabulary = tuple(vocabulary)
         self.source = SubwordModel(source_model, self.vocabulary)
         self.target = self.source
-        """The same object as ``source`` where both languages share a model."""
+        """The same object as ``source`` if both languages share a model."""
         if target_model is not None:
             self.target = SubwordModel(target_model, self.vocabulary)
 
@@ -49,9 +49,9 @@ class Tokenizer:
         """Learn the vocabulary from sentence pairs, or load ``config.model`` (and
         ``target_model``).
 
-        Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (on each
-        side, when separate). Raises ``UserError`` where the text is empty or does not support
-        ``config.vocab_size`` tokens, or a model has other ids for PAD, BOS, EOS and UNK.
+        Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (per side, if
+        separate). Raises ``UserError`` if the text is empty or too small for ``config.vocab_size``
+        tokens, or if a model has other ids for PAD, BOS, EOS and UNK.
         """
         if config.model:
             given = {"tokenizer.model": config.model, "tokenizer.target_model": config.target_model}
@@ -70,19 +70,16 @@ class Tokenizer:
 
     @classmethod
     def from_spm(cls, source: Path, target: Path, vocabulary: Sequence[str]) -> Tokenizer:
-        """The tokenizer of two SentencePiece files whose pieces are looked up in one vocabulary, as
-        in MarianMT.
+        """A tokenizer of two SentencePiece files with one shared vocabulary, as in MarianMT.
 
-        ``vocabulary``: the tokens by their ids: PAD, BOS, EOS, UNK, then all others. Pieces that
-        are no tokens become UNK.
+        ``vocabulary``: the tokens in the order of their ids: PAD, BOS, EOS, UNK, then all others.
+        Pieces outside it become UNK.
         """
         return cls(_read_model(source), _read_model(target), vocabulary=vocabulary)
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
-        """The tokenizer that ``save`` wrote into ``directory``; ``UserError`` if it is absent or
-        corrupt.
-        """
+        """Load a saved tokenizer from ``directory``; ``UserError`` if it is missing or corrupt."""
         directory = Path(directory)
         names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
         vocabulary = directory / _VOCABULARY
@@ -90,10 +87,9 @@ class Tokenizer:
         return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
-        """This tokenizer, with those of ``symbols`` that it lacks as further tokens at the end; all
-        others keep their ids.
+        """A copy of this tokenizer with missing ``symbols`` added at the end; existing ids stay.
 
-        They are like ``TokenizerConfig.user_defined_symbols``: text is never cut through them.
+        As with ``TokenizerConfig.user_defined_symbols``, text is never split inside them.
         """
         models = [with_symbols(model, symbols) for model in self._models]
         missing = [symbol for symbol in symbols if symbol not in self.vocabulary]
@@ -101,7 +97,7 @@ class Tokenizer:
 
     @property
     def _models(self) -> list[bytes]:
-        """The contents of the model files."""
+        """Contents of the model files."""
         sides = [self.source] if self.target is self.source else [self.source, self.target]
         return [side.model for side in sides]
 
@@ -115,7 +111,7 @@ class Tokenizer:
         return vocabulary | dict(zip(names, models, strict=True))
 
     def save(self, directory: str | Path) -> None:
-        """Write the tokenizer's files; each of them appears whole or not at all."""
+        """Write the tokenizer's files. Each file is written atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         for name in {_MODEL, _SOURCE, _TARGET, _VOCABULARY} - self._files.keys():
@@ -128,7 +124,7 @@ class Tokenizer:
 
     @property
     def joint(self) -> bool:
-        """Whether both languages share one vocabulary."""
+        """True if both languages share one vocabulary."""
         return self.target is self.source or bool(self.vocabulary)
 
     @property
@@ -139,7 +135,7 @@ class Tokenizer:
 
 
 def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> bytes:
-    """Bytes of a model file that loads; with ``special_ids`` it must have those of this package."""
+    """Bytes of a valid model file; ``special_ids`` requires PAD, BOS, EOS and UNK to be 0 to 3."""
     said = f"{field} = {str(path)!r}" if field else f"Tokenizer file {str(path)!r}"
     if not path.is_file():
         raise UserError(f"{said} does not exist; expected a SentencePiece model file.")
@@ -162,7 +158,7 @@ def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> by
 
 
 def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
-    """Every k-th pair, k being the smallest power of 2 that leaves at most ``most``."""
+    """Every k-th pair; k is the smallest power of 2 that leaves at most ``most`` pairs."""
     kept: list[tuple[str, str]] = []
     stride = 1
     for index, pair in enumerate(pairs):
@@ -182,7 +178,7 @@ def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
     first = next(given, None)
     if first is None:
         raise UserError(
-            f"The {what} is empty; expected sentences to train the tokenizer on: check data.train."
+            f"The {what} is empty; expected sentences to train the tokenizer on. Check data.train."
         )
     model = io.BytesIO()
     try:
@@ -200,7 +196,7 @@ def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             unk_id=UNK_ID,
-            num_threads=16,  # a unigram model depends on it, so it must not depend on the machine
+            num_threads=16,  # fixed: a unigram model depends on the number of threads
             minloglevel=2,
         )
     except RuntimeError as error:

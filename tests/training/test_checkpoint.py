@@ -153,7 +153,7 @@ def test_averaging_and_choice(tmp_path: Path, checkpoints: Checkpoints, run: Ste
         (tmp_path, 0, "average is 0; expected at least 1"),
         (tmp_path, 3, "average is 3; expected at most 2"),
         (checkpoints.folder / "00000010", 2, "average is 2; expected at most 1"),
-        (checkpoints.folder / "00000011", None, "00000011' holds no checkpoint; expected"),
+        (checkpoints.folder / "00000011", None, "00000011' has no checkpoint; expected"),
     ):
         with pytest.raises(UserError, match=message):
             load_model(path, average=average)
@@ -339,7 +339,7 @@ def test_an_exchanged_tokenizer_is_named(
 
 
 def test_what_is_no_work_directory_of_this_version_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no checkpoint; expected a work directory"):
+    with pytest.raises(UserError, match="has no checkpoint; expected a work directory"):
         load_model(tmp_path)
     folder = tmp_path / "checkpoints" / "00000005"
     folder.mkdir(parents=True)

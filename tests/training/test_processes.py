@@ -143,7 +143,7 @@ def test_another_config_in_one_process_is_named(finished: Path, tmp_path: Path) 
     both = two(tmp_path / "run", finished.parent / "cache", STEPS, other)
     for process, said in zip(both, ends(both, within=60), strict=True):
         assert process.returncode == 2
-        assert "seed is 7, in process 0 0" in said
+        assert "seed is 7, but 0 in process 0" in said
 
 
 def test_a_file_that_one_process_lacks_ends_both(finished: Path, tmp_path: Path) -> None:
@@ -182,13 +182,13 @@ def test_processes_that_do_not_find_each_other_say_so() -> None:
     ]
     for process, said in zip(alone, ends(alone, within=60), strict=True):
         assert process.returncode == 2
-        assert said.startswith("error: The processes did not find each other within 1 s"), said
+        assert said.startswith("error: The processes did not connect within 1 s"), said
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Processes(num_processes=2), "expected all three of them, or --distributed alone"),
+        (Processes(num_processes=2), "expected all three flags, or --distributed alone"),
         (Processes(False, "localhost:1", 2, 2), "--process-id is 2; expected 0 to 1"),
         (
             Processes(False, "localhost", 2, 0),
