@@ -256,7 +256,7 @@ def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'/dev/null' is not a .py or .json file"):
         load_config_file("/dev/null")
     (tmp_path / "config.yaml").write_text("model: {}")
-    with pytest.raises(UserError, match=r"config\.yaml' is no \.py or \.json file"):
+    with pytest.raises(UserError, match=r"config\.yaml' is not a \.py or \.json file"):
         load_config_file(tmp_path / "config.yaml")
 
 

@@ -66,7 +66,7 @@ def test_other_counts_and_nothing_at_all(score):
 
 
 def test_unknown_tokenisation():
-    with pytest.raises(UserError, match=r"'13b' cannot be used .* sacreBLEU knows .*13a"):
+    with pytest.raises(UserError, match=r"'13b' cannot be used .* sacreBLEU supports .*13a"):
         bleu(HYPOTHESES, REFERENCES, tokenize="13b")
     with pytest.raises(UserError, match=r"'13b' cannot be used"):
         check_bleu("13b")

@@ -194,7 +194,7 @@ def test_a_vocabulary_smaller_than_the_alphabet():
 def test_empty_training_text(joint, pairs):
     with pytest.raises(
         UserError,
-        match=r"is empty; .* check data.train|SentencePiece cannot learn .* training text",
+        match=r"is empty; .* Check data.train|SentencePiece cannot learn .* training text",
     ):
         train(joint=joint, pairs=pairs)
 

@@ -334,7 +334,7 @@ def test_an_exchanged_tokenizer_is_named(
     _save(checkpoints, run, 1)
     other = Tokenizer.train([("a b c", "x y z")] * 20, TokenizerConfig(vocab_size=12))
     other.save(tmp_path)
-    with pytest.raises(UserError, match=r"tokenizer.*00000001.* was trained with"):
+    with pytest.raises(UserError, match=r"tokenizer .* does not match checkpoint .*00000001"):
         load_model(tmp_path)
 
 
