@@ -1,4 +1,4 @@
-"""English number names to German ones: a few minutes of training on two CPU cores."""
+"""English to German number names: a few minutes of training on two CPU cores."""
 
 from transformer_jax.config import (
     BatchConfig,
@@ -13,8 +13,10 @@ from transformer_jax.config import (
 
 
 def get_config() -> Config:
-    """100,000 pairs of numbers below a million, small ones more often, half with a capital letter
-    and half with a full stop; no dev or test number is in a training pair.
+    """100,000 pairs of numbers below a million; small numbers occur more often.
+
+    Half of the pairs begin with a capital letter, and half end with a period. Numbers in dev and
+    test do not occur in train.
     """
     return Config(
         model=ModelConfig(d_model=128, d_ff=512, num_heads=4, num_layers=2, dropout=0.0),
@@ -33,6 +35,6 @@ def get_config() -> Config:
             eval_every=300,
             checkpoint_every=100,
             keep_checkpoints=3,
-            bleu_tokenize="char",  # a German number is one word: BLEU over its characters
+            bleu_tokenize="char",  # a German number is one word, so BLEU counts characters
         ),
     )

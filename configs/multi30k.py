@@ -1,9 +1,8 @@
 """Multi30k English-German image captions: the published tiny recipe (4+4 layers, joint BPE 10k).
 
-It reads the lowercased, tokenised files of Multi30k's task 1 (data/task1/tok in
+Reads the lowercased, tokenized files of Multi30k's task 1 (data/task1/tok in
 https://github.com/multi30k/dataset: train, val and test_2016_flickr, .en and .de, gzipped or not)
-from data/multi30k, or from the folder that --data.root names. BLEU is computed on the tokens as
-they are.
+from data/multi30k, or from the folder in --data.root. BLEU is computed on these tokens.
 """
 
 from transformer_jax.config import (
@@ -24,7 +23,7 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """8,000 updates of 8,192 + 8,192 positions, mean of the last 10 epochs' checkpoints, beam 5."""
+    """8,000 updates of 8,192 + 8,192 positions, average of the last 10 checkpoints, beam 5."""
     return Config(
         model=ModelConfig(d_model=128, d_ff=256, num_heads=4, num_layers=4, dropout=0.3),
         tokenizer=TokenizerConfig(vocab_size=10_000, normalization="identity"),
@@ -47,7 +46,7 @@ def get_config() -> Config:
             bleu_tokenize="none",
             select_by="bleu",
         ),
-        # The length penalty is tuned on dev; with the paper's 0.6 translations are too short.
+        # The length penalty is tuned on dev. With the paper's 0.6, translations are too short.
         decoding=DecodingConfig(
             beam_size=5, length_penalty=1.3, max_source_length=64, batch_size=64
         ),

@@ -1,4 +1,4 @@
-r"""Constituency parsing of a made-up language, in six minutes on two CPU cores (docs/parsing.md).
+r"""Constituency parsing of an artificial language: six minutes on two CPU cores (docs/parsing.md).
 
     python -m transformer_jax.parsing generate --numbered --trees 100000 --seed 1 \
         --output data/pcfg/train
@@ -26,7 +26,7 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """2+2 layers of width 128; each bracket is a token, and 2,800 tokens hold most words whole."""
+    """2+2 layers of width 128. Each bracket and most words are one token; vocabulary of 2,800."""
     return Config(
         model=ModelConfig(d_model=128, d_ff=512, num_heads=4, num_layers=2, dropout=0.0),
         tokenizer=TokenizerConfig(

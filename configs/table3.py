@@ -3,14 +3,14 @@
     python train.py --config table3:C-N2 --workdir runs/C-N2
     python train.py --config table3:C-N2,multi30k --workdir runs/C-N2-multi30k
 
-The base after the comma is a recipe, a Python file or a config.json, as `--config` takes it;
-without one it is `wmt14_base`. Flags change the row, not the base: other settings for all rows
-belong in the base. `examples/table3.py` collects the results.
+The base after the comma is any value of `--config`: a recipe, a Python file or a config.json. The
+default is `wmt14_base`. Flags override settings of the row, not of the base, so put settings for
+all rows into the base. `examples/table3.py` collects the results.
 
-`ROWS` has what the paper changes in a row, in the paper's own numbers. The one rule that carries
-them over to another base: a size stands to the base's as in the paper (rounded, at least 1), and a
-rate is 0 or differs from the base's by as much as in the paper. For a base of 3 layers C-N2, C-N4
-and C-N8 have 1, 2 and 4; with dropout 0.2 as base D-drop0.2 has 0.3.
+`ROWS` lists the paper's changes for each row, in the paper's numbers. On another base, a size keeps
+its ratio to the base's size (rounded, at least 1). A rate of 0 stays 0, and any other rate keeps
+its difference from the base's rate. With a base of 3 layers, C-N2, C-N4 and C-N8 have 1, 2 and 4
+layers. With a base dropout of 0.2, D-drop0.2 has 0.3.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from transformer_jax.errors import UserError, shown
 
 
 class Row(NamedTuple):
-    """A row: what it changes, in the paper's numbers, and what the paper reports."""
+    """A row of Table 3: its changes, in the paper's numbers, and the paper's results."""
 
     changes: dict[str, Any]
     million_parameters: int
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     bleu: float
 
 
-# What the rows change, in the paper's base model.
+# Values in the paper's base model of all settings that rows change.
 PAPER = {
     "model.num_layers": 6,
     "model.d_model": 512,
@@ -49,7 +49,7 @@ BIG = {
     "training.steps": 300_000,
 }
 
-# d_k and d_v are d_model / h where a row does not say otherwise.
+# d_k and d_v are d_model / h unless a row sets them.
 ROWS = {
     "base": Row({}, 65, 4.92, 25.8),
     "A-h1": Row({"model.num_heads": 1}, 65, 5.29, 24.9),
@@ -75,7 +75,7 @@ ROWS = {
 
 
 def get_config(argument: str) -> Config:
-    """Expected a row such as C-N2, alone or with another base than wmt14_base: C-N2,multi30k."""
+    """Config of a row, such as C-N2, on wmt14_base or on another base: C-N2,multi30k."""
     row, _, base = argument.partition(",")
     if row not in ROWS:
         raise UserError(f"Row {shown(row)} is unknown; expected one of {', '.join(ROWS)}.")
@@ -83,7 +83,7 @@ def get_config(argument: str) -> Config:
 
 
 def change(row: str, base: Config) -> Config:
-    """The config of a row of ``ROWS``; ``UserError`` if the base's sizes cannot be changed so."""
+    """The config of a row of ``ROWS``; ``UserError`` if the base does not allow its sizes."""
     settings = flatten(base) | {"model.d_k": base.model.head_width_k}
     sections: dict[str, dict[str, Any]] = {"model": {}, "training": {}}
     for name, paper in ROWS[row].changes.items():

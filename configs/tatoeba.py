@@ -1,9 +1,9 @@
-"""English-German everyday sentences from Tatoeba: 164,000 short pairs, cased and untokenised.
+"""English-German everyday sentences from Tatoeba: 164,000 short pairs, cased and untokenized.
 
-It reads train, dev and test (train.en.gz, train.de.gz, ...) from data/tatoeba, or from the folder
-that --data.root names. BLEU is that of detokenised text (sacreBLEU's 13a). For German to English,
-swap the files: --data.train.source train.de.gz --data.train.target train.en.gz, and likewise for
-dev and test.
+Reads train, dev and test (train.en.gz, train.de.gz, ...) from data/tatoeba, or from the folder in
+--data.root. BLEU is computed on detokenized text (sacreBLEU's 13a). For German to English, swap the
+files: --data.train.source train.de.gz --data.train.target train.en.gz, and the same for dev and
+test.
 """
 
 from transformer_jax.config import (
@@ -24,7 +24,7 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """3+3 layers of width 256, joint vocabulary of 8,000, 44 epochs, mean of 5 checkpoints."""
+    """3+3 layers of width 256, joint vocabulary of 8,000, 44 epochs, average of 5 checkpoints."""
     return Config(
         model=ModelConfig(d_model=256, d_ff=1024, num_heads=4, num_layers=3, dropout=0.2),
         tokenizer=TokenizerConfig(vocab_size=8_000),

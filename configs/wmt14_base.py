@@ -1,10 +1,10 @@
 """WMT 2014 English-German, the paper's base model (sections 5 and 6.1). Not yet run at full length.
 
-It reads wmt14_translate/de-en through TensorFlow Datasets, prepared in data/tfds or the folder that
---data.root names. (TFDS tries to download and prepare what is missing, which was not tried.) Plain
-text instead: --data.train.kind text --data.train.source train.en --data.train.target train.de, and
-likewise data.dev (newstest2013) and data.test (newstest2014); --data.root then names the folder of
-these files.
+Reads wmt14_translate/de-en through TensorFlow Datasets, prepared in data/tfds or in the folder in
+--data.root. (TFDS tries to download and prepare missing data, which is untested.) For plain text,
+set --data.train.kind text --data.train.source train.en --data.train.target train.de, and the same
+for data.dev (newstest2013) and data.test (newstest2014). --data.root is then the folder of these
+files.
 """
 
 from transformer_jax.config import (
@@ -27,10 +27,10 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """100,000 steps of 25,000 + 25,000 tokens, mean of 5 checkpoints, beam 4, length penalty 0.6.
+    """100,000 steps of 25,000 + 25,000 tokens, average of 5 checkpoints, beam 4.
 
-    The paper writes a checkpoint every 10 minutes, at about 0.4 seconds a step (section 5.2): every
-    1,500 steps.
+    The paper writes a checkpoint every 10 minutes. At about 0.4 seconds per step (section 5.2),
+    that is every 1,500 steps.
     """
     return Config(
         model=ModelConfig(d_model=512, d_ff=2048, num_heads=8, num_layers=6, dropout=0.1),

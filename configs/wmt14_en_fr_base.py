@@ -1,7 +1,7 @@
 """WMT 2014 English-French, the paper's base model (Table 2: 38.1 BLEU). Not yet run at full length.
 
-It reads wmt14_translate/fr-en through TensorFlow Datasets, prepared in data/tfds or the folder that
---data.root names; plain text as in configs/wmt14_base.py.
+Reads wmt14_translate/fr-en through TensorFlow Datasets, prepared in data/tfds or in the folder in
+--data.root. For plain text, see configs/wmt14_base.py.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ def _pairs(split: str) -> PairsConfig:
 
 
 def get_config() -> Config:
-    """configs/wmt14_base.py on other text (section 5.1).
+    """configs/wmt14_base.py on English-French text (section 5.1).
 
-    The paper has a vocabulary of 32,000 word pieces; ours is of 32,000 BPE tokens, which
-    SentencePiece learns from 5,000,000 of the 36 million pairs.
+    The paper uses a vocabulary of 32,000 word pieces. This recipe uses 32,000 BPE tokens, which
+    SentencePiece learns from at most 5,000,000 sentences.
     """
     base = load_config_file(Path(__file__).with_name("wmt14_base.py"))
     replace = dataclasses.replace

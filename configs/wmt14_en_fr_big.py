@@ -11,7 +11,7 @@ from transformer_jax.config_io import load_config_file
 
 
 def get_config() -> Config:
-    """The text of configs/wmt14_en_fr_base.py, configs/wmt14_big.py with dropout 0.1."""
+    """Text of configs/wmt14_en_fr_base.py, model of configs/wmt14_big.py with dropout 0.1."""
     big = load_config_file(Path(__file__).with_name("wmt14_big.py"))
     french = load_config_file(Path(__file__).with_name("wmt14_en_fr_base.py"))
     replace = dataclasses.replace

@@ -1,13 +1,13 @@
 r"""English constituency parsing, Wall Street Journal (section 6.3). Not yet run at full length.
 
-The text is made from the Penn Treebank (LDC99T42; sections 2 to 21 to train, 22 dev):
+Prepare the text from the Penn Treebank (LDC99T42; train on sections 2 to 21, dev on 22):
 
     python -m transformer_jax.parsing prepare --output data/wsj/train \
         --trees 'wsj/0[2-9]/*.mrg' 'wsj/1?/*.mrg' 'wsj/2[01]/*.mrg'
     python -m transformer_jax.parsing prepare --output data/wsj/dev --trees 'wsj/22/*.mrg'
 
-docs/parsing.md continues from there to F1. More trees, from another parser, are further files of
---data.train.source and .target.
+docs/parsing.md continues from there to F1. To train on more trees, from another parser, list their
+files in --data.train.source and .target too.
 """
 
 from transformer_jax.config import (
@@ -36,9 +36,9 @@ def _pairs(split: str) -> PairsConfig:
 def get_config() -> Config:
     """4+4 layers of width 1,024, 16,000 tokens, beam 21, length penalty 0.3.
 
-    A tree may have up to 300 tokens more than its words. The paper gives no number of steps and
-    says only that dropout, on attention weights too, was chosen on section 22; 0.2 is
-    tensor2tensor's.
+    A tree may have up to 300 tokens more than its words. The paper gives no number of steps. It
+    says only that dropout, also on attention weights, was chosen on section 22. 0.2 is
+    tensor2tensor's value.
     """
     return Config(
         model=ModelConfig(
@@ -62,7 +62,7 @@ def get_config() -> Config:
             steps=20_000,
             eval_every=500,
             checkpoint_every=500,
-            bleu_every=0,  # F1 is what counts
+            bleu_every=0,  # parsing is scored by F1
             patience=10,
         ),
         decoding=DecodingConfig(

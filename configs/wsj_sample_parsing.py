@@ -1,7 +1,8 @@
 r"""Constituency parsing of the free sample of the Penn Treebank: 3,914 trees, a twelfth of it.
 
-NLTK has the sample (nltk.download("treebank"); wsj_0001.mrg to wsj_0199.mrg). The first 3,400 trees
-train, recombined too, the next 250 are the dev set and the last 264 the test set:
+NLTK provides the sample (nltk.download("treebank"); wsj_0001.mrg to wsj_0199.mrg). The first 3,400
+trees, and recombinations of them, are the training set. The next 250 trees are the dev set, and the
+last 264 the test set:
 
     python -m transformer_jax.parsing prepare --numbered --trees 'treebank/combined/*.mrg' \
         --take 3400 --output data/wsj_sample/train
@@ -27,7 +28,7 @@ from transformer_jax.config_io import load_config_file
 
 
 def get_config() -> Config:
-    """A small model: 2+2 layers of width 128, 2,000 tokens."""
+    """A small model: 2+2 layers of width 128, vocabulary of 2,000 tokens."""
     base = load_config_file(Path(__file__).with_name("wsj_parsing.py"))
     replace = dataclasses.replace
     names = ("train",) * 4 + ("more",)

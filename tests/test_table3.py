@@ -88,7 +88,10 @@ def test_the_base_is_a_recipe_or_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("table3", r"table3\.py': It needs an argument: table3:ARGUMENT\. Expected a row such as"),
+        (
+            "table3",
+            r"table3\.py': It needs an argument: table3:ARGUMENT\. Config of a row, such as",
+        ),
         (
             "table3:",
             r"table3\.py', line \d+: Row '' is unknown; expected one of base, A-h1, .*, big",
