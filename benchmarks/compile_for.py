@@ -150,7 +150,7 @@ def computations(program: str) -> Program:
 
 
 def shares(inside: Computation) -> Callable[[str], float]:
-    """Function for the fraction of an array that is read; slices and gathers read only a part."""
+    """Make a function for the fraction of an array that is read: slices and gathers read a part."""
 
     @cache
     def share(name: str) -> float:

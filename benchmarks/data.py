@@ -33,7 +33,7 @@ def write_text(folder: Path, pairs: int) -> None:
 
 
 def start(_: str, job: Answer) -> Engine:
-    """Engine that builds a corpus, plans batches and makes batches in every run."""
+    """Make an engine that builds a corpus, plans batches and makes batches in every run."""
     from transformer_jax import BatchPlan, Tokenizer, build_corpus
 
     paths = [Path(job["folder"]) / side for side in ("source", "target")]

@@ -77,7 +77,7 @@ def load(port: int, lines: list[tuple[str, str]], clients: int, seconds: float) 
 def decode(
     workdir: str, source: Path, target: Path, flags: list[str], *, start_up: float = 0.0
 ) -> Answer:
-    """Time decode.py on a file, less the seconds of its startup."""
+    """Time decode.py on a file, minus ``start_up`` seconds."""
     begin = time.perf_counter()
     command = [sys.executable, "decode.py", "--workdir", workdir, "--input", str(source)]
     subprocess.run([*command, "--output", str(target), *flags], cwd=ROOT, check=True)

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Decoding steps between checks for new sentences.
 _STEPS = 8
-# A step takes longer with more rows. So each bucket has sets of 1 row, 1/4 and 1/1 of its rows;
-# new sentences go to the smallest set that holds all sentences.
+# A step takes longer with more rows. So each bucket has sets with 1 row, 1/4 of its rows, and all
+# rows. New sentences go to the smallest set that holds all sentences.
 _SHARES = (4, 1)
 _ALIGNED_TOGETHER = 4
 
@@ -94,7 +94,7 @@ class LiveRows:
         once a block of sentences is done.
 
         Sets the results of futures; the result is empty if the model's logits were NaN. Frees the
-        rows of cancelled futures.
+        rows of canceled futures.
         """
         entered = dict(zip(self._numbers, entries, strict=False))
         self.busy |= entered
@@ -122,7 +122,7 @@ class LiveRows:
         results = jax.device_get(found.results)
         for row, number in enumerate(numbers):
             if entry := self.busy.pop(number, None):
-                with suppress(InvalidStateError):  # it was cancelled
+                with suppress(InvalidStateError):  # canceled
                     entry.future.set_result(hypotheses(results, row)[: entry.sentence.wanted])
 
 
@@ -132,7 +132,7 @@ class Workers:
     A sentence gets the next idle row on any device. Canceling its future frees the row.
 
     Attributes:
-      failure: the error that stopped the search, if any; all later futures fail with it.
+      failure: the error that stopped the search, if any; unfinished and later futures fail with it.
     """
 
     def __init__(self, engines: Sequence[Engine]):
@@ -161,17 +161,17 @@ class Workers:
             self.failure = self.failure or SearchFailed(reason)
             self._changed.notify_all()
             for future in list(self._unfinished):
-                with suppress(InvalidStateError):  # it has just finished
+                with suppress(InvalidStateError):  # already finished
                     future.set_exception(self.failure)
 
     def close(self) -> None:
         """Stop the search threads."""
-        self.stop("It was closed.")
+        self.stop("The search was closed.")
         for thread in self._threads:
             thread.join()
 
     def submit(self, sentence: Sentence) -> Future[list[Hypothesis]]:
-        """Submit a sentence for hypotheses as from ``Engine.search``, best first."""
+        """Submit a sentence for its hypotheses, best first, as from ``Engine.search``."""
         entry = Entry(sentence)
         with self._changed:
             if self.failure:
@@ -214,7 +214,7 @@ class Workers:
                 for sets, waiting in work:
                     self._take_turns(sets, waiting, may_step=len(work) == 1)
         except Exception as error:
-            logger.exception("The search failed; it must be started again.")
+            logger.exception("The search failed and must be restarted.")
             self.stop(str(error))
 
     def _take_turns(self, sets: list[LiveRows], waiting: list[Entry], *, may_step: bool) -> None:
@@ -329,8 +329,8 @@ class AsyncTranslator:
         alignments: bool = False,
         turns: asyncio.Semaphore | None = None,
     ) -> list[Translation]:
-        """Translate a line into translations as from ``Translator.stream``, best first;
-        ``alignments`` adds alignments as ``Scorer.align`` does.
+        """Translate a line. Returns its translations, best first, as from ``Translator.stream``;
+        ``alignments`` adds alignments as from ``Scorer.align``.
 
         The semaphore ``turns`` limits how many segments are searched at a time, so that lines
         which share it leave rows for other lines (default: half of the rows). Canceling the task

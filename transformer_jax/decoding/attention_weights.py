@@ -43,7 +43,7 @@ class SentenceAttention:
     def of(
         self, kind: Literal["encoder", "decoder", "cross"]
     ) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
-        """Queries (rows), keys (columns) and weights [N, H, queries, keys] of an attention type.
+        """Queries (rows), keys (columns) and weights [N, H, queries, keys] of one attention type.
 
         Queries of decoder and cross-attention are the predicted tokens. The decoder reads the
         target shifted right, so its keys begin with ``<s>``.

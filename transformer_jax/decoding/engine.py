@@ -67,7 +67,7 @@ class Hypothesis(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """Everything that the compiled functions of an engine depend on."""
+    """Static inputs of an engine's compiled functions."""
 
     graph: nnx.GraphDef[Any]
     method: Method
@@ -76,13 +76,13 @@ class _Search(NamedTuple):
     position_limit: int
 
     def longest_target(self, source_length: int) -> int:
-        """Positions that any translation of a source of this length can need."""
+        """Maximum target length, EOS included, for a source of this length."""
         return min(source_length + self.max_extra_length, self.position_limit)
 
     def start_cache(
         self, weights: Any, source_BS: jax.Array, bucket: Bucket, *, max_length: int = 0
     ) -> Any:
-        """The KV cache of encoded sources, without positions for their targets by default."""
+        """KV cache of encoded sources; by default without positions for targets."""
         model: Any = nnx.merge(self.graph, weights)
         return model.start_cache(
             model.encode(source_BS),
@@ -101,7 +101,7 @@ class _Search(NamedTuple):
         enough: jax.Array,
         bucket: Bucket,
     ) -> tuple[Rows, Found]:
-        """``RowSearch.seat``."""
+        """Run ``RowSearch.seat`` with the model."""
         shape = bucket.rows, bucket.lengths[-1]
         logger.info("Compiling the search for %d sentences of up to %d tokens.", *shape)
         step = nnx.merge(self.graph, weights).decode_step
@@ -111,7 +111,7 @@ class _Search(NamedTuple):
         return rows, left
 
     def idle_rows(self, weights: Any, bucket: Bucket) -> Rows:
-        """Rows without sentences."""
+        """Idle rows, without sentences."""
         num_rows, longest = bucket.rows, self.longest_target(bucket.lengths[-1])
         source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
         start = partial(self.start_cache, bucket=bucket, max_length=longest)
@@ -127,7 +127,7 @@ class _Search(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """Functions of weights and of arrays, each with a ``bucket``."""
+    """Jitted functions of weights and arrays, with a static ``bucket``."""
 
     encode: Any
     seat: Any
@@ -135,7 +135,7 @@ class _Compiled(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _compiled(search: _Search) -> _Compiled:
-    """The functions of all engines with this search, whatever their parameters and devices."""
+    """Jitted functions, shared by engines with this search on any device."""
     return _Compiled(
         jax.jit(search.start_cache, static_argnames="bucket"),
         jax.jit(
@@ -149,7 +149,7 @@ def _compiled(search: _Search) -> _Compiled:
 
 @lru_cache(maxsize=32)
 def _idle_rows(search: _Search, device: SingleDeviceSharding | None) -> Any:
-    """``search.idle_rows``, compiled for a device, as it has no arguments that are on one."""
+    """``search.idle_rows``, jitted for ``device``, as no array argument decides the device."""
     return jax.jit(search.idle_rows, static_argnames="bucket", out_shardings=device)
 
 
@@ -164,8 +164,6 @@ class Engine:
         so on.
       longest_source: maximum source length in tokens, EOS included.
       method: ``BeamSearch`` or ``Sampling``, from ``config``.
-      new_rows: function that makes idle rows for a bucket on the device.
-      results: function that returns the results of finished rows.
     """
 
     def __init__(
@@ -239,8 +237,8 @@ class Engine:
             if len(sentence.tokens) >= self.longest_source:
                 raise UserError(
                     f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most "
-                    f"{self.longest_source - 1}, which leaves one position of "
-                    "decoding.max_source_length (or of learned model.max_positions) for EOS."
+                    f"{self.longest_source - 1} (decoding.max_source_length, or learned "
+                    "model.max_positions, minus one for EOS)."
                 )
             for side, tokens, size in (
                 ("source", sentence.tokens, self._source_size),
@@ -278,7 +276,7 @@ class Engine:
         return self._compiled.seat(self._weights, rows, block, *limits, bucket=bucket)
 
     def results(self, rows: Rows) -> Found:
-        """The results of the rows whose sentences are done."""
+        """Results of the rows whose sentences are done."""
         return _results(rows)
 
     def new_rows(self, bucket: Bucket) -> Rows:

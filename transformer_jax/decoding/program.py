@@ -92,7 +92,7 @@ class Files(Section):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation with given translations."""
+    """Evaluation against given translations."""
 
     reference: str | None = None
     """File of reference translations; BLEU and chrF of the output are printed to stderr."""
@@ -157,7 +157,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
         )
     inputs = filter(None, (files.input, evaluation.reference, evaluation.score))
     if files.output and Path(files.output).resolve() in [Path(path).resolve() for path in inputs]:
-        raise UserError(f"output is {files.output!r}, also an input; expected another file.")
+        raise UserError(f"output {files.output!r} is also an input; expected another file.")
     return dataclasses.replace(
         arguments, workdir=workdirs, files=files, results=results, search=search
     ), config

@@ -41,7 +41,7 @@ def load_models(
     for other, tokenizer in zip(workdirs, tokenizers, strict=True):
         if tokenizer.fingerprint != tokenizers[0].fingerprint:
             raise UserError(
-                f"{str(other)!r} has another vocabulary than {str(workdirs[0])!r}; expected "
+                f"{str(other)!r} has a different vocabulary than {str(workdirs[0])!r}; expected "
                 "models that were trained with the same tokenizer (train.py --tokenizer.model, "
                 "--tokenizer.target-model)."
             )
@@ -54,7 +54,7 @@ def check_vocabulary(model: Transformer | Ensemble, tokenizer: Tokenizer) -> Non
     tokens = tokenizer.source.vocab_size, tokenizer.target.vocab_size
     if tokens != vocabulary_sizes(model):
         raise UserError(
-            f"The tokenizer has {tokens} source and target tokens, the model "
+            f"The tokenizer has {tokens} source and target tokens, but the model has "
             f"{vocabulary_sizes(model)}; expected both from the same training run."
         )
 
