@@ -104,7 +104,7 @@ NAMED_BEFORE_TRAINING = [
     (f"{NUMBERS} --decoding.suppress no-such-token", "decoding.suppress has 'no-such-token'"),
     (
         f"{NUMBERS} --training.start-from nowhere",
-        "training.start_from is '.*nowhere': .* has no checkpoint",
+        "training.start_from is '.*nowhere': .* is not a folder; expected a work directory",
     ),
 ]
 

@@ -107,7 +107,7 @@ class ModelConfig(Section, prefix="model."):
     memory for about a third more computation."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dtype, str):  # a type of JAX or NumPy
+        if not isinstance(self.dtype, str):  # a dtype of JAX or NumPy
             object.__setattr__(self, "dtype", getattr(self.dtype, "__name__", str(self.dtype)))
         super().__post_init__()
 

@@ -36,9 +36,7 @@ def local_path(name: str | Path) -> Path:
 
 
 def existing_folder(workdir: str | Path) -> Path:
-    """The path of a work directory, or of one of its checkpoints, on this machine; ``UserError`` if
-    there is no such folder.
-    """
+    """Local path of a work directory or checkpoint; ``UserError`` if it is not a folder."""
     folder = local_path(workdir)
     if not folder.is_dir():
         raise UserError(

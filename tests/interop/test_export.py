@@ -388,7 +388,7 @@ def test_program_fills_an_empty_folder_that_is_there(run, tmp_path) -> None:
 def test_program_ends_with_status_2_and_writes_nothing(run, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for flags, message in (
-        (["--workdir", str(tmp_path / "none")], "has no checkpoint"),
+        (["--workdir", str(tmp_path / "none")], "is not a folder; expected a work directory"),
         (["--average", "2"], "average is 2"),
         (
             ["--output", "s3://bucket/x"],

@@ -196,7 +196,7 @@ def _build(text: ParallelText, job: TokeniseJob, directory: Path) -> Corpus:
         try:
             folder.rename(final)
         except OSError:
-            if not final.exists():  # else a machine that does not share our locks was first
+            if not final.exists():  # else a process on another machine built it first
                 raise
     corpus = open_corpus(directory, fingerprint)
     assert corpus is not None, f"{final} was just written"

@@ -18,7 +18,7 @@ _FILL_PERCENT = 99
 # all rows in large corpora), so that source and target fill up together. Smaller groups would leave
 # one side short. Larger groups would leave the rows' sums uneven.
 _GROUP = 4096
-# Dealing ends when fewer than one in this many pairs of a round still fit.
+# Dealing stops when fewer than one in this many pairs of a round fit.
 _TIRED = 32
 
 

@@ -254,7 +254,7 @@ def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
     are repeated by Zipf's law, single digits most often. Such numbers are few, but users try them
     first.
     """
-    random = np.random.RandomState(0)  # NumPy has frozen the stream of this generator
+    random = np.random.RandomState(0)  # a generator with a frozen stream
     order = random.permutation(_NUMBERS)
     test, dev, train = np.split(order, [_NUMBERS_HELD_OUT, 2 * _NUMBERS_HELD_OUT])
     small, large = train[train < 2000], train[train >= 2000]

@@ -169,7 +169,7 @@ class _Worker:
 def _death_reported() -> Iterator[None]:
     try:
         yield
-    except (EOFError, OSError):  # the other end of the pipe is closed
+    except (EOFError, OSError):  # the worker closed the pipe
         raise UserError(
             "A tokenizing process died. If memory ran out, lower data.workers."
         ) from None
