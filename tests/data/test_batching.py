@@ -308,7 +308,7 @@ def test_a_budget_smaller_than_the_longest_rows_is_an_error():
 
 def test_a_sentence_longer_than_a_packed_row_is_an_error():
     corpus = make_corpus(np.array([[5, 30]]), np.array([[5, 40]]))
-    with pytest.raises(UserError, match=r"batch.row_length is 32; expected at least .* 40"):
+    with pytest.raises(UserError, match="batch.row_length is 32; expected at least 40, "):
         BatchPlan(corpus, BatchConfig(layout="packed", row_length=32), seed=0)
 
 

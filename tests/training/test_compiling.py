@@ -23,6 +23,7 @@ from runs import ONE, ROOT, entries, no_evaluation, tiny
 
 from transformer_jax.cli import COMPILING
 from transformer_jax.config import Config, MeshConfig
+from transformer_jax.decoding import engine as engine_module
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import make_mesh, replicated
 from transformer_jax.training import compiling
@@ -70,8 +71,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]
             found.append((fun_name, threading.current_thread().name))
 
     # those of other tests are compiled already
-    own = lru_cache(step_module.shared_functions.__wrapped__)
-    monkeypatch.setattr(step_module, "shared_functions", own)
+    for module, name in ((step_module, "shared_functions"), (engine_module, "_compiled")):
+        monkeypatch.setattr(module, name, lru_cache(getattr(module, name).__wrapped__))
     jax.monitoring.register_event_duration_secs_listener(note)
     yield found
     jax.monitoring.unregister_event_duration_listener(note)
@@ -85,7 +86,7 @@ def test_a_run_compiles_each_shape_once_and_ahead(
     tmp_path: Path, compiled: list[tuple[str, str]]
 ) -> None:
     summary = train(two_shapes(tiny(steps=10, eval_every=10)), tmp_path, devices=ONE)
-    counts = Counter(name for name, thread in compiled if "_step" in name or "search" in name)
+    counts = Counter(name for name, thread in compiled if "_step" in name or "seat" in name)
     assert counts == {"jit(train_step)": 2, "jit(eval_step)": 1, "jit(seat)": 1}
     threads = [thread for name, thread in compiled if name == "jit(train_step)"]
     assert all(thread.startswith(COMPILING) for thread in threads)
