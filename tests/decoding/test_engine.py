@@ -298,7 +298,7 @@ def test_assigned_parameters_go_where_the_work_is_done(engine, number):
 def test_a_source_that_is_too_long(engine):
     with pytest.raises(
         UserError,
-        match="Sentence 1 has 16 source tokens; expected at most 15, ",
+        match="Sentence 1 has 16 source tokens; expected at most 15 ",
     ):
         engine.search([SENTENCES[0], Sentence([5] * 16)])
 
