@@ -410,7 +410,7 @@ def test_too_much_to_do_and_too_long_answers_are_refused(
     assert [reply.status for reply in replies] == [503] * 3
     assert all(int(reply.headers["Retry-After"]) for reply in replies)
     said = [reply.json["error"] for reply in replies]
-    full = [each for each in said if "expected at most 4 together" in each]
+    full = [each for each in said if "expected at most 4 in total" in each]
     assert len(full) == 2 and "timed out after 0.3 s" in (set(said) - set(full)).pop()
     assert strict.is_idle()
 
@@ -446,7 +446,7 @@ def test_before_compiling_and_after_a_failure_nothing_is_translated(translator) 
             for rows in model.workers._searches[0][0]:
                 rows.turn = fail
             reply = server.ask(q="one")
-            assert reply.status == 503 and "started again" in reply.json["error"]
+            assert reply.status == 503 and "Restart the server" in reply.json["error"]
             assert server.request("GET", "/health").status == 503
     finally:
         Service.status = status
