@@ -288,7 +288,7 @@ def test_a_store_that_cannot_be_written_or_read_is_known_before_training(store, 
                 train(run(2), URL, devices=ONE)
     for name in (f"file://{Path.cwd()}", f"local://{Path.cwd()}"):
         with pytest.raises(
-            UserError, match=f"is on this machine; expected its path, '{Path.cwd()}'"
+            UserError, match=f"is on this machine; use its path instead: '{Path.cwd()}'"
         ):
             Workdir(name)
 

@@ -235,7 +235,7 @@ def test_a_dev_set_that_is_gone_is_reported(report, run, monkeypatch):
     [
         (
             ["--workdir", "nowhere", "--output", "a.html"],
-            "expected a work directory of train.py",
+            "expected a work directory written by train.py",
         ),
         (["--workdir", ".", "--output", "a.html", "--samples", "-1"], "expected 0 or more"),
     ],

@@ -72,7 +72,7 @@ TOO_LARGE = "99999999999999999999"
 
 # Flags of train.py beside --workdir, and a part of the message, as a regular expression.
 NAMED_AT_ONCE = [
-    ("", "No training data is given; expected data.train.source"),
+    ("", "No training data is given; set data.train.source"),
     ("--config none.py", "Config file 'none.py' does not exist"),
     ("--model.num-layrs 2", "--model.num-layers"),
     ("--model.d-model 33", "model.d_model is 33; expected an even number"),

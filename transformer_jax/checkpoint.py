@@ -98,9 +98,9 @@ def save_model(
 
 
 def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
-    """Folders of the checkpoints that ``load_model`` averages: intact, newest first.
+    """Return the folders of the checkpoints that ``load_model`` averages: intact, newest first.
 
-    Takes the same arguments and raises the same errors.
+    Takes the same arguments as ``load_model`` and raises the same errors.
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
@@ -132,7 +132,7 @@ def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
 
 
 def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
-    """Checkpoints listed in summary.json, or the last one if training has not ended."""
+    """Return the checkpoints listed in summary.json, or the last one if training has not ended."""
     with suppress(OSError, ValueError, KeyError):
         summary = json.loads((workdir / "summary.json").read_text())
         if summary["steps"] == int(folders[0].name) and "averaged_steps" in summary:
@@ -142,7 +142,7 @@ def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
 
 
 def up_to(chosen: P, folders: Sequence[P], most: int, config: Config) -> list[P]:
-    """``chosen`` and earlier scheduled checkpoints, at most ``most``; ``folders`` is newest first.
+    """Return ``chosen`` and earlier scheduled checkpoints, at most ``most``, newest first.
 
     Checkpoints from interruptions and evaluations are left out, so that interruptions do not change
     a run's result.
@@ -153,11 +153,11 @@ def up_to(chosen: P, folders: Sequence[P], most: int, config: Config) -> list[P]
 
 
 def described(checkpoints: Sequence[AnyPath]) -> str:
-    """Text for messages about averaged checkpoints, given newest first."""
+    """Describe averaged checkpoints, given newest first, for a message."""
     first, last = (int(checkpoints[i].name) for i in (-1, 0))
     if len(checkpoints) == 1:
         return f"checkpoint {last}"
-    return f"mean of {len(checkpoints)} checkpoints, {first} to {last}"
+    return f"average of {len(checkpoints)} checkpoints, {first} to {last}"
 
 
 def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
@@ -181,12 +181,12 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of a step's folder in ``checkpoints/``."""
+    """Return the name of a step's folder in ``checkpoints/``."""
     return f"{step:08d}"
 
 
 def complete_steps(checkpoints: AnyPath) -> list[int]:
-    """Steps of the complete checkpoints in a ``checkpoints/`` folder, oldest first.
+    """Return the steps of complete checkpoints in a ``checkpoints/`` folder, oldest first.
 
     Step 0 is an imported model.
     """
@@ -195,17 +195,17 @@ def complete_steps(checkpoints: AnyPath) -> list[int]:
 
 
 def config_of(checkpoint: AnyPath) -> Config:
-    """The config that a checkpoint was trained with."""
+    """Return the config that a checkpoint was trained with."""
     return from_json(json.dumps(_manifest(checkpoint).get("config")))
 
 
 def progress_of(checkpoint: AnyPath) -> dict[str, Any]:
-    """Saved training progress; empty for a corrupt checkpoint or an imported model."""
+    """Return the saved training progress; empty for a corrupt checkpoint or an imported model."""
     return _manifest(checkpoint).get("progress", {})  # type: ignore[no-any-return]
 
 
 def load_tokenizer(folder: Path, checkpoint: AnyPath) -> Tokenizer:
-    """A work directory's tokenizer; ``UserError`` unless the checkpoint was trained with it."""
+    """Load a work directory's tokenizer; ``UserError`` if it is not the checkpoint's."""
     tokenizer = Tokenizer.load(folder)
     if tokenizer.fingerprint != _manifest(checkpoint).get("tokenizer"):
         raise UserError(
@@ -235,15 +235,15 @@ def write_manifest(
 
 
 def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
-    """Content of a checkpoint's manifest; empty if it is not JSON."""
+    """Return the content of a checkpoint's manifest; empty if it is not JSON."""
     try:
         content = json.loads((checkpoint / MANIFEST).read_text())
     except ValueError:
         return {}
     if "progress.json" in content:
         raise UserError(
-            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax and is "
-            "unsupported. Load it with load_model of commit ef0d56b."
+            f"{str(checkpoint)!r} was written by an earlier version of transformer_jax and is no "
+            "longer supported. Load it with load_model from commit ef0d56b."
         )
     return content  # type: ignore[no-any-return]
 
@@ -255,9 +255,9 @@ def delete_checkpoint(checkpoint: AnyPath) -> None:
 
 
 def newest_intact(checkpoints: AnyPath) -> int | None:
-    """Newest step in a ``checkpoints/`` folder whose checkpoint is intact.
+    """Return the newest step in a ``checkpoints/`` folder whose checkpoint is intact.
 
-    Returns None if there is no checkpoint. Raises ``UserError`` if all are corrupt.
+    Returns None if the folder has no checkpoint. Raises ``UserError`` if all are corrupt.
     """
     steps = complete_steps(checkpoints)
     for step in reversed(steps):
@@ -274,7 +274,7 @@ def newest_intact(checkpoints: AnyPath) -> int | None:
 
 
 def corruption(checkpoint: AnyPath) -> str:
-    """Reason why a checkpoint is corrupt; empty if it is intact."""
+    """Return the reason why a checkpoint is corrupt; empty if it is intact."""
     content = _manifest(checkpoint)
     if content.pop("checksum", None) != zlib.crc32(json.dumps(content).encode()):
         return f"{MANIFEST} differs from the saved content"

@@ -23,7 +23,7 @@ COMPILING = "compiling"
 
 
 class _Stderr(logging.Handler):
-    """Handler that writes to the current ``sys.stderr``, which a progress bar replaces."""
+    """Handler that writes to the current ``sys.stderr``, which a progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -105,7 +105,7 @@ def parse_flags(
 
 
 def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """Defaults of the fields ``config`` and ``settings``: the value of ``--config`` and its config.
+    """Return defaults for the fields ``config`` and ``settings``: ``--config`` and its config.
 
     Without ``--config``: "" and ``Config()``.
     """
@@ -114,7 +114,7 @@ def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flag_values(argv: Sequence[str], name: str) -> list[str]:
-    """All values of ``--name``, also of a repeated flag.
+    """Return all values of ``--name``, which may be repeated.
 
     Reads them before all other flags, whose defaults may depend on them.
     """
@@ -124,6 +124,6 @@ def flag_values(argv: Sequence[str], name: str) -> list[str]:
 
 
 def flags_given(argv: Sequence[str]) -> set[str]:
-    """Names of the flags in ``argv``, such as ``model.d-ff``."""
+    """Return the names of the flags in ``argv``, such as ``model.d-ff``."""
     flags = (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
     return {flag.replace("_", "-") for flag in flags}

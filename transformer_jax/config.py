@@ -33,7 +33,7 @@ from transformer_jax.config_checks import (
 
 @dataclass(frozen=True)
 class ModelConfig(Section, prefix="model."):
-    """Architecture of the Transformer (paper sections 3 and 6.2; letters as in Table 3)."""
+    """Architecture of the Transformer (paper sections 3 and 6.2; symbols as in Table 3)."""
 
     vocab_size: Positive = 37_000
     """Number of target tokens V, and of source tokens if the vocabulary is shared. Training takes
@@ -78,7 +78,7 @@ class ModelConfig(Section, prefix="model."):
     """Add biases in the feed-forward layers (equation 2)."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"] = "relu"
     """Activation of the feed-forward layers. gelu is exact (erf); gelu_tanh approximates it. swiglu
-    adds a third matrix that gates silu, so d_ff at 2/3 of the size keeps the number of
+    adds a third matrix that gates silu, so reduce d_ff by a third to keep the number of
     parameters."""
     positions: Literal["interleaved", "split", "learned"] = "interleaved"
     """Sinusoids with sine and cosine interleaved (the paper) or split into two halves
@@ -87,7 +87,7 @@ class ModelConfig(Section, prefix="model."):
     """Number of learned positions. Sinusoids have no limit."""
     encoder_window: Positive | None = None
     """Restricted self-attention (section 4, Table 1): each source token attends to this many
-    tokens, centered on itself; None: to all tokens."""
+    tokens, centered on itself; None: all tokens."""
     tie_embeddings: Literal["all", "embeddings", "target", "none"] = "all"
     """Weight tying. all: one matrix for source embedding, target embedding and softmax (the paper).
     embeddings: for the two embeddings. target: for target embedding and softmax. none: separate
@@ -202,11 +202,12 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     """With sampling: number of stored segmentations of the training text. Epoch e reads
     segmentation e modulo this number."""
     model: str = ""
-    """Existing SentencePiece model to use instead of training one; for the source if not joint. Its
-    tokens 0 to 3 must be PAD, BOS, EOS and UNK. It has its own size, algorithm and normalization:
-    of these settings, only user_defined_symbols, sampling and sampled_epochs still apply."""
+    """Existing SentencePiece model to use instead of training one (if not joint: the source model).
+    Its tokens 0 to 3 must be PAD, BOS, EOS and UNK. Its size, algorithm and normalization are
+    fixed, so among the tokenizer settings only user_defined_symbols, sampling and sampled_epochs
+    apply."""
     target_model: str = ""
-    """If not joint: existing SentencePiece model for the target, beside tokenizer.model for the
+    """If not joint: existing SentencePiece model for the target; requires tokenizer.model for the
     source."""
 
     def rules(self) -> Iterator[Rule]:
@@ -238,11 +239,11 @@ class PairsConfig(Section):
     ending in .gz are decompressed while reading."""
     source: tuple[str, ...] = ()
     """text: source-language files. tfds: one dataset name, such as wmt14_translate/de-en. A file
-    name may be a URL or a glob, such as train-*.en.gz or s3://bucket/train-*.en.gz. A glob stands
-    for all matching files in sorted order. A file listed twice counts twice."""
+    name may be a URL or a glob, such as train-*.en.gz or s3://bucket/train-*.en.gz. A glob expands
+    to all matching files in sorted order. A file listed twice is read twice."""
     target: tuple[str, ...] = ()
     """text: target-language files in the order of the source files. Each glob in source needs a
-    glob that matches the same number of files."""
+    glob in target that matches the same number of files."""
     source_field: str = ""
     """tfds: field with the source text (for example en)."""
     target_field: str = ""
@@ -314,8 +315,8 @@ class BatchConfig(Section, prefix="batch."):
     """bucketed: one pair per row, grouped by length. packed: several pairs per row, separated by
     segment ids."""
     tokens: Positive = 25_000
-    """Token positions per side in one step's global batch, including padding (25,000 + 25,000 in
-    the paper)."""
+    """Number of token positions per side in one step's global batch, including padding (25,000 +
+    25,000 in the paper)."""
     buckets: Positive = 8
     """bucketed: number of (source length, target length) shapes, each compiled once. More shapes
     mean less padding."""
@@ -368,9 +369,9 @@ class TrainingConfig(Section, prefix="training."):
     label_smoothing: Fraction = 0.1
     """Label smoothing (epsilon_ls of section 5.4)."""
     r_drop: NonNegative = 0.0
-    """Weight alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice, and
-    the loss penalizes differences between the two predictions, which differ by dropout. Doubles the
-    cost of a step. 5 is usual for small corpora; 0: off."""
+    """Weight alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice,
+    with different dropout masks, and the loss penalizes differences between the two predictions.
+    Doubles the cost of a step. 5 is usual for small corpora; 0: off."""
     log_every: Positive = 50
     """Steps between entries in metrics.jsonl and TensorBoard."""
     eval_every: Positive = 1000
@@ -391,10 +392,11 @@ class TrainingConfig(Section, prefix="training."):
     """Checkpoint retention: number of newest checkpoints to keep. The best checkpoint on the dev
     set (select_by) is also kept, with the checkpoints that may be averaged with it."""
     average: Literal["auto"] | Positive = "auto"
-    """Checkpoint averaging: number of checkpoints whose mean is scored on the test set and used by
-    decode.py. These are the last checkpoints or, after early stopping, the best checkpoint on the
-    dev set and its predecessors; 1: a single checkpoint. auto: when training ends, the mean of 1 to
-    5 with the lowest dev loss; until then, or without data.dev, the last checkpoint alone."""
+    """Checkpoint averaging: number of checkpoints to average for the test set and decode.py. These
+    are the last checkpoints or, after early stopping, the best checkpoint on the dev set and its
+    predecessors; 1: a single checkpoint. auto: when training ends, the average of 1 to 5
+    checkpoints with the lowest dev loss; until then, or without data.dev, the last checkpoint
+    alone."""
     select_by: Literal["loss", "bleu"] = "loss"
     """Dev-set metric that selects the best checkpoint and controls early stopping."""
     patience: Count = 0
@@ -455,8 +457,8 @@ class DecodingConfig(Section, prefix="decoding."):
     max_source_length: LineLength = 256
     """Longer lines (in tokens, including EOS) are translated in segments, with a warning."""
     batch_size: Positive = 32
-    """Number of sentences searched at a time, over all devices. Sources of over 128 tokens use a
-    quarter of it; over 512, a sixteenth."""
+    """Number of sentences decoded at a time, over all devices. For sources longer than 128 tokens,
+    a quarter of this number; longer than 512, a sixteenth."""
 
     def rules(self) -> Iterator[Rule]:
         yield (
@@ -481,13 +483,13 @@ class MeshConfig(Section, prefix="mesh."):
 
 @dataclass(frozen=True)
 class Processes(Section, prefix="processes."):
-    """Connection between the processes of a run (not saved with the settings)."""
+    """Connection between the processes of a run. Not saved with the other settings."""
 
     distributed: bool = False
-    """Join a run of several processes, as described by the cluster (Slurm, Open MPI, Kubernetes,
-    Cloud TPU)."""
+    """Join a run with several processes, which JAX detects from the cluster (Slurm, Open MPI,
+    Kubernetes, Cloud TPU)."""
     coordinator_address: str | None = None
-    """Without such a cluster: HOST:PORT of process 0. Needs --num-processes and --process-id."""
+    """Outside such a cluster: HOST:PORT of process 0. Requires --num-processes and --process-id."""
     num_processes: Positive | None = None
     """Number of processes."""
     process_id: Count | None = None

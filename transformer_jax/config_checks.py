@@ -1,4 +1,4 @@
-"""Allowed values of settings: ranges declared in the types of fields, and their check."""
+"""Validation of settings against the ranges declared in the types of their fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from annotated_types import Interval
 
 from transformer_jax.errors import UserError, shown
 
-# The type of a field declares its range, and the expectation in its error message.
+# The type of a field declares its range and the expectation shown in the error message.
 Positive = Annotated[int, Interval(ge=1, lt=2**31), "a positive number below 2^31"]
 ExtraLength = Annotated[int, Interval(ge=1, le=2**16), "a number from 1 to 65,536"]
 Count = Annotated[int, Interval(ge=0, lt=2**31), "a number from 0 to 2^31 - 1"]
@@ -31,13 +31,13 @@ PairLength = Annotated[int, Interval(ge=2, lt=2**31), "at least 2: a token and t
 LineLength = Annotated[int, Interval(ge=3, lt=2**31), "at least 3"]
 
 Rule = tuple[str, bool, str]
-"""A rule across fields: the field to name, the condition, the expectation."""
+"""A constraint on several fields: the field to name, the condition, the expectation."""
 
 
 class Section:
     """Base class for a dataclass of settings. Checks its fields, then its rules, at construction.
 
-    Raises ``UserError``, which names the field with the ``prefix`` of the class.
+    Raises ``UserError``, which names the field after the class's ``prefix``.
     """
 
     _prefix = ""
@@ -54,7 +54,7 @@ class Section:
                 raise self._error(name, expected)
 
     def rules(self) -> Iterator[Rule]:
-        """Conditions across fields."""
+        """Constraints that involve more than one field."""
         yield from ()
 
     def _error(self, name: str, expected: str) -> UserError:
@@ -63,7 +63,7 @@ class Section:
 
 
 def _expected(value: Any, allowed: Any) -> str | None:
-    """The expectation that ``value`` violates; None if it is allowed."""
+    """Return the expectation that ``value`` violates, or None if it is allowed."""
     origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
     if origin is Annotated:
         kind, interval, words = arguments

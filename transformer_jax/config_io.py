@@ -60,7 +60,7 @@ def load_config_file(path: str | Path) -> Config:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe in ``configs``; ``UserError`` if no recipe has this name."""
+    """Return the file of a recipe in ``configs``; ``UserError`` if no recipe has this name."""
     path = _RECIPES / f"{name}.py"
     if not path.is_file():
         files = sorted(_RECIPES.glob("*.py"))

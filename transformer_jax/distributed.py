@@ -1,9 +1,9 @@
-"""Runs of several processes: joining them, agreement, and work that one process does for all.
+"""Runs with several processes: joining, agreement, and work that one process does for all.
 
 JAX's own runtime (``jax.distributed``) joins the processes. Every process runs the same program on
 its own devices, and arrays and compiled functions span all devices. Short messages use the
 runtime's key-value store, where a process can wait for hours, unlike in a collective. With a single
-process, these functions just do the work.
+process, these functions do the work without communication.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
 
     Raises:
       UserError: incompatible flags, a cluster that JAX does not support, a coordinator that does
-        not answer, or no device of the kind in JAX_PLATFORMS.
+        not answer, or no device of the type that JAX_PLATFORMS names.
     """
     address, count, number = explicit = (
         settings.coordinator_address,
@@ -83,7 +83,7 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
         ) from None
     find_devices()
     counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
-    log.info("Process %d of %d; %d devices of %d.", *counts)
+    log.info("Process %d of %d; %d of %d devices.", *counts)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
 
 
 def is_first() -> bool:
-    """True in process 0, which writes logs, metrics and the config for all processes."""
+    """Return True in process 0, which writes logs, metrics and the config for all processes."""
     return jax.process_index() == 0
 
 
@@ -128,7 +128,7 @@ def from_all(value: Any) -> list[Any]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Leave this context in all processes at the same time.
+    """Make all processes leave this context at the same time.
 
     If it fails in one process, all other processes raise ``UserError`` with its id and message.
     """
@@ -143,14 +143,14 @@ def together() -> Iterator[None]:
 
 
 def from_first(compute: Callable[[], T]) -> T:
-    """``compute()`` of process 0 (plain JSON), in every process. Raises like ``together``."""
+    """Return process 0's ``compute()`` (plain JSON) in every process. Raises like ``together``."""
     with together():
         value = compute() if is_first() else None
     return from_all(value)[0]  # type: ignore[no-any-return]
 
 
 def first_then_others(compute: Callable[[], T]) -> T:
-    """``compute()`` in process 0, then in all other processes. Raises like ``together``."""
+    """Call ``compute()`` in process 0, then in all other processes. Raises like ``together``."""
     for turn in (True, False):
         with together():
             if turn == is_first():

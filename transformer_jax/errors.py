@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 def shown(value: object, *, limit: int = 120) -> str:
-    """``repr`` of a value for a message, shortened in the middle if it is long."""
+    """Return a value's ``repr`` for a message, shortened in the middle if it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python cannot print integers of more than 4,300 digits
@@ -22,21 +22,22 @@ def shown(value: object, *, limit: int = 120) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The message of a library's error on one line, truncated if it is very long."""
+    """Return a library's error message on one line, truncated if it is very long."""
     return " ".join(str(error).split())[:400] or type(error).__name__
 
 
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Context for imports of packages that an extra of ``pyproject.toml`` installs.
+    """Context manager for importing packages from an optional extra in ``pyproject.toml``.
 
-    Put the imports inside, where they are needed::
+    Wrap the imports in it at the point of use::
 
         with needs_extra("demo"):
             from num2words import num2words
 
     Raises:
-        UserError: a package is not installed. The message has the command that installs the extra.
+        UserError: a package is not installed. The message gives the command that installs the
+          extra.
     """
     try:
         yield

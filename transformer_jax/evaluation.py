@@ -52,10 +52,10 @@ def evaluate(
     tokenize: str = "13a",
     language: str = "",
 ) -> Evaluation:
-    """BLEU, chrF and exact match of translations, as train.py and decode.py report them.
+    """Compute BLEU, chrF and exact match of translations, as train.py and decode.py report them.
 
-    A ``language`` adds BLEU as in the paper. Arguments and errors as in ``bleu`` and
-    ``paper_bleu``.
+    With a ``language``, also computes BLEU as in the paper. Takes the same arguments and raises the
+    same errors as ``bleu`` and ``paper_bleu``.
     """
     texts = hypotheses, references
     scores = bleu(*texts, tokenize=tokenize), chrf(*texts)
@@ -67,13 +67,13 @@ def evaluate(
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str = "13a") -> Score:
-    """Corpus BLEU (Papineni et al., 2002), cased, of detokenized text.
+    """Compute corpus BLEU (Papineni et al., 2002), cased, on detokenized text.
 
     ``tokenize``: one of sacreBLEU's tokenizers; ``"none"`` for text that is already tokenized.
 
     Raises:
-        UserError: different numbers of lines, nothing to score, or a tokenizer that sacreBLEU does
-          not have or that needs a missing package.
+        UserError: different numbers of lines, nothing to score, or a tokenizer that sacreBLEU lacks
+          or whose package is not installed.
     """
     return _corpus_score(_bleu_metric(tokenize), hypotheses, references)
 
@@ -81,11 +81,11 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
 def paper_bleu(
     hypotheses: Sequence[str], references: Sequence[str], *, language: str, tokenized: bool = False
 ) -> Score:
-    """BLEU as in the paper (section 6.1): cased, of Moses tokens, with compounds split at hyphens.
+    """Compute BLEU as in the paper (section 6.1): cased, Moses tokens, compounds split.
 
-    Usually higher than ``bleu``. The steps are those of tensor2tensor's get_ende_bleu.sh, on both
-    sides: replace Unicode punctuation, tokenize with Moses, split "rich-text" into three tokens,
-    compute BLEU without smoothing.
+    Usually higher than ``bleu``. Follows tensor2tensor's get_ende_bleu.sh, on both sides: replace
+    Unicode punctuation, tokenize with Moses, split "rich-text" into three tokens, compute BLEU
+    without smoothing.
 
     Args:
       language: code of the target language, such as ``"de"``.
@@ -112,7 +112,7 @@ def paper_bleu(
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
-    """Corpus chrF2 (Popović, 2015): character n-grams up to 6, recall weighted twice.
+    """Compute corpus chrF2 (Popović, 2015): character n-grams up to 6, recall weighted twice.
 
     Raises:
         UserError: different numbers of lines, or nothing to score.
@@ -123,7 +123,8 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
 def check_bleu(tokenize: str, language: str = "") -> None:
     """Raise ``UserError`` unless BLEU can be computed here. Call this before long work.
 
-    ``tokenize`` is for sacreBLEU, ``language`` for the Moses tokenizer ("": none).
+    ``tokenize`` names sacreBLEU's tokenizer, ``language`` the Moses tokenizer's language ("":
+    none).
     """
     _bleu_metric(tokenize)
     if not language:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def num_cores() -> int:
-    """Number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def find_devices() -> list[jax.Device]:
-    """All devices of the run; ``UserError`` if the kind in JAX_PLATFORMS is missing."""
+    """Return all devices of the run; ``UserError`` if JAX_PLATFORMS names a missing device type."""
     import jax
 
     try:

@@ -36,7 +36,7 @@ _GRACE_SECONDS = 3600.0  # another reader may still be loading a checkpoint that
 
 
 def local_workdir(workdir: str | Path) -> Path:
-    """Local folder of a work directory or checkpoint to read; a URL is copied to this machine."""
+    """Provide a local folder for reading a work directory or checkpoint; a URL is copied first."""
     if not is_url(str(workdir)):
         return existing_folder(workdir)
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
@@ -54,13 +54,13 @@ def local_workdir(workdir: str | Path) -> Path:
 
 
 def cached_folder(url: str, purpose: str) -> Path:
-    """The folder on this machine that mirrors a URL, created if it does not exist.
+    """Return the local folder that mirrors a URL; create it if it does not exist.
 
     Training and readers of its results use separate folders.
     """
     if url.startswith(("file:", "local:")):
         raise UserError(
-            f"workdir is {url!r}, which is on this machine; expected its path, "
+            f"workdir is {url!r}, which is on this machine; use its path instead: "
             f"{remote_path(url).path!r}."
         )
     name = f"{purpose}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
@@ -99,7 +99,7 @@ def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) ->
 
 
 def _same(source: AnyPath, target: AnyPath) -> bool:
-    """True if two checkpoints are the same. A local ``target`` must also be intact."""
+    """Return True if two checkpoints are the same. A local ``target`` must also be intact."""
     same: bool = (source / MANIFEST).read_bytes() == (target / MANIFEST).read_bytes()
     return same and not (isinstance(target, Path) and corruption(target))
 

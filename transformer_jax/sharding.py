@@ -36,7 +36,7 @@ _RULES = {
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Arrange all devices (or the given ones) in a (data, fsdp, tensor) mesh."""
+    """Arrange ``devices`` (default: all) in a (data, fsdp, tensor) mesh."""
     devices = find_devices() if devices is None else devices
     others = config.fsdp * config.tensor
     data = len(devices) // others if config.data == -1 else config.data
@@ -51,17 +51,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a batch's rows over the ``data`` and ``fsdp`` axes."""
+    """Return the sharding of a batch's rows over the ``data`` and ``fsdp`` axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Sharding with a full copy on every device."""
+    """Return the sharding with a full copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None:
-    """Raise ``UserError`` unless rows of batches and microbatches divide over the devices."""
+    """Raise ``UserError`` unless rows of batches and microbatches divide evenly over devices."""
     product, names = mesh.shape["data"] * mesh.shape["fsdp"], "mesh.data x mesh.fsdp"
     value = str(product)
     if accumulate_steps > 1:
@@ -75,14 +75,14 @@ def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for each leaf of parameters, or of optimizer state with the same paths."""
+    """Return a NamedSharding for each leaf of parameters or of optimizer state with their paths."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _sharding(path, leaf.shape, mesh), state
     )
 
 
 def gathered(parameters: Any, mesh: Mesh) -> Any:
-    """Parameters, all-gathered along ``fsdp`` under ``jit``."""
+    """All-gather parameters along ``fsdp`` under ``jit``."""
     shardings = jax.tree.map(
         lambda kept: NamedSharding(
             mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec))
@@ -93,7 +93,7 @@ def gathered(parameters: Any, mesh: Mesh) -> Any:
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
-    """Dotted name of a leaf, such as ``encoder.layers.0.feed_forward.inner.kernel``."""
+    """Return the dotted name of a leaf, such as ``encoder.layers.0.feed_forward.inner.kernel``."""
     # a leaf of an nnx.State ends in .value
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 

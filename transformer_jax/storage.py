@@ -31,34 +31,34 @@ def is_url(name: str) -> bool:
 
 
 def local_path(name: str | Path) -> Path:
-    """Absolute path of a local name; ``~`` is the home folder."""
+    """Return the absolute path of a local name; ``~`` is the home folder."""
     return Path(os.path.expanduser(name)).absolute()
 
 
 def existing_folder(workdir: str | Path) -> Path:
-    """Local path of a work directory or checkpoint; ``UserError`` if it is not a folder."""
+    """Return the local path of a work directory or checkpoint; ``UserError`` if not a folder."""
     folder = local_path(workdir)
     if not folder.is_dir():
         raise UserError(
-            f"{str(workdir)!r} is not a folder; expected a work directory of train.py, or the "
-            "folder of one of its checkpoints."
+            f"{str(workdir)!r} is not a folder; expected a work directory written by train.py, or "
+            "the folder of one of its checkpoints."
         )
     return folder
 
 
 def cache_folder() -> Path:
-    """The folder ``transformer_jax`` in the user's cache, $XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder ``transformer_jax`` in the user's cache, $XDG_CACHE_HOME or ~/.cache."""
     caches = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(caches) if os.path.isabs(caches) else local_path("~/.cache")) / "transformer_jax"
 
 
 def to_path(name: str) -> AnyPath:
-    """The path of a local name or URL."""
+    """Return the path of a local name or URL."""
     return remote_path(name) if is_url(name) else Path(name)
 
 
 def remote_path(url: str) -> UPath:
-    """The path of a URL; ``UserError`` if no installed package supports it."""
+    """Return the path of a URL; ``UserError`` if no installed package supports it."""
     from upath import UPath  # slow to import, and few runs need it
 
     if store := _STORES.get(url.partition("://")[0]):
@@ -77,7 +77,7 @@ def remote_path(url: str) -> UPath:
 
 
 def kind_of(path: AnyPath) -> str:
-    """Kind of a path: "file", "directory", "other" (a device or pipe), or "" if it does not exist.
+    """Return "file", "directory", "other" (a device or pipe), or "" if the path does not exist.
 
     Raises ``UserError`` if an object store does not answer, for example without credentials.
     """
@@ -109,7 +109,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file that replaces ``path`` when it is complete and on disk."""
+    """Open a temporary file that replaces ``path`` once it is complete and on disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -133,13 +133,13 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
 
 def copy_folder(source: AnyPath, target: AnyPath, *, last: str) -> None:
-    """Copy all files of a folder. The file ``last``, which marks it as complete, comes last."""
+    """Copy all files of a folder; copy ``last``, which marks the folder as complete, at the end."""
     for name in sorted(files_in(source), key=lambda name: name == last):
         copy_file(source / name, target / name)
 
 
 def files_in(folder: AnyPath) -> list[str]:
-    """Names of all files in a folder and its subfolders, relative to it."""
+    """Return the names of all files in a folder and its subfolders, relative to the folder."""
     if isinstance(folder, Path):
         found = [path for path in folder.rglob("*") if path.is_file()]
         return sorted(path.relative_to(folder).as_posix() for path in found)
@@ -149,7 +149,7 @@ def files_in(folder: AnyPath) -> list[str]:
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder and its files, as far as possible."""
+    """Delete a folder with its contents. Skip local files that cannot be deleted."""
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -162,7 +162,7 @@ def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool
     """Hold the lock file ``path`` until the context or this process ends.
 
     Raises ``BlockingIOError`` if another process holds it. With ``wait``, logs ``notice`` and waits
-    instead. Yields False, with a warning, on a file system without locks.
+    instead. Yields False, with a warning, if the file system does not support locks.
     """
     with path.open("ab") as file:
         held = True
@@ -175,6 +175,9 @@ def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool
                 log.info(notice)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
-            log.warning("%s is on a file system without locks; use it from one process only.", path)
+            log.warning(
+                "%s is on a file system that does not support locks; use it from one process only.",
+                path,
+            )
             held = False
         yield held

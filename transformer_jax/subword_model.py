@@ -43,13 +43,13 @@ class SubwordModel:
     def encode(
         self, lines: Sequence[str], *, sampling: float = 0.0, seed: int = 0
     ) -> list[list[int]]:
-        """Token ids of each line, without BOS and EOS.
+        """Encode each line as token ids, without BOS and EOS.
 
         ``sampling`` draws one random segmentation of each line (see ``SubwordSampler``). The same
         ``lines`` and ``seed`` give the same result.
         """
         if not sampling and not self._foreign:
-            if len(lines) == 1:  # a batch call starts a thread, which costs as much as a line
+            if len(lines) == 1:  # a batch call starts a thread, which takes time
                 return [self._processor.encode(lines[0])]
             return self._processor.encode(list(lines), num_threads=1)
         tags = [_TAG.findall(line)[0] if self._foreign else "" for line in lines]
@@ -67,7 +67,7 @@ class SubwordModel:
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of one sequence, without PAD, BOS and EOS."""
+        """Decode one sequence to text, without PAD, BOS and EOS."""
         shown = [token for token in map(int, ids) if token not in (PAD_ID, BOS_ID, EOS_ID)]
         text: str = self._processor.decode(self.tokens(shown) if self._foreign else shown)
         if self._foreign:  # tokens outside the model still have ▁ for a space
@@ -76,15 +76,15 @@ class SubwordModel:
         return text.replace("\n", " ")
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Tokens as SentencePiece writes them: ▁ (U+2581) starts a word."""
+        """Return tokens as SentencePiece writes them: ▁ (U+2581) starts a word."""
         return [self._tokens[token] for token in ids]
 
     def ids(self, tokens: Iterable[str]) -> list[int]:
-        """Token ids; UNK_ID for unknown tokens."""
+        """Return token ids; UNK_ID for unknown tokens."""
         return [self._ids.get(token, UNK_ID) for token in tokens]
 
     def require_ids(self, tokens: Sequence[str], field: str) -> list[int]:
-        """Ids of the tokens in the config's ``field``; ``UserError`` for unknown tokens."""
+        """Return token ids for the config's ``field``; ``UserError`` for unknown tokens."""
         for token in tokens:
             if token not in self._ids:
                 raise UserError(
@@ -94,10 +94,10 @@ class SubwordModel:
         return self.ids(tokens)
 
     def split_tag(self, line: str) -> tuple[list[int], str]:
-        """Split a line into its leading tokens, which every segment of it needs, and the rest.
+        """Split a line into its leading tokens, which every segment must repeat, and the rest.
 
-        Leading tokens are any of ``tokenizer.user_defined_symbols``, after a tag like ``>>deu<<``
-        of an imported model.
+        Leading tokens are any of ``tokenizer.user_defined_symbols``, after a tag such as
+        ``>>deu<<`` in an imported model.
         """
         found = self._leading.match(line)
         assert found is not None  # the match may be empty

@@ -28,18 +28,18 @@ _CACHED_WORDS = 2**15
 
 
 def model_proto(model: bytes) -> Any:
-    """The parsed content of a model file: ``pieces``, ``trainer_spec`` and others."""
+    """Return the parsed content of a model file: ``pieces``, ``trainer_spec`` and others."""
     proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
     return proto.ModelProto.FromString(model)
 
 
 def symbols_of(proto: Any) -> list[str]:
-    """A model's user-defined pieces, in order. Text is never split inside them."""
+    """Return a model's user-defined pieces, in order. Text is never split inside them."""
     return [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
 
 
 def any_of(symbols: Iterable[str]) -> str:
-    """A regular expression that matches any of the symbols, preferring the longest."""
+    """Return a regular expression that matches any of the symbols, preferring the longest."""
     return "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
 
 
@@ -71,7 +71,7 @@ class SubwordSampler:
         self._lattice = lru_cache(_CACHED_WORDS)(self._make_lattice)
 
     def sample(self, line: str, generator: random.Random) -> list[str]:
-        """The pieces of one random segmentation of ``line``."""
+        """Draw one random segmentation of ``line`` and return its pieces."""
         text = self._processor.normalize(line)
         pieces: list[str] = []
         for part in [text] if self._symbol is None else self._symbol.split(text):
@@ -95,7 +95,7 @@ class SubwordSampler:
     def _merge(
         self, word: str, until_drop: float = math.inf, generator: random.Random | None = None
     ) -> tuple[list[str], int]:
-        """Byte-pair encoding of a word, best pair first, and the number of merges.
+        """Encode a word with BPE, best pair first; also return the number of merges.
 
         After ``until_drop`` merges, one merge is dropped, and ``generator`` draws the next
         ``until_drop``.
@@ -143,7 +143,7 @@ class SubwordSampler:
         return self._spelled(reversed(parts))
 
     def _make_lattice(self, word: str) -> list[tuple[list[int], list[float]]]:
-        """For each position, the starts of the pieces that end there, and cumulative weights."""
+        """Return, for each position, the starts of pieces that end there and cumulative weights."""
         log_totals = [0.0]  # log of the summed weights of all paths to each position
         lattice: list[tuple[list[int], list[float]]] = [([], [])]
         for position in range(1, len(word) + 1):
@@ -162,7 +162,7 @@ class SubwordSampler:
         return lattice
 
     def _spelled(self, parts: Iterable[str]) -> list[str]:
-        """Parts of a word as pieces. Consecutive unknown characters become one piece, or bytes."""
+        """Convert parts of a word to pieces. Unknown neighbors become one piece, or bytes."""
         pieces: list[str] = []
         for known, run in groupby(parts, self._scores.__contains__):
             if known:

@@ -51,7 +51,7 @@ class Tokenizer:
 
         Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (per side, if
         separate). Raises ``UserError`` if the text is empty or too small for ``config.vocab_size``
-        tokens, or if a model has other ids for PAD, BOS, EOS and UNK.
+        tokens, or if a model's ids of PAD, BOS, EOS and UNK are not 0 to 3.
         """
         if config.model:
             given = {"tokenizer.model": config.model, "tokenizer.target_model": config.target_model}
@@ -70,7 +70,7 @@ class Tokenizer:
 
     @classmethod
     def from_spm(cls, source: Path, target: Path, vocabulary: Sequence[str]) -> Tokenizer:
-        """A tokenizer of two SentencePiece files with one shared vocabulary, as in MarianMT.
+        """Build a tokenizer from two SentencePiece files and one shared vocabulary, as in MarianMT.
 
         ``vocabulary``: the tokens in the order of their ids: PAD, BOS, EOS, UNK, then all others.
         Pieces outside it become UNK.
@@ -87,7 +87,7 @@ class Tokenizer:
         return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
-        """A copy of this tokenizer with missing ``symbols`` added at the end; existing ids stay.
+        """Return a copy with missing ``symbols`` added at the end; existing ids do not change.
 
         As with ``TokenizerConfig.user_defined_symbols``, text is never split inside them.
         """
@@ -135,7 +135,7 @@ class Tokenizer:
 
 
 def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> bytes:
-    """Bytes of a valid model file; ``special_ids`` requires PAD, BOS, EOS and UNK to be 0 to 3."""
+    """Read a valid model file; ``special_ids`` requires PAD, BOS, EOS and UNK to be 0 to 3."""
     said = f"{field} = {str(path)!r}" if field else f"Tokenizer file {str(path)!r}"
     if not path.is_file():
         raise UserError(f"{said} does not exist; expected a SentencePiece model file.")
@@ -158,7 +158,7 @@ def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> by
 
 
 def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
-    """Every k-th pair; k is the smallest power of 2 that leaves at most ``most`` pairs."""
+    """Keep every k-th pair; k is the smallest power of 2 that leaves at most ``most`` pairs."""
     kept: list[tuple[str, str]] = []
     stride = 1
     for index, pair in enumerate(pairs):

@@ -133,7 +133,7 @@ def test_invalid_utf8_names_the_line_or_skips_the_pair(tmp_path, caplog):
 
 
 def test_nothing_to_read():
-    with pytest.raises(UserError, match="kind is 'text' and no file is named; expected source"):
+    with pytest.raises(UserError, match="kind is 'text' and no file is named; set source"):
         read_pairs(PairsConfig())
 
 

@@ -345,7 +345,9 @@ def test_what_is_no_work_directory_of_this_version_is_named(tmp_path: Path) -> N
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text('{"config.json": [1, 2], "progress.json": [3, 4]}')
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"00000005.*earlier version.*load_model of commit ef0d56b"):
+    with pytest.raises(
+        UserError, match=r"00000005.*earlier version.*load_model from commit ef0d56b"
+    ):
         load_model(tmp_path)
 
 

@@ -334,7 +334,7 @@ def test_the_end_chooses_what_is_averaged(
     assert names() == [1] and "has not ended" in caplog.text
     summary = train(config, tmp_path, devices=ONE)
     assert next(remaining, None) is None and summary["averaged_steps"] == names() == averaged
-    described = "mean of 2 checkpoints, {1} to {0}" if len(averaged) > 1 else "checkpoint {}"
+    described = "average of 2 checkpoints, {1} to {0}" if len(averaged) > 1 else "checkpoint {}"
     assert described.format(*averaged) in capsys.readouterr().err
     assert with_dev or "Without data.dev" in caplog.text
     load_model(tmp_path)

@@ -1,11 +1,11 @@
 """The batch plan: the pairs of each step, as a pure function of (corpus, config, seed, step).
 
 An epoch contains every pair once. Rows are grouped into buckets, one for each batch shape. In the
-bucketed layout, a row is one pair. Buckets take pairs from short to long, a whole number of batches
-each. In the packed layout, a row holds several pairs, and there is one bucket. Empty rows pad the
-batches of the last bucket. Each epoch permutes the rows of each bucket, cuts them into batches, and
-shuffles all batches, so every epoch has the same number of batches of each shape. With K stored
-segmentations, epoch e reads segmentation e mod K.
+bucketed layout, a row is one pair. Buckets take pairs from short to long, and each bucket holds a
+whole number of batches. In the packed layout, a row holds several pairs, and there is one bucket.
+Empty rows pad the batches of the last bucket. Each epoch permutes the rows of each bucket, cuts
+them into batches, and shuffles all batches, so every epoch has the same number of batches of each
+shape. With K stored segmentations, epoch e reads segmentation e mod K.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_BATCHES, _OF_ROWS, _OF_PACKING = range(3)
 
 
 class Batch(NamedTuple):
-    """One step's pairs, int32. Sequences end with EOS (the target has no BOS); PAD = 0 follows.
+    """One step's pairs, int32. Sequences end with EOS, followed by PAD = 0. The target has no BOS.
 
     Segment ids number the pairs of a row from 1 and are 0 at padding. Both are None where a row is
     one pair. A row may be empty (all PAD).
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 class BatchPlan:
-    """The batches of a corpus by step. Thread-safe.
+    """The batches of a corpus, indexed by step. Thread-safe.
 
     Memory: about 35 bytes per pair (packed: 70, plus 8 for each further segmentation).
     """
@@ -94,18 +94,18 @@ class BatchPlan:
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def shape(self, step: int) -> tuple[int, int, int]:
-        """(B, S, T) of a step's batch."""
+        """Return (B, S, T) of a step's batch."""
         epoch, at = divmod(step, self.steps_per_epoch)
         bucket, _ = self._epoch(epoch)[at]
         return self.shapes[bucket]
 
     def first_uses(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Shapes of steps ``start`` to ``stop`` - 1, in order of first use."""
+        """Return the shapes of steps ``start`` to ``stop`` - 1, in order of first use."""
         stop = min(stop, start + 2 * self.steps_per_epoch)  # enough to include all shapes
         return list(dict.fromkeys(self.shape(step) for step in range(start, stop)))
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The batch of a step (counted from 0), or only its ``rows``, as NumPy arrays."""
+        """Return the batch of a step (counted from 0), or only its ``rows``, as NumPy arrays."""
         epoch, at = divmod(step, self.steps_per_epoch)
         bucket, row_B = self._epoch(epoch)[at]
         _, S, T = self.shapes[bucket]
@@ -121,7 +121,7 @@ class BatchPlan:
         return Batch(source, target, *([source_segments, target_segments] if self.packed else []))
 
     def _shuffle(self, epoch: int) -> list[tuple[int, np.ndarray]]:
-        """Bucket and rows of each batch of an epoch, in order."""
+        """Return bucket and rows of each batch of an epoch, in order."""
         batches: list[tuple[int, np.ndarray]] = []
         for bucket, rows_KkB in enumerate(self._buckets):
             rows_kB = rows_KkB[epoch % len(rows_KkB)]
@@ -151,13 +151,13 @@ def _fill_rows(
 
 
 def _grouped(group_N: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Members sorted by group, and the start of each group and end of the last one, int32."""
+    """Return members sorted by group, and each group's start with the last group's end, int32."""
     ends = np.cumsum(np.bincount(group_N, minlength=groups), dtype=np.int32)
     return np.argsort(group_N, kind="stable").astype(np.int32), np.append(np.int32(0), ends)
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:
-    """A random permutation of range(n), int32, identical on every platform and NumPy release.
+    """Draw a random permutation of range(n), int32, identical on every platform and NumPy release.
 
     Sorts random bits with the index in their low end. The raw bits of PCG64 are a stable interface;
     NumPy's ``permutation`` is not.

@@ -14,8 +14,8 @@ def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[in
     """Choose at most ``config.buckets`` row widths (S, T), in ascending order, with little padding.
 
     The last width holds all pairs. Starts from equal shares of the pairs, then widens, narrows or
-    drops one bucket at a time while that saves padded positions (S + T per row). Each bucket costs
-    at least one whole batch per epoch, so that a few rare pairs do not get a bucket of their own.
+    drops one bucket at a time as long as that saves positions (S + T per row). Each bucket costs at
+    least one whole batch per epoch, so that a few rare pairs do not get a bucket of their own.
     """
     # histogram[s, t]: number of pairs, over all segmentations, with s source and t target tokens.
     S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
@@ -58,7 +58,7 @@ def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[in
 def fill_buckets(
     lengths_2KN: np.ndarray, widths: list[tuple[int, int]], config: BatchConfig
 ) -> list[tuple[tuple[int, int], np.ndarray]]:
-    """Width (S, T) of each bucket, and the pairs of its batches, int32 [K, batches, B].
+    """Return each bucket's width (S, T) and the pairs of its batches, int32 [K, batches, B].
 
     In each of K segmentations, pairs are sorted by bucket, then by length, and cut into batches.
     The longest pairs of a bucket that do not fill a batch move to the next bucket, and widths adapt
@@ -91,13 +91,13 @@ def fill_buckets(
 
 
 def even_batches(rows: int, most: int, config: BatchConfig) -> tuple[int, int]:
-    """Number of batches of at most ``most`` rows that hold all rows, and rows B of each."""
+    """Return the number of batches that hold all rows, and the number B of rows in each."""
     batches = -(-rows // most)
     return batches, -(-rows // max(batches, 1) // config.row_multiple) * config.row_multiple
 
 
 def packed_shape(longest: list[int], tokens: list[int], config: BatchConfig) -> tuple[int, int]:
-    """(S, T) of packed rows, from the longest sentence and the token count of each side.
+    """Return (S, T) of packed rows, from each side's longest sentence and token count.
 
     Raises ``UserError`` if a sentence is longer than ``config.row_length``.
     """
@@ -115,7 +115,7 @@ def packed_shape(longest: list[int], tokens: list[int], config: BatchConfig) -> 
 
 
 def batch_rows(S: int, T: int, config: BatchConfig) -> int:
-    """Rows B of a batch with row widths S and T; ``UserError`` if the budget holds too few."""
+    """Return the rows B of a batch with widths S, T; ``UserError`` if the budget is too small."""
     longest = max(S, T, 1)
     if rows := config.tokens // longest // config.row_multiple * config.row_multiple:
         return rows

@@ -70,12 +70,12 @@ class Corpus:
         return (len(self.sides[0].offsets) - 1) // self.num_samples
 
     def lengths(self) -> np.ndarray:
-        """Source and target lengths, including EOS: int32 [2, K, N]."""
+        """Return source and target lengths, including EOS: int32 [2, K, N]."""
         lengths = np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides])
         return lengths.reshape(2, self.num_pairs, self.num_samples).swapaxes(1, 2)
 
     def read(self, side: int, pairs: np.ndarray, v: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Concatenated tokens of these pairs in segmentation ``v``, and each sequence's length.
+        """Concatenate the tokens of these pairs in segmentation ``v``; also return the lengths.
 
         ``side``: 0 for the source, 1 for the target.
         """
@@ -89,7 +89,7 @@ class Corpus:
     def from_lists(
         cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
     ) -> Corpus:
-        """A corpus in memory from token ids without EOS, which is added here."""
+        """Build a corpus in memory from token ids without EOS; EOS is added."""
         if len(sources) != len(targets):
             raise UserError(
                 f"There are {len(sources)} sources and {len(targets)} targets; expected equal "
@@ -123,7 +123,7 @@ def build_corpus(
 ) -> Corpus:
     """Tokenize ``text`` into ``directory``, or open the corpus of an earlier identical call.
 
-    Leaves out pairs that are empty, too long, or of too different lengths (in any segmentation).
+    Leaves out pairs that are empty, too long, or too different in length (in any segmentation).
     Raises ``UserError`` if no pair remains. With ``sampling`` (see ``SubwordModel.encode``), draws
     ``num_samples`` segmentations. The result does not depend on ``data.workers``.
     """
@@ -146,8 +146,8 @@ def build_corpus(
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
-                f"The disk of {str(directory)!r} is full; expected space for the tokenized corpus. "
-                "Free some, or set data.cache to a folder on another disk."
+                f"The disk that holds {str(directory)!r} is full, so the tokenized corpus cannot "
+                "be written. Free disk space, or set data.cache to a folder on another disk."
             ) from error
         kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
         _log.info("%s of %s pairs pass the filters.", kept, read)
@@ -155,17 +155,17 @@ def build_corpus(
 
 
 def corpus_folder(workdir: Path, config: Config) -> Path:
-    """The folder that holds all tokenized corpora."""
+    """Return the folder that holds all tokenized corpora."""
     return local_path(config.data.cache) if config.data.cache else workdir / "corpus"
 
 
 def corpus_name(fingerprint: str) -> str:
-    """The folder name of a corpus."""
+    """Return the folder name of a corpus."""
     return fingerprint[:20]
 
 
 def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
-    """The corpus with this fingerprint in ``directory``; None if it is missing or corrupt."""
+    """Open the corpus with this fingerprint in ``directory``; None if it is missing or corrupt."""
     folder = directory / corpus_name(fingerprint)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -13,7 +13,7 @@ from transformer_jax.storage import AnyPath, is_url, kind_of, remote_path
 
 
 def expanded(name: str, root: str = "") -> list[AnyPath]:
-    """The file of this name or, for a glob, all matching files, sorted.
+    """Return the file with this name or, for a glob, all matching files, sorted.
 
     Relative names start from the folder or URL ``root``. The name of an existing file is not a
     glob. Raises ``UserError`` if a glob matches no file.
@@ -43,7 +43,7 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
 
 
 def find_files(config: PairsConfig, root: str) -> list[tuple[AnyPath, AnyPath]]:
-    """The (source, target) files of a text, in order; empty for kinds other than text.
+    """Return the (source, target) files of a text, in order; empty for kinds other than text.
 
     Opens no file. Raises ``UserError`` if a file is missing, or if source and target match
     different numbers of files.

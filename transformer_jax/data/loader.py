@@ -62,7 +62,7 @@ def load_batches(
     start: int = 0,
     stop: int | None = None,
 ) -> Loader:
-    """Prefetch the batches of steps ``start`` to ``stop`` - 1 (None: endless) as jax arrays.
+    """Prefetch the batches of steps ``start`` to ``stop`` - 1 (None: no end) as jax arrays.
 
     ``sharding`` places [B, L] arrays (rows over devices). This process reads only the rows that its
     own devices hold. None: whole batches on the default device.
@@ -77,14 +77,14 @@ def load_batches(
 def abstract_batch(
     shape: tuple[int, int, int], sharding: NamedSharding, *, packed: bool = False
 ) -> Batch:
-    """A batch of this shape (B, S, T) without values, for compilation."""
+    """Return a batch of this shape (B, S, T) without values, for compilation."""
     B, S, T = shape
     source, target = (jax.ShapeDtypeStruct((B, L), np.int32, sharding=sharding) for L in (S, T))
     return Batch(source, target, source, target) if packed else Batch(source, target)
 
 
 def place(arrays: Any, shardings: Any) -> Any:
-    """Global jax arrays from a tree of NumPy arrays that is the same in every process.
+    """Build global jax arrays from a tree of NumPy arrays that is the same in every process.
 
     ``shardings`` is a tree of the same structure.
     """

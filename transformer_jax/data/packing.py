@@ -1,11 +1,11 @@
-"""Packing of several sentence pairs into each row, so that both sides of a row are nearly full.
+"""Pack several sentence pairs into each row so that both sides of a row are nearly full.
 
 A row has S source and T target positions, and a pair takes some of both, so this is bin packing in
 two dimensions. Pairs are dealt like cards, from long to short, in rounds of one pair per row. The
-longest pairs of a round go to the emptiest rows. With many pairs per row, the sums even out, and
-the short pairs of the last rounds fill the gaps. A round is a few array operations, so millions of
-pairs take seconds. All arithmetic is on integers, so the result is the same on every machine. Rows
-hold pairs of all lengths, which keeps batches alike.
+longest pairs of a round go to the emptiest rows. With many pairs per row, row totals become
+similar, and the short pairs of the last rounds fill the gaps. A round is a few array operations, so
+millions of pairs take seconds. All arithmetic uses integers, so the result is the same on every
+machine. Every row holds pairs of all lengths, so batches have similar contents.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ParallelText:
     def __init__(self, config: PairsConfig, root: str = "") -> None:
         if not config.is_given:
             raise UserError(
-                f"kind is {config.kind!r} and no file is named; expected source and target, or "
+                f"kind is {config.kind!r} and no file is named; set source and target, or choose "
                 "another kind."
             )
         self.config, self.root = config, root
@@ -57,7 +57,7 @@ class ParallelText:
     def pairs(
         self, *, invalid_utf8: Literal["error", "skip"] = "error"
     ) -> Iterator[tuple[str, str]]:
-        """The (source, target) sentences in order.
+        """Yield the (source, target) sentences in order.
 
         Invalid UTF-8 on either side raises ``UserError`` or, with "skip", leaves out the pair. A
         warning gives the number of skipped pairs.
@@ -71,8 +71,8 @@ class ParallelText:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the settings and file contents that determine the pairs.
 
-        File names and dates do not matter. Reads only files that have not been read to the end
-        before.
+        File names and dates do not matter. Reads only files that have not already been read to the
+        end.
         """
         config = self.config
         fields: list[Any] = [config.kind, config.source_field, config.target_field, config.split]
@@ -93,7 +93,7 @@ class ParallelText:
 def read_pairs(
     config: PairsConfig, root: str = "", *, invalid_utf8: Literal["error", "skip"] = "error"
 ) -> Iterator[tuple[str, str]]:
-    """The (source, target) sentences that ``config`` describes, in order.
+    """Yield the (source, target) sentences that ``config`` describes, in order.
 
     Relative file names and globs start from ``root``. For TFDS, ``root`` is the folder of prepared
     datasets. Invalid UTF-8 on either side raises ``UserError`` or, with "skip", leaves out the
@@ -103,7 +103,7 @@ def read_pairs(
 
 
 def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
-    """Lines of a file (``.gz`` is decompressed), URL or binary stream, without line endings.
+    """Yield the lines of a file (``.gz``: decompressed), URL or stream, without line endings.
 
     Raises ``UserError`` with file and line number if a line is not UTF-8.
     """
@@ -143,7 +143,7 @@ class _Line(NamedTuple):
 
 @contextmanager
 def _opened(path: AnyPath) -> Iterator[io.BufferedIOBase]:
-    """A file's content, decompressed if its name ends in .gz."""
+    """Open a file, decompressed if its name ends in .gz."""
     name = str(path)
     try:
         with path.open("rb") as file:
@@ -247,12 +247,12 @@ def _read_tfds(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
 
 
 def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
-    """Names of numbers below a million in a fixed random order. Splits do not overlap.
+    """Yield names of numbers below a million in a fixed random order. Splits do not overlap.
 
     On both sides, half of the pairs begin with a capital letter and half end with a period,
     independently of each other. In train, numbers below 2,000 come first, in all four styles, and
-    are repeated by Zipf's law, single digits most often. Such numbers are few, but users try them
-    first.
+    are repeated according to Zipf's law, single digits most often. Such numbers are few, but users
+    try them first.
     """
     random = np.random.RandomState(0)  # a generator with a frozen stream
     order = random.permutation(_NUMBERS)

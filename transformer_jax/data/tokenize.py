@@ -29,8 +29,8 @@ from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
-_FORMAT = 3  # part of the fingerprint; increase it when the same input gives other arrays
-_CHUNK_PAIRS = 8192  # part of the fingerprint too: each chunk is segmented with its own seed
+_FORMAT = 3  # part of the fingerprint; increase it when the arrays for the same input change
+_CHUNK_PAIRS = 8192  # also part of the fingerprint, as each chunk is segmented with its own seed
 
 Pairs = list[tuple[str, str]]
 Flat = tuple[np.ndarray, np.ndarray]
@@ -54,7 +54,7 @@ class TokeniseJob:
     seed: int = 0
 
     def fingerprint(self, text: ParallelText) -> str:
-        """SHA-256 (hex) of the text, the settings and the format."""
+        """Return the SHA-256 (hex) of the text, the settings and the format."""
         data = self.data
         settings: list[object] = [
             (_FORMAT, _CHUNK_PAIRS),
@@ -67,7 +67,7 @@ class TokeniseJob:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     def dtypes(self) -> list[np.dtype]:
-        """Dtypes of source and target tokens."""
+        """Return the dtypes of source and target tokens."""
         sizes = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
@@ -86,7 +86,7 @@ class TokeniseJob:
         return TokenisedChunk(sides, len(pairs))
 
     def _passes(self, pairs: Pairs, lengths: list[np.ndarray]) -> np.ndarray:
-        """Mask of the pairs that pass the filters in every segmentation: bool [N].
+        """Return a mask of the pairs that pass the filters in every segmentation: bool [N].
 
         All segmentations thus hold the same pairs.
         """
@@ -102,7 +102,7 @@ class TokeniseJob:
 
 
 def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
-    """All tokens concatenated, with EOS after each sequence, and int32 lengths that count EOS."""
+    """Concatenate all tokens, with EOS after each sequence; also return int32 lengths with EOS."""
     sequences = list(sequences)
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
     ended = chain.from_iterable(chain(sequence, (EOS_ID,)) for sequence in sequences)
@@ -110,7 +110,7 @@ def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
 
 
 def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, Pairs]]:
-    """Numbered chunks of a fixed number of pairs."""
+    """Yield numbered chunks of a fixed number of pairs."""
     pairs = iter(pairs)
     return enumerate(iter(lambda: list(islice(pairs, _CHUNK_PAIRS)), []))
 
@@ -118,7 +118,7 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, Pairs]]:
 def tokenised(
     pairs: Iterable[tuple[str, str]], job: TokeniseJob
 ) -> Generator[TokenisedChunk, None, None]:
-    """Tokenize chunks, in worker processes if there are several, and yield them in order."""
+    """Tokenize chunks and yield them in order. Several chunks are tokenized in worker processes."""
     chunks, workers = _chunks(pairs), job.data.workers or num_cores()
     head = list(islice(chunks, workers))
     if len(head) > 1:

@@ -187,10 +187,10 @@ class MultiHeadAttention(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Attend from the queries to the memory, or to themselves without a memory: [B, T, D].
+        """Attend from the queries to the memory or, if it is None, to the queries: [B, T, D].
 
         The mask has the form that ``dot_product_attention`` expects. If the attribute
-        ``sow_weights`` is True, ``nnx.capture`` finds the weights.
+        ``sow_weights`` is True, ``nnx.capture`` collects the attention weights.
         """
         # Before the queries: gradients are summed in reverse order, which affects their rounding.
         k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)

@@ -26,8 +26,8 @@ MASKED = -1e30
 def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
     """Return True if ``short_attention`` is faster than plain attention compiled by XLA.
 
-    That holds on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention is
-    not an option: its gradients are wrong for fully masked queries, as in padding.
+    It is faster on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention
+    is not an option: its gradients are wrong for fully masked queries, as in padding.
     """
     (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
     return (
@@ -114,7 +114,7 @@ def _backward_kernel(T: int, S: int, mask_ref: Any, *refs: Any) -> None:
 
 
 def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-    """Softmax weights in float32, 0 past the last key, and the mask of allowed positions."""
+    """Return float32 softmax weights, 0 past the last key, and the mask of allowed positions."""
     scores_TS = _dot(q_TK, k_SK, (1, 1)) * q_TK.shape[1] ** -0.5
     allowed_TS = _load(mask_ref, T, S) != 0
     scores_TS = jnp.where(allowed_TS, scores_TS, MASKED)
@@ -126,7 +126,7 @@ def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.A
 
 
 def _inside(shape: tuple[int, ...], rows: int, columns: int) -> jax.Array | None:
-    """Mask of the block's elements that lie inside the array; None if all do."""
+    """Return the mask of the block's elements inside the array, or None if all are inside."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return None if shape == (rows, columns) else (row < rows) & (column < columns)
 

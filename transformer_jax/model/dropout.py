@@ -20,7 +20,7 @@ class DropoutKeys:
     """
 
     def __init__(self, key: jax.Array, drawn: Sequence[jax.Array] = ()):
-        """``drawn``: all masks, if drawn ahead."""
+        """``drawn``: all masks, if they were drawn in advance."""
         if not isinstance(key, jax.Array):
             raise UserError(
                 f"dropout_key has type {type(key).__name__}; expected a random key, for example "
@@ -48,7 +48,7 @@ def as_keys(key: DropoutKey) -> DropoutKeys | None:
 
 
 def drawn_ahead(run: Callable[[DropoutKeys], Any], key: jax.Array) -> DropoutKeys:
-    """Draw all masks of ``run`` ahead, in one call for each shape and rate.
+    """Draw all masks of ``run`` in advance, in one call for each shape and rate.
 
     All masks stay in memory, at 2 bits per element. ``run`` is traced an extra time.
     """
@@ -80,7 +80,7 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
 
 
 def kept(shape: tuple[int, ...], rate: float, key: DropoutKey) -> jax.Array:
-    """Mask of elements to keep, bool of this shape; ``key`` as in ``dropout``."""
+    """Return the mask of elements to keep, bool of this shape; ``key`` as in ``dropout``."""
     if not isinstance(key, jax.Array):
         keys = as_keys(key)
         assert keys is not None
@@ -91,12 +91,12 @@ def kept(shape: tuple[int, ...], rate: float, key: DropoutKey) -> jax.Array:
 
 
 def scale_up(rate: float) -> float:
-    """Scale factor of kept elements."""
+    """Return the scale factor for kept elements."""
     return 65536 / (65536 - _threshold(rate))
 
 
 def _kept_quarters(key: jax.Array, shape: tuple[int, ...], rate: float) -> list[jax.Array]:
-    """Masks of the four quarters of the last axis: bool [..., last / 4], rounded up.
+    """Draw masks for the four quarters of the last axis: bool [..., last / 4], rounded up.
 
     Each element uses 16 random bits. Interleaving the quarters would cost a sixth of a training
     step on a TPU.
@@ -111,7 +111,7 @@ def _kept_quarters(key: jax.Array, shape: tuple[int, ...], rate: float) -> list[
 
 @jax.named_scope("dropout")
 def _masks(keys_N: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """Masks of several keys: bool [N, *shape]."""
+    """Draw one mask for each key: bool [N, *shape]."""
     quarters = jax.vmap(partial(_kept_quarters, shape=shape, rate=rate))(keys_N)
     packed = sum((each.astype(jnp.uint8) << i for i, each in enumerate(quarters)), jnp.uint8(0))
     # The barrier makes XLA store four elements per byte instead of the random words.

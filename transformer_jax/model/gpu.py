@@ -21,7 +21,7 @@ def runs_kernels() -> bool:
 
 
 def shares() -> tuple[int, int] | None:
-    """Number of shards of rows and of heads in a training step; None if unknown.
+    """Return the number of row shards and head shards in a training step; None if unknown.
 
     With unknown shards, XLA would all-gather a kernel's inputs.
     """

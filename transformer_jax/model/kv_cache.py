@@ -1,9 +1,9 @@
 """The key/value cache (KV cache) of the decoder, and attention over it.
 
 On CPUs and TPUs, ``_attend_to_blocks`` attends to all slots of a sentence under a mask. It skips
-blocks that no sentence uses, as reading the cache dominates the cost of attention. On GPUs, which
-are bound by memory and kernel launches, ``_attend_to_gathered`` reads the history of each
-hypothesis, over a number of positions chosen before the step.
+blocks that no sentence uses, as reading the cache dominates the cost of attention. On GPUs, where
+memory access and kernel launches take the most time, ``_attend_to_gathered`` reads the history of
+each hypothesis, over a number of positions chosen before the step.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _NOT_WRITTEN = -1
 # more, XLA launches a block of 1,024 threads, most of them idle.
 _MULTIPLE = 16
 # End positions of the blocks (self-attention, cross-attention). From position 64 on, each block is
-# as long as all earlier blocks together, as skipping a block has a cost too. A GPU has one block.
+# as long as all earlier blocks together, because skipping a block also takes time. A GPU has one
+# block.
 _LONG = [64 << i for i in range(20)]
 _ENDS = {
     "cpu": ([16, 32, 48, *_LONG], [32, *_LONG]),
     "tpu": (_LONG, _LONG),
     "gpu": ([], []),
 }
-# On a GPU, a step may attend to fewer positions: ``_SHORTEST``, twice that, and so on, up to
-# ``_MOST`` of the capacity. Each length is compiled separately.
+# On a GPU, a step may attend to fewer positions: ``_SHORTEST``, twice as many, and so on, up to the
+# fraction ``_MOST`` of the capacity. Each length is compiled separately.
 _SHORTEST = 32
 _MOST = 3 / 4
 
@@ -71,7 +72,7 @@ class DecoderCache:
 
     @property
     def needed_B(self) -> jax.Array:
-        """Number of source and target positions that the next step of each sentence needs."""
+        """Number of source and target positions that each sentence's next step needs."""
         positions_1S = jnp.arange(1, self.source_mask_BS.shape[1] + 1, dtype=jnp.int32)[None]
         of_source_B = jnp.where(self.source_mask_BS, positions_1S, 0).max(axis=1)
         return jnp.maximum(of_source_B, self.position_B + 1)
@@ -84,7 +85,7 @@ class DecoderCache:
     def replace_rows(self, rows_R: jax.Array, fresh: DecoderCache) -> DecoderCache:
         """Put the R new sentences of ``fresh`` into rows ``rows_R``.
 
-        A row number of B is skipped. Only the source arrays of ``fresh`` are read. Old
+        A row number equal to B is skipped. Only the source arrays of ``fresh`` are read. Old
         self-attention keys and values stay, masked. In blocks, old values become 0: an infinite
         value times a weight of 0 would be NaN.
         """
@@ -105,7 +106,7 @@ class DecoderCache:
         )
 
     def cleared(self) -> DecoderCache:
-        """Empty cache of the same capacity. Old entries stay, masked."""
+        """Return an empty cache of the same capacity. Old entries stay, masked."""
         return dataclasses.replace(
             self,
             source_mask_BS=jnp.zeros_like(self.source_mask_BS),
@@ -122,7 +123,7 @@ class DecoderCache:
         return jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT)
 
     def layers(self, length: int | None = None) -> list[LayerAttention]:
-        """Attention of each layer in the next step, over the first ``length`` positions or all."""
+        """Return each layer's attention in the next step; ``length`` limits the positions."""
         seen: tuple[jax.Array, ...]
         batch, beam_size, _ = self.ancestors_BWT.shape
         if self.gathers:
@@ -168,7 +169,7 @@ class LayerAttention:
     own: Block = ()
 
     def to_history(self, q_BWHK: jax.Array, k_BWHK: jax.Array, v_BWHK: jax.Array) -> jax.Array:
-        """Self-attention from the newest tokens to the history, which they join."""
+        """Attend from the newest tokens to the cached tokens and to themselves."""
         self.own = _block(k_BWHK, v_BWHK, joined=self.cache.gathers)
         if not self.cache.gathers:
             return _attend_to_blocks(q_BWHK, self.history, self.seen[0], self.own)
@@ -182,7 +183,7 @@ class LayerAttention:
         return _attend_to_gathered(q_BWHK, kv_BWHTJ, is_written_BT)
 
     def to_source(self, q_BWHK: jax.Array) -> jax.Array:
-        """Cross-attention to the source."""
+        """Attend from the newest tokens to the source."""
         mask = self.seen[-1]
         if not self.cache.gathers:
             return _attend_to_blocks(q_BWHK, self.source, mask)
@@ -198,7 +199,7 @@ def empty_cache(
     max_length: int,
     source_capacity: int = 0,
 ) -> DecoderCache:
-    """Empty cache for ``max_length`` steps; later steps are dropped silently.
+    """Create an empty cache for ``max_length`` steps; later steps are dropped silently.
 
     Args:
       cross: cross-attention keys and values of each layer, [B, S, H, K].
@@ -236,7 +237,7 @@ def _block(keys: jax.Array, values: jax.Array, *, joined: bool) -> Block:
 
 
 def _written(blocks: Sequence[Block], own: Block, position_B: jax.Array) -> tuple[Block, ...]:
-    """History with the newest keys and values, [B, W, H, K], written at these positions."""
+    """Write the newest keys and values, [B, W, H, K], into the history at these positions."""
     beam_size = own[0].shape[1]
     rows_B1 = jnp.arange(len(position_B))[:, None]
     slots_BW = position_B[:, None] * beam_size + jnp.arange(beam_size, dtype=jnp.int32)[None]
@@ -255,7 +256,7 @@ def _written(blocks: Sequence[Block], own: Block, position_B: jax.Array) -> tupl
 def _attend_to_blocks(
     q_BWHK: jax.Array, blocks: Sequence[Block], mask_BHLW: jax.Array, own: Block | None = None
 ) -> jax.Array:
-    """Attention (equation 1) of each hypothesis over its visible cached positions: [B, W, H, K].
+    """Attend (equation 1) from each hypothesis to its visible cached positions: [B, W, H, K].
 
     In self-attention ``own``, the newest key and value, is separate from the cache: the cache is
     read before it is written, so XLA updates it in place. The last axis of the weights is the
@@ -306,7 +307,7 @@ def _attend_to_blocks(
 
 
 def _attend_to_gathered(q_BWHK: jax.Array, kv_BWHLJ: jax.Array, mask_BL: jax.Array) -> jax.Array:
-    """Attention (equation 1) of each hypothesis, [B, W, H, K]; axis W of ``kv_BWHLJ`` may be 1.
+    """Attend (equation 1) from each hypothesis, [B, W, H, K]; axis W of ``kv_BWHLJ`` may be 1.
 
     XLA compiles four kernels: scores, softmax, and the weighted sum in two. Matmuls are written as
     sums, which XLA fuses with the gather, so that no gathered array is written to memory. Einsums

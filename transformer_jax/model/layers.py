@@ -19,7 +19,7 @@ from transformer_jax.model.positions import sinusoidal_positions
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """Data type of matmuls; ``auto`` is float32 on a CPU and bfloat16 elsewhere."""
+    """Return the data type of matmuls; ``auto`` is float32 on a CPU and bfloat16 elsewhere."""
     if config.dtype == "auto":
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.dtype)
@@ -35,7 +35,7 @@ class Embedding(nnx.Module):
     """Token embeddings times sqrt(d_model), plus positional encodings (sections 3.4 and 3.5)."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Matrices are drawn from N(0, d_model^-1); the token matrix is [V, D]."""
+        """Draw the matrices from N(0, d_model^-1); the token matrix is [V, D]."""
         self.matrix = embedding_matrix(vocab_size, config.d_model, rngs)
         self.position_matrix = (
             embedding_matrix(config.max_positions, config.d_model, rngs)
@@ -198,7 +198,7 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """Map [B, T, D] to [B, T, D]; no dropout without a key.
 
-        With a ``cache``, run one decoding step of T hypotheses of each sentence. The KV cache
+        With a ``cache``, run one decoding step with T hypotheses for each sentence. The KV cache
         replaces memory and masks.
         """
         keys = as_keys(dropout_key)

@@ -148,7 +148,7 @@ def _kept(x_LD: jax.Array, keep_LD: jax.Array, factor: float) -> jax.Array:
 
 
 def _inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
-    """Mask of the block's rows that lie inside the array; None if all do."""
+    """Return the mask of the block's rows inside the array, or None if all are inside."""
     if count % shape[0] == 0:
         return None
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)

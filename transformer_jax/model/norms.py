@@ -18,7 +18,7 @@ class LayerNorm(nnx.Module):
     """Layer normalization over the last axis, computed in float32, returned in the input's type."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6, use_bias: bool = True):
-        """Scale starts at 1, bias at 0."""
+        """Initialize the scale to 1 and the bias to 0."""
         self.scale = nnx.Param(jnp.ones((d_model,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((d_model,), jnp.float32)) if use_bias else None
         self.epsilon = epsilon
@@ -59,7 +59,7 @@ def _normalised_jvp(
 
 
 def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Mean and 1 / standard deviation over D."""
+    """Return mean and 1 / standard deviation over D."""
     mean_BL1 = x_BLD.mean(axis=-1, keepdims=True)
     variance_BL1 = jnp.square(x_BLD - mean_BL1).mean(axis=-1, keepdims=True)
     return mean_BL1, jax.lax.rsqrt(variance_BL1 + epsilon)
@@ -69,7 +69,7 @@ class RMSNorm(LayerNorm):
     """RMS norm, x / sqrt(mean(x^2)) times a scale (Zhang and Sennrich, 2019), in float32."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6):
-        """Scale starts at 1."""
+        """Initialize the scale to 1."""
         super().__init__(d_model, epsilon=epsilon, use_bias=False)
 
     def normalised(self, x_BLD: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from transformer_jax.errors import UserError
 
 
 def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleaved") -> np.ndarray:
-    """Sinusoidal positional encodings, float32 [length, d_model] (section 3.5).
+    """Return sinusoidal positional encodings, float32 [length, d_model] (section 3.5).
 
     ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the
     same, as in the paper. ``split``: all sines, then all cosines, with tensor2tensor's wavelengths
@@ -26,7 +26,7 @@ def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleave
 
 
 def segment_positions(segments_BL: jax.Array) -> jax.Array:
-    """Positions within each segment, int32 [B, L]: 0 1 2 0 1 for segments 1 1 1 2 2."""
+    """Return positions within each segment, int32 [B, L]: 0 1 2 0 1 for segments 1 1 1 2 2."""
     index_1L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)[None]
     is_start_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
     return index_1L - jax.lax.cummax(jnp.where(is_start_BL, index_1L, 0), axis=1)

@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Parameters are drawn from ``rngs``."""
+        """Draw the parameters with ``rngs``."""
         self.config = config
         self.target_embedding = Embedding(config.vocab_size, config, rngs=rngs)
         self.source_embedding = (
@@ -119,7 +119,7 @@ class Transformer(nnx.Module):
         target_BT: jax.Array,
         **options: Any,
     ) -> jax.Array:
-        """Logits of each target token given the source and earlier tokens: float32 [B, T, V].
+        """Compute logits of each target token given source and earlier tokens: float32 [B, T, V].
 
         Arguments are the same as for ``hidden``.
         """
@@ -134,7 +134,7 @@ class Transformer(nnx.Module):
         target_segments_BT: jax.Array | None = None,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Decoder output [B, T, D], for ``logits`` or a loss with its own softmax.
+        """Compute the decoder output [B, T, D] for ``logits`` or a loss that includes the softmax.
 
         Args:
           source_BS: token ids, padded with PAD_ID at the end.
@@ -167,7 +167,7 @@ class Transformer(nnx.Module):
         )
 
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
-        """Attention weights of all layers and heads, one sentence per row, without dropout.
+        """Compute attention weights of all layers and heads, one sentence per row, without dropout.
 
         Under ``jit``, only the layers and heads that are used are computed. Arguments are the same
         as for ``hidden``.
@@ -188,7 +188,7 @@ class Transformer(nnx.Module):
         )
 
     def cross_attention(self, source_BS: jax.Array, target_BT: jax.Array, layer: int) -> jax.Array:
-        """Cross-attention weights of a decoder layer, averaged over heads: [B, T, S]."""
+        """Compute cross-attention weights of a decoder layer, averaged over heads: [B, T, S]."""
         return self.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
 
     def encode(
@@ -245,7 +245,7 @@ class Transformer(nnx.Module):
         max_length: int,
         source_capacity: int = 0,
     ) -> DecoderCache:
-        """Empty KV cache with cross-attention keys and values, computed here once per sentence.
+        """Create an empty KV cache that holds the cross-attention keys and values of the source.
 
         Args:
           source_mask_BS: bool, True for real source tokens.
@@ -289,14 +289,14 @@ class AbstractModel(NamedTuple):
 
 @lru_cache(maxsize=32)
 def abstract_model(config: ModelConfig) -> AbstractModel:
-    """Abstract model of this config, cached because it takes as long as tracing a step."""
+    """Build the abstract model of this config; cached, as it takes as long as tracing a step."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(model, nnx.Param)
     return AbstractModel(graph, nnx.to_pure_dict(parameters))
 
 
 def with_cast_weights(model: Transformer) -> Transformer:
-    """Copy of the model for a decoding loop, with matrices stored in ``compute_dtype``.
+    """Copy the model for a decoding loop, with matrices stored in ``compute_dtype``.
 
     Outputs are bit-exactly the same. On a GPU, XLA would otherwise cast every matrix in each step.
     """
@@ -312,10 +312,10 @@ def with_cast_weights(model: Transformer) -> Transformer:
 
 
 def _draws_ahead(config: ModelConfig) -> bool:
-    """Return True if dropout masks are drawn ahead: on GPUs, without ``remat``.
+    """Return True if dropout masks are drawn in advance: on GPUs, without ``remat``.
 
-    A CPU's caches would not hold the masks, a TPU would move them across lanes, and ``remat`` is
-    for saving memory.
+    A CPU's caches could not hold the masks, a TPU would move them across lanes, and with ``remat``
+    they would use the memory that it saves.
     """
     return not config.remat and jax.default_backend() == "gpu"
 

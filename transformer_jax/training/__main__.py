@@ -26,8 +26,8 @@ class Arguments:
     folder or a URL (s3://, gs://, ...)."""
     config: str = ""
     """Name of a recipe in configs/, such as multi30k or, with an argument, table3:C-N2; a Python
-    recipe file, which is executed, so use only files you trust; or a work directory's config.json.
-    Sets the defaults of all other flags. '': the paper's base model."""
+    recipe file (it is executed, so use only files that you trust); or a work directory's
+    config.json. Sets the defaults of all other flags. '': the paper's base model."""
     allow_changes: bool = False
     """Resume with different values of batch.*, optimizer.*, dropout, label smoothing, R-Drop,
     dtype, matmul_precision, remat or start_from, or of steps if the learning rate depends on it."""

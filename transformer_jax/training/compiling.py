@@ -51,8 +51,8 @@ class CompileAhead:
         self._steps = {shape: self._pool.submit(self._compile, shape) for shape in shapes}
 
     def wait(self, shape: tuple[int, int, int], poll: Callable[[str], None]) -> Any:
-        """Wait for the compiled step of this shape. Until it is ready, ``poll`` gets the progress
-        of compilation ten times a second, and may raise.
+        """Wait for the compiled step of this shape. Until it is ready, ``poll`` receives the
+        compilation progress ten times a second; it may raise.
 
         Raises the compiler's error for any shape, or ``UserError`` if a shape does not fit into
         memory.
@@ -85,7 +85,7 @@ class CompileAhead:
         except jax.errors.JaxRuntimeError as error:
             if not (self._on_gpu and "RESOURCE_EXHAUSTED" in str(error)):
                 raise
-            # Autotuning uses the memory that running steps leave free; later there may be more.
+            # Autotuning uses the memory that running steps leave free; more may be free later.
             log.warning("Out of memory while compiling the %s; it is compiled again on use.", name)
             return train_step
         needed = memory_needed(step) + bytes_on_device(state)  # a copy is saved while steps run
@@ -99,13 +99,13 @@ class CompileAhead:
 
 
 def memory_limit(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes that JAX may use on each device; None if unknown."""
+    """Return the bytes that JAX may use on each device, or None if unknown."""
     [device, *_] = [each for each in devices if each.process_index == jax.process_index()]
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def memory_needed(compiled: jax.stages.Compiled) -> int:
-    """Bytes on each device while a function runs: arguments, results and temporaries."""
+    """Return a running function's bytes per device: arguments, results and temporaries."""
     sizes = compiled.memory_analysis()
     if sizes is None:  # unknown on some backends
         return 0
@@ -118,7 +118,7 @@ def memory_needed(compiled: jax.stages.Compiled) -> int:
 
 
 def bytes_on_device(arrays: Any) -> int:
-    """Bytes per device of a tree of arrays or abstract arrays."""
+    """Return the bytes per device of a tree of arrays or abstract arrays."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)

@@ -1,6 +1,6 @@
 """Evaluation during training: dev loss, dev BLEU with beam search, and test set scores.
 
-Evaluation uses all devices of all processes.
+Evaluation uses all devices in all processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformer_jax.training.step import Parameters
 
 log = logging.getLogger(__name__)
 
-_EVALUATION_SHAPES = 4  # few, as each is compiled for a few batches only
+_EVALUATION_SHAPES = 4  # few, because each one is compiled for only a few batches
 _BATCHES_BETWEEN_POLLS = 20  # while translating
 
 
@@ -128,7 +128,7 @@ class Evaluator:
         return jax.tree.map(lambda x: x.addressable_data(0), everywhere)
 
     def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        """Translate the sources; of n processes, each translates every n-th line."""
+        """Translate the sources; with n processes, each one translates every n-th line."""
         assert self._translator is not None
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
         lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]
@@ -144,8 +144,8 @@ class Evaluator:
 
 
 def evaluation_plan(corpus: Corpus, config: Config) -> BatchPlan:
-    """Batches for the loss on a whole corpus, in one epoch. They are as large as a training
-    microbatch, to fit into memory, or as large as the longest sentence requires.
+    """Plan the batches for the loss on a whole corpus, in one epoch. They are as large as a
+    training microbatch, to fit into memory, or as large as the longest sentence requires.
     """
     rows, longest = config.batch.row_multiple, int(corpus.lengths().max())
     tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)

@@ -34,8 +34,8 @@ _STUCK_SECONDS = 600.0
 
 
 class TrainingError(RuntimeError):
-    """Error that ends training: a loss that stays non-finite, exhausted memory, or lost processes.
-    The run can resume from the last checkpoint.
+    """Error that ends training: a loss that stays non-finite, exhausted memory, or lost contact
+    with other processes. The run can resume from the last checkpoint.
     """
 
 
@@ -52,15 +52,15 @@ def train(
     the run early.
 
     Args:
-      workdir: a folder or a URL. Several processes need a folder that all of them share, or
-        gs://.
+      workdir: a folder or a URL. With several processes: a shared folder or a gs:// URL.
       devices: devices to train on; default: all.
       allow_changes: resume even if ``changeable`` settings (``resuming.py``) differ; otherwise a
         run keeps its config.
 
     Raises:
-      UserError: invalid settings or input, no disk space for the first or the last checkpoint.
-      TrainingError: the loss stays non-finite, memory is exhausted, other processes are gone.
+      UserError: invalid settings or input, or no disk space for the first or last checkpoint.
+      TrainingError: the loss stays non-finite, memory is exhausted, or contact with other processes
+        is lost.
     """
     with (
         _Watch() as watch,
@@ -159,7 +159,7 @@ class _Loop:
         return due and "dev" in self._run.corpora
 
     def _evaluate(self) -> bool:
-        """Evaluate on the dev set; returns True if early stopping triggers."""
+        """Evaluate on the dev set; return True if early stopping triggers."""
         number = -(-self._step // self._config.training.eval_every)
         self._reporter.show(status=f"evaluating step {self._step}")
         self._watch.poll(f"evaluation after step {self._step}")

@@ -55,9 +55,9 @@ def smoothed_cross_entropy(
 ) -> LossSums:
     """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
-    The target distribution is (1 - epsilon) one-hot + epsilon / V. Logits exist for a few target
-    positions at a time. The same pass computes the gradient of ``loss``, so that no logits are
-    recomputed. The gradient of ``nll`` takes another pass.
+    The target distribution is (1 - epsilon) one-hot + epsilon / V. Logits are computed for only a
+    few target positions at a time. The same pass computes the gradient of ``loss``, so no logits
+    are recomputed. The gradient of ``nll`` needs another pass.
 
     Args:
       hidden_BTD: the decoder output; matmuls run in its data type.
@@ -197,7 +197,7 @@ def _on_device(
 
 
 def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: int) -> int:
-    """Number of chunks for this many positions on a device.
+    """Return the number of chunks for this many positions on a device.
 
     On a CPU a small chunk stays in the cache, but each chunk reads and writes V x D matrices.
     Accelerators need thousands of positions at a time: for short chunks XLA splits the matmuls and
@@ -245,7 +245,7 @@ def _from_logits(
 
 
 def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Maximum, log-sum-exp and probabilities of each row."""
+    """Return maximum, log-sum-exp and probabilities of each row."""
     if backend == "gpu":  # reading the logits takes longer than computing exponentials
         top_L, total_L = _max_and_sum_of_exp(logits_LV)
         log_total_L = top_L + jnp.log(total_L)
@@ -257,7 +257,7 @@ def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, 
 
 
 def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Maximum m and sum of exp(x - m) of each row, in one pass over ``x_LV``."""
+    """Return maximum m and sum of exp(x - m) of each row, in one pass over ``x_LV``."""
 
     def join(a: _MaxAndSum, b: _MaxAndSum) -> _MaxAndSum:
         (a_max, a_sum), (b_max, b_sum) = a, b
@@ -276,7 +276,7 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _divergence(log_probs_LV: jax.Array, probs_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """KL divergence of each row and its gradient with respect to the logits.
+    """Return each row's KL divergence and its gradient with respect to the logits.
 
     The first half of the rows holds p and gives KL(p, q); the second half holds q and gives
     KL(q, p).

@@ -16,7 +16,7 @@ from transformer_jax.sharding import parameter_name
 def learning_rate_schedule(
     config: OptimizerConfig, d_model: int, steps: int | None = None
 ) -> optax.Schedule:
-    """Linear warm-up, then decay; by default equation 3 of the paper.
+    """Build a schedule with linear warm-up, then decay; by default equation 3 of the paper.
 
     Equation 3 is d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5). The config may set
     another peak or decay. The paper counts steps from 1, optax from 0: the schedule adds one.
@@ -53,9 +53,10 @@ def learning_rate_schedule(
 def make_optimizer(
     config: OptimizerConfig, d_model: int, steps: int | None = None
 ) -> optax.GradientTransformation:
-    """Clipping, Adam, decoupled weight decay on matrices, and the learning rate schedule.
+    """Combine clipping, Adam, decoupled weight decay on matrices, and the learning-rate schedule.
 
-    The state has the same structure for all settings, so that a run can resume with changed ones.
+    The state has the same structure for all settings, so that a run can resume with changed
+    settings.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
@@ -71,7 +72,7 @@ def make_optimizer(
 
 
 def _matrices(parameters: Any) -> Any:
-    """Mask of the matrices; attention biases are excluded, although they have a head axis."""
+    """Return a mask of the matrices, without attention biases, which have a head axis."""
 
     def is_matrix(path: tuple[Any, ...], parameter: Any) -> bool:
         return parameter.ndim > 1 and parameter_name(path).rpartition(".")[2] != "bias"

@@ -100,13 +100,14 @@ def prepare(
     devices: Sequence[jax.Device] | None = None,
     allow_changes: bool = False,
 ) -> Iterator[Prepared]:
-    """Prepare a run and lock its work directory while the context lasts. Arguments as in ``train``.
+    """Prepare a run and lock its work directory while the context lasts.
 
-    With several processes, all call this together and get the same result.
+    Takes the same arguments as ``train``. With several processes, all call this together and get
+    the same result.
 
     Raises:
-      UserError: any problem with settings, text or work directory that would fail later. The config
-        of an earlier run stays unchanged.
+      UserError: a problem with settings, text or work directory that would stop training later. An
+        earlier run's config is not changed.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEWEST_FILES:
@@ -239,8 +240,8 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
     data, training = config.data, config.training
     if not data.train.is_given:
         raise UserError(
-            "No training data is given; expected data.train.source and data.train.target (text "
-            "files), another data.train.kind, or a --config."
+            "No training data is given; set data.train.source and data.train.target (text "
+            "files), choose another data.train.kind, or pass a --config."
         )
     names = ("train", "dev", "test") if is_first() else ("dev", "test")
     given = [name for name in names if getattr(data, name).is_given]
@@ -264,8 +265,8 @@ def prepare_tokenizer(
     """Load the tokenizer of the newest checkpoint. Without a checkpoint, take the tokenizer of the
     checkpoints to start from, or train one on the text.
 
-    The file ``tokenizer.origin`` records the text or tokenizer that this one was made from, and the
-    settings. Until the first checkpoint, a change of either makes a new tokenizer.
+    The file ``tokenizer.origin`` records the settings and the text or tokenizer that this tokenizer
+    was made from. Until the first checkpoint, changing any of these creates a new tokenizer.
     """
     folder, tokenizer = place.folder, None
     if newest is not None:
@@ -316,7 +317,7 @@ def _resume(
 
 
 def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
-    """Initial state: random parameters, or the average of the checkpoints to start from."""
+    """Create the initial state, from random parameters or the average of the start checkpoints."""
     state = functions.init()
     if not start:
         return state
@@ -329,7 +330,7 @@ def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
 
 
 def _start_checkpoints(config: Config) -> list[Path]:
-    """Checkpoints that ``training.start_from`` names, chosen as in ``load_model``.
+    """Return the checkpoints that ``training.start_from`` names, chosen as in ``load_model``.
 
     Raises ``UserError`` if none exists, or if their model settings differ from ``config.model``.
     """
@@ -352,6 +353,6 @@ def _start_checkpoints(config: Config) -> list[Path]:
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Extend a parameter with the mean of its rows for each token added to the vocabulary."""
+    """Append a row, the mean of all rows, for each token added to the vocabulary."""
     missing = np.subtract(abstract.shape, values_VD.shape)
     return np.pad(values_VD, [(0, count) for count in missing], mode="mean")

@@ -43,7 +43,7 @@ class Progress:
             self.since_best += 1
 
     def forget_other_best(self, selected: str) -> None:
-        """Forget the best evaluation so far if it is not comparable with later ones."""
+        """Forget the best evaluation so far if later evaluations cannot be compared with it."""
         if self.selected != selected:
             log.info("The dev set or training.select_by has changed: the best result is reset.")
             self.best_step, self.best, self.since_best = None, {}, 0
@@ -51,6 +51,6 @@ class Progress:
 
 
 def selection(config: Config, corpora: Mapping[str, Corpus]) -> str:
-    """Criterion and dev set of the best evaluation; results on another dev set do not compare."""
+    """Identify the metric and dev set that select the best checkpoint, for comparison later."""
     dev = corpora["dev"].fingerprint if "dev" in corpora else ""
     return f"{config.training.select_by} on {dev}"

@@ -27,7 +27,7 @@ from transformer_jax.training.step import StepMetrics
 
 
 def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
-    """Per-token metrics from summed losses: loss (label-smoothed), nll, perplexity, accuracy."""
+    """Compute per-token loss (label-smoothed), nll, perplexity and accuracy from sums."""
     count = float(sums.tokens) or math.nan
     nll = float(sums.nll) / count
     return {
@@ -39,7 +39,7 @@ def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
 
 
 class Meter:
-    """Running totals in ``progress``, and means over the steps since the last log entry."""
+    """Running totals in ``progress``, and averages over the steps since the last log entry."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -61,7 +61,7 @@ class Meter:
         self._since = now
 
     def entry(self, waited: float) -> dict[str, Any]:
-        """Means since the last entry; NaN if all steps were skipped.
+        """Return the averages since the last entry; NaN if all steps were skipped.
 
         ``waited``: total seconds that the loop has waited for data.
         """
@@ -82,8 +82,8 @@ class Reporter:
     """Writer of metrics.jsonl, TensorBoard and stderr. Only the first process writes."""
 
     def __init__(self, workdir: Path, *, steps: int, start_step: int):
-        """Drop entries of an interrupted run after the checkpoint of ``start_step``; this run
-        writes them again.
+        """Drop the entries that an interrupted run wrote after saving step ``start_step``, because
+        this run writes them again.
         """
         path = workdir / "metrics.jsonl"
         if is_first():
@@ -169,7 +169,7 @@ class _Board:
     """
 
     def __init__(self, folder: Path, *, purge_step: int):
-        """TensorBoard hides older events from ``purge_step`` onward."""
+        """Make TensorBoard hide older events at step ``purge_step`` and later."""
         # tensorboardX would import PyTorch if installed, which takes two seconds and much memory.
         hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
         try:
@@ -196,7 +196,7 @@ class _Board:
 
 
 def _truncate(path: Path, last_step: int) -> None:
-    """Keep the entries up to a step's checkpoint, without its evaluation, which came later."""
+    """Drop entries written after a step's checkpoint, including that step's evaluation."""
     if not path.exists():
         return
     kept = []
@@ -206,5 +206,5 @@ def _truncate(path: Path, last_step: int) -> None:
             if (entry["step"], entry["kind"] == "dev") <= (last_step, False):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            continue  # a line truncated by a kill
+            continue  # a line truncated when the process was killed
     write_atomically(path, "".join(kept))

@@ -25,8 +25,8 @@ _FREE_ON_RESUME = (
     "training.",  # except settings in _CHANGEABLE
 )
 
-# Settings that may change midway with --allow-changes. The result differs from a run with either
-# value alone.
+# Settings that may change midway with --allow-changes. The result differs from that of a run with
+# only the old or only the new value.
 _CHANGEABLE = (
     "batch.",
     "optimizer.",
@@ -60,7 +60,7 @@ class Difference(NamedTuple):
 
 
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:
-    """Settings that differ and would change the results of the resumed run."""
+    """Return the settings that differ and would change the results of the resumed run."""
     old_flat, new_flat = flatten(old), flatten(new)
     # These schedules end at training.steps, so every learning rate depends on it.
     ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})

@@ -53,8 +53,8 @@ class Checkpoints:
     def save(self, state: TrainState, progress: Progress) -> None:
         """Start saving; return once the state is copied. A complete step is not saved again.
 
-        A failure is logged and older checkpoints stay; without older ones, the next save raises
-        ``UserError``. Retention keeps the newest checkpoint, the newest ``keep_checkpoints``
+        A failure is logged and older checkpoints are kept. If no checkpoint exists, the next save
+        raises ``UserError``. Retention keeps the newest checkpoint, the newest ``keep_checkpoints``
         scheduled checkpoints, the best on the dev set, and checkpoints that may be averaged with
         the best.
         """
@@ -135,7 +135,11 @@ class Checkpoints:
         try:
             self._delete_old(progress.best_step)
         except OSError as error:  # the next save tries again
-            log.warning("Checkpoint %s is saved; old ones remain: %s", path, one_line(error))
+            log.warning(
+                "Checkpoint %s was saved, but not all old checkpoints could be deleted: %s",
+                path,
+                one_line(error),
+            )
         _try(self._workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
@@ -181,7 +185,7 @@ def _restore_state(path: AnyPath, abstract: TrainState) -> TrainState:
         wanted.pop("ema", None)
     parts = ocp.load_checkpointables(str(path / "state"), wanted)
     parameters, ema = parts["parameters"], parts.get("ema")
-    if abstract.ema is not None and ema is None:  # the EMA starts now
+    if abstract.ema is not None and ema is None:  # the EMA starts at this step
         ema = jax.tree.map(jnp.copy, parameters)
     seed = place(np.array(config_of(path).seed, np.uint32), abstract.seed.sharding)
     return TrainState(parameters=parameters, ema=ema, seed=seed, **parts["rest"])

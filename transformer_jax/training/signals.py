@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 
 class Interrupted(Exception):
-    """Signal received while training waited or evaluated."""
+    """Raised when a signal arrives while training is waiting or evaluating."""
 
 
 class Signals:

@@ -21,7 +21,7 @@ from transformer_jax.special_ids import PAD_ID
 from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
-Parameters = Any  # nested dict of float32 arrays, as nnx.to_pure_dict gives it
+Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_dict
 
 
 @struct.dataclass
@@ -98,7 +98,7 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 
 @lru_cache(maxsize=32)
 def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
-    """Functions shared by all runs with these settings; ``init`` takes the seed."""
+    """Create the functions that all runs with these settings share; ``init`` takes the seed."""
     graph = abstract_model(config.model).graph
     init = partial(init_state, config)  # one object, which JAX traces once
     shapes = jax.eval_shape(init, np.uint32(0))
@@ -128,7 +128,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
 
 
 def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
-    """Initial state, with parameters drawn from the seed."""
+    """Create the initial state, with parameters drawn from the seed."""
     model = Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     zero = jnp.zeros((), jnp.int32)
@@ -210,7 +210,7 @@ def loss_and_sums(
     graph: Any,
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
-    """Compute the summed loss of a batch, and all sums. No dropout or R-Drop without a key."""
+    """Compute the summed loss of a batch, and all sums. Without a key: no dropout, no R-Drop."""
     r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
@@ -263,7 +263,7 @@ def accumulated_gradients(
 def moving_average(
     ema: Parameters | None, parameters: Parameters, decay: float, good_steps: jax.Array
 ) -> Parameters | None:
-    """Exponential moving average (EMA) after ``good_steps`` updates; None stays None.
+    """Update the exponential moving average (EMA) after ``good_steps`` updates; None stays None.
 
     The decay starts low, so that the random initial parameters are soon forgotten.
     """

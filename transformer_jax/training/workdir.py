@@ -106,8 +106,8 @@ class Workdir:
             )
 
     def pull(self) -> None:
-        """Mirror the URL to the local folder, unless this machine was the last to write there: the
-        local folder may hold files that could not be copied.
+        """Mirror the URL to the local folder, unless this machine was the last to write there. In
+        that case, the local folder may hold files that could not be copied.
         """
         if self.folder is self.store or _token(self.store) == (_token(self.folder) or None):
             return
@@ -148,12 +148,12 @@ def _check_name(folder: Path) -> None:
     except UnicodeEncodeError:
         raise UserError(
             f"workdir is {str(folder)!r}, which has characters outside this locale's encoding; "
-            "expected PYTHONUTF8=1 in the environment, or an ASCII name."
+            "set PYTHONUTF8=1 in the environment, or choose an ASCII name."
         ) from None
 
 
 def _token(place: AnyPath) -> str:
-    """Token of a work directory, or '' if missing."""
+    """Return the token of a work directory, or '' if missing."""
     path = place / _TOKEN
     try:
         if not isinstance(path, Path):
@@ -203,8 +203,8 @@ def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> int | No
     folder, steps = workdir.checkpoints, complete_steps(workdir.checkpoints)
     if 0 in steps:
         raise UserError(
-            f"{str(workdir.store)!r} holds an imported model, which training does not modify; "
-            f"expected --training.start-from {workdir.store} and another --workdir."
+            f"{str(workdir.store)!r} holds an imported model, which training does not modify. "
+            f"To fine-tune it, pass --training.start-from {workdir.store} and another --workdir."
         )
     newest = newest_intact(folder)
     if newest is None:
