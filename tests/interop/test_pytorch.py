@@ -582,7 +582,7 @@ def test_odd_embeddings_and_positions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"norm_type": "rms"}, "model.norm_type is 'rms'; expected 'layer': torch.nn.Tr"),
+        ({"norm_type": "rms"}, "model.norm_type is 'rms'; expected 'layer'. torch.nn.Tr"),
         ({"activation": "swiglu"}, "model.activation is 'swiglu'; expected 'relu' or 'gelu' or"),
         ({"encoder_window": 3}, "model.encoder_window is 3; expected None"),
         ({"d_k": 16}, "model.d_k is 16; expected model.d_model / model.num_heads = 32 / 4"),

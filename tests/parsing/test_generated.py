@@ -111,7 +111,7 @@ def test_each_bracket_is_one_token(config: str) -> None:
     [
         ("--trees 0", "trees is 0; expected 1 or more"),
         ("--trees 1 --like {0}/none.mrg", "none.mrg"),
-        ("--trees 1 --like {0}/empty.mrg", "no tree"),
+        ("--trees 1 --like {0}/empty.mrg", "No trees"),
     ],
 )
 def test_wrong_input_is_named(

@@ -156,7 +156,7 @@ class App:
             field = [*first["loc"], "The request"][0]
             raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
         except UnicodeError:
-            raise UserError("The form data or a query parameter is not valid UTF-8.") from None
+            raise UserError("The form or a query parameter is not UTF-8; expected UTF-8.") from None
 
     async def _body(self, request: Request) -> bytes:
         limit = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES
