@@ -77,7 +77,9 @@ def test_the_default_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatc
 def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out, err = run(str(tmp_path / "file" / "folder"))
-    assert "cannot be kept in" in err and "Not a directory" in err and "--compilation-cache" in err
+    assert (
+        "cannot be cached in" in err and "Not a directory" in err and "--compilation-cache" in err
+    )
     assert "Traceback" not in err and out
 
 
@@ -100,7 +102,7 @@ def test_a_folder_that_can_only_be_read_still_serves(
 
 def test_a_full_disk_costs_only_the_cache(tmp_path: Path) -> None:
     out, err = run(str(tmp_path), limit=1000)
-    assert err.count("cannot be kept in") == 1 and "File too large" in err
+    assert err.count("cannot be cached in") == 1 and "File too large" in err
     assert err.count("\n") == 1 and out
 
 

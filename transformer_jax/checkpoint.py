@@ -76,7 +76,7 @@ def save_model(
 ) -> None:
     """Write a model that was not trained here as a new work directory.
 
-    Programs accept the folder like any work directory, but no run continues in it.
+    Programs accept the folder as a work directory, but no run can resume in it.
     ``training.start_from`` starts a run from this model in another folder.
 
     Args:

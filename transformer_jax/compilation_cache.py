@@ -38,7 +38,7 @@ def keep_compiled(where: str) -> None:
             probe.write(bytes(_PROBE_BYTES))
     except OSError as error:
         log.warning(
-            "Compiled functions cannot be kept in %s (%s); the next start compiles them again. "
+            "Compiled functions cannot be cached in %s (%s); the next start compiles them again. "
             "Set --compilation-cache to another folder, or to off.",
             *(folder, error.strerror or error),
         )

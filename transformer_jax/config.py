@@ -324,8 +324,8 @@ class BatchConfig(Section, prefix="batch."):
     """packed: row length on the longer side. The other side is shorter, in proportion to the
     corpus."""
     row_multiple: Positive = 8
-    """Every batch has a multiple of this many rows. Must be a multiple of mesh.data x mesh.fsdp x
-    optimizer.accumulate_steps."""
+    """The number of rows in every batch is a multiple of this value, which must be a multiple of
+    mesh.data x mesh.fsdp x optimizer.accumulate_steps."""
 
 
 @dataclass(frozen=True)
@@ -393,8 +393,8 @@ class TrainingConfig(Section, prefix="training."):
     set (select_by) is also kept, with the checkpoints that may be averaged with it."""
     average: Literal["auto"] | Positive = "auto"
     """Checkpoint averaging: number of checkpoints to average for the test set and decode.py. These
-    are the last checkpoints or, after early stopping, the best checkpoint on the dev set and its
-    predecessors; 1: a single checkpoint. auto: when training ends, the average of 1 to 5
+    are the last checkpoints or, after early stopping, the best checkpoint on the dev set and the
+    checkpoints before it; 1: a single checkpoint. auto: when training ends, the average of 1 to 5
     checkpoints with the lowest dev loss; until then, or without data.dev, the last checkpoint
     alone."""
     select_by: Literal["loss", "bleu"] = "loss"

@@ -54,7 +54,7 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
     elif address is None or count is None or number is None:
         raise UserError(
             f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; "
-            "expected all three flags, or --distributed alone on a cluster that JAX supports."
+            "pass all three flags, or --distributed alone on a cluster that JAX supports."
         )
     elif not 0 <= number < count:
         raise UserError(
@@ -77,8 +77,8 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
             )
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"The processes did not connect: {one_line(error)} Expected a cluster that "
-            "JAX supports (Slurm, Open MPI, Kubernetes, Cloud TPU), or "
+            f"The processes did not connect: {one_line(error)} Use a cluster that "
+            "JAX supports (Slurm, Open MPI, Kubernetes, Cloud TPU), or pass "
             "--coordinator-address, --num-processes and --process-id."
         ) from None
     find_devices()
@@ -95,8 +95,8 @@ def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
 
     def end() -> None:
         print(
-            f"error: The processes did not connect within {timeout} s; expected all of "
-            f"them to be running, and process 0 to be reachable at {address or 'its address'}.",
+            f"error: The processes did not connect within {timeout} s; check that all of "
+            f"them are running and that process 0 is reachable at {address or 'its address'}.",
             file=sys.stderr,
             flush=True,
         )
@@ -173,8 +173,8 @@ def check_agreement(values: dict[str, Any]) -> None:
     with together():
         if differences:
             raise UserError(
-                "The processes of this run differ; expected the same command and the same files."
-                + "".join(differences)
+                "The processes of this run differ; start all of them with the same command and "
+                "the same files." + "".join(differences)
             )
 
 

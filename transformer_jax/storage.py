@@ -26,7 +26,7 @@ _STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme: (package, ex
 
 
 def is_url(name: str) -> bool:
-    """True for a URL (s3://, gs://, https:// and others), False for a path."""
+    """Return True for a URL (s3://, gs://, https:// and others), False for a path."""
     return "://" in name
 
 

@@ -121,7 +121,7 @@ def build_corpus(
     num_samples: int = 1,
     seed: int = 0,
 ) -> Corpus:
-    """Tokenize ``text`` into ``directory``, or open the corpus of an earlier identical call.
+    """Tokenize ``text`` into ``directory``, or open the corpus if an identical call built it.
 
     Leaves out pairs that are empty, too long, or too different in length (in any segmentation).
     Raises ``UserError`` if no pair remains. With ``sampling`` (see ``SubwordModel.encode``), draws

@@ -178,7 +178,7 @@ def _death_reported() -> Iterator[None]:
 def _tokenised_by_workers(
     chunks: Iterable[tuple[int, Pairs]], job: TokeniseJob, workers: int
 ) -> Generator[TokenisedChunk, None, None]:
-    """Give chunks to workers in turn: each gets its next chunk when its result is taken."""
+    """Give chunks to workers in turn. A worker gets its next chunk when its result is taken."""
     everyone: list[_Worker] = []
     busy: deque[_Worker] = deque()
     try:

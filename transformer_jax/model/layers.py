@@ -84,7 +84,7 @@ def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
 
 @jax.custom_jvp
 def relu(x: jax.Array) -> jax.Array:
-    """max(x, 0) with gradient 0 at 0; the backward pass needs only the output."""
+    """Return max(x, 0), with gradient 0 at 0. The backward pass needs only the output."""
     return jax.nn.relu(x)
 
 

@@ -228,7 +228,7 @@ class Transformer(nnx.Module):
         return dropout(x_BLD, self.config.dropout, keys)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        """Logits of the next token, float32 [B, T, V]."""
+        """Compute logits of the next token, float32 [B, T, V]."""
         matrix_VD = self.output_matrix_VD.astype(hidden_BTD.dtype)
         logits_BTV = jnp.einsum(
             "BTD,VD->BTV", hidden_BTD, matrix_VD, preferred_element_type=jnp.float32

@@ -52,7 +52,7 @@ class CompileAhead:
 
     def wait(self, shape: tuple[int, int, int], poll: Callable[[str], None]) -> Any:
         """Wait for the compiled step of this shape. Until it is ready, ``poll`` receives the
-        compilation progress ten times a second; it may raise.
+        compilation progress ten times a second; it may raise an exception to stop waiting.
 
         Raises the compiler's error for any shape, or ``UserError`` if a shape does not fit into
         memory.

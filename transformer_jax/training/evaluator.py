@@ -41,7 +41,7 @@ class Evaluator:
     """
 
     def __init__(self, run: Prepared, *, poll: Callable[[], None] = lambda: None):
-        """``poll`` is called between batches, and may raise to stop an evaluation."""
+        """``poll`` is called between batches; it may raise an exception to stop an evaluation."""
         self._run, self._poll = run, poll
         dev = run.corpora.get("dev")
         self._dev = None if dev is None else evaluation_plan(dev, run.config)

@@ -203,8 +203,8 @@ def _tokenized(
 
 
 def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -> None:
-    """Give every process the corpora of process 0. Hosts without access to its folder copy them
-    through the work directory.
+    """Give every process the corpora of process 0. Hosts that cannot read the folder of process 0
+    copy the corpora through the work directory.
     """
     found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
     here, there = corpus_folder(place.folder, config), place.store / "corpus"
@@ -228,7 +228,7 @@ def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -
         if lacking := missing():
             raise UserError(
                 f"The tokenized corpora {', '.join(lacking)} of process 0 are corrupt or missing "
-                f"in {here}; expected the same data.cache in all processes, or a separate folder "
+                f"in {here}; use the same data.cache in all processes, or a separate folder "
                 "on each machine."
             )
 

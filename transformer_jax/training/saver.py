@@ -88,7 +88,7 @@ class Checkpoints:
         return from_first(lambda: step in self.steps())
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
+        """Return the steps with a complete checkpoint, oldest first."""
         return complete_steps(self.folder)
 
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
@@ -103,8 +103,8 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"Checkpoint {path} does not have the structure that this version of the program "
-                f"writes ({one_line(error)}). Expected a checkpoint of this version. To continue "
-                "training its model, use --training.start-from with another --workdir."
+                f"writes ({one_line(error)}). To continue training its "
+                "model, use --training.start-from with another --workdir."
             ) from error
 
     def _make_room(self, path: AnyPath) -> bool:
@@ -168,7 +168,7 @@ def _try(push: Callable[[], None]) -> None:
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
-    """Parts of the state that Orbax saves."""
+    """Return the parts of the state that Orbax saves."""
     rest = {
         "optimizer": state.optimizer,
         "step": state.step,

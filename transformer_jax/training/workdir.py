@@ -65,7 +65,7 @@ class Workdir:
         self._copies_checkpoints = bool(url) and not url.startswith("gs://")
         if self._copies_checkpoints and jax.process_count() > 1:
             raise UserError(
-                f"workdir is {url!r} with {jax.process_count()} processes; expected a gs:// URL or "
+                f"workdir is {url!r} with {jax.process_count()} processes; choose a gs:// URL or "
                 "a folder that all processes share."
             )
         root: AnyPath = self.folder if self._copies_checkpoints else self.store
@@ -81,7 +81,7 @@ class Workdir:
             try:
                 for place in (self.store, self.folder):
                     (place / _TOKEN).write_text(token)
-            except Exception as error:  # each store raises its own errors
+            except Exception as error:  # each store raises different errors
                 raise UserError(f"{self.store} cannot be written: {one_line(error)}") from error
             return token
 
@@ -92,7 +92,7 @@ class Workdir:
                 if time.monotonic() > end:
                     raise UserError(
                         f"{self.store} is not shared by all processes: the file {_TOKEN} of "
-                        f"process 0 did not appear within {_TOKEN_SECONDS:.0f} s; expected a "
+                        f"process 0 did not appear within {_TOKEN_SECONDS:.0f} s; choose a "
                         "shared folder or a gs:// URL."
                     )
                 time.sleep(0.2)
