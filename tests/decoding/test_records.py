@@ -144,9 +144,9 @@ def test_targets_go_with_their_lines(tmp_path, kind):
     read(shard=(1, 2))
     assert given == [(2, "two", "zwei")]
     for text, options, message in [
-        ("eins\nzwei\n", {}, "targets has no line 3, but .* has; expected the same"),
-        ("eins\n" * 9, {}, "has no line 4, but .*targets has; expected the same"),
-        ("eins\n" * 9, {"shard": (1, 2)}, "has no line 4, but .*targets has"),
+        ("eins\nzwei\n", {}, "targets has no line 3, but .* does; both files must have the same"),
+        ("eins\n" * 9, {}, "has no line 4, but .*targets does; both files must have the same"),
+        ("eins\n" * 9, {"shard": (1, 2)}, "has no line 4, but .*targets does"),
         ("eins\n", {"shard": (0, 2)}, "targets has no line 3, but"),
     ]:
         targets.write_text(text)

@@ -23,7 +23,7 @@ class Alignment(NamedTuple):
     target_words: Sequence[int]
 
     def hard(self) -> str:
-        """Word pairs such as ``0-0 1-2``, from the best source token of each target token."""
+        """Return word pairs such as ``0-0 1-2``, from the best source token per target token."""
         if min(self.weights_TS.shape) < 2:
             return ""
         best_T = self.weights_TS[:-1, :-1].argmax(axis=1)
@@ -38,7 +38,7 @@ def alignment(
     tokens: tuple[Sequence[int], Sequence[int]],
     weights_TS: np.ndarray,
 ) -> Alignment:
-    """Alignment of (source, target) texts, given their token ids and attention weights."""
+    """Build the alignment of (source, target) texts from their token ids and attention weights."""
     sides, words = [], []
     for text, ids, side in zip(texts, tokens, (tokenizer.source, tokenizer.target)):
         sides.append(tuple(side.tokens(ids)))
@@ -54,11 +54,11 @@ def alignment(
 
 
 def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[int]:
-    """For each token of a text, the index (from 0) of the word that it ends in.
+    """Return, for each token of a text, the index (from 0) of the word that it ends in.
 
     Words are separated by whitespace. Tokens come from normalized text, where a word may become
-    several words or none. So ``words`` has the tokens of each word encoded on its own, which spell
-    the same letters.
+    several words or none. So ``words`` holds the tokens of each word when it is encoded alone.
+    Together they spell the same letters as ``tokens``.
     """
     ends = list(accumulate(map(_letters, words)))
     so_far = accumulate(_letters([token]) for token in tokens)
@@ -66,6 +66,6 @@ def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[
 
 
 def _letters(tokens: Sequence[str]) -> int:
-    """Number of letters that tokens spell, without spaces; an unknown token counts as one."""
+    """Count the letters that tokens spell, without spaces; an unknown token counts as one."""
     special = {"</s>": 0, "<unk>": 1}
     return sum(special.get(token, len(token.replace("▁", ""))) for token in tokens)

@@ -52,7 +52,7 @@ class SearchFailed(Exception):
 
 @dataclass(eq=False)
 class Entry:
-    """A sentence and the future of its hypotheses."""
+    """A sentence and the future for its hypotheses."""
 
     sentence: Sentence
     future: Future[list[Hypothesis]] = field(default_factory=Future)
@@ -61,8 +61,8 @@ class Entry:
 class LiveRows:
     """Rows of an engine for sentences that arrive over time. Not thread-safe.
 
-    Hypotheses equal the result of ``Engine.search``. Scores may differ by rounding, as XLA sums in
-    another order for fewer rows.
+    Hypotheses equal the result of ``Engine.search``. Scores may differ by rounding, because XLA
+    sums in a different order for fewer rows.
 
     Attributes:
       busy: sentences in the rows, by number.
@@ -90,8 +90,8 @@ class LiveRows:
 
     def turn(self, entries: Sequence[Entry], most: int) -> None:
         """Assign rows to up to ``bucket.block_size`` sentences of one padded length, running steps
-        until enough rows are idle. Then decode up to ``most`` more tokens of every sentence, fewer
-        once a block of sentences is done.
+        until enough rows are idle. Then decode up to ``most`` more tokens for every sentence, but
+        stop early once a block of sentences is done.
 
         Sets the results of futures; the result is empty if the model's logits were NaN. Frees the
         rows of canceled futures.
@@ -171,7 +171,7 @@ class Workers:
             thread.join()
 
     def submit(self, sentence: Sentence) -> Future[list[Hypothesis]]:
-        """Submit a sentence for its hypotheses, best first, as from ``Engine.search``."""
+        """Submit a sentence. Returns the future for its hypotheses, as from ``Engine.search``."""
         entry = Entry(sentence)
         with self._changed:
             if self.failure:
@@ -230,8 +230,9 @@ class Workers:
                 rows.turn(entries, 0 if entries and waiting else _STEPS)
 
     def _next_block(self, rows: LiveRows, waiting: list[Entry], *, may_step: bool) -> list[Entry]:
-        """Waiting sentences with the padded length of the oldest, at most one for each idle row. A
-        full block may exceed the idle rows if no other bucket has work: ``turn`` then frees rows.
+        """Take waiting sentences with the padded length of the oldest, at most one for each idle
+        row. A full block may exceed the idle rows if no other bucket has work: ``turn`` then frees
+        rows.
         """
         with self._changed:
             waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
@@ -248,7 +249,7 @@ class Workers:
 
 
 def _sets_of_rows(engine: Engine, bucket: Bucket) -> list[LiveRows]:
-    """Sets of rows for a bucket, smallest first."""
+    """Create the sets of rows for a bucket, smallest first."""
     counts = sorted({1, *(max(1, bucket.rows // n) for n in _SHARES)})
     return [LiveRows(engine, bucket._replace(rows=count)) for count in counts]
 
@@ -256,7 +257,8 @@ def _sets_of_rows(engine: Engine, bucket: Bucket) -> list[LiveRows]:
 class AsyncTranslator:
     """Translator for many concurrent tasks, with continuous batching.
 
-    A line gets the same tokens as from ``Translator``, whenever it arrives and with any neighbors.
+    A line gets the same tokens as from ``Translator``, no matter when it arrives or which other
+    lines are in progress.
 
     Attributes:
       config: search settings; ``batch_size`` counts the rows of all devices.
@@ -332,9 +334,9 @@ class AsyncTranslator:
         """Translate a line. Returns its translations, best first, as from ``Translator.stream``;
         ``alignments`` adds alignments as from ``Scorer.align``.
 
-        The semaphore ``turns`` limits how many segments are searched at a time, so that lines
-        which share it leave rows for other lines (default: half of the rows). Canceling the task
-        frees its rows.
+        The semaphore ``turns`` limits how many segments are searched at a time, so that lines that
+        share it leave rows for other lines (default: half of the rows). Canceling the task frees
+        its rows.
 
         Raises:
           UserError: see ``Translator.stream``.
@@ -367,5 +369,5 @@ class AsyncTranslator:
         return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
 
     def new_turns(self) -> asyncio.Semaphore:
-        """A semaphore that limits the lines sharing it to half of the rows."""
+        """Create a semaphore that limits the lines sharing it to half of the rows."""
         return asyncio.Semaphore(max(1, self.config.batch_size // 2))

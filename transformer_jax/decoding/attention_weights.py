@@ -43,7 +43,8 @@ class SentenceAttention:
     def of(
         self, kind: Literal["encoder", "decoder", "cross"]
     ) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
-        """Queries (rows), keys (columns) and weights [N, H, queries, keys] of one attention type.
+        """Return queries (rows), keys (columns) and weights [N, H, queries, keys] for one attention
+        type.
 
         Queries of decoder and cross-attention are the predicted tokens. The decoder reads the
         target shifted right, so its keys begin with ``<s>``.
@@ -65,10 +66,10 @@ class SentenceAttention:
 def sentence_attention(
     translator: Translator, text: str, *, target: str | None = None
 ) -> SentenceAttention:
-    """Attention weights of a forward pass over ``text`` and its translation, without dropout.
+    """Compute the attention weights of ``text`` and its translation in a pass without dropout.
 
     Args:
-      target: the translation; default: the translator's best.
+      target: the translation; default: the translator's best translation.
 
     Raises:
       UserError: ``translator`` is an ensemble; ``text`` is empty; a text is too long.
@@ -79,8 +80,8 @@ def sentence_attention(
     model, tokenizer = translator.model, translator.tokenizer
     if isinstance(model, Ensemble):
         raise UserError(
-            f"The translator has {len(model.models)} models; expected one: an ensemble has no "
-            "attention weights of its own."
+            f"The translator has {len(model.models)} models; expected one, because an ensemble "
+            "has no attention weights."
         )
     [source] = tokenizer.source.encode([text])
     longest = min(_LONGEST, model.config.position_limit)
@@ -104,7 +105,7 @@ def sentence_attention(
 
 
 def _padded(name: str, tokens: Sequence[int], longest: int) -> jax.Array:
-    """Tokens and EOS, padded to one of a few lengths to limit compilations; int [1, L]."""
+    """Pad tokens and EOS to one of a few lengths, to limit compilations; int [1, L]."""
     length = len(tokens) + 1
     if length > longest:
         raise UserError(f"{name} has {length} tokens, EOS included; expected at most {longest}.")

@@ -90,7 +90,7 @@ class BeamSearch(Method):
         return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 
     def _candidates(self, state: SearchState, scores: NextToken) -> tuple[Array, Array, Array]:
-        """The 2W best continuations of each sentence: parent beam, token and log-probability,
+        """Find the 2W best continuations of each sentence: parent beam, token and log-probability,
         each [B, 2W].
 
         Tokens are ranked by logits within a beam, which gives the same order as log-probabilities.

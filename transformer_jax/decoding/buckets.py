@@ -1,4 +1,4 @@
-"""Length buckets: the few shapes to compile searches for."""
+"""Length buckets: the few shapes for which searches are compiled."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ class Bucket(NamedTuple):
     """One compiled search, for sentences of similar lengths."""
 
     lengths: tuple[int, ...]
-    """Source lengths, EOS included, to pad sentences to for the encoder. The last length is the
-    capacity of the caches.
+    """Padded source lengths for the encoder, EOS included. The last length is the capacity of the
+    caches.
     """
     rows: int
     """Number of sentences decoded at a time."""
 
     @property
     def block_size(self) -> int:
-        """Number of sentences encoded at a time, in one shape. It is small, as few waiting
+        """Number of sentences encoded at a time, in one shape. It is small because few waiting
         sentences have the same padded length.
         """
         return max(1, self.rows // 4)
 
     def length_of(self, sentence: Sentence) -> int:
-        """Padded source length of a sentence, which depends only on its own length."""
+        """Return a sentence's padded source length, which depends only on its length."""
         return self.lengths[bisect_left(self.lengths, len(sentence.tokens) + 1)]
 
 
 def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
-    """Buckets for source lengths of up to 128, 512, 2,048, ..., ``longest``. The first bucket has
-    ``batch_size`` rows, and each further bucket has a quarter of the rows of its predecessor.
+    """Make buckets for source lengths up to 128, 512, 2,048, ..., ``longest``. The first bucket has
+    ``batch_size`` rows, and each later bucket has a quarter as many rows as its predecessor.
 
-    Padded lengths are 16, 24, 32, 48, 64, ...; on accelerators 32, 64, 128, ..., as padding costs
-    less there than compiling another encoder.
+    Padded lengths are 16, 24, 32, 48, 64, ... On accelerators they are 32, 64, 128, ..., because
+    padding costs less there than compiling another encoder.
     """
 
     widths = _widths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
@@ -65,14 +65,14 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
 
 
 def bucket_of(buckets: Sequence[Bucket], sentence: Sentence) -> Bucket:
-    """The bucket for a sentence's length."""
+    """Find the bucket for a sentence's length."""
     return next(bucket for bucket in buckets if len(sentence.tokens) < bucket.lengths[-1])
 
 
 def in_blocks(
     buckets: Sequence[Bucket], sentences: Mapping[int, Sentence]
 ) -> Iterator[tuple[Bucket, list[dict[int, Sentence]]]]:
-    """Each bucket with its numbered sentences in blocks of one padded length, longest first."""
+    """Yield each bucket and its sentences in blocks of one padded length, longest first."""
     in_order = sorted(sentences, key=lambda number: -len(sentences[number].tokens))
     for bucket, its in groupby(in_order, key=lambda n: bucket_of(buckets, sentences[n])):
         blocks = list[dict[int, Sentence]]()
@@ -85,8 +85,8 @@ def in_blocks(
 def make_block(
     bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
 ) -> tuple[np.ndarray, Block]:
-    """Source tokens of numbered sentences of one padded length, and their ``Block`` without a
-    cache. ``longest_target`` maps a source length to the maximum target length.
+    """Build the source tokens of numbered sentences with the same padded length, and their
+    ``Block`` without a cache. ``longest_target`` maps a source length to the maximum target length.
     """
     size, capacity = bucket.block_size, bucket.lengths[-1]
     length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
@@ -106,7 +106,9 @@ def make_block(
 
 
 def padded_length(length: int, smallest: int) -> int:
-    """Round up to s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ... (s is even), for few shapes to compile."""
+    """Round up to s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ... (s is even), so that only a few shapes need to
+    be compiled.
+    """
     return next(width for width in _widths(smallest) if width >= length)
 
 

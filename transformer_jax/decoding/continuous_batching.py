@@ -64,10 +64,10 @@ class RowSearch:
     """``step(tokens_BW, cache, length=...)``, as ``Transformer.decode_step``."""
     max_length: int
     shortest: int = 0
-    """Shortest attention length that gets a loop of its own."""
+    """Shortest attention length with a separate loop."""
 
     def start(self, block: Block) -> SearchState:
-        """Initial search state of a block's sentences."""
+        """Return the initial search state for a block's sentences."""
         return self.method.start(
             block.limit_Q,
             max_length=self.max_length,
@@ -80,13 +80,14 @@ class RowSearch:
         self, rows: Rows, block: Block, most: Array, enough: Array
     ) -> tuple[Rows, Found, Array]:
         """Assign a row to every sentence of the block, running steps until enough rows are idle.
-        Then run up to ``most`` steps, fewer once ``enough`` more sentences, or all, are done.
+        Then run up to ``most`` steps, but stop early once ``enough`` more sentences, or all, are
+        done.
 
         Returns the rows, the results of the refilled rows' previous sentences (Q places), and the
         number of steps.
 
-        Rows are refilled as soon as 1/16 of them are idle (1/8 on a GPU), or enough for the rest
-        of the block. The loops have no branches, as a branch would copy the caches.
+        Rows are refilled as soon as 1/16 of them are idle (1/8 on a GPU), or as many as the rest of
+        the block needs. The loops have no branches, because a branch would copy the caches.
         """
         B = len(rows.number_B)
         least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
@@ -123,8 +124,8 @@ class RowSearch:
     def _step_while(self, goes_on: Callable[[_Stepped], Array], stepped: _Stepped) -> _Stepped:
         """Run steps while ``goes_on(stepped)``.
 
-        Each attention length has a loop. When a row needs more positions, the loop of the next
-        length continues.
+        Each attention length has a loop. When a row needs more positions, the loop for the next
+        length takes over.
         """
 
         def suffices(length: int, stepped: _Stepped) -> Array:

@@ -12,7 +12,7 @@ _ROWS_OF_A_CORE = 16
 
 
 def devices_for_rows(rows: int) -> list[jax.Device]:
-    """Devices that share ``rows``: one row or more per accelerator, 16 or more per CPU device.
+    """Return devices to share ``rows``: at least one row per accelerator, 16 per CPU device.
 
     If JAX is not initialized yet, each CPU core becomes a device. One device shared by all cores
     is up to 10% slower (docs/performance.md).

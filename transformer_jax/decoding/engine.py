@@ -1,4 +1,4 @@
-"""Search over token ids: sentences of all lengths in a few compiled searches."""
+"""Search over token ids, with a few compiled searches for sentences of all lengths."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Search(NamedTuple):
     def start_cache(
         self, weights: Any, source_BS: jax.Array, bucket: Bucket, *, max_length: int = 0
     ) -> Any:
-        """KV cache of encoded sources; by default without positions for targets."""
+        """Build the KV cache of encoded sources, by default without target positions."""
         model: Any = nnx.merge(self.graph, weights)
         return model.start_cache(
             model.encode(source_BS),
@@ -111,7 +111,7 @@ class _Search(NamedTuple):
         return rows, left
 
     def idle_rows(self, weights: Any, bucket: Bucket) -> Rows:
-        """Idle rows, without sentences."""
+        """Create idle rows."""
         num_rows, longest = bucket.rows, self.longest_target(bucket.lengths[-1])
         source_BS = jnp.zeros((num_rows, bucket.lengths[-1]), jnp.int32)
         start = partial(self.start_cache, bucket=bucket, max_length=longest)
@@ -135,7 +135,7 @@ class _Compiled(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _compiled(search: _Search) -> _Compiled:
-    """Jitted functions, shared by engines with this search on any device."""
+    """Jit the functions that all engines with this search share, on any device."""
     return _Compiled(
         jax.jit(search.start_cache, static_argnames="bucket"),
         jax.jit(
@@ -149,19 +149,19 @@ def _compiled(search: _Search) -> _Compiled:
 
 @lru_cache(maxsize=32)
 def _idle_rows(search: _Search, device: SingleDeviceSharding | None) -> Any:
-    """``search.idle_rows``, jitted for ``device``, as no array argument decides the device."""
+    """Jit ``search.idle_rows`` for ``device``; no array argument determines the device."""
     return jax.jit(search.idle_rows, static_argnames="bucket", out_shardings=device)
 
 
 class Engine:
-    """Search of one model, or of an ensemble, on one device.
+    """Runs the search with one model or an ensemble on one device.
 
     A sentence's padded length and bucket depend only on its own length. Its result does not depend
     on other sentences.
 
     Attributes:
-      buckets: for sources of up to 128 tokens, of up to 512 tokens with a quarter of the rows, and
-        so on.
+      buckets: the first takes sources of up to 128 tokens, the second up to 512 tokens with a
+        quarter as many rows, and so on.
       longest_source: maximum source length in tokens, EOS included.
       method: ``BeamSearch`` or ``Sampling``, from ``config``.
     """
@@ -178,7 +178,7 @@ class Engine:
         runs on ``device`` (default: the parameters' device).
 
         Raises:
-          UserError: the beam is wider than the vocabulary; models have different vocabularies.
+          UserError: the beam is wider than the vocabulary, or the models' vocabularies differ.
         """
         model = as_one(models)
         self.config, self.method = config, _method(config, suppress)
@@ -223,8 +223,8 @@ class Engine:
         return nnx.merge(self._graph, self.parameters)
 
     def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
-        """Find each sentence's ``wanted`` hypotheses, best first. A list is empty if the search
-        finds none (with a warning if the model's logits were NaN).
+        """Find up to ``wanted`` hypotheses for each sentence, best first. A list is empty if the
+        search finds none (with a warning if the model's logits were NaN).
 
         Raises:
           UserError: a source is too long; token ids are outside the vocabulary.
@@ -237,8 +237,8 @@ class Engine:
             if len(sentence.tokens) >= self.longest_source:
                 raise UserError(
                     f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most "
-                    f"{self.longest_source - 1} (decoding.max_source_length, or learned "
-                    "model.max_positions, minus one for EOS)."
+                    f"{self.longest_source - 1} (decoding.max_source_length or, with learned "
+                    "positions, model.max_positions; minus 1 for EOS)."
                 )
             for side, tokens, size in (
                 ("source", sentence.tokens, self._source_size),
@@ -247,12 +247,12 @@ class Engine:
                 if len(tokens) and not 0 <= min(tokens) <= max(tokens) < size:
                     raise UserError(
                         f"Sentence {index} has {side} tokens from {min(tokens)} to {max(tokens)}; "
-                        f"expected token ids of the vocabulary, 0..{size - 1}."
+                        f"expected token ids in the vocabulary, 0..{size - 1}."
                     )
 
     def dispatch(self, sentences: Mapping[int, Sentence]) -> Iterator[Found]:
-        """Start the search of numbered sentences, block by block. Yields results that the device
-        may still be computing; each sentence is in one of them.
+        """Start the search for numbered sentences, block by block. Yields results that the device
+        may still be computing. Each sentence appears in one result.
         """
         for bucket, blocks in in_blocks(self.buckets, sentences):
             rows = self.new_rows(bucket)
@@ -276,17 +276,17 @@ class Engine:
         return self._compiled.seat(self._weights, rows, block, *limits, bucket=bucket)
 
     def results(self, rows: Rows) -> Found:
-        """Results of the rows whose sentences are done."""
+        """Return the results of the rows whose sentences are done."""
         return _results(rows)
 
     def new_rows(self, bucket: Bucket) -> Rows:
-        """Idle rows on the device."""
+        """Create idle rows on the device."""
         return _idle_rows(self._search, self._device)(self._weights, bucket=bucket)
 
     def lowered(
         self, bucket: Bucket, sharding: SingleDeviceSharding | None = None
     ) -> jax.stages.Lowered:
-        """Lower the search of a bucket for inspection, for the device of ``sharding`` if given."""
+        """Lower a bucket's search for inspection, for the device of ``sharding`` if given."""
         rows, block = jax.eval_shape(lambda: (self.new_rows(bucket), self.encode(bucket, {})))
         given = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -298,8 +298,8 @@ class Engine:
 def search_together(
     engines: Sequence[Engine], sentences: Sequence[Sentence]
 ) -> list[list[Hypothesis]]:
-    """Run ``Engine.search`` on several engines that differ only in their devices. Uses only as many
-    engines as it takes to give every sentence a row.
+    """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
+    engines than it takes to give every sentence a row.
     """
     engines[0].check(sentences)
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))
@@ -358,7 +358,7 @@ def _results(rows: Rows) -> Found:
 
 
 def hypotheses(results: SearchResult, place: int) -> list[Hypothesis]:
-    """Hypotheses in the filled slots of one sentence."""
+    """Return the hypotheses in the filled slots of one sentence."""
     slots = zip(*(x[place].tolist() for x in results), strict=True)
     return [
         Hypothesis(tokens[: length - 1], score, log_prob, token_log_probs[:length])

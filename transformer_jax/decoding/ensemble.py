@@ -45,12 +45,12 @@ class EnsembleCache:
         return EnsembleCache(tuple(cache.replace_rows(rows_R, new) for cache, new in pairs))
 
     def cleared(self) -> EnsembleCache:
-        """An empty cache of the same capacity."""
+        """Return an empty cache with the same capacity."""
         return EnsembleCache(tuple(cache.cleared() for cache in self.caches))
 
 
 class Ensemble(nnx.Module):
-    """Mean of several models' probabilities, with the methods of ``Transformer``."""
+    """Averages the probabilities of several models; has the methods of ``Transformer``."""
 
     def __init__(self, models: Sequence[Transformer]):
         """Raises ``UserError`` if ``models`` is empty or their vocabularies differ."""
@@ -64,31 +64,31 @@ class Ensemble(nnx.Module):
 
     @property
     def config(self) -> ModelConfig:
-        """The config of the model with the fewest positions."""
+        """Config of the model with the fewest positions."""
         return min((model.config for model in self.models), key=lambda x: x.position_limit)
 
     def hidden(self, source_BS: Array, target_BT: Array) -> tuple[Array, ...]:
-        """Decoder output of each model, as input for ``logits``."""
+        """Return each model's decoder output, as input for ``logits``."""
         return tuple(model.hidden(source_BS, target_BT) for model in self.models)
 
     def logits(self, hidden: tuple[Array, ...]) -> Array:
-        """Logarithms of the mean probabilities, float32 [B, T, V]."""
+        """Return the logarithms of the mean probabilities, float32 [B, T, V]."""
         each = zip(self.models, hidden, strict=True)
         return _log_mean([model.logits(hidden_BTD) for model, hidden_BTD in each])
 
     def cross_attention(self, source_BS: Array, target_BT: Array, layer: int) -> Array:
-        """Mean of ``Transformer.cross_attention`` over the models."""
+        """Return the mean of ``Transformer.cross_attention`` over the models."""
         each = [model.cross_attention(source_BS, target_BT, layer) for model in self.models]
         return jnp.stack(each).mean(axis=0)
 
     def encode(self, source_BS: Array) -> tuple[Array, ...]:
-        """Encoder output ``memory_BSD`` of each model."""
+        """Return each model's encoder output ``memory_BSD``."""
         return tuple(model.encode(source_BS) for model in self.models)
 
     def start_cache(
         self, memories: tuple[Array, ...], source_mask_BS: Array, **sizes: int
     ) -> EnsembleCache:
-        """An empty cache; ``sizes`` as in ``Transformer.start_cache``."""
+        """Create an empty cache; ``sizes`` are as in ``Transformer.start_cache``."""
         each = zip(self.models, memories, strict=True)
         return EnsembleCache(
             tuple(model.start_cache(memory, source_mask_BS, **sizes) for model, memory in each)
@@ -97,7 +97,7 @@ class Ensemble(nnx.Module):
     def decode_step(
         self, tokens_BW: Array, cache: EnsembleCache, *, length: int | None = None
     ) -> tuple[Array, EnsembleCache]:
-        """Logarithms of the mean probabilities, float32 [B, W, V], and the new cache."""
+        """Return the logarithms of the mean probabilities, float32 [B, W, V], and the new cache."""
         each = zip(self.models, cache.caches, strict=True)
         steps = [model.decode_step(tokens_BW, its, length=length) for model, its in each]
         log_mean_BWV = _log_mean([logits_BWV for logits_BWV, _ in steps])
@@ -112,19 +112,19 @@ def as_one(models: Transformer | Ensemble | Sequence[Transformer]) -> Transforme
 
 
 def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
-    """Source and target vocabulary sizes."""
+    """Return the source and target vocabulary sizes."""
     config = model.config
     return config.source_vocab_size or config.vocab_size, config.vocab_size
 
 
 def with_cast_matrices(model: Transformer | Ensemble) -> Transformer | Ensemble:
-    """The model with its matrices stored in ``compute_dtype``; see ``with_cast_weights``."""
+    """Return the model with its matrices stored in ``compute_dtype``; see ``with_cast_weights``."""
     if isinstance(model, Ensemble):
         return Ensemble([with_cast_weights(each) for each in model.models])
     return with_cast_weights(model)
 
 
 def _log_mean(logits: Sequence[Array]) -> Array:
-    """Logarithm of the models' mean probabilities."""
+    """Compute the logarithm of the models' mean probabilities."""
     log_probs = jnp.stack([jax.nn.log_softmax(each) for each in logits])
     return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(logits))

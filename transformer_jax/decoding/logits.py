@@ -13,12 +13,12 @@ _CHUNK = {"cpu": 32, "gpu": 128}
 
 
 def top_k(x_RV: Array, k: int) -> tuple[Array, Array]:
-    """``jax.lax.top_k`` of each row. On CPU and GPU it runs in two exact stages, which are several
-    times faster on wide rows.
+    """Compute ``jax.lax.top_k`` of each row. On CPU and GPU it runs in two exact stages, which are
+    several times faster on wide rows.
 
-    The first stage selects the k chunks with the largest maxima. They hold the k largest values, as
-    k maxima outrank any value in other chunks. Sorting the chunks breaks ties in favor of the
-    lowest index.
+    The first stage selects the k chunks with the largest maxima. They hold the k largest values,
+    because k maxima outrank any value in other chunks. Sorting the chunks breaks ties in favor of
+    the lowest index.
     """
     (rows, width), chunk = x_RV.shape, _CHUNK.get(jax.default_backend(), 0)
     if not chunk or width < 2 * k * chunk:

@@ -66,10 +66,10 @@ def open_output(
 
 
 def complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
-    """Number of complete sentences in a file, and their size in bytes.
+    """Count the complete sentences in a file; also returns their size in bytes.
 
     A last line without a newline does not count. The last sentence of a ``numbered`` file does not
-    count either, as some of its lines may be missing.
+    count either, because some of its lines may be missing.
     """
     count = start = size = 0  # start: offset of the last sentence
     last = None

@@ -81,12 +81,12 @@ class Files(Section):
         yield (
             "output",
             not (self.output or "").endswith(".gz"),
-            "a name without .gz, as output is not compressed",
+            "a name without .gz, because output is not compressed",
         )
         yield (
             "text_field",
             self.text_field not in OUTPUT_FIELDS,
-            "another field, as translation overwrites this one",
+            "another field, because translation overwrites this one",
         )
 
 
@@ -110,8 +110,9 @@ class Arguments:
     """Translate lines of text with a trained model: one output line for each input line."""
 
     workdir: tuple[str, ...] = ()
-    """Path or URL of a work directory or of one of its checkpoints. Several: decode with an
-    ensemble of their models (mean of their probabilities)."""
+    """Path or URL of a work directory or of one of its checkpoints. Several: an ensemble that
+    averages their models' probabilities.
+    """
     average: int | None = None
     """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
     end of training; for a checkpoint's folder, this checkpoint alone."""
@@ -164,7 +165,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
 
 
 def local_copy(workdir: str) -> str:
-    """Local path of a work directory; a URL is copied to this machine."""
+    """Return the local path of a work directory; a URL is copied to this machine."""
     if is_url(workdir):
         from transformer_jax.remote_workdir import local_workdir  # imports JAX
 
@@ -222,7 +223,7 @@ def decode(argv: Sequence[str]) -> None:
 
 
 def _size(file: str | None) -> int:
-    """Size in bytes of a local file; 0 for anything else."""
+    """Return the size of a local file in bytes; 0 for anything else."""
     return Path(file).stat().st_size if file and Path(file).is_file() else 0
 
 
@@ -270,7 +271,7 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
 
 
 def _aligned(answers: Answers, aligner: Scorer, layer: int) -> Answers:
-    for block in blocks(answers, aligner.config.batch_size):  # attention weights take much memory
+    for block in blocks(answers, aligner.config.batch_size):  # attention weights need much memory
         pairs = [(record.text, t) for record, translations in block for t in translations]
         aligned = iter(aligner.align(pairs, layer=layer))
         for record, translations in block:

@@ -32,7 +32,7 @@ class Request:
     prefix: str = ""
     """Text that the translation must begin with."""
     number: int = 0
-    """Line number, for messages and as the seed of sampling; 0: the line's place in the stream,
+    """Line number, used in messages and as the sampling seed. 0: the line's position in the stream,
     from 1.
     """
 
@@ -95,7 +95,7 @@ def read_records(
       targets: file with the target of each line.
 
     Raises:
-      UserError: a line is not UTF-8, or in JSONL not an object with the field; the input and
+      UserError: a line is not UTF-8, or (in JSONL) not an object with the field; the input and
         ``targets`` have different numbers of lines. The message has the line number.
     """
     name = str(source if isinstance(source, str | Path) else getattr(source, "name", "the input"))
@@ -104,8 +104,8 @@ def read_records(
         if targets and (line is None or target is None):
             short, other = (name, targets) if line is None else (targets, name)
             raise UserError(
-                f"{short} has no line {number}, but {other} has; expected the same number of lines "
-                "in both, as targets match the input line by line."
+                f"{short} has no line {number}, but {other} does; both files must have the same "
+                "number of lines because targets are paired with the input line by line."
             )
         record = Record(line, number=number, target=target or "")
         if format == "jsonl":
@@ -163,8 +163,10 @@ class Results(Section):
     """Output for each translation."""
 
     nbest: Positive = 1
-    """More than 1: this many lines per sentence, best first, as `number ||| translation ||| score`;
-    in JSONL, the field `hypotheses`. Sampling draws this many unless --beam-size is larger."""
+    """Number of translations per sentence. If more than 1, each is a line `number ||| translation
+    ||| score`, best first; in JSONL, the field `hypotheses` lists them. Sampling draws this many
+    unless --beam-size is larger.
+    """
     alignments: Literal["hard", "soft"] | None = None
     """hard: append ` ||| 0-0 1-2`, source word - target word, to each translation. soft (JSONL): a
     matrix over tokens."""
@@ -176,7 +178,7 @@ class Results(Section):
     def text(
         self, record: Record, translations: Sequence[Translation], *, scores: bool = False
     ) -> list[str]:
-        """Lines of plain text; ``scores`` writes log-probabilities instead of translations."""
+        """Return lines of plain text; ``scores`` replaces translations with log-probabilities."""
         lines = []
         for t in translations:
             columns = [f"{t.log_prob:.4f}" if scores else t.text]
@@ -188,7 +190,7 @@ class Results(Section):
         return lines
 
     def json(self, record: Record, translations: Sequence[Translation]) -> list[str]:
-        """A line of JSON with the fields of the input object and ``OUTPUT_FIELDS``.
+        """Return a line of JSON with the fields of the input object and ``OUTPUT_FIELDS``.
 
         A hard alignment is a string of pairs i-j: word i of the source (split at whitespace, from
         0) and word j of the translation. A soft alignment is a matrix with a row for each of
@@ -216,5 +218,5 @@ class Results(Section):
 
 
 def _number(x: float) -> float | None:
-    """Round to four decimals; None for NaN and infinities, which JSON lacks."""
+    """Round to four decimals; None for NaN and infinities, which JSON does not support."""
     return round(float(x), 4) if math.isfinite(x) else None

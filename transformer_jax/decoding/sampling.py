@@ -54,7 +54,7 @@ class Sampling(Method):
         if not self.temperature > 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise UserError(
                 f"temperature is {self.temperature}, top_k {self.top_k}, top_p {self.top_p}; "
-                "expected a temperature above 0, top_k of at least 0 (off), top_p in (0, 1]."
+                "expected temperature above 0, top_k of at least 0 (off), and top_p in (0, 1]."
             )
 
     @property
@@ -87,7 +87,7 @@ class Sampling(Method):
         return state, None
 
     def _keys(self, state: SearchState) -> Array:
-        """Random keys for each sentence, sample and position, independent of a sentence's row."""
+        """Make a key for each sentence, sample and position, independent of the sentence's row."""
         start = jax.random.key(self.seed)
 
         def key(sentence: Array, position: Array, number: Array) -> Array:

@@ -37,13 +37,13 @@ _LONGEST = 4096  # attention memory is quadratic in length
 
 
 class Scorer:
-    """Scoring of given targets by one model or by an ensemble.
+    """Scores given targets with one model or an ensemble.
 
-    An ensemble scores by the mean of its models' probabilities. A batch has ``config.batch_size``
-    pairs of up to 64 tokens, or fewer longer pairs. Each shape is compiled once for each device.
+    An ensemble averages its models' probabilities. A batch has ``config.batch_size`` pairs of up to
+    64 tokens, or fewer longer pairs. Each shape is compiled once per device.
 
     Attributes:
-      longest: maximum tokens of a sentence, EOS included: 4,096 or the number of learned positions,
+      longest: maximum tokens in a sentence, EOS included: 4,096 or the number of learned positions,
         if smaller.
     """
 
@@ -115,7 +115,7 @@ class Scorer:
         """Add an ``alignment`` to each translation, from a second pass with teacher forcing.
 
         A pair gets no alignment if its translation is empty or a side is longer than ``longest``.
-        Raises like ``align_tokens``.
+        Raises the same errors as ``align_tokens``.
         """
         sources = self.tokenizer.source.encode([source for source, _ in pairs])
         targets = [self.tokenizer.target.ids(translation.tokens) for _, translation in pairs]
@@ -130,8 +130,8 @@ class Scorer:
         return aligned
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
-        """Natural log-probability of each target's tokens and, last, of EOS; float32, NaN for a
-        pair that is too long. ``pairs`` do not include EOS.
+        """Return the natural log-probabilities of each target's tokens and, last, of EOS; float32,
+        NaN for a pair that is too long. ``pairs`` do not include EOS.
         """
         rows = self._in_batches(self._log_probs_BT, pairs)
         lengths = [len(target) + 1 for _, target in pairs]
@@ -143,14 +143,14 @@ class Scorer:
     def align_tokens(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int = -1
     ) -> list[np.ndarray | None]:
-        """Soft alignment of each pair, float32 [T, S], with EOS last on both sides. Row t is the
-        attention of target token t over the source. None for a pair that is too long.
+        """Return the soft alignment of each pair, float32 [T, S], with EOS last on both sides. Row
+        t is the attention of target token t over the source. None for a pair that is too long.
 
         Weights are the mean over the heads of decoder layer ``layer`` (and over the models); each
         row sums to 1.
 
         Raises:
-            UserError: ``layer`` does not exist.
+            UserError: ``layer`` is out of range.
         """
         if not -self._layers <= layer < self._layers:
             raise UserError(
@@ -215,7 +215,7 @@ class Scorer:
 
 
 def _label_log_probs(model: Any, hidden: Any, target_BT: jax.Array) -> jax.Array:
-    """Log-softmax of the logits at the targets, float32 [B, T], a few positions at a time."""
+    """Compute the log-softmax of the logits at the targets, float32 [B, T], in position chunks."""
 
     def at_position(position: tuple[Any, jax.Array]) -> jax.Array:
         hidden, target_B = position

@@ -49,7 +49,7 @@ class SearchResult(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """W live hypotheses of each of B sentences, or candidates for them."""
+    """W live hypotheses for each of B sentences, or candidates for them."""
 
     tokens_BWL: Array
     token_log_probs_BWL: Array
@@ -87,7 +87,7 @@ class NextToken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """Method of choosing tokens: ``BeamSearch`` or ``Sampling``. Settings are static under
+    """A way to choose tokens: ``BeamSearch`` or ``Sampling``. Settings are static under
     ``jax.jit``.
     """
 
@@ -106,8 +106,8 @@ class Method(ABC):
     """c in the length penalty."""
 
     independent: ClassVar[bool]
-    """True if beams never mix. Otherwise the search starts with one empty hypothesis, as others
-    would be duplicates.
+    """True if beams never mix. Otherwise the search starts with one empty hypothesis, because
+    others would be duplicates.
     """
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class Method(ABC):
         """
 
     def divisor(self, lengths: Array) -> Array:
-        """Length penalty for hypotheses of these lengths."""
+        """Compute the length penalty for hypotheses of these lengths."""
         return length_divisor(lengths, self.length_penalty, self.length_offset)
 
     def check(self, vocab_size: int) -> None:
@@ -135,7 +135,7 @@ class Method(ABC):
         for name, token in ids + suppressed:
             if not 0 <= token < vocab_size:
                 raise UserError(
-                    f"{name} is {token}; expected a token id of the vocabulary, "
+                    f"{name} is {token}; expected a token id in the vocabulary, "
                     f"0..{vocab_size - 1}."
                 )
 
@@ -148,8 +148,9 @@ class Method(ABC):
         seed_B: Array,
         wanted_B: Array | None = None,
     ) -> SearchState:
-        """Initial state of the search; ``limit_B`` 0: nothing to search. Beam search stops once it
-        has the ``wanted_B`` best hypotheses (default: W); further hypotheses may not be the best.
+        """Return the initial search state. A sentence with ``limit_B`` 0 is not searched. Beam
+        search stops once it has the ``wanted_B`` best hypotheses (default: W); further hypotheses
+        may not be the best.
         """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
         num_live = W if self.independent else 1
@@ -179,8 +180,8 @@ class Method(ABC):
 def length_divisor(
     lengths: Array | int, length_penalty: float, length_offset: float = 5.0
 ) -> Array:
-    """The length penalty ((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14: c = 5; the
-    paper's section 6.1 uses alpha = 0.6).
+    """Compute the length penalty ((c + length) / (c + 1))^alpha (Wu et al., 2016, equation 14:
+    c = 5; the paper's section 6.1 uses alpha = 0.6).
     """
     lengths = jnp.asarray(lengths, jnp.float32)
     return ((length_offset + lengths) / (length_offset + 1)) ** length_penalty
@@ -291,7 +292,7 @@ def take_step(
     *,
     reorder: Reorder,
 ) -> tuple[SearchState, Cache]:
-    """Decode one token of every sentence."""
+    """Decode one token for every sentence."""
     # A row whose sentence is done may run beyond its end; its input must stay in the vocabulary.
     tokens_BWL = state.live.tokens_BWL
     before_B11 = jnp.clip(state.position_B - 1, 0, tokens_BWL.shape[2] - 1)[:, None, None]
@@ -363,7 +364,7 @@ def finish(state: SearchState, new: Beams, ends_BW: Array, scores_BW: Array) -> 
 
 
 def results(finished: SearchResult, pad_id: int) -> SearchResult:
-    """Public form of finished hypotheses, with empty and invalid slots marked."""
+    """Convert finished hypotheses to their public form, which marks empty and invalid slots."""
     tokens_BNL, scores_BN, log_probs_BN, lengths_BN, token_log_probs_BNL = finished
     invalid_BN = scores_BN == _INVALID
     filled_BN = (scores_BN > IMPOSSIBLE / 2) & ~invalid_BN

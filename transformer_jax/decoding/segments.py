@@ -1,4 +1,4 @@
-"""Over-long lines: split into segments before the search and joined after it."""
+"""Splitting of over-long lines into segments before the search, and joining after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNSPACED_END = re.compile(r"[\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-
 
 
 def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
-    """Split a line into segments of at most ``limit`` source tokens, each with as many whole
+    """Split a line into segments of at most ``limit`` source tokens. Each segment has as many whole
     sentences as fit.
 
     An over-long sentence is split between words, an over-long word anywhere. A tag at the beginning
@@ -63,5 +63,5 @@ def _units(text: str, limit: int, tokenizer: Tokenizer) -> Iterator[tuple[str, l
 
 
 def joint(before: str) -> str:
-    """Separator after a segment's translation: a space, or nothing after Chinese or Japanese."""
+    """Return the separator after a translation: a space, or nothing after Chinese or Japanese."""
     return "" if not before or _UNSPACED_END.search(before) else " "

@@ -32,7 +32,7 @@ class Translator:
     A line's translation depends only on the line and the settings, not on its neighbors.
 
     Attributes:
-      engines: search over token ids, one engine for each device.
+      engines: one ``Engine`` per device, which searches over token ids.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Translator:
         return self.engines[0].model
 
     def translate(self, lines: Iterable[str | Request]) -> list[str]:
-        """Translate each line into its best translation; an empty line gives an empty translation.
-        Raises like ``stream``.
+        """Return the best translation of each line; an empty line gives an empty translation.
+        Raises the same errors as ``stream``.
         """
         return [translations[0].text for translations in self.stream(lines)]
 
@@ -144,9 +144,9 @@ class Translator:
             yield self.translations(request, list(islice(found, len(its))))
 
     def sentences(self, request: Request, num_hypotheses: int = 1) -> list[Sentence]:
-        """Sentences to search for a request: the line, its segments, or none if the line is empty.
+        """Return the sentences to translate: the line, its segments, or none if the line is empty.
 
-        Raises like ``check``.
+        Raises the same errors as ``check``.
         """
         prefix = self.check(request)
         if not request.text.strip():
@@ -170,9 +170,9 @@ class Translator:
     def translations(
         self, request: Request, found: Sequence[Sequence[Hypothesis]]
     ) -> list[Translation]:
-        """Translations of a request, best first, from the hypotheses of its ``sentences``. The best
-        hypotheses of all sentences form one translation, then the second-best hypotheses, while
-        every sentence has one.
+        """Return the translations of a request, best first, from the hypotheses for its
+        ``sentences``. Joins the best hypotheses of all sentences, then the second-best hypotheses,
+        and so on while every sentence has one.
         """
         if not all(found):
             said = "Line %d: the search found no translation; its output is empty."
@@ -189,7 +189,7 @@ class Translator:
             tokens += [*self.tokenizer.target.tokens(hypothesis.tokens), "</s>"]
         return Translation(
             text,
-            # the mean, so the best stay first
+            # the mean keeps the best first
             sum(hypothesis.score for hypothesis in hypotheses) / len(hypotheses),
             sum(hypothesis.log_prob for hypothesis in hypotheses),
             len(tokens),
@@ -212,12 +212,12 @@ class Translator:
         if len(prefix) > self._longest_prefix:
             raise UserError(
                 f"{said} has {len(prefix)} tokens; expected at most {self._longest_prefix} "
-                "(decoding.max_extra_length, or learned model.max_positions minus one for EOS)."
+                "(decoding.max_extra_length or, with learned positions, model.max_positions - 1)."
             )
         return prefix
 
 
 def numbered_request(line: str | Request, place: int) -> Request:
-    """The line as a ``Request`` with a line number."""
+    """Return the line as a ``Request`` with a line number."""
     request = line if isinstance(line, Request) else Request(line)
     return request if request.number else dataclasses.replace(request, number=place)

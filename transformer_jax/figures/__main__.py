@@ -51,15 +51,17 @@ class Attention:
     tokens, as in figures 3 to 5 of the paper.
     """
     layers: tuple[int, ...] = ()
-    """Layers, from 1; -1 is the last. Default: all."""
+    """Layer numbers, from 1; -1 is the last. Default: all."""
     heads: tuple[int, ...] = ()
-    """Heads, from 1. Default: all."""
+    """Head numbers, from 1. Default: all."""
     only: tuple[int, ...] = ()
-    """For --style lines: draw only the lines of these tokens in the left column, from 1. Default:
-    all."""
+    """For --style lines: draw only the lines from these tokens in the left column, numbered from 1.
+    Default: all.
+    """
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
-    training chose; of a single checkpoint's folder, itself."""
+    """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
+    end of training; for a checkpoint's folder, this checkpoint alone.
+    """
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def _attention(task: Attention) -> None:
 
 
 def _learning_rate(config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Steps from 1 and their learning rates."""
+    """Return the steps from 1 and their learning rates."""
     from transformer_jax import learning_rate_schedule
 
     steps = np.arange(1, config.training.steps + 1)

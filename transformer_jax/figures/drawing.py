@@ -70,8 +70,8 @@ def attention_lines(
 ) -> Figure:
     """Draw lines as in the paper's figures 3 to 5, from each query (left) to the keys (right).
 
-    Opacity is proportional to weight, normalized to the largest drawn weight. Each head has its own
-    color, each layer its own two columns of tokens.
+    Opacity is proportional to weight, normalized to the largest drawn weight. Each head has a
+    color, and each layer has two columns of tokens.
 
     Args:
       only: numbers of the queries to draw, from 1; -1 is the last. Default: all.
@@ -145,7 +145,7 @@ def save_picture(figure: Figure, output: str | Path) -> None:
     """Write a figure as .svg, .png or .pdf. SVG text stays text, in the viewer's fonts.
 
     Raises:
-      UserError: unsupported suffix of ``output``.
+      UserError: ``output`` has an unsupported suffix.
     """
     import matplotlib
 
@@ -162,7 +162,7 @@ def save_picture(figure: Figure, output: str | Path) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches, limited to 100 by 100."""
+    """Create an empty figure of at most 100 by 100 inches."""
     with needs_extra("figures"):
         from matplotlib.figure import Figure
     return Figure(figsize=(min(width, 100), min(height, 100)), layout="constrained")

@@ -22,9 +22,7 @@ logger = logging.getLogger("transformer_jax.interop")
 
 @dataclass(frozen=True)
 class Export:
-    """Write a trained model in the format of another library: weights, vocabulary and search
-    settings.
-    """
+    """Write a trained model in another library's format: weights, vocabulary, search settings."""
 
     workdir: str
     """Work directory of a training run, or the folder of one of its checkpoints."""
@@ -33,8 +31,9 @@ class Export:
     output: str
     """Folder to write, new or empty."""
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
-    training chose; of a single checkpoint's folder, itself."""
+    """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
+    end of training; for a checkpoint's folder, this checkpoint alone.
+    """
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _export(task: Export) -> None:
         config, model, tokenizer = load_model(local_workdir(task.workdir), average=task.average)
         exports[task.format](config, model, tokenizer, folder)
     logger.info(
-        "Wrote %s for %s. Differences of its search: docs/interop.md.",
+        "Wrote %s for %s. For differences in search, see docs/interop.md.",
         *(task.output, task.format),
     )
 
@@ -96,9 +95,9 @@ def _import(task: Import) -> None:
 
 @contextmanager
 def _new_folder(name: str, flag: str) -> Iterator[Path]:
-    """Create a folder to fill; an error removes it.
+    """Create a folder for the caller to fill; an error removes it.
 
-    ``UserError``, naming ``flag``, if the folder is not empty.
+    Raises ``UserError``, which names ``flag``, if the folder is not empty.
     """
     folder = Path(name).expanduser()
     if "://" in name or (folder.exists() and any(folder.iterdir())):

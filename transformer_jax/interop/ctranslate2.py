@@ -47,7 +47,7 @@ _OTHERS: dict[str, str] = {
 def export_ctranslate2(
     config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
 ) -> None:
-    """Write ``model`` in float32 into ``folder``, which exists.
+    """Write ``model`` in float32 into ``folder``, which must already exist.
 
     CTranslate2 reads ``model.bin``, ``config.json`` and the vocabulary. ``source.spm`` and
     ``target.spm`` tokenize and detokenize. ``generation_config.json`` holds keyword arguments for
@@ -82,7 +82,7 @@ def export_ctranslate2(
 
 
 def _spec(shape: ModelConfig) -> Any:
-    """An empty model of this shape; ``UserError`` for unsupported settings."""
+    """Create an empty model of this shape. Raises ``UserError`` for unsupported settings."""
     check_fields(shape, "CTranslate2", encoder_window=(None,))
     with needs_extra("interop"):
         from ctranslate2.specs import common_spec, transformer_spec

@@ -8,7 +8,7 @@ from transformer_jax import ModelConfig, Tokenizer, UserError
 
 
 def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]) -> None:
-    """``UserError`` for a field whose value ``library`` does not support."""
+    """Raise ``UserError`` for a field whose value ``library`` does not support."""
     for name, values in allowed.items():
         if getattr(shape, name) not in values:
             instead = "" if library == "CTranslate2" else " Export to ctranslate2 instead."

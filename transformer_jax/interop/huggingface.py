@@ -52,11 +52,11 @@ FIELDS = {  # config.json to ModelConfig; encoder and decoder share d_ff and the
 def export_huggingface(
     config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
 ) -> None:
-    """Write ``model`` into ``folder``, which exists.
+    """Write ``model`` into ``folder``, which must already exist.
 
-    ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Token ids
-    are unchanged. ``UserError``, naming the field, for a model that differs from OPUS-MT in more
-    than sizes, dropout and activation.
+    ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Token ids are
+    unchanged. Raises ``UserError``, which names the field, if the model differs from OPUS-MT in
+    anything but sizes, dropout and activation.
     """
     with needs_extra("interop"):
         from safetensors.numpy import save_file

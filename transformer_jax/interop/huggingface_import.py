@@ -111,13 +111,14 @@ def _read_config(file: Path) -> dict[str, Any]:
         if theirs.get(name, values[0]) not in values:
             raise UserError(
                 f"{name} in {str(file)!r} is {theirs[name]!r}; expected "
-                f"{' or '.join(map(repr, values))}. Only models like OPUS-MT can be imported."
+                f"{' or '.join(map(repr, values))}. Only models with the architecture of "
+                "OPUS-MT can be imported."
             )
     return theirs
 
 
 def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
-    """Tokens in the order of our ids, with their ids in the vocabulary ``file``; -1 if missing."""
+    """Read tokens in the order of our ids, with their ids in vocabulary ``file``; -1: missing."""
     ids = _read_json(file)
     size = theirs["vocab_size"]
     if sorted(ids.values()) != list(range(size)):
@@ -142,7 +143,7 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
 
 
 def _read_weights(folder: Path, shape: ModelConfig) -> Weights:
-    """Plain weights, with dimensions in our order."""
+    """Read plain weights, with dimensions in our order."""
     tensors, kept = _read_tensors(folder), OTHERS["target_embedding.matrix"]
     for alias in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
         if f"{alias}.weight" in tensors:  # files store the tied matrix under any of these names
@@ -192,7 +193,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _not_read(file: Path, error: Exception) -> UserError:
     return UserError(
-        f"{str(file)!r} cannot be read ({error}); expected a file of a Hugging Face MarianMT "
+        f"{str(file)!r} cannot be read ({error}); expected a file from a Hugging Face MarianMT "
         "folder (not Marian's own model.npz). To download one: hf download "
         "Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de"
     )

@@ -1,4 +1,4 @@
-"""Conversion from and to ``torch.nn.Transformer`` with its embeddings and softmax.
+"""Conversion to and from ``torch.nn.Transformer`` with its embeddings and softmax.
 
 PyTorch is imported only when one of the two functions is called.
 """
@@ -116,7 +116,7 @@ def from_torch(
 
 
 def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
-    """A model with copies of the tensors; raises for unexpected names and shapes."""
+    """Build a model with copies of the tensors; raises for unexpected names and shapes."""
     like = blank_weights(config)
     expected = to_library(like, _LIBRARY, _OTHERS)
     once = {theirs for ours, theirs in _OTHERS.items() if ours not in like}
@@ -170,7 +170,7 @@ def to_torch(model: Transformer) -> TorchModules:
 
 
 def _blank_transformer(config: ModelConfig) -> nn.Transformer:
-    """An ``nn.Transformer`` on the meta device, without memory."""
+    """Create an ``nn.Transformer`` on the meta device, without memory."""
     from torch import nn
 
     with warnings.catch_warnings():  # about nested tensors, which are not used
@@ -195,7 +195,7 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
 
 
 def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
-    """Fields of the ModelConfig; raises if layers differ in a setting."""
+    """Read the ``ModelConfig`` fields; raises if layers differ in a setting."""
     _check_classes(transformer)
     modules = dict(transformer.named_modules())
     matrices = [name for name in transformer.state_dict() if name.endswith("weight")]
@@ -264,7 +264,7 @@ def _in_common(setting: str, found: Mapping[str, Any]) -> Any:
 
 
 def _activations() -> dict[str, Callable[[Tensor], Tensor]]:
-    """PyTorch functions of the activations that both libraries have, by our names."""
+    """Return the PyTorch functions for activations that both libraries have, by our names."""
     from torch.nn import functional as F
 
     tanh = partial(F.gelu, approximate="tanh")
@@ -287,7 +287,7 @@ def _activation_name(place: str, function: Callable[[Tensor], Tensor]) -> str:
 
 
 def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of embeddings and output, by their names in ``_OTHERS``, and the value of
+    """Return the tensors of embeddings and output, by their names in ``_OTHERS``, and the value of
     ``tie_embeddings``.
     """
     from torch import Tensor, nn
@@ -313,7 +313,7 @@ def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor]
 
 
 def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields of the ModelConfig and learned tables. ``shared``: one embedding for both sides."""
+    """Read ``ModelConfig`` fields and learned tables. ``shared``: one embedding for both sides."""
     if positions in ("interleaved", "split"):
         return {"positions": positions}, {}
     if isinstance(positions, str):

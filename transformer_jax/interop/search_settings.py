@@ -23,7 +23,7 @@ _NAMES = {
     "min_length": ("min_new_tokens", 0, "min_decoding_length"),
     "no_repeat_ngram": ("no_repeat_ngram_size", 0, "no_repeat_ngram_size"),
 }
-# Other settings of generation_config.json that are read or irrelevant here.
+# Other settings in generation_config.json that are read or irrelevant here.
 _OTHERS = {
     *("bad_words_ids", "max_length", "max_new_tokens", "renormalize_logits", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -38,7 +38,7 @@ _PATIENCE = 2.0
 
 
 def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The content of ``generation_config.json``."""
+    """Return the content of ``generation_config.json``."""
     decoding = config.decoding
     return {
         **{theirs: getattr(decoding, ours) for ours, (theirs, _, _) in _NAMES.items()},
@@ -53,7 +53,7 @@ def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Keyword arguments for ``translate_batch``."""
+    """Return keyword arguments for ``translate_batch``."""
     decoding = config.decoding
     longest_source, longest_target = length_limits(config)
     forbidden = tokenizer.target.tokens(_forbidden(decoding, tokenizer))
@@ -69,7 +69,7 @@ def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 def from_transformers(
     settings: Mapping[str, Any], tokens: Mapping[int, str], file: Path
 ) -> DecodingConfig:
-    """Convert search settings of transformers, read from ``file``.
+    """Convert search settings for transformers, read from ``file``.
 
     Args:
       settings: values by name; None means the default.
@@ -97,7 +97,7 @@ def from_transformers(
 
 
 def length_limits(config: Config) -> tuple[int, int]:
-    """Maximum source and target lengths of decoding, in tokens including EOS."""
+    """Return the maximum source and target lengths for decoding, in tokens including EOS."""
     source, limit = config.decoding.max_source_length, config.model.position_limit
     return min(source, limit), min(source + config.decoding.max_extra_length, limit)
 

@@ -99,8 +99,9 @@ def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
 
 
 def plain_weights(model: Transformer) -> Weights:
-    """The plain weights of ``model``. Learned positions have the scale of the scaled embeddings.
-    ``UserError`` for a head size other than d_model / num_heads, which other libraries lack.
+    """Return the plain weights of ``model``. Learned positions have the scale of the scaled
+    embeddings. Raises ``UserError`` for a head size other than d_model / num_heads, which other
+    libraries do not support.
     """
     config = model.config
     for name, width in (("d_k", config.head_width_k), ("d_v", config.head_width_v)):
@@ -114,7 +115,7 @@ def plain_weights(model: Transformer) -> Weights:
 
 
 def blank_weights(config: ModelConfig) -> Weights:
-    """All-zero plain weights for a model of this config, without memory."""
+    """Create all-zero plain weights for a model with this config, without using memory."""
     zero = np.float32(0)
     shapes = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
     blank = {_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes}
@@ -144,7 +145,7 @@ def with_position_tables(weights: Weights, config: ModelConfig, length: int) -> 
 
 
 def sines_first(d_model: int) -> np.ndarray:
-    """The permutation from interleaved to split sinusoids: 0 2 4 ... 1 3 5 ..."""
+    """Return the permutation from interleaved to split sinusoids: 0 2 4 ... 1 3 5 ..."""
     return np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)])
 
 
@@ -181,7 +182,7 @@ def _plain(flat: Weights, config: ModelConfig) -> Weights:
 
 
 def _names(weights: Weights, library: Library, others: Mapping[str, str]) -> dict[str, list[str]]:
-    """Library names, each with our names of the arrays it concatenates."""
+    """Map each library name to our names of the arrays that it concatenates."""
     found: dict[str, list[str]] = {}
     places = []
     for ours in weights:
@@ -207,7 +208,7 @@ def _transposed(name: str, x: np.ndarray) -> np.ndarray:
 
 @cache
 def _blank(config: ModelConfig) -> Transformer:
-    """A model whose parameters have shapes but no values."""
+    """Create a model whose parameters have shapes but no values."""
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 

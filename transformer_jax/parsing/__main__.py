@@ -39,8 +39,9 @@ class Prepare:
     """
 
     trees: tuple[str, ...]
-    """Treebank files in Penn format, also .gz. Matches of globs such as 'wsj/0[2-9]/*.mrg' are
-    sorted."""
+    """Treebank files in Penn format, optionally .gz. Matches of globs such as 'wsj/0[2-9]/*.mrg'
+    are sorted.
+    """
     output: str
     """Output path without suffix. Missing folders are created."""
     skip: int = 0
@@ -54,8 +55,8 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Generate:
-    """Write the same files as prepare for generated trees: trees of a made-up language, or
-    treebank trees with exchanged constituents.
+    """Write the same files as prepare for generated trees: trees of a made-up language, or treebank
+    trees with swapped constituents.
     """
 
     output: str
@@ -67,7 +68,7 @@ class Generate:
     language: int = 0
     """Random seed of the made-up language."""
     like: tuple[str, ...] = ()
-    """Treebank files: use their trees and exchange constituents with the same label."""
+    """Treebank files: use their trees and swap constituents with the same label."""
     numbered: bool = False
     """See prepare."""
 
@@ -149,7 +150,7 @@ def _parses(names: Iterable[str]) -> Iterator[Parse]:
 
 
 def _files(name: str) -> list[str]:
-    """The file with this name, or all files that match a glob, sorted."""
+    """Return the file with this name, or all files that match a glob, sorted."""
     path = os.path.expanduser(name)
     if not glob.has_magic(path) or os.path.exists(path):
         return [path]

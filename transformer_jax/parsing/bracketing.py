@@ -51,7 +51,7 @@ class BracketScore(NamedTuple):
 
 
 def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScore:
-    """Score trees like the program EVALB with Collins' parameters, for sentences of any length.
+    """Score trees as the program EVALB does with Collins' parameters, for sentences of any length.
 
     Punctuation (gold tags , : `` '' .) is removed from both trees, with constituents that contain
     nothing else. ADVP and PRT count as the same label. Duplicate constituents count separately.
@@ -82,7 +82,7 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
 
 
 def _brackets(constituents: Iterable[Constituent], tags: Iterable[str]) -> Counter[Constituent]:
-    """Constituents as EVALB compares them, with word positions that skip punctuation."""
+    """Count constituents as EVALB compares them, with word positions that skip punctuation."""
     before = [0, *accumulate(tag not in _PUNCTUATION for tag in tags)]
     scored = (
         Constituent(_SAME_LABEL.get(c.label, c.label), before[c.start], before[c.end])

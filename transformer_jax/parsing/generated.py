@@ -1,5 +1,5 @@
-"""Generated trees for training without a large treebank: trees of a made-up language, and
-treebank trees with exchanged constituents.
+"""Generated trees for training without a large treebank: trees of a made-up language, and treebank
+trees with swapped constituents.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Language:
             ]
 
     def trees(self, seed: int) -> Iterator[Parse]:
-        """An infinite stream of trees of 5 to 30 words. One-word constituents have no bracket."""
+        """Yield an infinite stream of trees of 5 to 30 words. One-word constituents have no
+        bracket.
+        """
         draw = Random(seed)
         while True:
             words, constituents = list[str](), list[Constituent]()
@@ -82,10 +84,10 @@ def _word(draw: Random) -> str:
 
 
 def recombined(parses: Iterable[Parse], seed: int, *, share: float = 0.3) -> Iterator[Parse]:
-    """An infinite stream of trees from ``parses`` with exchanged constituents (SUB2 of Shi et al.,
-    2021).
+    """Yield an infinite stream of trees from ``parses`` with swapped constituents (SUB2 of Shi et
+    al., 2021).
 
-    A random ``share`` of a tree's constituents is replaced by constituents from anywhere in
+    A random ``share`` of a tree's constituents is replaced with constituents from anywhere in
     ``parses`` with the same label and the same parent label.
     """
     draw, whole = Random(seed), list(parses)
@@ -105,7 +107,7 @@ def recombined(parses: Iterable[Parse], seed: int, *, share: float = 0.3) -> Ite
 
 
 def _kinds(parse: Parse) -> list[tuple[str, str]]:
-    """Label and parent label of each constituent."""
+    """Return the label and parent label of each constituent."""
     kinds, around = list[tuple[str, str]](), list[Constituent]()
     for constituent in parse.constituents:
         while around and around[-1].end <= constituent.start:
@@ -115,24 +117,24 @@ def _kinds(parse: Parse) -> list[tuple[str, str]]:
     return kinds
 
 
-def _exchanged(tree: Parse, place: int, giver: Parse, other: int) -> Parse:
-    """Replace constituent ``place`` of ``tree`` by constituent ``other`` of ``giver``."""
-    old, new = tree.constituents[place], giver.constituents[other]
+def _exchanged(tree: Parse, place: int, donor: Parse, other: int) -> Parse:
+    """Replace constituent ``place`` of ``tree`` with constituent ``other`` of ``donor``."""
+    old, new = tree.constituents[place], donor.constituents[other]
     grown = (new.end - new.start) - (old.end - old.start)
     before = [
         c._replace(end=c.end + grown) if c.end >= old.end else c for c in tree.constituents[:place]
     ]
-    inside = [_moved(c, old.start - new.start) for c in _within(giver, other)]
+    inside = [_moved(c, old.start - new.start) for c in _within(donor, other)]
     after = [_moved(c, grown) for c in tree.constituents[place + len(_within(tree, place)) :]]
     return Parse(
-        tree.words[: old.start] + giver.words[new.start : new.end] + tree.words[old.end :],
-        tree.tags[: old.start] + giver.tags[new.start : new.end] + tree.tags[old.end :],
+        tree.words[: old.start] + donor.words[new.start : new.end] + tree.words[old.end :],
+        tree.tags[: old.start] + donor.tags[new.start : new.end] + tree.tags[old.end :],
         (*before, *inside, *after),
     )
 
 
 def _within(parse: Parse, place: int) -> list[Constituent]:
-    """A constituent and all constituents inside it."""
+    """Return a constituent and all constituents inside it."""
     end = parse.constituents[place].end
     return [c for c in parse.constituents[place:] if c.start < end]
 

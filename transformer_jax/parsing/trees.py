@@ -40,7 +40,7 @@ class Parse(NamedTuple):
     tags: tuple[str, ...]
     """Part of speech of each word."""
     constituents: tuple[Constituent, ...]
-    """In order of opening bracket, so each constituent precedes its children."""
+    """In the order of their opening brackets, so each constituent precedes its children."""
 
     def __str__(self) -> str:
         """The tree in Penn format on one line. Brackets in words become -LRB- and -RRB-."""
@@ -49,8 +49,8 @@ class Parse(NamedTuple):
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
 
     def sequence(self, *, numbered: bool = False) -> str:
-        """The linearized tree, a target sequence without words. ``numbered``: with number and tag
-        (#0 NNP) instead of XX for each word.
+        """Return the linearized tree, a target sequence without words. ``numbered``: a number and
+        tag (#0 NNP) instead of XX for each word.
         """
         words = [WORD] * len(self.words)
         if numbered:
@@ -71,19 +71,19 @@ class Parse(NamedTuple):
 
 
 def bracket_symbols(labels: str) -> tuple[str, ...]:
-    """Symbols for ``tokenizer.user_defined_symbols`` that make each bracket one token. By default
-    SentencePiece never joins a parenthesis and letters. ``labels`` are separated by spaces.
+    """Return symbols for ``tokenizer.user_defined_symbols`` that make each bracket one token. By
+    default SentencePiece never joins a parenthesis and letters. ``labels`` are separated by spaces.
     """
     return tuple(f"▁{bracket}{label}" for label in labels.split() for bracket in "()")
 
 
 def with_numbers(words: Sequence[str]) -> list[str]:
-    """The source of a numbered sequence: #0 John #1 barks."""
+    """Return the source of a numbered sequence: #0 John #1 barks."""
     return [token for n, word in enumerate(words) for token in (f"#{n}", word)]
 
 
 def without_numbers(tokens: Sequence[str]) -> Sequence[str]:
-    """The words of a numbered source. Other sources are returned unchanged."""
+    """Return the words of a numbered source. Other sources are returned unchanged."""
     words = tokens[1::2]
     return words if with_numbers(words) == list(tokens) else tokens
 

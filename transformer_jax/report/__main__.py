@@ -17,7 +17,7 @@ from transformer_jax import UserError, needs_extra, parse_flags, run_program, wr
 class Arguments:
     """Write an HTML report on training runs: curves, results, translations, settings.
 
-    Works at any time, also during training (docs/training.md).
+    Works at any time, even during training (docs/training.md).
     """
 
     workdir: tuple[str, ...]

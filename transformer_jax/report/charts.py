@@ -1,4 +1,4 @@
-"""Figures of the report: curves and attention heat maps, with transparent background."""
+"""Figures for the report: curves and attention heat maps, with transparent background."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndar
 
 
 def _data_url(figure: Figure) -> str:
-    """The figure as an image, isolated from the page's ids and styles."""
+    """Encode the figure as an image, isolated from the page's ids and styles."""
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(buffer, format="svg", transparent=True)

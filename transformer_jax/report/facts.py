@@ -1,4 +1,4 @@
-"""Tables of the report: results, environment, settings."""
+"""Tables for the report: results, environment, settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETTINGS = "Different between runs", "Changed from the default", "Default"
 
 
 def results(run: Run) -> dict[str, str]:
-    """The best evaluation, and the latest value of each field of metrics.jsonl and summary.json."""
+    """Return the best evaluation, and the latest value of every metric and summary field."""
     facts = {"status": run.status}
     for name, best in (("dev_loss", min), ("dev_bleu", max)):
         if values := run.curve("dev", name)[1]:
@@ -28,18 +28,18 @@ def results(run: Run) -> dict[str, str]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Hardware and versions at the last start."""
+    """Return the hardware and versions at the last start."""
     return _flat(run.latest().get("environment", {}))
 
 
 def by_label(columns: Sequence[dict[str, str]]) -> list[list[str]]:
-    """Table rows: a label and its text in each column."""
+    """Build table rows: a label and its text in each column."""
     labels = dict.fromkeys(label for column in columns for label in column)
     return [[label, *(column.get(label, "") for column in columns)] for label in labels]
 
 
 def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
-    """Tables of settings, different ones first: name, value of each run, default."""
+    """Build tables of settings, differing settings first: name, value for each run, default."""
     tables: dict[str, list[list[str]]] = {title: [] for title in _SETTINGS}
     columns = [_flat(dataclasses.asdict(config)) for config in (*configs, Config())]
     for row in by_label(columns) if configs else ():

@@ -72,7 +72,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
 
 
 def word_diff(reference: str, translation: str) -> list[tuple[str, str]]:
-    """Word diff with the tags "", "del" and "ins"; character diff if there are no spaces."""
+    """Compute a diff of words, or of characters if there are no spaces: "", "del" and "ins"."""
     split, blank = (str.split, " ") if " " in reference + translation else (list, "")
     old, new = split(reference), split(translation)
     found = []

@@ -30,19 +30,21 @@ class Run:
     attention: dict[str, SentenceAttention] = field(default_factory=dict)
 
     def curve(self, kind: str, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a field in entries of one kind, without null (not finite) values."""
+        """Return a field's steps and values in entries of one kind, without null (not finite)
+        values.
+        """
         known = [
             e for e in self.entries if e["kind"] == kind and isinstance(e.get(name), int | float)
         ]
         return [entry["step"] for entry in known], [entry[name] for entry in known]
 
     def latest(self) -> dict[str, Any]:
-        """The latest value of each field."""
+        """Return the latest value of each field."""
         return {name: value for entry in self.entries for name, value in entry.items()}
 
     @property
     def status(self) -> str:
-        """For example "finished, step 4 of 4"."""
+        """Status such as "finished, step 4 of 4"."""
         latest = self.latest()
         how = "unfinished"
         if latest.get("kind") == "end":
@@ -52,7 +54,7 @@ class Run:
 
 
 def read_run(location: str) -> Run:
-    """Read the run in a work directory or at its URL; ``UserError`` if it does not exist."""
+    """Read the run in a work directory or at its URL. Raises ``UserError`` if it is missing."""
     run = Run(location, local_workdir(location))
     if not run.workdir.is_dir():
         raise UserError(f"workdir is {location!r}; expected the work directory of a training run.")

@@ -31,7 +31,7 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
 
 
 def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
-    """Evenly spaced lines from the part of the dev set that BLEU is measured on."""
+    """Read evenly spaced lines from the part of the dev set that BLEU is measured on."""
     from transformer_jax import read_pairs
 
     if not number or not run.config:

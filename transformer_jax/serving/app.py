@@ -54,7 +54,7 @@ class App:
         self.service, self.timeout = service, timeout
 
     def asgi(self) -> FastAPI:
-        """The ASGI application, for a server such as uvicorn."""
+        """Build the ASGI application, for a server such as uvicorn."""
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -92,7 +92,7 @@ class App:
         async with asyncio.timeout(self.timeout):
             answering = self.service.begin(await self._query(request))
             answer = await _unless_gone(request, answering.whole())
-        return answer or Response(status_code=499)  # the client is gone
+        return answer or Response(status_code=499)  # the client disconnected
 
     async def stream(self, request: Request) -> Response:
         """Translate one text and stream the result: a `sentence` event as each sentence finishes,
@@ -129,7 +129,7 @@ class App:
 
         Raises:
           UserError: an invalid field, or text that is not UTF-8.
-          Refused: a cross-site request, which could use a local server from any web page; a body
+          Refused: a cross-site request (otherwise any web page could use a local server); a body
             that is too large; an unsupported content type.
         """
         site = request.headers.get("sec-fetch-site")  # sent over HTTPS and to localhost only
@@ -209,7 +209,7 @@ class App:
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of ``work``; None if the client disconnects first, which cancels it."""
+    """Return the result of ``work``; cancel it and return None if the client disconnects first."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -61,10 +61,11 @@ class Arguments:
     max_characters: int = 20_000
     """Maximum characters in a request; longer requests get 413."""
     timeout: float = 60.0
-    """Maximum seconds from the start of a request to its response; then it gets 503."""
+    """Maximum seconds from the start of a request to its response; slower requests get 503."""
     average: int | None = None
-    """Take the mean of this many checkpoints, up to the chosen one. Default: what the end of
-    training chose; of a single checkpoint's folder, itself."""
+    """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
+    end of training; for a checkpoint's folder, this checkpoint alone.
+    """
     compilation_cache: str = "auto"
     """Folder for the compilation cache, or off. auto: the same folder as decode.py."""
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
@@ -111,7 +112,7 @@ def _check_values(a: Arguments) -> None:
 
 
 def _pairs(a: Arguments, configs: Sequence[Config]) -> list[Pair]:
-    """The language pair of each model; raises if two are equal."""
+    """Return the language pair of each model; raises if two are equal."""
     if a.languages and len(a.languages) != len(configs):
         raise UserError(
             f"languages has {len(a.languages)} pairs for {len(configs)} work directories; "
@@ -138,7 +139,7 @@ def _parse_pair(text: str) -> Pair:
 
 
 def _guessed_pair(config: Config) -> Pair:
-    """The language pair, guessed from field names or file suffixes of the training data."""
+    """Guess the language pair from field names or file suffixes of the training data."""
     train = config.data.train
     if train.kind == "numbers":
         return Pair("en", "de")
@@ -150,6 +151,6 @@ def _guessed_pair(config: Config) -> Pair:
 
 
 def _code_in(name: str) -> str:
-    """The last language code in a name such as train-*.en.txt.gz."""
+    """Find the last language code in a name such as train-*.en.txt.gz."""
     parts = [x for x in re.split(r"[^A-Za-z_]", name) if x not in ("gz", "txt")]
     return next(filter(_LANGUAGE.fullmatch, reversed(parts)), "")

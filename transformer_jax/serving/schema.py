@@ -21,7 +21,7 @@ Rounded = Annotated[float | None, BeforeValidator(_rounded)]
 
 
 class Query(BaseModel):
-    """A request to /translate. Fields up to ``api_key`` are LibreTranslate's."""
+    """A request to /translate. The fields up to ``api_key`` are the same as in LibreTranslate."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,7 +29,7 @@ class Query(BaseModel):
     source: str = Field("auto", description="Source language. auto: the only model for the target.")
     target: str = Field(description="Target language.", examples=["de"])
     format: Literal["text"] = Field("text", description="HTML is not supported.")
-    alternatives: int = Field(0, ge=0, description="Alternatives; less than the beam size.")
+    alternatives: int = Field(0, ge=0, description="Number of alternatives, below the beam size.")
     api_key: str = Field("", description="Ignored.")
     prefix: str = Field("", description="Forced start of each text's translation.")
     details: bool = Field(False, description="Also return scores and tokens.")
@@ -82,7 +82,9 @@ class Sentence(Hypothesis):
 
 
 class StreamedSentence(Sentence):
-    """A ``sentence`` event: also the index and the whitespace before the translation."""
+    """A ``sentence`` event, which adds the sentence's index and the text before its translation
+    (usually whitespace).
+    """
 
     index: int
     before: str
@@ -96,7 +98,9 @@ class Detected(BaseModel):
 
 
 class Answer(BaseModel):
-    """The response of /translate. A list of texts gets lists; one text gets single values."""
+    """The response of /translate. For a list of texts, fields are lists; for one text, single
+    values.
+    """
 
     translatedText: str | list[str]
     alternatives: list[str] | list[list[str]] | None = None
@@ -126,6 +130,6 @@ class Error(BaseModel):
 
 
 def request_body() -> dict[str, Any]:
-    """The OpenAPI description of /translate's request body."""
+    """Return the OpenAPI description of /translate's request body."""
     schema = {"schema": Query.model_json_schema()}
     return {"requestBody": {"required": True, "content": dict.fromkeys(CONTENT_TYPES, schema)}}

@@ -92,7 +92,7 @@ class Service:
         return self._status
 
     def find(self, query: Query) -> Pair:
-        """The language pair of a query; ``UserError`` if none or several match."""
+        """Find the language pair of a query. Raises ``UserError`` if none or several match."""
         pairs = [pair for pair in self.models if pair.target == query.target]
         if query.source != "auto":
             pairs = [pair for pair in pairs if pair.source == query.source]
@@ -199,7 +199,7 @@ class Answering:
     """Each split text with one task per sentence."""
 
     async def whole(self) -> Answer:
-        """The complete response."""
+        """Wait for the complete response."""
         await asyncio.gather(*(task for _, tasks in self.texts for task in tasks))
         return self._answer()
 

@@ -31,7 +31,7 @@ class Cut:
     """Text after the last sentence; the whole text if it has no sentence."""
 
     def gap(self, index: int, previous: str = "") -> str:
-        """The separator before the translation of sentence ``index``, given the ``previous``
+        """Return the separator before the translation of sentence ``index``, given the ``previous``
         translation: ``before[index]`` or, if it is empty, ``joint(previous)``.
         """
         gap = self.before[index]
@@ -40,7 +40,7 @@ class Cut:
         return joint(previous)
 
     def joined(self, translations: Sequence[str]) -> str:
-        """The text with each sentence replaced by its translation."""
+        """Return the text with each sentence replaced by its translation."""
         text = ""
         for index, (translation, _) in enumerate(zip(translations, self.sentences, strict=True)):
             text += self.gap(index, translations[index - 1]) + translation
@@ -73,8 +73,8 @@ def cut(text: str, *, language: str, split: bool) -> Cut:
 
 
 def _units(line: str, language: str) -> Iterator[str]:
-    """The sentences of a line with surrounding whitespace. A sentence of more than 1,000 characters
-    may be cut between words.
+    """Yield the sentences of a line with surrounding whitespace. A sentence of more than 1,000
+    characters may be cut between words.
     """
     safe = _UNSAFE.sub(" ", line)
     start = 0
