@@ -100,7 +100,7 @@ def kind_of(path: AnyPath) -> str:
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Replace a file's content. Readers see the old or the new content, even after a crash."""
     content = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # a device or a named pipe, which must stay
+    if path.exists() and not path.is_file():  # a device or named pipe must stay
         path.write_bytes(content)
         return
     with _replacing(path) as file:

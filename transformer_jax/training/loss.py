@@ -65,11 +65,11 @@ def smoothed_cross_entropy(
       target_BT: token ids to predict; positions with PAD_ID are ignored.
       max_logits: approximate number of logits on a device at a time; None: backend default.
       logits_dtype: data type of stored logits; all sums are float32. None: hidden_BTD's type on
-        accelerators, float32 on CPUs. In bfloat16 ties are more frequent; ``correct`` counts a
+        accelerators, float32 on CPUs. Ties are more frequent in bfloat16; ``correct`` counts a
         label that ties for the highest logit.
       bias_V: optional softmax biases, float32.
-      mesh: devices that shard the rows B along ``data`` and ``fsdp``, which must divide B. Sums
-        and the gradients of matrix and bias are all-reduced once, after the last chunk.
+      mesh: devices that shard the rows B along ``data`` and ``fsdp``; their number must divide B.
+        Sums and the gradients of matrix and bias are all-reduced once, after the last chunk.
       r_drop: alpha of R-Drop (Liang et al. 2021, equation 4). Above 0, rows 2i and 2i + 1 must be
         one sentence pair with two dropout masks, which predict p and q. ``loss`` grows by
         alpha / 2 (KL(p, q) + KL(q, p)).

@@ -72,7 +72,7 @@ def make_optimizer(
 
 
 def _matrices(parameters: Any) -> Any:
-    """Return a mask of the matrices, without attention biases, which have a head axis."""
+    """Return a mask of the matrices. Biases with a head axis are excluded."""
 
     def is_matrix(path: tuple[Any, ...], parameter: Any) -> bool:
         return parameter.ndim > 1 and parameter_name(path).rpartition(".")[2] != "bias"
