@@ -4,8 +4,7 @@ Trains on the names of the multiples of 7 below 10,000, then samples from the mo
 
     python examples/language_model.py
 
-prints ten samples, how many of 500 samples are names of numbers below 10,000, and how many of these
-are not in the training data.
+prints ten samples and, of 500, how many are names of numbers below 10,000 and how many are new.
 """
 
 import jax

@@ -137,7 +137,8 @@ def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
         summary = json.loads((workdir / "summary.json").read_text())
         if summary["steps"] == int(folders[0].name) and "averaged_steps" in summary:
             return [workdir / "checkpoints" / checkpoint_name(s) for s in summary["averaged_steps"]]
-    log.info("Training in %s has not ended; using its last checkpoint.", workdir)
+    if int(folders[0].name):  # not an imported model
+        log.info("Training in %s has not ended; using its last checkpoint.", workdir)
     return folders[:1]
 
 

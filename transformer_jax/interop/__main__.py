@@ -87,10 +87,8 @@ def _import(task: Import) -> None:
         config, model, tokenizer = import_huggingface(Path(task.input))
         save_model(folder, config, model, tokenizer)
     logger.info("Translate:  python decode.py --workdir %s", task.workdir)
-    logger.info(
-        "Fine-tune:  python train.py --config %s/config.json --workdir %s --data...",
-        *(task.workdir, task.workdir),
-    )
+    start = f"--config {task.workdir}/config.json --training.start-from {task.workdir}"
+    logger.info("Fine-tune:  python train.py %s --workdir NEW ...", start)
 
 
 @contextmanager
