@@ -461,10 +461,13 @@ def test_what_other_flags_imply(workdir):
         (("--reference", "no/such"), "'no/such': No such file or directory"),
         (("--output", "no/such/file"), "'no/such/file': No such file or directory"),
         (("--output", "."), "'.': Is a directory"),
-        (("--output", "x.gz"), "output is 'x.gz'; expected a name without .gz, as output is not"),
+        (
+            ("--output", "x.gz"),
+            "output is 'x.gz'; expected a name without .gz, because output is not",
+        ),
         (
             ("--text-field", "score"),
-            "text_field is 'score'; expected another field, as translation",
+            "text_field is 'score'; expected another field, because translation",
         ),
         (("--input", "x", "--output", "./x"), "output './x' is also an input; expected another"),
         (("--score", "x", "--output", "./x"), "output './x' is also an input; expected another"),
