@@ -15,7 +15,8 @@ import dataclasses
 import json
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,10 +167,17 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
 
     Returns a nested dict of NumPy arrays.
     """
+    return deque(load_averages(checkpoints), maxlen=1).pop()
+
+
+def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
+    """Yield the averages of the first checkpoint, the first two, and so on; see
+    ``load_parameters``. Each checkpoint is read once.
+    """
     abstract = abstract_model(config_of(checkpoints[0]).model).parameters
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
     total: Any = None
-    for folder in checkpoints:
+    for count, folder in enumerate(checkpoints, start=1):
         which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
         loaded = ocp.load_checkpointables(str(folder / "state"), {which: wanted})[which]
         if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loaded)):
@@ -178,7 +186,7 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
                 "another program saved them. Choose an earlier checkpoint."
             )
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
-    return jax.tree.map(lambda x: x / np.float32(len(checkpoints)), total)
+        yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
 
 
 def checkpoint_name(step: int) -> str:

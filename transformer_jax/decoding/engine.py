@@ -216,6 +216,7 @@ class Engine:
                 self._position_limit,
             )
             self._compiled = _compiled(self._search)
+            self._idle_rows = _idle_rows(self._search, self._device)
 
     @property
     def model(self) -> Transformer | Ensemble:
@@ -281,7 +282,7 @@ class Engine:
 
     def new_rows(self, bucket: Bucket) -> Rows:
         """Create idle rows on the device."""
-        return _idle_rows(self._search, self._device)(self._weights, bucket=bucket)
+        return self._idle_rows(self._weights, bucket=bucket)
 
     def lowered(
         self, bucket: Bucket, sharding: SingleDeviceSharding | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from transformer_jax.checkpoint import checkpoint_name, load_parameters, up_to
+from transformer_jax.checkpoint import checkpoint_name, load_averages, load_parameters, up_to
 from transformer_jax.config import BatchConfig, Config
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
@@ -85,16 +85,18 @@ class Evaluator:
         if self._dev is None:
             log.info("Without data.dev, training.average auto uses the last checkpoint.")
             return [last]
-        dev = self._dev
-        ends = list(dict.fromkeys([last, *best]))
-        found = [up_to(end, folders, training.most_averaged, run.config) for end in ends]
-        choices = [chain[: n + 1] for chain in found for n in range(len(chain))]
-        return min(choices, key=lambda choice: means(self._loss(self._mean(choice), dev))["loss"])
+        losses: dict[float, list[AnyPath]] = {}
+        for end in dict.fromkeys([last, *best]):
+            chain = up_to(end, folders, training.most_averaged, run.config)
+            for count, average in enumerate(load_averages(chain), start=1):
+                sums = self._loss(self._placed(average), self._dev)
+                losses.setdefault(means(sums)["loss"], chain[:count])
+        return losses[min(losses)]
 
     def test(self, checkpoints: Sequence[AnyPath]) -> tuple[dict[str, Any], Evaluation]:
         """Evaluate the average of these checkpoints on the test set."""
         run, pairs = self._run, self._run.pairs["test"]
-        translations = self._translate(self._mean(checkpoints), pairs)
+        translations = self._translate(self._placed(load_parameters(checkpoints)), pairs)
         references = [target for _, target in pairs]
         tokenize, language = run.config.training.bleu_tokenize, run.config.training.bleu_language
         scores = evaluate(translations, references, tokenize=tokenize, language=language)
@@ -109,10 +111,9 @@ class Evaluator:
                 figures |= {name: score.value, f"{name}_signature": score.signature}
         return figures, scores
 
-    def _mean(self, checkpoints: Sequence[AnyPath]) -> Parameters:
+    def _placed(self, parameters: Any) -> Parameters:
         abstract = self._run.functions.abstract_state.parameters
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        return place(load_parameters(checkpoints), shardings)
+        return place(parameters, jax.tree.map(lambda leaf: leaf.sharding, abstract))
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
         rows, parts = batch_sharding(self._run.mesh), []
