@@ -5,6 +5,7 @@ its reason is printed.
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def script(page: Path) -> str:
         reason, code = block.groups()
         code = re.sub(r"^git clone .*/OWNER/.*\n", "", code)  # this is a clone
         name = f"{page.relative_to(ROOT)}:{text[: block.start()].count(chr(10)) + 1}"
-        lines.append(f"echo '== {name}{f': not run, {reason}' if reason else ''}'")
+        said = f"== {name}{f': not run, {reason}' if reason else ''}"
+        lines.append(f"echo {shlex.quote(said)}")
         lines += [] if reason else ["set -x", code, "{ set +x; } 2> /dev/null"]
     return "\n".join(lines)
 
