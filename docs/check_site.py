@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def check_links(site: Path) -> None:
-    documents = {*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")} - {ROOT / "README.md"}
+    documents = {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "README.md"}
     pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in documents}
     assert not (missing := pages - set(site.rglob("*.html"))), f"no pages: {missing}"
     for page in pages | {site / "index.html"}:
@@ -37,7 +37,7 @@ def check_api(site: Path) -> None:
     anchors = set(re.findall(r'id="transformer_jax\.(\w+)"', pages))
     differences = anchors.symmetric_difference(names)
     assert not differences, f"in the API reference or in __init__.pyi alone: {differences}"
-    assert "Number of source tokens where the vocabularies are separate; None: one" in pages
+    assert "Number of source tokens if the vocabularies are separate; None: one" in pages
 
 
 def check_search(site: Path) -> None:
