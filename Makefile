@@ -21,7 +21,9 @@ QUICK := tests/test_layout.py tests/test_config.py tests/test_cli.py tests/test_
 BRANCHES := tests/interop tests/parsing tests/serving tests/test_benchmarks.py tests/test_figures.py \
 	tests/test_report.py tests/test_wheel.py
 
-# Python compiles what is imported; of what is installed, that is a small part.
+# Python compiles modules when they are first imported; few of those installed are. Container images
+# often set this variable, which makes each program compile all its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
 
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
