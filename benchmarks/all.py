@@ -1,40 +1,106 @@
 """Run all accelerator benchmarks of docs/performance.md with one command.
 
     python -m benchmarks.all --data data/multi30k --output results
+    python -m benchmarks.all --toy --output toy          # tiny sizes on any device, also a CPU
 
 ``--data`` has the text for configs/multi30k.py. Parts run in sequence, the most valuable first,
 each in its own process. ``--output`` receives each part's results (PART.json, or PART/summary.json
 of a training run), its log (PART.log), and results.md with all tables so far. Finished parts do not
 run again. Parts that fail, or do not fit into ``--minutes``, are reported, and the next part
-starts.
+starts. Parts for more devices than this machine has wait for a larger one; without a GPU or TPU all
+parts wait. On a GPU, PyTorch's and Hugging Face's programs run in turn with ours.
 
-``multi30k_cold`` starts with an empty compilation cache, ``multi30k_warm`` reuses this cache, and
-``multi30k_2`` to ``multi30k_4`` use other seeds.
+``train_base_2`` to ``train_base_8`` and ``train_big_fsdp_8`` train on that many devices, with the
+same number of pairs on each. ``bart`` decodes the shape of BART-large greedily, 260 to 440 source
+tokens and 64 output tokens. ``multi30k_cold`` starts with an empty compilation cache,
+``multi30k_warm`` reuses this cache, and ``multi30k_2`` to ``multi30k_4`` use other seeds.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from argparse import ArgumentParser
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.in_turn import ROOT, Table, absolute, markdown
 
-_TRAIN = "-m benchmarks.train --pairs 784 --steps 40 --dtype bfloat16 --engines ours torch_compile"
-_DECODE = "-m benchmarks.decode --threads 8 --engines ours huggingface"
-_RECIPE = "train.py --config multi30k --data.root {data} --compilation-cache {output}/compiled"
-PARTS = {  # seconds on an H200, program
-    "train_base": (90, f"{_TRAIN} --config wmt14_base"),
-    "decode_128": (55, f"{_DECODE} --batch-sizes 128 --sentences 1024"),
-    "decode_512": (55, f"{_DECODE} --batch-sizes 512 --sentences 3003"),
-    "multi30k_cold": (240, f"{_RECIPE} --seed 1"),
-    "train_big": (110, f"{_TRAIN} --config wmt14_big"),
-    "decode_32": (55, f"{_DECODE} --batch-sizes 32 --sentences 256"),
-    "multi30k_warm": (170, f"{_RECIPE} --seed 1"),
-    **{f"multi30k_{seed}": (170, f"{_RECIPE} --seed {seed}") for seed in (2, 3, 4)},
+
+class Program(NamedTuple):
+    """A command with its output flag, other engines to compare with on one GPU, and toy sizes."""
+
+    command: str
+    others: str
+    toy: str
+
+
+class Part(NamedTuple):
+    """A run of a program."""
+
+    seconds: float  # on an H200
+    program: str
+    flags: str = ""
+    devices: int = 1
+
+
+_TO_FILE = "--output {output}/{name}.json"
+_DECODE = f"-m benchmarks.decode {_TO_FILE} --threads 8 --engines ours"
+_TOY_DECODE = "--config demo --sentences 4 --batch-sizes 4 --rounds 1"
+PROGRAMS = {
+    "attention": Program(
+        f"-m benchmarks.attention {_TO_FILE}", "", "--lengths 24 --positions 48 --heads 2"
+    ),
+    "train": Program(
+        f"-m benchmarks.train {_TO_FILE} --pairs 784 --steps 40 --dtype bfloat16 --engines ours",
+        "torch_compile",
+        "--config demo --pairs 8 --length 8 --steps 2 --dtype float32 --rounds 1",
+    ),
+    "decode": Program(_DECODE, "huggingface", _TOY_DECODE),
+    "bart": Program(
+        f"{_DECODE} --config benchmarks/bart_large.py --beam-size 1 --lengths 260 440 "
+        "--output-length 64",
+        "",
+        f"{_TOY_DECODE} --lengths 6 9 --output-length 5",
+    ),
+    "recipe": Program(
+        "train.py --workdir {output}/{name} --config multi30k --data.root {data} "
+        "--compilation-cache {output}/compiled",
+        "",
+        "--config demo --data.train.limit 200 --data.dev.limit 8 --data.test.limit 8 "
+        "--batch.tokens 512 --training.steps 4 --training.eval-every 4 "
+        "--training.checkpoint-every 4 --model.num-layers 1",
+    ),
+}
+PARTS = {
+    "attention": Part(60, "attention"),
+    "train_base": Part(90, "train", "--config wmt14_base"),
+    **{
+        f"train_base_{n}": Part(40, "train", f"--config wmt14_base --devices {n}", n)
+        for n in (8, 4, 2)
+    },
+    "decode_128": Part(55, "decode", "--batch-sizes 128 --sentences 1024"),
+    **{
+        f"bart_{rows}": Part(40, "bart", f"--batch-sizes {rows} --sentences {8 * rows}")
+        for rows in (128, 64, 32)
+    },
+    "decode_512": Part(55, "decode", "--batch-sizes 512 --sentences 3003"),
+    "multi30k_cold": Part(240, "recipe", "--seed 1"),
+    "train_big": Part(110, "train", "--config wmt14_big"),
+    "train_big_fsdp_8": Part(70, "train", "--config wmt14_big --devices 8 --fsdp 8", 8),
+    "decode_32": Part(55, "decode", "--batch-sizes 32 --sentences 256"),
+    "multi30k_warm": Part(170, "recipe", "--seed 1"),
+    **{f"multi30k_{seed}": Part(170, "recipe", f"--seed {seed}") for seed in (2, 3, 4)},
+}
+# Programs that use all visible devices see one, so that their results are for one device.
+ONE_DEVICE = {
+    "CUDA_VISIBLE_DEVICES": "0",
+    "TPU_VISIBLE_DEVICES": "0",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+    "TPU_PROCESS_BOUNDS": "1,1,1",
 }
 
 
@@ -50,36 +116,52 @@ def figures(output: Path, name: str) -> Table:
     return {name: {"test BLEU": run["test"]["bleu"]} | {key: run[key] for key in kept}}
 
 
+def find_devices() -> tuple[str, int]:
+    """Platform and number of devices, found in another process, as a TPU serves one at a time."""
+    program = "import jax; print(jax.default_backend(), jax.local_device_count())"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    return found[-2], int(found[-1])
+
+
 def main() -> int:
-    """Run the chosen parts; exit status 1 if any part has no results."""
+    """Run the chosen parts; exit status 1 if any that can run here has no results."""
     flags = ArgumentParser(description=__doc__)
     add = flags.add_argument
     add("--data", type=absolute, default=ROOT / "data" / "multi30k")
     add("--output", type=absolute, required=True, help="folder for results")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--minutes", type=float, default=9.0)
+    add("--toy", action="store_true", help="tiny sizes, to check that the command works")
     arguments = flags.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     latest, states = time.monotonic() + 60 * arguments.minutes, {}
+    platform, devices = find_devices()
     for name in arguments.parts:
-        seconds, program = PARTS[name]
-        left = latest - time.monotonic()
+        part, left = PARTS[name], latest - time.monotonic()
         if figures(output, name):
             states[name] = "done"
-        elif left < seconds:
-            states[name] = f"skipped: needs about {seconds} s, {max(0, left):.0f} s are left"
+        elif platform == "cpu" and not arguments.toy:
+            states[name] = "waits for a GPU or TPU"
+        elif devices < part.devices:
+            states[name] = f"waits for {part.devices} devices"
+        elif left < part.seconds:
+            states[name] = f"skipped: needs about {part.seconds} s, {max(0, left):.0f} s are left"
         else:
-            place = (
-                f"--workdir {{output}}/{name}"
-                if "--data." in program
-                else f"--output {{output}}/{name}.json"
-            )
-            command = f"{program} {place}".format(data=arguments.data, output=output).split()
+            program = PROGRAMS[part.program]
+            compared = platform == "gpu" and part.devices == 1
+            words = [program.command, program.others if compared else "", part.flags]
+            words += [program.toy] if arguments.toy else []
+            command = " ".join(words).format(data=arguments.data, output=output, name=name).split()
             # stops child processes too
-            limited = ["timeout", "--kill-after=10", str(min(left, 2 * seconds)), sys.executable]
+            most = str(min(left, 2 * part.seconds))
+            limited = ["timeout", "--kill-after=10", most, sys.executable, *command]
+            seen = ONE_DEVICE if part.devices == 1 else {}
             with (output / f"{name}.log").open("w") as log:
-                done = subprocess.run([*limited, *command], cwd=ROOT, stdout=log, stderr=log)
+                done = subprocess.run(
+                    limited, cwd=ROOT, stdout=log, stderr=log, env=os.environ | seen
+                )
             failed = f"failed with status {done.returncode}, see {name}.log"
             states[name] = failed if done.returncode else "done"
         print(f"{name}: {states[name]}", file=sys.stderr)
@@ -87,7 +169,7 @@ def main() -> int:
             f"## {x}\n\n{state}\n\n{markdown(figures(output, x))}\n" for x, state in states.items()
         ]
         (output / "results.md").write_text("\n".join(parts))
-    return int(any(state != "done" for state in states.values()))
+    return int(any(not state.startswith(("done", "waits")) for state in states.values()))
 
 
 if __name__ == "__main__":

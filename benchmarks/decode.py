@@ -16,6 +16,10 @@ length. It ignores the last position, where our engine has EOS. Random weights c
 which float rounding decides. With a beam the last position also decides them, as other engines may
 have any token there.
 
+``--lengths`` draws source lengths uniformly instead. With ``--output-length``, outputs have that
+many tokens, EOS included: a softmax bias makes EOS the best token, and a minimum length forbids it
+until then.
+
 *A trained model* (``--workdir``): every engine stops at EOS, at most 50 tokens after the source
 length. Our engine uses each sentence's length, Hugging Face the longest in the batch, CTranslate2
 the longest in the file. Token counts are from each engine's best outputs, EOS included.
@@ -68,15 +72,26 @@ def load(job: Answer) -> tuple[Config, Any, Any]:
         _, model, tokenizer = load_model(job["workdir"])
     else:
         config = load_config_file(job["config"])
-        shape = replace(config.model, vocab_size=config.tokenizer.vocab_size)
+        fixed = bool(job["output_length"])
+        shape = replace(
+            config.model,
+            vocab_size=config.tokenizer.vocab_size,
+            softmax_bias=config.model.softmax_bias or fixed,
+        )
         model = Transformer(shape, rngs=nnx.Rngs(0))
+        if fixed:
+            model.softmax_bias[...] = model.softmax_bias[...].at[EOS_ID].set(100.0)
         tokenizer = numbered_tokens(shape.vocab_size)
+    longest = max(256, *job["lengths"])
     decoding = DecodingConfig(
         beam_size=job["beam_size"],
         length_penalty=0.6,
         length_offset=0.0,
         max_extra_length=job["extra"],
-        batch_size=job["batch_size"],
+        min_length=max(0, job["output_length"] - 1),
+        max_source_length=longest,
+        # sources of more than 128 tokens get a quarter of the rows
+        batch_size=job["batch_size"] * (4 if longest > 256 else 1),
     )
     return Config(model=model.config, decoding=decoding), model, tokenizer
 
@@ -94,6 +109,8 @@ def export(job: Answer) -> Engine:
     else:
         rng = np.random.default_rng(0)
         lengths = rng.lognormal(3.196, 0.513, count).clip(3, 98).astype(int)
+        if job["lengths"][1]:
+            lengths = rng.integers(*job["lengths"], count, endpoint=True)
         source = [rng.integers(4, config.model.vocab_size, n - 1).tolist() for n in lengths]
     found = {
         "ids": sorted(filter(None, source), key=len, reverse=True),
@@ -115,8 +132,8 @@ def ours(job: Answer, ids: Ids) -> Search:
 
     places = devices.devices_for_rows(job["batch_size"])  # first, as it may configure JAX
     config, model, _ = load(job)
-    suppress = () if job["workdir"] else (EOS_ID,)
-    share = replace(config.decoding, batch_size=-(-job["batch_size"] // len(places)))
+    suppress = () if job["workdir"] or job["output_length"] else (EOS_ID,)
+    share = replace(config.decoding, batch_size=-(-config.decoding.batch_size // len(places)))
     engines = [engine.Engine(model, share, suppress=suppress, device=place) for place in places]
     sentences = [engine.Sentence(x) for x in ids]
     return lambda: [best.tokens for best, *_ in engine.search_together(engines, sentences)]
@@ -127,7 +144,7 @@ def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
     for i in range(0, len(ids), job["batch_size"]):
         batch = ids[i : i + job["batch_size"]]
         mean = round(float(np.mean([len(x) + 1 + job["extra"] for x in batch])))
-        yield batch, None if job["workdir"] else mean
+        yield batch, None if job["workdir"] else job["output_length"] or mean
 
 
 def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
@@ -230,6 +247,8 @@ def main() -> None:
     add("--workdir", type=absolute, help="work directory of a trained model; needs --input")
     add("--input", type=absolute, help="text to translate")
     add("--sentences", type=int, default=128)
+    add("--lengths", type=int, nargs=2, default=[0, 0], help="fewest and most source tokens")
+    add("--output-length", type=int, default=0)
     add("--beam-size", type=int, default=4)
     add("--batch-sizes", type=int, nargs="+", default=[1, 32, 128, 512])
     add("--engines", nargs="+", choices=["ours", *OTHERS], default=["ours", *OTHERS])
@@ -237,7 +256,7 @@ def main() -> None:
     if bool(arguments.workdir) != bool(arguments.input):
         flags.error("use --workdir and --input together")
     table: Table = {}
-    extra = 50 if arguments.workdir else 1
+    extra = 50 if arguments.workdir else arguments.output_length or 1
     for size in arguments.batch_sizes:
         with tempfile.TemporaryDirectory() as folder:
             job = vars(arguments) | {"folder": folder, "batch_size": size, "extra": extra}

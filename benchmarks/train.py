@@ -3,6 +3,7 @@
     python -m benchmarks.train                                        # base, on a CPU
     python -m benchmarks.train --pairs 784 --steps 40 --dtype bfloat16    # base, on a GPU
     python -m benchmarks.train --config multi30k --against ../older --engines ours
+    python -m benchmarks.train --engines ours --devices 8 --fsdp 8    # each device has --pairs
 
 A turn is ``--steps`` steps (forward, backward, Adam) on batches of random tokens, without padding,
 that are already on the device.
@@ -71,21 +72,21 @@ def model_flops(
 
 def make_batches(job: Answer, vocab_size: int) -> np.ndarray:
     """Random tokens that end in EOS, int32 [batches, sides, pairs, length]."""
-    shape = _NUM_BATCHES, 2, job["pairs"], job["length"]
+    shape = _NUM_BATCHES, 2, job["pairs"] * job["devices"], job["length"]
     tokens = np.random.default_rng(0).integers(4, vocab_size, shape, np.int32)
     tokens[..., -1] = EOS_ID
     return tokens
 
 
 def ours(job: Answer) -> Engine:
-    """The training step of ``train.py``, on one device."""
+    """The training step of ``train.py``."""
     import jax
 
     from transformer_jax import Batch, MeshConfig, batch_sharding, make_mesh
     from transformer_jax.training.step import make_step_functions
 
-    config, [device, *_] = read_config(job), jax.devices()
-    mesh = make_mesh(MeshConfig(), [device])
+    config, devices = read_config(job), jax.devices()[: job["devices"]]
+    mesh = make_mesh(MeshConfig(fsdp=job["fsdp"]), devices)
     functions = make_step_functions(config, mesh)
     state = functions.init()
     pairs = (Batch(*sides) for sides in make_batches(job, config.model.vocab_size))
@@ -97,11 +98,11 @@ def ours(job: Answer) -> Engine:
         for batch in islice(batches, job["steps"]):
             state, metrics = functions.train_step(state, batch)
             sums.append(metrics.sums)
-        memory = device.memory_stats() or {}
+        memory = devices[0].memory_stats() or {}
         return {
             "losses": [float(x.loss / x.tokens) for x in jax.device_get(sums)],
             "parameters": sum(x.size for x in jax.tree.leaves(state.parameters)),
-            "platform": device.platform,
+            "platform": devices[0].platform,
             "device gb": memory.get("peak_bytes_in_use", 0) / 1e9,
         }
 
@@ -217,20 +218,22 @@ def main() -> None:
     flags = parser(__doc__)
     add = flags.add_argument
     add("--config", default="wmt14_base", help="recipe or file; default: wmt14_base")
-    add("--pairs", type=int, default=32, help="sentence pairs per step")
+    add("--pairs", type=int, default=32, help="sentence pairs per step and device")
     add("--length", type=int, default=32)
     add("--steps", type=int, default=4)
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    add("--devices", type=int, default=1, help="devices of our engine; others have one")
+    add("--fsdp", type=int, default=1, help="devices that shard the parameters")
     arguments = flags.parse_args()
+    if arguments.devices > 1 and list(arguments.engines) != ["ours"]:
+        flags.error("several devices need --engines ours")
     if Path(arguments.config).exists():
         arguments.config = str(Path(arguments.config).absolute())
     job = vars(arguments)
     model = read_config(job).model
-    tokens, lengths = (
-        job["steps"] * job["pairs"] * job["length"],
-        np.full(job["pairs"], job["length"]),
-    )
+    lengths = np.full(job["pairs"] * job["devices"], job["length"])
+    tokens = job["steps"] * int(lengths.sum())
     flops = job["steps"] * model_flops(model, lengths, lengths)
     with workers("train", arguments.engines, job) as engines:
         table, rounds = measure(
@@ -240,6 +243,7 @@ def main() -> None:
         first, seconds = rounds[0][name], tokens / row["target tokens/s"]
         row["ms a step"] = 1e3 * seconds / job["steps"]
         row["model TFLOP/s"] = flops / seconds / 1e12
+        row["tokens/s per device"] = row["target tokens/s"] / job["devices"]
         row["compiling, s"] = first["seconds"] - seconds
         # initial logits are about N(0, 1), which adds about 0.5
         assert abs(first["losses"][0] - math.log(model.vocab_size)) < 1.5, f"{name}: {first}"

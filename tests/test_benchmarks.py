@@ -15,6 +15,7 @@ from flax import nnx
 from random_models import lines_of_words, make_model, train_tokenizer, write_run
 
 from benchmarks import all as all_parts
+from benchmarks.all import Part, Program
 from benchmarks.chart import COLORS, chart, comparisons
 from benchmarks.in_turn import markdown, measure
 from benchmarks.train import torch_loss
@@ -116,6 +117,13 @@ def test_corpus_and_plan(tmp_path: Path) -> None:
     assert figures["pairs/s"] > 0 and figures["batch ms"] > 0 and 0 < figures["fill"] <= 1
 
 
+def run_all(output: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[int, str]:
+    """Exit status of ``benchmarks.all``, and its results.md."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(sys, "argv", ["all", "--output", str(output), *flags])
+    return all_parts.main(), (output / "results.md").read_text()
+
+
 def test_parts_are_resumed_and_failures_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,18 +131,40 @@ def test_parts_are_resumed_and_failures_named(
     (tmp_path / "write.py").write_text(write)
     slow = ["import subprocess, sys, time", "subprocess.Popen(['sleep', '60'])", "time.sleep(60)"]
     (tmp_path / "slow.py").write_text("\n".join(slow))
-    parts = {"good": (9, "write.py"), "bad": (9, "no.py"), "slow": (0.5, "slow.py")}
-    parts |= {"long": (1000, "no.py")}
-    paths = {name: (limit, str(tmp_path / program)) for name, (limit, program) in parts.items()}
-    monkeypatch.setattr(all_parts, "PARTS", paths)
-    monkeypatch.setattr(sys, "argv", ["all", "--output", str(tmp_path / "out"), "--minutes", "1"])
-    assert all_parts.main() == 1
-    found = (tmp_path / "out" / "results.md").read_text()
-    assert "| x | 7 |" in found and "failed with status 2, see bad.log" in found
+    programs = {
+        name: Program(f"{tmp_path / name}.py --output {{output}}/{{name}}.json", "", "")
+        for name in ("write", "no", "slow")
+    }
+    parts = {"good": Part(9, "write"), "bad": Part(9, "no"), "slow": Part(0.5, "slow")}
+    parts |= {"long": Part(1000, "no"), "large": Part(9, "no", "", 99)}
+    monkeypatch.setattr(all_parts, "PROGRAMS", programs)
+    monkeypatch.setattr(all_parts, "PARTS", parts)
+    output = tmp_path / "out"
+    status, found = run_all(output, monkeypatch, "--parts", "good", "large")
+    assert status == 0 and found.count("waits for a GPU or TPU") == 2
+    status, found = run_all(output, monkeypatch, "--toy", "--minutes", "1")
+    assert status == 1 and "| x | 7 |" in found and "waits for 99 devices" in found
+    assert "failed with status 2, see bad.log" in found
     assert "failed with status 124, see slow.log" in found and "skipped: needs about 1000" in found
     (tmp_path / "write.py").unlink()  # it is not run again
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--parts", "good"])
-    assert all_parts.main() == 0
+    assert run_all(output, monkeypatch, "--toy", "--parts", "good")[0] == 0
+
+
+@pytest.mark.cpu("two simulated devices")
+def test_toy_sizes_of_the_accelerator_benchmarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {part.program for part in all_parts.PARTS.values()} == set(all_parts.PROGRAMS)
+    chosen = ["attention", "train_base_2", "bart_32"]
+    status, found = run_all(tmp_path, monkeypatch, "--toy", "--parts", *chosen)
+    assert status == 0, found
+    tables = {name: all_parts.figures(tmp_path, name) for name in chosen}
+    assert len(tables["attention"]) == 8  # four masks, ours and plain
+    for figures in tables["attention"].values():
+        assert max(figures[name] for name in ("out", "dq", "dk", "dv")) < 0.01  # bfloat16
+    figures = tables["train_base_2"]["ours"]
+    assert figures["target tokens/s"] == 2 * figures["tokens/s per device"] > 0
+    assert tables["bart_32"]["batch 4, ours"]["tokens"] == 4 * 5  # of the fixed length
 
 
 def test_chart_of_the_table_in_the_documentation(tmp_path: Path) -> None:

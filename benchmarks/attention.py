@@ -1,0 +1,114 @@
+"""Speed and rounding of attention, forward and backward, on the accelerator that is here.
+
+    python -m benchmarks.attention --lengths 32 64 128 256 512
+
+Rows have ``--lengths`` tokens, and as many rows as ``--positions`` allows. Masks are those of the
+model: padded rows, packed rows (four sentences a row), the decoder's causal packed rows, and
+cross-attention between packed rows. The last eighth of each row is padding, so some queries see
+nothing. Implementations:
+
+- ``ours``: the attention that the model uses in bfloat16;
+- ``plain``: ``jax.nn.dot_product_attention``, compiled by XLA, in bfloat16;
+- ``cudnn`` (GPU): the same with cuDNN, where queries that see nothing see all keys.
+
+``out``, ``dq``, ``dk`` and ``dv`` are the largest errors, relative to the largest value of plain
+attention in float32. Only real queries have a gradient. An error far above that of ``plain`` means
+wrong results. ``ms`` is the time of one forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.in_turn import Table, finish
+from transformer_jax.model.attention import attention_mask, dot_product_attention
+
+Attention = Callable[..., jax.Array]
+KINDS = ("padded", "packed", "causal", "cross")
+
+
+def cudnn(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
+    """cuDNN's attention. A query that sees nothing would have wrong gradients, so it sees all."""
+    mask_B1TS |= ~mask_B1TS.any(-1, keepdims=True)
+    return jax.nn.dot_product_attention(
+        q_BTHK, k_BSHK, v_BSHK, mask=mask_B1TS, implementation="cudnn"
+    )
+
+
+def plain(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
+    """JAX's attention without kernels."""
+    return jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, mask=mask_B1TS)
+
+
+def masks(kind: str, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
+    """Segment ids of the queries, int32 [B, T], and the mask, bool [B, 1, T, S]."""
+    sentences = 1 if kind == "padded" else 4
+    real = length - length // 8
+    segments_L = jnp.where(jnp.arange(length) < real, jnp.arange(length) * sentences // real + 1, 0)
+    keys_L = segments_L
+    if kind == "cross":  # sentences end elsewhere on the other side
+        keys_L = jnp.where(segments_L > 0, jnp.roll(segments_L, 3).at[:3].set(1), 0)
+    queries_BT, keys_BS = (jnp.broadcast_to(x, (rows, length)) for x in (segments_L, keys_L))
+    return queries_BT, attention_mask(queries_BT, keys_BS, causal=kind == "causal")
+
+
+def gradients(attention: Attention, arrays: Any, mask_B1TS: Any, weight_BTHK: Any) -> Any:
+    """Output, and gradients of its product with ``weight_BTHK``, in float32."""
+    out_BTHK, vjp = jax.vjp(lambda *x: attention(*x, mask_B1TS), *arrays)
+    found = out_BTHK * (weight_BTHK != 0), *vjp(weight_BTHK.astype(out_BTHK.dtype))
+    return [x.astype(jnp.float32) for x in found]
+
+
+def measure(attention: Attention, arrays: Any, others: Any, expected: Any, rounds: int) -> Any:
+    """Errors and milliseconds of one implementation."""
+    run = jax.jit(partial(gradients, attention))
+    arrays = [x.astype(jnp.bfloat16) for x in arrays]
+    found = jax.block_until_ready(run(arrays, *others))
+    begin = time.perf_counter()
+    jax.block_until_ready([run(arrays, *others) for _ in range(rounds)])
+    seconds = (time.perf_counter() - begin) / rounds
+    errors = [float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in zip(found, expected)]
+    return dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)) | {"ms": 1e3 * seconds}
+
+
+def main() -> None:
+    """Measure each length, mask and implementation."""
+    flags = ArgumentParser(description=__doc__)
+    add = flags.add_argument
+    add("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512])
+    add("--positions", type=int, default=25_088, help="tokens a side")
+    add("--heads", type=int, default=8)
+    add("--rounds", type=int, default=20)
+    add("--output", type=Path, help="JSON file for results")
+    arguments = flags.parse_args()
+    compared: dict[str, Attention] = {"ours": dot_product_attention, "plain": plain}
+    if jax.default_backend() == "gpu":
+        compared["cudnn"] = cudnn
+    table: Table = {}
+    for length in arguments.lengths:
+        rows = max(1, arguments.positions // length)
+        shape = rows, length, arguments.heads, 64
+        *arrays, weight_BTHK = (
+            jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 4)
+        )
+        for kind in KINDS:
+            queries_BT, mask_B1TS = masks(kind, rows, length)
+            others = mask_B1TS, weight_BTHK * (queries_BT > 0)[..., None, None]
+            with jax.default_matmul_precision("highest"):
+                expected = jax.jit(partial(gradients, plain))(arrays, *others)
+            for name, attention in compared.items():
+                row = measure(attention, arrays, others, expected, arguments.rounds)
+                table[f"{length} tokens, {kind}, {name}"] = row
+    finish(table, None, arguments)
+
+
+if __name__ == "__main__":
+    main()
