@@ -106,7 +106,6 @@ def test_every_field_has_a_meaning_for_help() -> None:
             "length_penalty is inf; expected a finite number",
         ),
         (lambda: DecodingConfig(seed=-1), "decoding.seed is -1; expected a number from 0 to"),
-        (lambda: DataConfig(max_length_ratio=0.5), "data.max_length_ratio is 0.5"),
         (
             lambda: Config(
                 optimizer=OptimizerConfig(decay="cosine"), training=TrainingConfig(steps=4000)
@@ -132,10 +131,6 @@ def test_every_field_has_a_meaning_for_help() -> None:
         (
             lambda: ModelConfig(d_k=0),
             "model.d_k is 0; expected a positive number below 2.31 or None",
-        ),
-        (
-            lambda: DataConfig(max_length_ratio=0.5),
-            "data.max_length_ratio is 0.5; expected 0 or at least 1.",
         ),
         (lambda: DataConfig(cache="s3://b/c"), "data.cache is 's3://b/c'; expected a local folder"),
         (

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transformer_jax.config_checks import (
-    AtLeastOne,
     Count,
     Coverage,
     ExtraLength,
@@ -293,11 +292,6 @@ class DataConfig(Section, prefix="data."):
     max_target_length: PairLength = 256
     """Maximum target length in tokens, including EOS. Longer pairs are left out of the training set
     and of dev loss, and counted."""
-    max_length_ratio: Literal[0] | AtLeastOne = 0.0
-    """Maximum ratio of the longer to the shorter side, in tokens plus 5. Pairs above it are also
-    left out; 0: off."""
-    invalid_utf8: Literal["error", "skip"] = "error"
-    """On a line that is not UTF-8: stop (error), or skip and count the pair (skip)."""
     cache: str = ""
     """Folder for tokenized corpora; '': `corpus` in the work directory. Runs may share a folder."""
     workers: Count = 0

@@ -27,8 +27,8 @@ def text(tmp_path, source, target, name="train", **settings):
     return PairsConfig(kind="text", source=(f"{name}.en",), target=(f"{name}.de",), **settings)
 
 
-def read(config, root, **options):
-    return list(read_pairs(config, str(root), **options))
+def read(config, root):
+    return list(read_pairs(config, str(root)))
 
 
 # Lines
@@ -121,15 +121,13 @@ def test_damaged_gzip(tmp_path):
             list(read_lines(tmp_path / "a.gz"))
 
 
-def test_invalid_utf8_names_the_line_or_skips_the_pair(tmp_path, caplog):
+def test_invalid_utf8_names_the_line(tmp_path):
     config = text(tmp_path, b"a\nb\xff\nc\nd\n", b"A\nB\nC\n\xc3\x28\n")
     with pytest.raises(
         UserError,
-        match=r"train\.en, line 2: byte 2 is not valid UTF-8; .* data\.invalid_utf8 to 'skip'",
+        match=r"train\.en, line 2: byte 2 is not valid UTF-8; .* `iconv -c -t UTF-8`",
     ):
         read(config, tmp_path)
-    assert read(config, tmp_path, invalid_utf8="skip") == [("a", "A"), ("c", "C")]
-    assert caplog.messages == ["Skipped 2 pairs that are not valid UTF-8."]
 
 
 def test_nothing_to_read():

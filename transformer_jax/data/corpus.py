@@ -25,7 +25,7 @@ import numpy as np
 
 from transformer_jax.config import Config, DataConfig, PairsConfig
 from transformer_jax.data.sources import ParallelText
-from transformer_jax.data.tokenize import TokeniseJob, flatten, tokenised
+from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
 from transformer_jax.errors import UserError, shown
 from transformer_jax.storage import local_path, locked
 from transformer_jax.tokenizer import Tokenizer
@@ -123,14 +123,14 @@ def build_corpus(
 ) -> Corpus:
     """Tokenize ``text`` into ``directory``, or open the corpus if an identical call built it.
 
-    Leaves out pairs that are empty, too long, or too different in length (in any segmentation).
+    Leaves out pairs that are empty or too long (in any segmentation).
     Raises ``UserError`` if no pair remains. With ``sampling`` (see ``SubwordModel.encode``), draws
     ``num_samples`` segmentations. The result does not depend on ``data.workers``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
     sampled = (sampling, num_samples, seed) if sampling else ()
-    job, directory = TokeniseJob(tokenizer, data, *sampled), Path(directory)
+    job, directory = TokenizeJob(tokenizer, data, *sampled), Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if corpus := open_corpus(directory, job.fingerprint(text)):
         return corpus
@@ -183,7 +183,7 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         return None
 
 
-def _build(text: ParallelText, job: TokeniseJob, directory: Path) -> Corpus:
+def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
     """Write the corpus under a temporary name, and rename it when it is complete."""
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=directory) as temporary:
         folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
@@ -203,7 +203,7 @@ def _build(text: ParallelText, job: TokeniseJob, directory: Path) -> Corpus:
     return corpus
 
 
-def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
+def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
     """Tokenize and hash the text in one pass; return the corpus's fingerprint."""
     dtypes = {f"{side}_offsets": np.dtype(np.int64) for side in _SIDES}
     dtypes |= {f"{side}_tokens": dtype for side, dtype in zip(_SIDES, job.dtypes())}
@@ -217,9 +217,9 @@ def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
 
         for side in _SIDES:
             append(f"{side}_offsets", np.zeros(1, np.int64))
-        pairs = text.pairs(invalid_utf8=job.data.invalid_utf8)
+        pairs = text.pairs()
         # Closed after an error too, so that the worker processes end.
-        for chunk in stack.enter_context(closing(tokenised(pairs, job))):
+        for chunk in stack.enter_context(closing(tokenized(pairs, job))):
             num_read += chunk.num_read
             for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
                 append(f"{side}_tokens", tokens)
@@ -229,8 +229,7 @@ def _write(folder: Path, text: ParallelText, job: TokeniseJob) -> str:
         raise UserError(
             f"No sentence pairs remain after filtering the {num_read:,} pairs of "
             f"{shown(text.config.source or text.config.kind)}; expected at least one. Check the "
-            "text, or relax data.max_source_length, data.max_target_length and "
-            "data.max_length_ratio."
+            "text, or raise data.max_source_length and data.max_target_length."
         )
     fingerprint = job.fingerprint(text)
     manifest = {

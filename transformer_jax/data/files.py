@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from transformer_jax.config import PairsConfig
 from transformer_jax.errors import UserError
 from transformer_jax.storage import AnyPath, is_url, kind_of, remote_path
 
@@ -42,18 +42,18 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     return files
 
 
-def find_files(config: PairsConfig, root: str) -> list[tuple[AnyPath, AnyPath]]:
-    """Return the (source, target) files of a text, in order; empty for kinds other than text.
+def find_files(names: Iterable[tuple[str, str]], root: str) -> list[tuple[AnyPath, AnyPath]]:
+    """Return the (source, target) files with these names, in order, with globs expanded.
 
     Opens no file. Raises ``UserError`` if a file is missing, or if source and target match
     different numbers of files.
     """
     found: list[tuple[AnyPath, AnyPath]] = []
-    for names in zip(config.source, config.target) if config.kind == "text" else ():
-        sources, targets = (expanded(name, root) for name in names)
+    for source, target in names:
+        sources, targets = expanded(source, root), expanded(target, root)
         if len(sources) != len(targets):
             raise UserError(
-                f"source {names[0]!r} matches {len(sources)} file(s) and target {names[1]!r} "
+                f"source {source!r} matches {len(sources)} file(s) and target {target!r} "
                 f"matches {len(targets)}; expected equal numbers, paired in sorted order. "
                 f"Relative names start from data.root = {root!r}."
             )

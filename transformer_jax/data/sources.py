@@ -11,13 +11,12 @@ import gzip
 import hashlib
 import io
 import json
-import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain, islice, zip_longest
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -25,8 +24,6 @@ from transformer_jax.config import PairsConfig
 from transformer_jax.data.files import find_files
 from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.storage import AnyPath, to_path
-
-_log = logging.getLogger(__name__)
 
 _NUMBERS = 1_000_000
 _NUMBERS_HELD_OUT = 10_000  # in dev, and the same number in test
@@ -49,23 +46,18 @@ class ParallelText:
                 "another kind."
             )
         self.config, self.root = config, root
-        self.files = find_files(config, root)
+        names = zip(config.source, config.target) if config.kind == "text" else ()
+        self.files = find_files(names, root)
         """(source, target) files of kind text; otherwise empty."""
         self.hashes: dict[AnyPath, str] = {}
         """SHA-256 of each file's content, set whenever the file is read to its end."""
 
-    def pairs(
-        self, *, invalid_utf8: Literal["error", "skip"] = "error"
-    ) -> Iterator[tuple[str, str]]:
-        """Yield the (source, target) sentences in order.
-
-        Invalid UTF-8 on either side raises ``UserError`` or, with "skip", leaves out the pair. A
-        warning gives the number of skipped pairs.
-        """
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Yield the (source, target) sentences in order; ``UserError`` for invalid UTF-8."""
         if self.config.kind == "numbers":
-            return _number_names(self.config)
-        lines = _read_tfds(self) if self.config.kind == "tfds" else _read_files(self)
-        return islice(_decoded(lines, skip=invalid_utf8 == "skip"), self.config.limit)
+            return _number_names(self.config.split, self.config.limit)
+        pairs = self._read_tfds() if self.config.kind == "tfds" else self._read_files()
+        return islice(pairs, self.config.limit)
 
     @property
     def fingerprint(self) -> str:
@@ -80,7 +72,7 @@ class ParallelText:
         if config.kind == "numbers":
             fields += ["digits more often"]  # rename it when the generated pairs change
         elif config.kind == "tfds":
-            examples = _tfds_examples(config, self.root)
+            examples = self._tfds_examples()
             fields += [examples.dataset_info.full_name, len(examples)]
         for file in chain.from_iterable(zip(*self.files)):
             if file not in self.hashes:
@@ -89,17 +81,68 @@ class ParallelText:
             fields.append(self.hashes[file])
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
+    def _read_files(self) -> Iterator[tuple[str, str]]:
+        """Yield line N of both sides together, from one pair of files after another."""
+        for files in self.files:
+            sides = [_decoded(_hashed(file, self.hashes), str(file)) for file in files]
+            for number, (source, target) in enumerate(zip_longest(*sides), 1):
+                if source is None or target is None:
+                    counts = [
+                        number - (line is None) + sum(1 for _ in side)
+                        for line, side in zip((source, target), sides)
+                    ]
+                    raise UserError(
+                        f"{str(files[0])!r} and {str(files[1])!r} have different numbers of lines "
+                        f"({counts[0]:,} and {counts[1]:,}). Parallel files must match line by "
+                        "line."
+                    )
+                yield source, target
 
-def read_pairs(
-    config: PairsConfig, root: str = "", *, invalid_utf8: Literal["error", "skip"] = "error"
-) -> Iterator[tuple[str, str]]:
+    def _read_tfds(self) -> Iterator[tuple[str, str]]:
+        config, examples = self.config, self._tfds_examples()
+        for start in range(0, len(examples), 1024):
+            block = range(start, min(start + 1024, len(examples)))
+            for example in examples.__getitems__(block):
+                sides = [example.get(field) for field in (config.source_field, config.target_field)]
+                if not all(isinstance(side, bytes) for side in sides):
+                    raise UserError(
+                        f"{config.source[0]} ({config.split}) has no text fields "
+                        f"{config.source_field!r} and {config.target_field!r}; expected "
+                        f"source_field and target_field to be two of: {', '.join(example)}."
+                    )
+                source, target = (side.decode().replace("\n", " ") for side in sides)
+                yield source, target
+
+    def _tfds_examples(self) -> Any:
+        with needs_extra("tfds"):
+            import array_record  # noqa: F401  TFDS imports it later, with a long error message
+            import importlib_resources  # noqa: F401
+            import tensorflow_datasets as tfds  # slow to import, and few runs need it
+
+        name, split = self.config.source[0], self.config.split
+        try:
+            # The array_record format can be read without TensorFlow.
+            return tfds.data_source(
+                name,
+                split=split,
+                data_dir=self.root or None,
+                builder_kwargs={"file_format": "array_record"},
+            )
+        except (tfds.core.DatasetNotFoundError, ValueError, KeyError) as error:
+            text = " ".join(str(error).split())
+            raise UserError(
+                f"TensorFlow Datasets cannot open {name!r}, split {split!r} (data.root = "
+                f"{self.root!r}): {text}"
+            ) from None
+
+
+def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]:
     """Yield the (source, target) sentences that ``config`` describes, in order.
 
     Relative file names and globs start from ``root``. For TFDS, ``root`` is the folder of prepared
-    datasets. Invalid UTF-8 on either side raises ``UserError`` or, with "skip", leaves out the
-    pair. Missing files are reported immediately, errors inside files while reading.
+    datasets. Missing files are reported immediately, errors inside files while reading.
     """
-    return ParallelText(config, root).pairs(invalid_utf8=invalid_utf8)
+    return ParallelText(config, root).pairs()
 
 
 def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
@@ -115,30 +158,7 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
         opened = nullcontext(cast(BinaryIO, path))
         name = str(getattr(path, "name", "the input"))
     with opened as stream:
-        for line in _lines_of(stream, name):
-            yield line.text()
-
-
-class _InvalidText(UserError):
-    pass
-
-
-class _Line(NamedTuple):
-    """A line or example before decoding."""
-
-    data: bytes
-    file: str
-    number: int
-
-    def text(self) -> str:
-        try:
-            return self.data.decode()
-        except UnicodeDecodeError as error:
-            raise _InvalidText(
-                f"{self.file}, line {self.number}: byte {error.start + 1} is not valid UTF-8; "
-                "expected UTF-8 text. Repair the line, or (in training) set data.invalid_utf8 to "
-                "'skip'."
-            ) from None
+        yield from _decoded(stream, name)
 
 
 @contextmanager
@@ -167,86 +187,22 @@ def _hashed(path: AnyPath, hashes: dict[AnyPath, str]) -> Iterator[bytes]:
     hashes[path] = digest.hexdigest()
 
 
-def _lines_of(stream: Iterable[bytes], name: str) -> Iterator[_Line]:
+def _decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
+    """Yield the lines of a stream as text, without line endings."""
     for number, line in enumerate(stream, 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-        yield _Line(line.removesuffix(b"\n").removesuffix(b"\r"), name, number)
-
-
-def _decoded(lines: Iterable[tuple[_Line, _Line]], *, skip: bool) -> Iterator[tuple[str, str]]:
-    skipped = 0
-    for source, target in lines:
         try:
-            pair = source.text(), target.text()
-        except _InvalidText:
-            if not skip:
-                raise
-            skipped += 1
-        else:
-            yield pair
-    if skipped:
-        _log.warning("Skipped %s pairs that are not valid UTF-8.", f"{skipped:,}")
+            text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 "
+                "text. Repair the line, or remove all invalid bytes with `iconv -c -t UTF-8`."
+            ) from None
+        yield text
 
 
-def _read_files(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
-    """Yield line N of both sides together, from one pair of files after another."""
-    for files in text.files:
-        sides = [_lines_of(_hashed(file, text.hashes), str(file)) for file in files]
-        for number, (source, target) in enumerate(zip_longest(*sides), 1):
-            if source is None or target is None:
-                counts = [
-                    number - (line is None) + sum(1 for _ in side)
-                    for line, side in zip((source, target), sides)
-                ]
-                raise UserError(
-                    f"{str(files[0])!r} and {str(files[1])!r} have different numbers of lines "
-                    f"({counts[0]:,} and {counts[1]:,}). Parallel files must match line by line."
-                )
-            yield source, target
-
-
-def _tfds_examples(config: PairsConfig, root: str) -> Any:
-    with needs_extra("tfds"):
-        import array_record  # noqa: F401  TFDS imports it later, with a long error message
-        import importlib_resources  # noqa: F401
-        import tensorflow_datasets as tfds  # slow to import, and few runs need it
-
-    name = config.source[0]
-    try:
-        # The array_record format can be read without TensorFlow.
-        return tfds.data_source(
-            name,
-            split=config.split,
-            data_dir=root or None,
-            builder_kwargs={"file_format": "array_record"},
-        )
-    except (tfds.core.DatasetNotFoundError, ValueError, KeyError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(
-            f"TensorFlow Datasets cannot open {name!r}, split {config.split!r} (data.root = "
-            f"{root!r}): {text}"
-        ) from None
-
-
-def _read_tfds(text: ParallelText) -> Iterator[tuple[_Line, _Line]]:
-    config = text.config
-    examples, name = _tfds_examples(config, text.root), f"{config.source[0]} ({config.split})"
-    for start in range(0, len(examples), 1024):
-        block = range(start, min(start + 1024, len(examples)))
-        for number, example in enumerate(examples.__getitems__(block), start + 1):
-            sides = [example.get(field) for field in (config.source_field, config.target_field)]
-            if not all(isinstance(side, bytes) for side in sides):
-                raise UserError(
-                    f"{name} has no text fields {config.source_field!r} and "
-                    f"{config.target_field!r}; expected source_field and target_field to be two "
-                    f"of: {', '.join(example)}."
-                )
-            source, target = (_Line(side.replace(b"\n", b" "), name, number) for side in sides)
-            yield source, target
-
-
-def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
+def _number_names(split: str, limit: int | None) -> Iterator[tuple[str, str]]:
     """Yield names of numbers below a million in a fixed random order. Splits do not overlap.
 
     On both sides, half of the pairs begin with a capital letter and half end with a period,
@@ -260,14 +216,14 @@ def _number_names(config: PairsConfig) -> Iterator[tuple[str, str]]:
     small, large = train[train < 2000], train[train >= 2000]
     small = np.concatenate([small, np.repeat(small, np.where(small < 10, 600, 200) // (small + 1))])
     train = np.concatenate([np.repeat(small, 4), large])
-    numbers = {"train": train, "dev": dev, "test": test}[config.split]
+    numbers = {"train": train, "dev": dev, "test": test}[split]
     styles = random.randint(4, size=_NUMBERS)[numbers]
-    if config.split == "train":
+    if split == "train":
         styles[: 4 * len(small)] = np.tile(np.arange(4), len(small))
-    limit = config.limit or min(_NUMBERS_DEFAULT, len(numbers))
+    limit = limit or min(_NUMBERS_DEFAULT, len(numbers))
     if limit > len(numbers):
         raise UserError(
-            f"limit is {limit}; expected at most {len(numbers)} for split {config.split!r} of kind "
+            f"limit is {limit}; expected at most {len(numbers)} for split {split!r} of kind "
             "'numbers'."
         )
     return (

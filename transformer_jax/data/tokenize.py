@@ -29,14 +29,14 @@ from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
-_FORMAT = 3  # part of the fingerprint; increase it when the arrays for the same input change
+_FORMAT = 4  # part of the fingerprint; increase it when the arrays for the same input change
 _CHUNK_PAIRS = 8192  # also part of the fingerprint, as each chunk is segmented with its own seed
 
 Pairs = list[tuple[str, str]]
 Flat = tuple[np.ndarray, np.ndarray]
 
 
-class TokenisedChunk(NamedTuple):
+class TokenizedChunk(NamedTuple):
     """The pairs of a chunk that pass the filters."""
 
     sides: list[Flat]  # source and target; segmentation v of pair i is sequence i * K + v
@@ -44,7 +44,7 @@ class TokenisedChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokeniseJob:
+class TokenizeJob:
     """All inputs that determine how a text is tokenized."""
 
     tokenizer: Tokenizer
@@ -60,8 +60,7 @@ class TokeniseJob:
             (_FORMAT, _CHUNK_PAIRS),
             text.fingerprint,
             self.tokenizer.fingerprint,
-            (data.max_source_length, data.max_target_length, float(data.max_length_ratio)),
-            data.invalid_utf8,
+            (data.max_source_length, data.max_target_length),
             (self.sampling, self.num_samples, self.seed),
         ]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
@@ -71,7 +70,7 @@ class TokeniseJob:
         sizes = self.tokenizer.source.vocab_size, self.tokenizer.target.vocab_size
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
-    def tokenise(self, number: int, pairs: Pairs) -> TokenisedChunk:
+    def tokenize(self, number: int, pairs: Pairs) -> TokenizedChunk:
         """Segment and filter one chunk. Its number is part of the seeds."""
         sides = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
@@ -83,7 +82,7 @@ class TokeniseJob:
             sides.append(flatten(chain.from_iterable(zip(*versions)), self.dtypes()[i]))
         kept = np.repeat(self._passes(pairs, [lengths for _, lengths in sides]), self.num_samples)
         sides = [(tokens[np.repeat(kept, lengths)], lengths[kept]) for tokens, lengths in sides]
-        return TokenisedChunk(sides, len(pairs))
+        return TokenizedChunk(sides, len(pairs))
 
     def _passes(self, pairs: Pairs, lengths: list[np.ndarray]) -> np.ndarray:
         """Return a mask of the pairs that pass the filters in every segmentation: bool [N].
@@ -94,11 +93,7 @@ class TokeniseJob:
         filled_N = np.array([bool(source.strip() and target.strip()) for source, target in pairs])
         filled_N &= (lengths_2NK > 1).all((0, 2))
         most = self.data.max_source_length, self.data.max_target_length
-        short_N = np.less_equal(lengths_2NK.max(2).T, most).all(1)
-        # The ratio compares tokens + 5. EOS is one of the 5.
-        shorter_NK, longer_NK = lengths_2NK.min(0) + 4, lengths_2NK.max(0) + 4
-        alike_N = (longer_NK <= (self.data.max_length_ratio or np.inf) * shorter_NK).all(1)
-        return filled_N & short_N & alike_N
+        return filled_N & np.less_equal(lengths_2NK.max(2).T, most).all(1)
 
 
 def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
@@ -115,17 +110,17 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, Pairs]]:
     return enumerate(iter(lambda: list(islice(pairs, _CHUNK_PAIRS)), []))
 
 
-def tokenised(
-    pairs: Iterable[tuple[str, str]], job: TokeniseJob
-) -> Generator[TokenisedChunk, None, None]:
+def tokenized(
+    pairs: Iterable[tuple[str, str]], job: TokenizeJob
+) -> Generator[TokenizedChunk, None, None]:
     """Tokenize chunks and yield them in order. Several chunks are tokenized in worker processes."""
     chunks, workers = _chunks(pairs), job.data.workers or num_cores()
     head = list(islice(chunks, workers))
     if len(head) > 1:
-        yield from _tokenised_by_workers(chain(head, chunks), job, len(head))
+        yield from _tokenized_by_workers(chain(head, chunks), job, len(head))
     else:
         for number, chunk in chain(head, chunks):
-            yield job.tokenise(number, chunk)
+            yield job.tokenize(number, chunk)
 
 
 class _Worker:
@@ -147,16 +142,16 @@ class _Worker:
         )
         theirs.close()
 
-    def send(self, task: TokeniseJob | tuple[int, Pairs]) -> None:
+    def send(self, task: TokenizeJob | tuple[int, Pairs]) -> None:
         with _death_reported():
             self._connection.send(task)
 
-    def result(self) -> TokenisedChunk:
+    def result(self) -> TokenizedChunk:
         with _death_reported():
             result = self._connection.recv()
         if isinstance(result, Exception):
             raise result
-        assert isinstance(result, TokenisedChunk)
+        assert isinstance(result, TokenizedChunk)
         return result
 
     def close(self) -> None:
@@ -175,9 +170,9 @@ def _death_reported() -> Iterator[None]:
         ) from None
 
 
-def _tokenised_by_workers(
-    chunks: Iterable[tuple[int, Pairs]], job: TokeniseJob, workers: int
-) -> Generator[TokenisedChunk, None, None]:
+def _tokenized_by_workers(
+    chunks: Iterable[tuple[int, Pairs]], job: TokenizeJob, workers: int
+) -> Generator[TokenizedChunk, None, None]:
     """Give chunks to workers in turn. A worker gets its next chunk when its result is taken."""
     everyone: list[_Worker] = []
     busy: deque[_Worker] = deque()
@@ -208,7 +203,7 @@ def work(descriptor: int) -> None:
             except EOFError:
                 return
             try:
-                connection.send(job.tokenise(number, pairs))
+                connection.send(job.tokenize(number, pairs))
             except BrokenPipeError:
                 return
             except Exception as error:

@@ -40,6 +40,6 @@ def _dev_lines(run: Run, number: int) -> list[tuple[str, str]]:
     if not data.dev.is_given:
         run.problems.append("The run has no dev set to translate.")
         return []
-    lines = read_pairs(data.dev, data.root, invalid_utf8=data.invalid_utf8)
-    pairs = [pair for pair in islice(lines, first) if all(map(str.strip, pair))]
+    lines = islice(read_pairs(data.dev, data.root), first)
+    pairs = [pair for pair in lines if all(map(str.strip, pair))]
     return pairs[:: -(-len(pairs) // number)][:number] if pairs else []

@@ -249,7 +249,7 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
     check_bleu(training.bleu_tokenize, training.bleu_language)
     pairs = {}
     for name in [name for name in given if name != "train"]:
-        pairs[name] = list(texts[name].pairs(invalid_utf8=data.invalid_utf8))
+        pairs[name] = list(texts[name].pairs())
         if not pairs[name]:
             raise UserError(
                 f"data.{name} has no pairs; expected at least one, or data.{name}.kind none."
@@ -282,8 +282,7 @@ def prepare_tokenizer(
     noted.unlink(missing_ok=True)
     if tokenizer is None:
         log.info("Training the tokenizer.")
-        pairs = text.pairs(invalid_utf8=config.data.invalid_utf8)
-        tokenizer = Tokenizer.train(pairs, config.tokenizer)
+        tokenizer = Tokenizer.train(text.pairs(), config.tokenizer)
     tokenizer.save(folder)
     noted.write_text(f"{origin.fingerprint} {config.tokenizer}")
     return tokenizer
