@@ -195,8 +195,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     max_training_sentences: Positive = 5_000_000
     """Maximum number of sentences that SentencePiece learns from, spread evenly over the text."""
     sampling: Fraction = 0.0
-    """Subword regularization. bpe: merge dropout (usually 0.1; higher is more random). unigram:
-    smoothing alpha (usually 0.2 to 0.5; lower is more random). 0: off."""
+    """BPE-dropout: probability of dropping a merge (usually 0.1); 0: off. Requires algorithm
+    bpe."""
     sampled_epochs: Positive = 8
     """With sampling: number of stored segmentations of the training text. Epoch e reads
     segmentation e modulo this number."""

@@ -45,7 +45,7 @@ class SubwordModel:
     ) -> list[list[int]]:
         """Encode each line as token ids, without BOS and EOS.
 
-        ``sampling`` draws one random segmentation of each line (see ``SubwordSampler``). The same
+        ``sampling`` draws one random segmentation of each line with this merge dropout. The same
         ``lines`` and ``seed`` give the same result.
         """
         if not sampling and not self._foreign:
@@ -55,7 +55,7 @@ class SubwordModel:
         tags = [_TAG.findall(line)[0] if self._foreign else "" for line in lines]
         texts = [line[len(tag) :] for tag, line in zip(tags, lines, strict=True)]
         if sampling:
-            if self._sampler is None or self._sampler.strength != sampling:
+            if self._sampler is None or self._sampler.dropout != sampling:
                 self._sampler = SubwordSampler(self._processor, sampling)
             generator = random.Random(seed)
             cut = [self._sampler.sample(text, generator) for text in texts]

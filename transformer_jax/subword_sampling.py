@@ -1,4 +1,4 @@
-"""Random segmentations for subword regularization: seeded BPE-dropout and unigram sampling.
+"""Random segmentations for subword regularization: BPE-dropout with a seed.
 
 SentencePiece also samples, but mixes a random salt of each process into its generator (seen in
 0.2.3), so a seed cannot reproduce a segmentation. Here, pieces and scores come from SentencePiece,
@@ -12,10 +12,9 @@ import heapq
 import math
 import random
 import re
-from bisect import bisect
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import sentencepiece
@@ -44,31 +43,22 @@ def any_of(symbols: Iterable[str]) -> str:
 
 
 class SubwordSampler:
-    """Sampler of segmentations from one SentencePiece model.
+    """BPE-dropout: each merge is dropped with probability ``dropout`` (Provilkov et al., 2020)."""
 
-    ``strength``: the merge dropout p of a BPE model (Provilkov et al., 2020), or the smoothing
-    alpha of a unigram model, whose segmentations have probability P(pieces)^alpha / Z (Kudo, 2018).
-    """
-
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, strength: float) -> None:
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor, dropout: float) -> None:
         model = model_proto(processor.serialized_model_proto())
         trainer, pieces = model.trainer_spec, model.pieces
-        if trainer.model_type not in (trainer.BPE, trainer.UNIGRAM):
+        if trainer.model_type != trainer.BPE:
             raise UserError(
-                "tokenizer.sampling needs a BPE or unigram model; set it to 0 for this "
-                "tokenizer.model."
+                "tokenizer.sampling needs a BPE model; set it to 0, or tokenizer.algorithm to bpe."
             )
         self._processor = processor
-        self.strength = strength
+        self.dropout = dropout
         self._scores = {p.piece: p.score for p in pieces if p.type == p.NORMAL}
-        self._longest = max(map(len, self._scores))
-        self._unknown_score = min(self._scores.values()) - 10  # as in SentencePiece
         self._spells_bytes = any(p.type == p.BYTE for p in pieces)
         self._symbols = set(symbols_of(model))
         self._symbol = re.compile(f"({any_of(self._symbols)})") if self._symbols else None
-        self._draw = self._draw_bpe if trainer.model_type == trainer.BPE else self._draw_unigram
         self._merged = lru_cache(_CACHED_WORDS)(self._merge)
-        self._lattice = lru_cache(_CACHED_WORDS)(self._make_lattice)
 
     def sample(self, line: str, generator: random.Random) -> list[str]:
         """Draw one random segmentation of ``line`` and return its pieces."""
@@ -82,7 +72,7 @@ class SubwordSampler:
                     pieces += self._draw(word, generator)
         return pieces
 
-    def _draw_bpe(self, word: str, generator: random.Random) -> list[str]:
+    def _draw(self, word: str, generator: random.Random) -> list[str]:
         # The number of merges before the first drop is geometrically distributed, and often covers
         # the whole word.
         first_drop = self._merges_before_drop(generator)
@@ -90,7 +80,7 @@ class SubwordSampler:
         return pieces if first_drop >= merges else self._merge(word, first_drop, generator)[0]
 
     def _merges_before_drop(self, generator: random.Random) -> int:
-        return int(math.log(1.0 - generator.random()) / math.log1p(-self.strength))
+        return int(math.log(1.0 - generator.random()) / math.log1p(-self.dropout))
 
     def _merge(
         self, word: str, until_drop: float = math.inf, generator: random.Random | None = None
@@ -129,37 +119,6 @@ class SubwordSampler:
                 propose(left, right, end[right])
         parts = [word[start:stop] for start, stop in enumerate(end) if stop]
         return self._spelled(parts), merges
-
-    def _draw_unigram(self, word: str, generator: random.Random) -> list[str]:
-        lattice = self._lattice(word)
-        parts = []
-        position = len(word)
-        while position:  # backwards: draw a last piece by the weight of all paths that end in it
-            starts, cumulative = lattice[position]
-            drawn = bisect(cumulative, generator.random() * cumulative[-1])
-            start = starts[min(drawn, len(starts) - 1)]
-            parts.append(word[start:position])
-            position = start
-        return self._spelled(reversed(parts))
-
-    def _make_lattice(self, word: str) -> list[tuple[list[int], list[float]]]:
-        """Return, for each position, the starts of pieces that end there and cumulative weights."""
-        log_totals = [0.0]  # log of the summed weights of all paths to each position
-        lattice: list[tuple[list[int], list[float]]] = [([], [])]
-        for position in range(1, len(word) + 1):
-            starts, logs = [], []
-            for start in range(max(0, position - self._longest), position):
-                score = self._scores.get(word[start:position])
-                if score is None and position - start == 1:
-                    score = self._unknown_score
-                if score is not None:
-                    starts.append(start)
-                    logs.append(log_totals[start] + self.strength * score)
-            largest = max(logs)
-            cumulative = list(accumulate(math.exp(log - largest) for log in logs))
-            log_totals.append(largest + math.log(cumulative[-1]))
-            lattice.append((starts, cumulative))
-        return lattice
 
     def _spelled(self, parts: Iterable[str]) -> list[str]:
         """Convert parts of a word to pieces. Unknown neighbors become one piece, or bytes."""
