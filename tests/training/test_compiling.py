@@ -85,12 +85,11 @@ def two_shapes(config: Config) -> Config:
 def test_a_run_compiles_each_shape_once_and_ahead(
     tmp_path: Path, compiled: list[tuple[str, str]]
 ) -> None:
-    summary = train(two_shapes(tiny(steps=10, eval_every=10)), tmp_path, devices=ONE)
+    train(two_shapes(tiny(steps=10, eval_every=10)), tmp_path, devices=ONE)
     counts = Counter(name for name, thread in compiled if "_step" in name or "seat" in name)
     assert counts == {"jit(train_step)": 2, "jit(eval_step)": 1, "jit(seat)": 1}
     threads = [thread for name, thread in compiled if name == "jit(train_step)"]
     assert all(thread.startswith(COMPILING) for thread in threads)
-    assert summary["first_step_seconds"] > 0
 
 
 def test_a_step_waits_for_its_own_shape_alone() -> None:

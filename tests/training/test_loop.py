@@ -88,7 +88,6 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
         "learning_rate",
         "gradient_norm",
         "tokens_per_second",
-        "data_wait_share",
     } <= set(train_entries[0])
     assert train_entries[-1]["peak_memory_bytes"]["host"] > 1e7
     assert entries(finished, "start")[0]["environment"]["cpu"] == summary["cpu"]

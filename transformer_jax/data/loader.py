@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import Any
 
 import grain
@@ -20,58 +20,26 @@ from transformer_jax.data.batching import Batch, BatchPlan
 _OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
-class Loader(Iterator[Batch]):
-    """Iterator over batches, in order; see ``load_batches``.
-
-    ``waited`` is the time in seconds that the caller has waited for batches. Set it to 0 to measure
-    an interval. An error in a batch is raised when that batch is requested. ``close``, leaving a
-    ``with`` block, or the last batch ends the threads.
-    """
-
-    def __init__(self, batches: Any) -> None:
-        self.waited = 0.0
-        self._batches = batches
-
-    def __next__(self) -> Batch:
-        began = time.perf_counter()
-        try:
-            return next(self._batches)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            self.waited += time.perf_counter() - began
-
-    def close(self) -> None:
-        """End the threads and drop prefetched batches. The loader is then exhausted."""
-        if hasattr(self._batches, "close"):
-            self._batches.close()
-        self._batches = iter(())
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def load_batches(
     plan: BatchPlan,
     *,
     sharding: NamedSharding | None = None,
     start: int = 0,
     stop: int | None = None,
-) -> Loader:
+) -> Generator[Batch, None, None]:
     """Prefetch the batches of steps ``start`` to ``stop`` - 1 (None: no end) as jax arrays.
 
     ``sharding`` places [B, L] arrays (rows over devices). This process reads only the rows that its
-    own devices hold. None: whole batches on the default device.
+    own devices hold. None: whole batches on the default device. An error in a batch is raised when
+    that batch is requested. The threads end with the last batch, after an error, and on ``close``.
     """
     steps = range(start, sys.maxsize if stop is None else stop)
     if not steps:
-        return Loader(iter(()))
+        return
     build = functools.partial(_on_devices, plan, sharding)
-    return Loader(iter(grain.MapDataset.source(steps).map(build).to_iter_dataset(_OPTIONS)))
+    batches: Any = iter(grain.MapDataset.source(steps).map(build).to_iter_dataset(_OPTIONS))
+    with closing(batches):
+        yield from batches
 
 
 def abstract_batch(

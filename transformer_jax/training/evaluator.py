@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -117,7 +118,7 @@ class Evaluator:
 
     def _loss(self, parameters: Parameters, plan: BatchPlan) -> LossSums:
         rows, parts = batch_sharding(self._run.mesh), []
-        with load_batches(plan, sharding=rows, stop=plan.steps_per_epoch) as batches:
+        with closing(load_batches(plan, sharding=rows, stop=plan.steps_per_epoch)) as batches:
             for batch in batches:
                 self._poll()
                 parts.append(self._run.functions.eval_step(parameters, batch))

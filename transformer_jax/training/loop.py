@@ -88,7 +88,6 @@ class _Watch:
     doing = "before the first step"
 
     def __enter__(self) -> _Watch:
-        self.began = time.monotonic()
         self.poll()
         return self
 
@@ -120,20 +119,16 @@ class _Loop:
         self._reporter, self._signals, self._watch = reporter, signals, watch
         self._state, self._step = run.state, int(run.state.step)  # steps done
         self._evaluator = Evaluator(run, poll=self._poll)
-        self._loader = load_batches(
-            run.plan,
-            sharding=batch_sharding(run.mesh),
-            start=self._step,
-            stop=run.config.training.steps,
-        )
         self._meter = Meter(run.progress)
         self._unread: StepMetrics | None = None  # of the last step
-        self._first_step_seconds: float | None = None  # since the start of prepare()
 
     def train(self, compiled: CompileAhead) -> None:
         """Train until the last step, early stopping or a signal, and save the last state."""
         self._announce()
-        with self._loader as batches, suppress(Interrupted):
+        run, stop_at = self._run, self._config.training.steps
+        rows = batch_sharding(run.mesh)
+        loader = load_batches(run.plan, sharding=rows, start=self._step, stop=stop_at)
+        with closing(loader) as batches, suppress(Interrupted):
             # Evaluate the last step that the previous run saved, perhaps a second time.
             stop = self._progress.early_stopping_triggered(self._config)
             stop = stop or (self._evaluation_due() and self._evaluate())
@@ -204,7 +199,6 @@ class _Loop:
             "epochs": self._step / run.plan.steps_per_epoch,
             "bad_steps": int(self._state.bad_steps),
             **totals(self._progress),
-            "first_step_seconds": self._first_step_seconds,
             "peak_memory_bytes": peak_memory_bytes(),
             **environment(),
         }
@@ -244,8 +238,6 @@ class _Loop:
         if self._unread is None:
             return
         step, metrics, self._unread = self._step, jax.device_get(self._unread), None
-        if self._first_step_seconds is None:
-            self._first_step_seconds = time.monotonic() - self._watch.began
         self._meter.add(metrics)
         self._reporter.show(completed=step)
         if metrics.bad_in_a_row:
@@ -267,7 +259,7 @@ class _Loop:
                 "epoch": step / self._run.plan.steps_per_epoch,
                 "peak_memory_bytes": peak_memory_bytes(),
             }
-            self._reporter.training(step, self._meter.entry(self._loader.waited) | values)
+            self._reporter.training(step, self._meter.entry() | values)
 
     def _announce(self) -> None:
         run, config, say = self._run, self._config, self._reporter.say

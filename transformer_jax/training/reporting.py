@@ -45,7 +45,7 @@ class Meter:
         self._progress = progress
         self._sums: LossSums
         self.restart()
-        self._begin_entry(0.0)
+        self._begin_entry()
 
     def restart(self) -> None:
         """Exclude the time since the last step from training time."""
@@ -60,21 +60,16 @@ class Meter:
             self._sums = jax.tree.map(operator.add, self._sums, metrics.sums)
         self._since = now
 
-    def entry(self, waited: float) -> dict[str, Any]:
-        """Return the averages since the last entry; NaN if all steps were skipped.
-
-        ``waited``: total seconds that the loop has waited for data.
-        """
+    def entry(self) -> dict[str, Any]:
+        """Return the averages since the last entry; NaN if all steps were skipped."""
         seconds = max(self._progress.train_seconds - self._before.train_seconds, 1e-9)
-        values = means(self._sums) | {
-            "tokens_per_second": (self._progress.tokens - self._before.tokens) / seconds,
-            "data_wait_share": (waited - self._waited) / seconds,
-        }
-        self._begin_entry(waited)
+        tokens = self._progress.tokens - self._before.tokens
+        values = means(self._sums) | {"tokens_per_second": tokens / seconds}
+        self._begin_entry()
         return values
 
-    def _begin_entry(self, waited: float) -> None:
-        self._before, self._waited = copy(self._progress), waited
+    def _begin_entry(self) -> None:
+        self._before = copy(self._progress)
         self._sums = LossSums(*np.zeros(4))
 
 
