@@ -250,7 +250,7 @@ class PairsConfig(Section):
     split: str = "train"
     """tfds: split name. numbers: train, dev or test, which do not overlap."""
     limit: Positive | None = None
-    """Use only the first pairs, up to this number. numbers: number of pairs to generate (None:
+    """Use at most this many pairs, from the start. numbers: number of pairs to generate (None:
     100,000 for train, all 10,000 for dev and test)."""
 
     def rules(self) -> Iterator[Rule]:
