@@ -81,7 +81,6 @@ NAMED_AT_ONCE = [
         for flag in ("--training.steps", "--data.train.limit", "--num-processes")
     ),
     ("--data.train.source a --data.train.target b", "File 'a' does not exist"),
-    ("--batch.tokens 100", "batch.tokens is 100; expected at least 2048"),
     (f"{NUMBERS} --workdir /dev/null/w", "'/dev/null/w'"),
     (f"{NUMBERS} --workdir .", "is not empty and has no config.json"),
     (f"{TRAIN} --training.bleu-tokenize ko-mecab", "BLEU tokenizer 'ko-mecab'"),
@@ -101,6 +100,7 @@ NAMED_AT_ONCE = [
     ),
 ]
 NAMED_BEFORE_TRAINING = [
+    (f"{NUMBERS} --batch.tokens 10", "batch.tokens is 10; expected at least [0-9]+, for batch"),
     (f"{NUMBERS} --decoding.suppress no-such-token", "decoding.suppress has 'no-such-token'"),
     (
         f"{NUMBERS} --training.start-from nowhere",

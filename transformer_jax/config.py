@@ -401,11 +401,6 @@ class TrainingConfig(Section, prefix="training."):
 
     def rules(self) -> Iterator[Rule]:
         yield (
-            "bleu_every",
-            self.bleu_every > 0 or self.select_by != "bleu",
-            "a positive number where training.select_by is 'bleu'",
-        )
-        yield (
             "average",
             self.average == "auto" or self.average <= self.keep_checkpoints,
             f"at most training.keep_checkpoints = {self.keep_checkpoints}",
@@ -506,54 +501,17 @@ class Config(Section):
     """Random seed of parameter initialization, data order, and dropout."""
 
     def rules(self) -> Iterator[Rule]:
-        model, batch, optimizer = self.model, self.batch, self.optimizer
+        model, decay = self.model, self.optimizer.decay
         longest = max(self.data.max_source_length, self.data.max_target_length)
-        holds_longest = (
-            f"at least {longest}, the larger of data.max_source_length and data.max_target_length"
-        )
-        row = longest if batch.layout == "bucketed" else batch.row_length
-        yield (
-            "training.patience",
-            self.data.dev.is_given or not self.training.patience,
-            "0 without data.dev, as early stopping needs a dev set",
-        )
-        yield (
-            "batch.tokens",
-            batch.tokens >= row * batch.row_multiple,
-            f"at least {row * batch.row_multiple}, for batch.row_multiple = "
-            f"{batch.row_multiple} rows of {row} tokens; raise it, or lower "
-            "batch.row_multiple or data.max_source_length and data.max_target_length",
-        )
-        yield (
-            "batch.row_length",
-            batch.layout == "bucketed" or batch.row_length >= longest,
-            holds_longest,
-        )
         yield (
             "model.max_positions",
             model.positions != "learned" or model.max_positions >= longest,
-            holds_longest,
-        )
-        yield (
-            "model.tie_embeddings",
-            self.tokenizer.joint or not model.shares_embeddings,
-            "'target' or 'none' when tokenizer.joint is False",
+            f"at least {longest}, the larger of data.max_source_length and data.max_target_length",
         )
         yield (
             "training.steps",
-            optimizer.decay in ("inverse_sqrt", "constant")
-            or self.training.steps > optimizer.warmup_steps,
-            f"more than optimizer.warmup_steps = {optimizer.warmup_steps}, as optimizer.decay is "
-            f"{optimizer.decay!r}",
-        )
-        yield (
-            "training.r_drop",
-            not self.training.r_drop
-            or max(model.dropout, model.attention_dropout, model.feed_forward_dropout) > 0,
-            "0 when model.dropout is 0, because both passes are then the same",
-        )
-        yield (
-            "batch.row_multiple",
-            batch.row_multiple % optimizer.accumulate_steps == 0,
-            f"a multiple of optimizer.accumulate_steps = {optimizer.accumulate_steps}",
+            decay in ("inverse_sqrt", "constant")
+            or self.training.steps > self.optimizer.warmup_steps,
+            f"more than optimizer.warmup_steps = {self.optimizer.warmup_steps}, as optimizer.decay "
+            f"is {decay!r}",
         )

@@ -120,9 +120,9 @@ def test_only_batches_of_the_largest_shape_have_empty_rows():
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_buckets_hold_pairs_from_short_to_long(num_samples):
     """Each as many as fill its batches; its width follows."""
-    lengths_2KN = np.stack(random_lengths(0, 500, num_samples))
+    config, lengths_2KN = small_config("bucketed"), np.stack(random_lengths(0, 500, num_samples))
     wanted = [(8, 8), (16, 16), (60, 60)]
-    buckets = fill_buckets(lengths_2KN, wanted, small_config("bucketed"))
+    buckets = fill_buckets(lengths_2KN, wanted, config.tokens, config.row_multiple)
     assert len(buckets) == 3 and buckets[-1][0] == tuple(lengths_2KN.max((1, 2)))
     for v in range(num_samples):
         s, t = lengths_2KN[:, v]
@@ -249,9 +249,8 @@ def test_little_padding_of_real_text(shared_data, name, vocab_size, tmp_path):
     st.integers(1, 8),
 )
 def test_widths_are_a_chain_that_holds_all_pairs(pairs, buckets):
-    config = BatchConfig(tokens=200, buckets=buckets, row_multiple=1)
     s, t = np.array(pairs).T
-    widths = choose_widths(np.array([[s], [t]]), config)
+    widths = choose_widths(np.array([[s], [t]]), buckets, 200)
     assert len(widths) == buckets and (np.diff(widths, axis=0) >= 0).all()
     assert widths[-1] == (s.max(), t.max())
 

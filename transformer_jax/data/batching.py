@@ -63,23 +63,26 @@ class BatchPlan:
                 "The corpus has no pairs; expected at least one. Check its files and the filters "
                 "in data."
             )
-        self.packed = config.layout == "packed"
+        self.packed, limits = config.layout == "packed", (config.tokens, config.row_multiple)
         self._corpus, self._seed = corpus, seed
         N, lengths_2KN = corpus.num_pairs, corpus.lengths()
         tokens_2 = lengths_2KN.sum((1, 2), dtype=np.int64)
         if self.packed:
-            S, T = packed_shape(lengths_2KN.max((1, 2)).tolist(), tokens_2.tolist(), config)
+            S, T = packed_shape(
+                lengths_2KN.max((1, 2)).tolist(), tokens_2.tolist(), config.row_length
+            )
             rows_KN = [
                 pack(s_N, t_N, S, T, permutation(N, seed, _OF_PACKING, v))
                 for v, (s_N, t_N) in enumerate(zip(*lengths_2KN))
             ]
             most = max(int(row_N.max()) + 1 for row_N in rows_KN)
-            batches, B = even_batches(most, batch_rows(S, T, config), config)
+            batches, B = even_batches(most, batch_rows(S, T, *limits), config.row_multiple)
             num_rows = batches * B
             buckets = [((S, T), np.arange(num_rows).reshape(1, batches, B))]
         else:
             rows_KN, num_rows = [np.arange(N)], N + 1  # the last row is empty
-            buckets = fill_buckets(lengths_2KN, choose_widths(lengths_2KN, config), config)
+            widths = choose_widths(lengths_2KN, config.buckets, config.tokens)
+            buckets = fill_buckets(lengths_2KN, widths, *limits)
         self._rows = [_grouped(row_N, num_rows) for row_N in rows_KN]
         self._buckets = [rows_KkB for _, rows_KkB in buckets]
         self.shapes = tuple((rows_KkB.shape[2], S, T) for (S, T), rows_KkB in buckets)

@@ -6,16 +6,16 @@ from itertools import product
 
 import numpy as np
 
-from transformer_jax.config import BatchConfig
 from transformer_jax.errors import UserError
 
 
-def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[int, int]]:
-    """Choose at most ``config.buckets`` row widths (S, T), in ascending order, with little padding.
+def choose_widths(lengths_2KN: np.ndarray, count: int, tokens: int) -> list[tuple[int, int]]:
+    """Choose at most ``count`` row widths (S, T), in ascending order, with little padding.
 
     The last width holds all pairs. Starts from equal shares of the pairs, then widens, narrows or
     drops one bucket at a time as long as that saves positions (S + T per row). Each bucket costs at
-    least one whole batch per epoch, so that a few rare pairs do not get a bucket of their own.
+    least one whole batch of ``tokens`` per epoch, so that a few rare pairs do not get a bucket of
+    their own.
     """
     # histogram[s, t]: number of pairs, over all segmentations, with s source and t target tokens.
     S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
@@ -30,10 +30,9 @@ def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[in
     def cost(widths_b2: np.ndarray) -> float:
         S, T = widths_b2.T
         pairs = np.diff(below[S + 1, T + 1], prepend=0)
-        batch = len(lengths_2KN[0]) * (config.tokens // widths_b2.max(1).clip(1))
+        batch = len(lengths_2KN[0]) * (tokens // widths_b2.max(1).clip(1))
         return float(np.where(pairs > 0, np.maximum(pairs, batch), 0) @ (S + T))
 
-    count = config.buckets
     quantiles = (np.arange(1, count + 1) * histogram.sum() - 1) // count
     sides = (histogram.sum(other).cumsum() for other in (1, 0))
     widths = np.stack([np.searchsorted(sums, quantiles, "right") for sums in sides], 1)
@@ -56,9 +55,10 @@ def choose_widths(lengths_2KN: np.ndarray, config: BatchConfig) -> list[tuple[in
 
 
 def fill_buckets(
-    lengths_2KN: np.ndarray, widths: list[tuple[int, int]], config: BatchConfig
+    lengths_2KN: np.ndarray, widths: list[tuple[int, int]], tokens: int, multiple: int
 ) -> list[tuple[tuple[int, int], np.ndarray]]:
-    """Return each bucket's width (S, T) and the pairs of its batches, int32 [K, batches, B].
+    """Return each bucket's width (S, T) and the pairs of its batches, int32 [K, batches, B]. For
+    ``tokens`` and ``multiple`` see ``batch_rows``.
 
     In each of K segmentations, pairs are sorted by bucket, then by length, and cut into batches.
     The longest pairs of a bucket that do not fill a batch move to the next bucket, and widths adapt
@@ -76,10 +76,10 @@ def fill_buckets(
     ends = [(bucket_KN <= b).sum(1).min() for b in range(len(widths) - 1)]
     start, filled = 0, []
     for width, end in zip(widths, [*ends, N]):
-        B = batch_rows(*width, config)
+        B = batch_rows(*width, tokens, multiple)
         batches = max(0, end - start) // B
         if end == N:
-            batches, B = even_batches(N - start, B, config)
+            batches, B = even_batches(N - start, B, multiple)
         stop = start + batches * B
         if batches:
             rows_KR = np.full((K, batches * B), N, np.int32)
@@ -90,18 +90,17 @@ def fill_buckets(
     return filled
 
 
-def even_batches(rows: int, most: int, config: BatchConfig) -> tuple[int, int]:
+def even_batches(rows: int, most: int, multiple: int) -> tuple[int, int]:
     """Return the number of batches that hold all rows, and the number B of rows in each."""
     batches = -(-rows // most)
-    return batches, -(-rows // max(batches, 1) // config.row_multiple) * config.row_multiple
+    return batches, -(-rows // max(batches, 1) // multiple) * multiple
 
 
-def packed_shape(longest: list[int], tokens: list[int], config: BatchConfig) -> tuple[int, int]:
-    """Return (S, T) of packed rows, from each side's longest sentence and token count.
+def packed_shape(longest: list[int], tokens: list[int], L: int) -> tuple[int, int]:
+    """Return (S, T) of packed rows of length L, from each side's longest sentence and token count.
 
-    Raises ``UserError`` if a sentence is longer than ``config.row_length``.
+    Raises ``UserError`` if a sentence is longer than L.
     """
-    L = config.row_length
     if max(longest) > L:
         raise UserError(
             f"batch.row_length is {L}; expected at least {max(longest)}, the number of "
@@ -114,14 +113,16 @@ def packed_shape(longest: list[int], tokens: list[int], config: BatchConfig) -> 
     return S, T
 
 
-def batch_rows(S: int, T: int, config: BatchConfig) -> int:
-    """Return the rows B of a batch with widths S, T; ``UserError`` if the budget is too small."""
+def batch_rows(S: int, T: int, tokens: int, multiple: int) -> int:
+    """Return the number of rows B, a multiple of ``multiple``, of a batch with widths S and T and
+    at most ``tokens`` positions per side; ``UserError`` if there is none.
+    """
     longest = max(S, T, 1)
-    if rows := config.tokens // longest // config.row_multiple * config.row_multiple:
+    if rows := tokens // longest // multiple * multiple:
         return rows
     raise UserError(
-        f"batch.tokens is {config.tokens}; expected at least {longest * config.row_multiple}, "
-        f"for batch.row_multiple = {config.row_multiple} rows of {longest} tokens. Raise it, or "
-        "lower batch.row_multiple or the row length (data.max_source_length and "
-        "data.max_target_length or, if packed, batch.row_length)."
+        f"batch.tokens is {tokens}; expected at least {longest * multiple}, for "
+        f"batch.row_multiple = {multiple} rows of {longest} tokens. Raise it, or lower "
+        "batch.row_multiple or the row length (data.max_source_length and data.max_target_length "
+        "or, if packed, batch.row_length)."
     )
