@@ -23,11 +23,11 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import Config, DataConfig, PairsConfig
+from transformer_jax.config import DataConfig, PairsConfig
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
 from transformer_jax.errors import UserError, shown
-from transformer_jax.storage import local_path, locked
+from transformer_jax.storage import locked
 from transformer_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -152,11 +152,6 @@ def build_corpus(
         kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
         _log.info("%s of %s pairs pass the filters.", kept, read)
         return corpus
-
-
-def corpus_folder(workdir: Path, config: Config) -> Path:
-    """Return the folder that holds all tokenized corpora."""
-    return local_path(config.data.cache) if config.data.cache else workdir / "corpus"
 
 
 def corpus_name(fingerprint: str) -> str:

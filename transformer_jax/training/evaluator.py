@@ -81,8 +81,9 @@ class Evaluator:
         last, best_step = folders[0], run.progress.best_step
         best = [path for path in folders if int(path.name) == best_step]
         if training.average != "auto":
-            ends = best if run.progress.early_stopping_triggered(run.config) and best else [last]
-            return up_to(ends[0], folders, training.average, run.config)
+            stopped_early = run.progress.early_stopping_triggered(training.patience)
+            end = best[0] if stopped_early and best else last
+            return up_to(end, folders, training.average, run.config)
         if self._dev is None:
             log.info("Without data.dev, training.average auto uses the last checkpoint.")
             return [last]

@@ -130,7 +130,7 @@ class _Loop:
         loader = load_batches(run.plan, sharding=rows, start=self._step, stop=stop_at)
         with closing(loader) as batches, suppress(Interrupted):
             # Evaluate the last step that the previous run saved, perhaps a second time.
-            stop = self._progress.early_stopping_triggered(self._config)
+            stop = self._progress.early_stopping_triggered(self._config.training.patience)
             stop = stop or (self._evaluation_due() and self._evaluate())
             for batch in [] if stop else batches:
                 shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
@@ -155,14 +155,15 @@ class _Loop:
 
     def _evaluate(self) -> bool:
         """Evaluate on the dev set; return True if early stopping triggers."""
-        number = -(-self._step // self._config.training.eval_every)
+        training = self._config.training
+        number = -(-self._step // training.eval_every)
         self._reporter.show(status=f"evaluating step {self._step}")
         self._watch.poll(f"evaluation after step {self._step}")
         figures, example = self._evaluator.dev(self._state.evaluated, number=number)
         self._reporter.dev(self._step, figures, example)
-        self._progress.note_evaluation(figures, self._config, step=self._step)
+        self._progress.note_evaluation(figures, training.select_by, step=self._step)
         self._meter.restart()
-        return self._progress.early_stopping_triggered(self._config)
+        return self._progress.early_stopping_triggered(training.patience)
 
     def _save(self) -> None:
         self._read_figures()  # the checkpoint contains the totals of all steps so far
@@ -194,7 +195,9 @@ class _Loop:
         run = self._run
         summary: dict[str, Any] = {
             "stopped_by": None,
-            "stopped_early": self._progress.early_stopping_triggered(self._config),
+            "stopped_early": self._progress.early_stopping_triggered(
+                self._config.training.patience
+            ),
             "steps": self._step,
             "epochs": self._step / run.plan.steps_per_epoch,
             "bad_steps": int(self._state.bad_steps),

@@ -31,7 +31,6 @@ from transformer_jax.data.corpus import (
     MANIFEST,
     Corpus,
     build_corpus,
-    corpus_folder,
     corpus_name,
     open_corpus,
 )
@@ -51,9 +50,9 @@ from transformer_jax.evaluation import check_bleu
 from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import copy_folder
+from transformer_jax.storage import copy_folder, local_path
 from transformer_jax.tokenizer import Tokenizer
-from transformer_jax.training.progress import Progress, selection
+from transformer_jax.training.progress import Progress
 from transformer_jax.training.resuming import (
     FREE_BETWEEN_PROCESSES,
     differences_on_resume,
@@ -127,12 +126,13 @@ def prepare(
         claim = claimed(place, config, allow_changes=allow_changes)
         newest = from_first(lambda: stack.enter_context(claim))
         place.share_token()
+        cache = local_path(config.data.cache) if config.data.cache else place.folder / "corpus"
         with together():
             start = [] if newest is not None else _start_checkpoints(config)
         tokenizer, corpora = first_then_others(
-            lambda: _tokenized(place, config, texts, newest, start)
+            lambda: _tokenized(place, config, texts, newest, start, cache)
         )
-        _share_corpora(place, config, corpora)
+        _share_corpora(place, cache, corpora)
         check_agreement(
             {
                 "tokenizer": tokenizer.fingerprint,
@@ -145,7 +145,9 @@ def prepare(
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(place, config, tokenizer)
         stack.callback(checkpoints.wait)
-        progress = Progress(corpora["train"].fingerprint, selected=selection(config, corpora))
+        dev = corpora["dev"].fingerprint if "dev" in corpora else ""
+        selected = f"{config.training.select_by} on {dev}"
+        progress = Progress(corpora["train"].fingerprint, selected=selected)
         if newest is None:
             state = _initial_state(functions, start)
         else:
@@ -177,20 +179,20 @@ def _tokenized(
     texts: dict[str, ParallelText],
     newest: int | None,
     start: list[Path],
+    cache: Path,
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """Load or build the tokenizer and, in process 0, the corpora of train and dev."""
+    """Load or build the tokenizer and, in process 0, the corpora of train and dev in ``cache``."""
     if not is_first():
         place.pull()
         return Tokenizer.load(place.folder), {}
     tokenizer = prepare_tokenizer(place, config, texts["train"], newest, start)
     check_decoding(config.decoding, tokenizer)
-    directory = corpus_folder(place.folder, config)
     corpora = {
         name: build_corpus(
             text,
             tokenizer,
             config.data,
-            directory,
+            cache,
             sampling=config.tokenizer.sampling if name == "train" else 0.0,
             num_samples=config.tokenizer.sampled_epochs,
             seed=config.seed,
@@ -202,12 +204,12 @@ def _tokenized(
     return tokenizer, corpora
 
 
-def _share_corpora(place: Workdir, config: Config, corpora: dict[str, Corpus]) -> None:
-    """Give every process the corpora of process 0. Hosts that cannot read the folder of process 0
-    copy the corpora through the work directory.
+def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> None:
+    """Give every process the corpora of process 0, in its folder ``here``. Hosts that cannot read
+    the folder of process 0 copy the corpora through the work directory.
     """
     found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
-    here, there = corpus_folder(place.folder, config), place.store / "corpus"
+    there = place.store / "corpus"
 
     def missing() -> list[str]:
         for name, fingerprint in found.items():

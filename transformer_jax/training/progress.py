@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from transformer_jax.config import Config
-from transformer_jax.data.corpus import Corpus
 
 log = logging.getLogger(__name__)
 
@@ -23,18 +19,18 @@ class Progress:
     corpus: str = ""  # fingerprint of the training corpus
     train_seconds: float = 0.0  # without evaluation
     tokens: int = 0  # source and target, without padding
-    selected: str = ""  # see ``selection``
+    selected: str = ""  # metric and dev set that select the best step
     since_best: int = 0  # evaluations since the best one
     best_step: int | None = None
     best: dict[str, float] = field(default_factory=dict)  # metrics at best_step
 
-    def early_stopping_triggered(self, config: Config) -> bool:
-        """Return True after ``training.patience`` evaluations in a row without improvement."""
-        return 0 < config.training.patience <= self.since_best
+    def early_stopping_triggered(self, patience: int) -> bool:
+        """Return True after ``patience`` evaluations in a row without improvement; 0: never."""
+        return 0 < patience <= self.since_best
 
-    def note_evaluation(self, figures: dict[str, Any], config: Config, *, step: int) -> None:
+    def note_evaluation(self, figures: dict[str, Any], select_by: str, *, step: int) -> None:
         """Record an evaluation's metrics; ``training.select_by`` decides if it is the best."""
-        name, sign = ("dev_bleu", 1) if config.training.select_by == "bleu" else ("dev_loss", -1)
+        name, sign = ("dev_bleu", 1) if select_by == "bleu" else ("dev_loss", -1)
         if name not in figures:  # BLEU was not due
             return
         if sign * figures[name] > sign * self.best.get(name, -sign * math.inf):
@@ -48,9 +44,3 @@ class Progress:
             log.info("The dev set or training.select_by has changed: the best result is reset.")
             self.best_step, self.best, self.since_best = None, {}, 0
             self.selected = selected
-
-
-def selection(config: Config, corpora: Mapping[str, Corpus]) -> str:
-    """Identify the metric and dev set that select the best checkpoint, for comparison later."""
-    dev = corpora["dev"].fingerprint if "dev" in corpora else ""
-    return f"{config.training.select_by} on {dev}"
