@@ -11,7 +11,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.dropout import DropoutKeys, drawn_ahead, dropout
+from transformer_jax.model.dropout import DropoutKeys, dropout, kept
 from transformer_jax.model.layers import EncoderLayer
 
 
@@ -39,19 +39,18 @@ def test_the_bits_stay_what_they_were() -> None:
     np.testing.assert_array_equal(kept, [[0, 0, 0, 0, 0], [0, 0, 1, 1, 0], [1, 0, 1, 0, 1]])
 
 
-def three(keys: DropoutKeys) -> list[jax.Array]:
-    return [keys((64, 16, 256), 0.3) for _ in range(3)]
-
-
 def test_every_random_bit_is_fair_and_drawn_for_itself() -> None:
     """Each quarter of the last axis has a random half word of its own: the rate is exact in all,
     and no two agree more often than chance has it.
     """
-    masks = np.stack(jax.jit(lambda key: three(drawn_ahead(three, key)))(jax.random.key(0)))
-    kept = np.moveaxis(masks.reshape(3, 64, 16, 4, 64), 3, 1).reshape(12, -1)
-    np.testing.assert_allclose(kept.mean(axis=1), 0.7, atol=4 * np.sqrt(0.21 / kept.shape[1]))
-    correlation = np.corrcoef(kept) - np.eye(12)
-    assert np.abs(correlation).max() < 4.5 / np.sqrt(kept.shape[1])
+    keys = DropoutKeys(jax.random.key(0))
+    masks = np.stack([kept((64, 16, 256), 0.3, keys()) for _ in range(3)])
+    quarters = np.moveaxis(masks.reshape(3, 64, 16, 4, 64), 3, 1).reshape(12, -1)
+    np.testing.assert_allclose(
+        quarters.mean(axis=1), 0.7, atol=4 * np.sqrt(0.21 / quarters.shape[1])
+    )
+    correlation = np.corrcoef(quarters) - np.eye(12)
+    assert np.abs(correlation).max() < 4.5 / np.sqrt(quarters.shape[1])
     rows = np.corrcoef(masks[0].reshape(64, -1)) - np.eye(64)
     assert np.abs(rows).max() < 4.5 / np.sqrt(16 * 256)
 
@@ -62,24 +61,13 @@ def test_rates_are_exact_to_one_in_65536(rate: float) -> None:
     assert share == pytest.approx(rate, abs=4 * (2**-16 / 2**22) ** 0.5)
 
 
-def test_masks_drawn_ahead_are_those_of_the_keys() -> None:
-    """Of every shape, also where the last axis is no multiple of four; none where the rate is 0."""
-    sites = [((3, 5), 0.5), ((2, 4, 6), 0.2), ((3, 5), 0.5), ((2, 4, 6), 0.0)]
-
-    def run(keys: DropoutKeys) -> list[jax.Array]:
-        return [dropout(jnp.ones(shape), rate, keys) for shape, rate in sites]
-
-    @jax.jit
-    def run_both(key: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        keys = DropoutKeys(key)
-        one_by_one, ahead = run(keys), drawn_ahead(run, key)
-        assert keys.asked == sites[:3]
-        return run(ahead), one_by_one
-
-    ahead, one_by_one = run_both(jax.random.key(0))
-    for found, expected in zip(ahead, one_by_one, strict=True):
-        np.testing.assert_array_equal(found, expected)
-    assert not np.array_equal(one_by_one[0], one_by_one[2])
+def test_each_call_draws_a_mask_of_its_own_and_none_where_the_rate_is_0() -> None:
+    ones, keys, key = jnp.ones((3, 5)), DropoutKeys(jax.random.key(0)), jax.random.key(0)
+    assert dropout(ones, 0.0, keys) is ones
+    first, second = dropout(ones, 0.5, keys), dropout(ones, 0.5, keys)
+    np.testing.assert_array_equal(first, dropout(ones, 0.5, jax.random.fold_in(key, 0)))
+    np.testing.assert_array_equal(second, dropout(ones, 0.5, jax.random.fold_in(key, 1)))
+    assert not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("key", [0, nnx.Rngs(0)], ids=["seed", "Rngs"])

@@ -1,4 +1,4 @@
-"""Fused dropout, residual and norm kernels against plain layers: results and gradients."""
+"""Fused dropout, residual and norm kernels against plain layers: results, gradients, masks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,66 +11,95 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 from reference import against_reference, with_gradients
 
-from transformer_jax.config import ModelConfig
+from benchmarks.compile_for import collectives
+from transformer_jax.config import MeshConfig, ModelConfig
 from transformer_jax.model import norm_kernel
-from transformer_jax.model.dropout import scale_up
+from transformer_jax.model.dropout import kept
 from transformer_jax.model.norm_kernel import residual_norm
 from transformer_jax.model.norms import Residual
+from transformer_jax.sharding import batch_sharding, make_mesh, replicated
 
 CONFIG = ModelConfig(d_model=128, dropout=0.1)
+KEY = jax.random.key(7)
 
 
 def _inputs(rows: int, length: int, dtype: Any = jnp.float32) -> list[jax.Array]:
-    """x, y, what dropout keeps, scale, bias; and what the result is multiplied with."""
-    keys = jax.random.split(jax.random.key(rows), 6)
+    """x, y, scale, bias; and what the result is multiplied with."""
+    keys = jax.random.split(jax.random.key(rows), 5)
     shape, D = (rows, length, CONFIG.d_model), CONFIG.d_model
     x, y, cotangent = (3 * jax.random.normal(key, shape, dtype) for key in keys[:3])
     scale, bias = (jax.random.normal(key, (D,)) for key in keys[3:5])
-    return [x, y, jax.random.bernoulli(keys[5], 0.9, shape), 1 + scale, bias, cotangent]
+    return [x, y, 1 + scale, bias, cotangent]
 
 
-def _plain(x: Any, y: Any, keep: Any, scale: Any, bias: Any) -> jax.Array:
+def _plain(x: Any, y: Any, scale: Any, bias: Any) -> jax.Array:
     residual = Residual(CONFIG)
     residual.norm.scale, residual.norm.bias = nnx.Param(scale), nnx.Param(bias)
-    return residual(x, lambda _: y, dropout_key=keep)
+    return residual(x, lambda _: y, dropout_key=KEY)
 
 
-def _kernel(*arrays: jax.Array) -> jax.Array:
-    settings = {"factor": scale_up(CONFIG.dropout), "epsilon": CONFIG.norm_epsilon}
-    return residual_norm(*arrays, **settings, interpret=True)
+def _kernel(x: Any, y: Any, scale: Any, bias: Any) -> jax.Array:
+    settings = {"rate": CONFIG.dropout, "epsilon": CONFIG.norm_epsilon}
+    return residual_norm(x, y, KEY, scale, bias, **settings, interpret=True)
 
 
 def _with_gradients(
     function: Callable[..., jax.Array], inputs: list[jax.Array]
 ) -> list[np.ndarray]:
-    x, y, keep, scale, bias, cotangent = inputs
-    return with_gradients(_keeping(function, keep), (x, y, scale, bias), cotangent)
-
-
-def _keeping(function: Callable[..., jax.Array], keep: jax.Array) -> Callable[..., jax.Array]:
-    return lambda x, y, *of_norm: function(x, y, keep, *of_norm)
+    *arrays, cotangent = inputs
+    return with_gradients(function, arrays, cotangent)
 
 
 @pytest.mark.parametrize("rows, length", [(4, 32), (1, 1), (5, 13)])
 def test_the_kernels_are_dropout_residual_and_norm(rows: int, length: int) -> None:
-    x, y, keep, scale, bias, cotangent = _inputs(rows, length)
-    against_reference(
-        _keeping(_kernel, keep),
-        _keeping(_plain, keep),
-        (x, y, scale, bias),
-        {"rtol": 1e-4, "atol": 2e-5},
-        cotangent=cotangent,
-    )
+    *arrays, cotangent = _inputs(rows, length)
+    tolerance = {"rtol": 1e-4, "atol": 2e-5}
+    against_reference(_kernel, _plain, arrays, tolerance, cotangent=cotangent)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_the_mask_is_that_of_plain_dropout(rate: float) -> None:
+    """The gradient by y is 0 where an element is dropped, and nowhere else."""
+    x, y, scale, bias, cotangent = _inputs(5, 13)
+
+    def run(y: jax.Array) -> jax.Array:
+        return residual_norm(x, y, KEY, scale, bias, rate=rate, epsilon=1e-6, interpret=True)
+
+    gradient = _with_gradients(run, [y, cotangent])[1]
+    np.testing.assert_array_equal(gradient != 0, kept(y.shape, rate, KEY))
 
 
 def test_bfloat16_is_as_exact_as_the_plain_layers() -> None:
     inputs = _inputs(4, 32, jnp.bfloat16)
-    exact = _with_gradients(
-        _kernel, [x if x.dtype == bool else x.astype(jnp.float32) for x in inputs]
-    )
+    exact = _with_gradients(_kernel, [x.astype(jnp.float32) for x in inputs])
     ours, plain = (_with_gradients(f, inputs) for f in (_kernel, _plain))
     for x, other, expected in zip(ours, plain, exact, strict=True):
         assert np.linalg.norm(x - expected) <= 1.05 * np.linalg.norm(other - expected)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("length", [32, 13])
+def test_devices_share_rows_and_sum_the_gradients_of_the_norm(length: int) -> None:
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
+    inputs = _inputs(8, length)
+    alone = _with_gradients(_kernel, inputs)
+
+    def run(*inputs: jax.Array) -> Any:
+        *arrays, cotangent = inputs
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            out, gradient = jax.vjp(_kernel, *arrays)
+        return out, *gradient(cotangent)
+
+    rows, everywhere = batch_sharding(mesh), replicated(mesh)
+    shardings = rows, rows, everywhere, everywhere, rows
+    outs = rows, rows, rows, everywhere, everywhere
+    step = jax.jit(run, in_shardings=shardings, out_shardings=outs)
+    compiled = step.lower(*inputs).compile()
+    crossing = collectives(compiled.as_text())
+    assert sum(row["mb"] for row in crossing.values()) <= 2 * 4 * CONFIG.d_model / 1e6
+    together = compiled(*jax.device_put(tuple(inputs), shardings))
+    for x, y in zip(together, alone, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -83,8 +112,8 @@ def _lowered(inputs: list[jax.Array], platform: str) -> str:
     """A program for a GPU that is not here."""
 
     def run(*inputs: jax.Array) -> Any:
-        x, y, keep, *of_norm, cotangent = inputs
-        out, gradient = jax.vjp(lambda x, y: _plain(x, y, keep, *of_norm), x, y)
+        x, y, *of_norm, cotangent = inputs
+        out, gradient = jax.vjp(lambda x, y: _plain(x, y, *of_norm), x, y)
         return out, gradient(cotangent)
 
     gpu = AbstractDevice("NVIDIA H200", 132, "gpu")
@@ -93,7 +122,7 @@ def _lowered(inputs: list[jax.Array], platform: str) -> str:
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_they_are_chosen_in_training_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_chosen_in_training_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = _inputs(2, 32, jnp.bfloat16)
     assert _lowered(inputs, "cuda").count("gpu.triton") == 2
     assert _lowered(inputs, "cpu").count("gpu.triton") == 0
@@ -104,6 +133,9 @@ def test_they_are_chosen_in_training_on_one_gpu(monkeypatch: pytest.MonkeyPatch)
     assert not norm_kernel.takes(jax.ShapeDtypeStruct((2, 32, 192), x.dtype))
     without_dropout = jax.make_jaxpr(lambda x, y: Residual(CONFIG)(x, lambda _: y))(x, x)
     assert "pallas" not in str(without_dropout)
+    for sizes, splits in (((2, 1, 2), True), ((2, 2, 1), False)):
+        with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, ("data", "fsdp", "tensor"))):
+            assert norm_kernel.takes(x) is splits
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not norm_kernel.takes(x)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from functools import lru_cache
 
 import chex
 import jax
@@ -25,7 +24,6 @@ from transformer_jax.config import (
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
-from transformer_jax.training import step as step_module
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from transformer_jax.training.step import (
@@ -564,12 +562,8 @@ def test_optimizer_state_is_sharded_like_its_parameters() -> None:
 
 
 @pytest.mark.devices(8)
-@pytest.mark.parametrize(
-    ("mesh", "ahead"), [((8, 1), False), ((1, 8), False), ((2, 4), False), ((2, 4), True)], ids=str
-)
-def test_devices_do_not_hand_layers_around(
-    mesh: tuple[int, int], ahead: bool, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)], ids=str)
+def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
     """What crosses them is parameters and gradients; of a batch it is what the embeddings' gradient
     needs, not every layer, nor what dropout keeps.
     """
@@ -583,22 +577,6 @@ def test_devices_do_not_hand_layers_around(
         feed_forward_dropout=0.1,
     )
     config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(*mesh))
-    if ahead:
-        request.getfixturevalue("masks_drawn_ahead")
     crossing = collectives(compiled_step(step_functions(config, 8), ROWS))
     layer_mb = ROWS / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
     assert sum(figures["mb"] for figures in crossing.values()) < layer_mb
-
-
-@pytest.fixture
-def masks_drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout as on GPUs, in functions that no other test has compiled."""
-    monkeypatch.setattr("transformer_jax.model.transformer._draws_ahead", lambda config: True)
-    monkeypatch.setattr(step_module, "shared_functions", lru_cache(shared_functions.__wrapped__))
-
-
-@pytest.mark.devices(8)
-@pytest.mark.usefixtures("masks_drawn_ahead")
-def test_losses_are_the_same_with_masks_drawn_ahead(on_one_device: list[float]) -> None:
-    several, _ = losses(dataclasses.replace(CONFIG, mesh=MeshConfig(2, 2, 2)), 8)
-    np.testing.assert_allclose(several, on_one_device, rtol=1e-5)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
-from transformer_jax.model.gpu import load, runs_kernels, shares, store
+from transformer_jax.model.gpu import load, runs_kernels, sharded, splits, store
 from transformer_jax.sharding import BATCH_AXES
 
 # Score of a masked position. It is finite so that a fully masked row (padding) has no NaN.
@@ -32,12 +32,11 @@ def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
     (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
     return (
         runs_kernels()
-        and (shared := shares()) is not None
+        and splits(B, H)
         and all(x.dtype == jnp.bfloat16 for x in (q_BTHK, k_BSHK, v_BSHK))
         and getattr(mask_BHTS, "shape", None) == (B, 1, T, S)
         and max(T, S) <= 64
         and widths <= {16, 32, 64, 128}
-        and B % shared[0] == 0 == H % shared[1]
     )
 
 
@@ -49,11 +48,9 @@ def short_attention(
     Each device of the training step's mesh computes its own rows and heads. ``interpret`` runs the
     kernels on any device.
     """
-    attention = partial(_attention, interpret)
-    if jax.sharding.get_abstract_mesh().size > 1:
-        rows, heads = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, None, "tensor")
-        specs = heads, heads, heads, rows
-        attention = jax.shard_map(attention, in_specs=specs, out_specs=heads, check_vma=False)
+    rows, heads = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, None, "tensor")
+    mesh, specs = jax.sharding.get_abstract_mesh(), (heads, heads, heads, rows)
+    attention = sharded(mesh, partial(_attention, interpret), specs, heads)
     return attention(q_BTHK, k_BSHK, v_BSHK, mask_B1TS)
 
 

@@ -1,11 +1,18 @@
-"""Shared code of the GPU kernels: hardware support, sharding, masked loads and stores."""
+"""Shared code of the GPU kernels: hardware support, sharding, loads and stores, random bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.sharding import AbstractMesh
+
+from transformer_jax.model.dropout import threshold
 
 
 def runs_kernels() -> bool:
@@ -31,6 +38,26 @@ def shares() -> tuple[int, int] | None:
     return (1, 1) if not mesh and jax.device_count() == 1 else None
 
 
+def splits(rows: int, heads: int = 0) -> bool:
+    """Return True if the devices of a training step share these rows and heads evenly."""
+    shared = shares()
+    return shared is not None and rows % shared[0] == 0 == heads % shared[1]
+
+
+def row_shards(mesh: AbstractMesh) -> int:
+    """Return the number of parts that the mesh splits rows into."""
+    return mesh.shape["data"] * mesh.shape["fsdp"] if mesh.size > 1 else 1
+
+
+def sharded(
+    mesh: AbstractMesh, function: Callable[..., Any], specs: Any, outs: Any
+) -> Callable[..., Any]:
+    """Run the function on each device's shards; XLA cannot shard a kernel."""
+    if mesh.size <= 1:
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
+
+
 def load(ref: Any, inside: jax.Array | None) -> jax.Array:
     """Load a block, with 0 for elements outside the array; ``inside=None`` loads all."""
     return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
@@ -39,3 +66,34 @@ def load(ref: Any, inside: jax.Array | None) -> jax.Array:
 def store(ref: Any, x: jax.Array, inside: jax.Array | None) -> None:
     """Store the elements of a block that lie inside the array, in the array's type."""
     triton.store(ref, x.astype(ref.dtype), mask=inside)
+
+
+def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> jax.Array:
+    """Draw a mask as ``dropout.kept`` does: int32 [L, 1, C], bit i for an element of quarter i.
+
+    Args:
+      words_ref: uint32: the key's two words, and the counter at the first row of this device.
+    """
+    L, _, C = shape
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
+    counter = ((pl.program_id(0) * L + row) * C + column).astype(jnp.uint32) + words_ref[2]
+    words = _threefry(words_ref[0], words_ref[1], counter)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    bits = ((half >= jnp.uint32(threshold(rate))).astype(jnp.int32) for half in halves)
+    return reduce(jnp.bitwise_or, (bit << i for i, bit in enumerate(bits)))
+
+
+def _threefry(a: jax.Array, b: jax.Array, counter: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute the random words of key (a, b) that ``jax.random.split`` yields at this counter.
+
+    The generator is Threefry-2x32 with 20 rounds (Salmon et al., 2011).
+    """
+    keys = a, b, a ^ b ^ jnp.uint32(0x1BD11BDA)
+    x, y = jnp.zeros_like(counter) + a, counter + b
+    for group in range(5):
+        for turn in (13, 15, 26, 6) if group % 2 == 0 else (17, 29, 16, 24):
+            x += y
+            y = ((y << turn) | (y >> (32 - turn))) ^ x
+        x += keys[(group + 1) % 3]
+        y += keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x, y

@@ -1,7 +1,8 @@
 """Fused dropout, residual sum and layer norm on a GPU: one Pallas kernel forward, one backward.
 
 XLA reads the rows several times: for statistics, for results, and for the gradients of scale and
-bias. These kernels read them once.
+bias. These kernels read them once. The forward kernel draws the mask of ``dropout.kept`` and stores
+it for the backward pass, four elements a byte. Rows are in quarters, [4, C].
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.sharding import PartitionSpec
 
-from transformer_jax.model.gpu import load, runs_kernels, shares, store
+from transformer_jax.model import gpu
+from transformer_jax.model.dropout import scale_up
+from transformer_jax.sharding import BATCH_AXES
 
 _BLOCK = 8192  # elements per program, in whole rows
 
@@ -23,33 +27,41 @@ def takes(x_BLD: jax.Array) -> bool:
     """Return True if ``residual_norm`` is faster than the code that XLA generates."""
     D = x_BLD.shape[-1]
     fits = x_BLD.dtype == jnp.bfloat16 and 128 <= D <= 2048 and D & (D - 1) == 0
-    return fits and runs_kernels() and shares() == (1, 1)
+    return fits and gpu.runs_kernels() and gpu.splits(len(x_BLD))
 
 
 def residual_norm(
     x_BLD: jax.Array,
     y_BLD: jax.Array,
-    keep_BLD: jax.Array,
+    key: jax.Array,
     scale_D: jax.Array,
     bias_D: jax.Array,
     *,
-    factor: float,
+    rate: float,
     epsilon: float,
     interpret: bool = False,
 ) -> jax.Array:
     """Compute LayerNorm(x + Dropout(y)); D is a power of two.
 
-    ``keep_BLD`` is the dropout mask, bool, and ``factor`` the scale of kept elements. ``epsilon``
-    is an argument of the norm. ``interpret`` runs the kernels on any device.
+    ``epsilon`` is an argument of the norm. Each device of the training step's mesh computes its own
+    rows. ``interpret`` runs the kernels on any device.
     """
-    settings = _Settings(factor, epsilon, interpret)
-    rows = (array.reshape(-1, len(scale_D)) for array in (x_BLD, y_BLD, keep_BLD))
-    return _residual_norm(settings, *rows, scale_D, bias_D).reshape(x_BLD.shape)
+    mesh = jax.sharding.get_abstract_mesh()
+    C, shards = len(scale_D) // 4, gpu.row_shards(mesh)
+    # For each device: the key, and the counter of its first random words.
+    first_N1 = jnp.arange(shards, dtype=jnp.uint32)[:, None] * (x_BLD.size // shards // 4)
+    key_N2 = jnp.broadcast_to(jax.random.key_data(key), (shards, 2))
+    words = jnp.concatenate([key_N2, first_N1], axis=1).reshape(-1)
+    rows = (array.reshape(-1, 4, C) for array in (x_BLD, y_BLD))
+    of_norm = (array.reshape(4, C) for array in (scale_D, bias_D))
+    settings = _Settings(rate, epsilon, mesh, interpret)
+    return _residual_norm(settings, *rows, words, *of_norm).reshape(x_BLD.shape)
 
 
 class _Settings(NamedTuple):
-    factor: float
+    rate: float
     epsilon: float
+    mesh: Any  # of the forward pass; the backward pass is traced outside of it
     interpret: bool
 
 
@@ -59,92 +71,100 @@ def _residual_norm(settings: _Settings, *arrays: Any) -> jax.Array:
 
 
 def _forward(settings: _Settings, *arrays: Any) -> tuple[jax.Array, Any]:
-    x_LD, y_LD, keep_LD, scale_D, bias_D = arrays
-    arrays = x_LD, y_LD, keep_LD.astype(jnp.int8), scale_D, bias_D
-    out_LD, sum_LD = _call(_forward_kernel, arrays, [x_LD, x_LD], settings)
-    return out_LD, (sum_LD, arrays[2], scale_D)
+    x_L4C, _, _, scale_4C, _ = arrays
+    mask = jax.ShapeDtypeStruct((len(x_L4C), 1, scale_4C.shape[1]), jnp.uint8)
+    outs = [x_L4C, x_L4C, mask]
+    out_L4C, sum_L4C, packed_L1C = _call(_forward_kernel, settings, arrays, outs)
+    return out_L4C, (sum_L4C, packed_L1C, scale_4C)
 
 
-def _backward(settings: _Settings, residuals: Any, d_out_LD: jax.Array) -> tuple[Any, ...]:
-    sum_LD, keep_LD, scale_D = residuals
-    programs, D = pl.cdiv(sum_LD.size, _BLOCK), len(scale_D)
-    of_rows = jax.ShapeDtypeStruct((programs, 1, D), jnp.float32)
-    d_x_LD, d_y_LD, *sums = _call(
-        _backward_kernel,
-        (sum_LD, keep_LD, d_out_LD, scale_D),
-        [sum_LD, sum_LD, of_rows, of_rows],
-        settings,
-    )
-    return d_x_LD, d_y_LD, None, *(each.sum(axis=(0, 1)) for each in sums)
+def _backward(settings: _Settings, residuals: Any, d_out_L4C: jax.Array) -> tuple[Any, ...]:
+    sum_L4C, _, scale_4C = residuals
+    shards = gpu.row_shards(settings.mesh)
+    programs = shards * pl.cdiv(sum_L4C.size // shards, _BLOCK)
+    of_rows = jax.ShapeDtypeStruct((programs, 1, *scale_4C.shape), jnp.float32)
+    outs = [sum_L4C, sum_L4C, of_rows, of_rows]
+    d_x, d_y, *sums = _call(_backward_kernel, settings, (*residuals, d_out_L4C), outs)
+    return d_x, d_y, None, *(each.sum(axis=(0, 1)) for each in sums)
 
 
 _residual_norm.defvjp(_forward, _backward)
 
 
-def _call(kernel: Any, arrays: Any, outs: Any, settings: _Settings) -> list[jax.Array]:
+def _call(kernel: Any, settings: _Settings, arrays: Any, outs: Any) -> list[jax.Array]:
     """Run one program per block of rows; it also writes one row of each array of sums."""
-    count, D = arrays[0].shape
+    shards = gpu.row_shards(settings.mesh)
+    outs = [jax.ShapeDtypeStruct((len(x) // shards, *x.shape[1:]), x.dtype) for x in outs]
 
-    def spec(x: Any) -> pl.BlockSpec:
-        if x.ndim == 1:
-            return pl.BlockSpec((D,), lambda i: (0,))
-        if x.ndim == 3:
-            return pl.BlockSpec((None, None, D), lambda i: (i, 0, 0))
-        return pl.BlockSpec((_BLOCK // D, D), lambda i: (i, 0))
+    def on_device(*arrays: jax.Array) -> Any:
+        count, _, C = arrays[0].shape
+        block = _BLOCK // (4 * C)
 
-    return pl.pallas_call(
-        partial(kernel, count, settings.factor, settings.epsilon),
-        grid=(pl.cdiv(count, _BLOCK // D),),
-        in_specs=[*map(spec, arrays)],
-        out_specs=[*map(spec, outs)],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs],
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
-        interpret=settings.interpret,
-    )(*arrays)
+        def spec(x: Any) -> pl.BlockSpec:
+            if x.ndim == 4:  # sums
+                return pl.BlockSpec((None, None, 4, C), lambda i: (i, 0, 0, 0))
+            if x.ndim == 3:
+                return pl.BlockSpec((block, *x.shape[1:]), lambda i: (i, 0, 0))
+            return pl.BlockSpec(x.shape, lambda i: (0,) * x.ndim)
+
+        return pl.pallas_call(
+            partial(kernel, settings, count),
+            grid=(pl.cdiv(count, block),),
+            in_specs=[*map(spec, arrays)],
+            out_specs=[*map(spec, outs)],
+            out_shape=outs,
+            compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
+            interpret=settings.interpret,
+        )(*arrays)
+
+    rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
+    specs = tuple(everywhere if x.ndim == 2 else rows for x in arrays)
+    return gpu.sharded(settings.mesh, on_device, specs, rows)(*arrays)
 
 
-def _forward_kernel(count: int, factor: float, epsilon: float, *refs: Any) -> None:
-    x_ref, y_ref, keep_ref, scale_ref, bias_ref, out_ref, sum_ref = refs
+def _forward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
+    x_ref, y_ref, words_ref, scale_ref, bias_ref, out_ref, sum_ref, packed_ref = refs
     inside = _inside(x_ref.shape, count)
-    x_LD, y_LD, keep_LD = (load(ref, inside) for ref in (x_ref, y_ref, keep_ref))
-    sum_LD = x_LD.astype(jnp.float32) + _kept(y_LD.astype(jnp.float32), keep_LD, factor)
-    sum_LD = sum_LD.astype(sum_ref.dtype)
-    store(sum_ref, sum_LD, inside)
-    normal_LD, _ = _normal(sum_LD, epsilon)
-    out_LD = normal_LD * scale_ref[...][None] + bias_ref[...][None]
-    store(out_ref, out_LD, inside)
+    packed_L1C = gpu.draw_mask(words_ref, packed_ref.shape, settings.rate)
+    gpu.store(packed_ref, packed_L1C, _inside(packed_ref.shape, count))
+    x_L4C, y_L4C = (gpu.load(ref, inside).astype(jnp.float32) for ref in (x_ref, y_ref))
+    sum_L4C = (x_L4C + _kept(y_L4C, packed_L1C, settings.rate)).astype(sum_ref.dtype)
+    gpu.store(sum_ref, sum_L4C, inside)
+    normal_L4C, _ = _normal(sum_L4C, settings.epsilon)
+    gpu.store(out_ref, normal_L4C * scale_ref[...][None] + bias_ref[...][None], inside)
 
 
-def _backward_kernel(count: int, factor: float, epsilon: float, *refs: Any) -> None:
-    sum_ref, keep_ref, d_out_ref, scale_ref, d_x_ref, d_y_ref, d_scale_ref, d_bias_ref = refs
+def _backward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
+    sum_ref, packed_ref, scale_ref, d_out_ref, d_x_ref, d_y_ref, d_scale_ref, d_bias_ref = refs
     inside = _inside(sum_ref.shape, count)
-    normal_LD, inverse_L = _normal(load(sum_ref, inside), epsilon)
-    d_out_LD = load(d_out_ref, inside).astype(jnp.float32)
-    d_scale_ref[...] = (d_out_LD * normal_LD).sum(axis=0)
-    d_bias_ref[...] = d_out_LD.sum(axis=0)
-    d_normal_LD = d_out_LD * scale_ref[...][None]
-    along_L = _mean(d_normal_LD * normal_LD)
-    d_LD = d_normal_LD - _mean(d_normal_LD)[:, None] - normal_LD * along_L[:, None]
-    d_LD *= inverse_L[:, None]
-    store(d_x_ref, d_LD, inside)
-    d_y_LD = _kept(d_LD, load(keep_ref, inside), factor)
-    store(d_y_ref, d_y_LD, inside)
+    normal_L4C, inverse_L11 = _normal(gpu.load(sum_ref, inside), settings.epsilon)
+    d_out_L4C = gpu.load(d_out_ref, inside).astype(jnp.float32)
+    d_scale_ref[...] = (d_out_L4C * normal_L4C).sum(axis=0)
+    d_bias_ref[...] = d_out_L4C.sum(axis=0)
+    d_normal_L4C = d_out_L4C * scale_ref[...][None]
+    along_L11 = _mean(d_normal_L4C * normal_L4C)
+    d_L4C = (d_normal_L4C - _mean(d_normal_L4C) - normal_L4C * along_L11) * inverse_L11
+    gpu.store(d_x_ref, d_L4C, inside)
+    packed_L1C = gpu.load(packed_ref, _inside(packed_ref.shape, count)).astype(jnp.int32)
+    gpu.store(d_y_ref, _kept(d_L4C, packed_L1C, settings.rate), inside)
 
 
-def _normal(x_LD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
+def _normal(x_L4C: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
     """Normalize rows to mean 0 and variance 1 in float32; also return 1 / standard deviation."""
-    x_LD = x_LD.astype(jnp.float32)
-    centred_LD = x_LD - _mean(x_LD)[:, None]
-    inverse_L = jax.lax.rsqrt(_mean(centred_LD * centred_LD) + epsilon)
-    return centred_LD * inverse_L[:, None], inverse_L
+    x_L4C = x_L4C.astype(jnp.float32)
+    centered_L4C = x_L4C - _mean(x_L4C)
+    inverse_L11 = jax.lax.rsqrt(_mean(centered_L4C * centered_L4C) + epsilon)
+    return centered_L4C * inverse_L11, inverse_L11
 
 
-def _mean(x_LD: jax.Array) -> jax.Array:
-    return x_LD.sum(axis=1) / x_LD.shape[1]
+def _mean(x_L4C: jax.Array) -> jax.Array:
+    return (x_L4C.sum(axis=2).sum(axis=1) / (4 * x_L4C.shape[2]))[:, None, None]
 
 
-def _kept(x_LD: jax.Array, keep_LD: jax.Array, factor: float) -> jax.Array:
-    return jnp.where(keep_LD != 0, x_LD * factor, 0.0)
+def _kept(x_L4C: jax.Array, packed_L1C: jax.Array, rate: float) -> jax.Array:
+    quarter_L4C = jax.lax.broadcasted_iota(jnp.int32, x_L4C.shape, 1)
+    keep_L4C = (jnp.broadcast_to(packed_L1C, x_L4C.shape) >> quarter_L4C) & 1
+    return jnp.where(keep_L4C != 0, x_L4C * scale_up(rate), 0.0)
 
 
 def _inside(shape: tuple[int, ...], count: int) -> jax.Array | None:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model import norm_kernel
-from transformer_jax.model.dropout import DropoutKey, dropout, kept, scale_up
+from transformer_jax.model.dropout import DropoutKey, dropout, mask_key
 
 
 class LayerNorm(nnx.Module):
@@ -111,16 +111,14 @@ class Residual(nnx.Module):
 
     @jax.named_scope("residual")
     def _joined(self, x_BLD: jax.Array, y_BLD: jax.Array, dropout_key: DropoutKey) -> jax.Array:
-        norm, drops = self.norm, self.dropout > 0 and dropout_key is not None
-        plain = self.pre or not drops or not norm_kernel.takes(x_BLD)
-        if plain or norm.bias is None:
-            x_BLD = x_BLD + dropout(y_BLD, self.dropout, dropout_key)
+        norm, rate = self.norm, self.dropout
+        plain = self.pre or rate == 0 or not norm_kernel.takes(x_BLD)
+        if plain or norm.bias is None or dropout_key is None:
+            x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
             return x_BLD if self.pre else norm(x_BLD)
-        # In training on a GPU, one fused kernel takes the mask and does the rest.
-        keep_BLD = kept(x_BLD.shape, self.dropout, dropout_key)
-        factor, epsilon = scale_up(self.dropout), norm.epsilon
+        # In training on a GPU, one fused kernel does everything.
         return jax.lax.platform_dependent(
-            *(x_BLD, y_BLD, keep_BLD, norm.scale[...], norm.bias[...]),
-            cuda=partial(norm_kernel.residual_norm, factor=factor, epsilon=epsilon),
-            default=lambda x, y, keep, *_: norm(x + dropout(y, self.dropout, keep)),
+            *(x_BLD, y_BLD, mask_key(dropout_key), norm.scale[...], norm.bias[...]),
+            cuda=partial(norm_kernel.residual_norm, rate=rate, epsilon=norm.epsilon),
+            default=lambda x, y, key, *_: norm(x + dropout(y, rate, key)),
         )

@@ -12,7 +12,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import Projection, attention_mask
-from transformer_jax.model.dropout import DropoutKey, as_keys, drawn_ahead, dropout
+from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.kv_cache import DecoderCache, LayerAttention, empty_cache
 from transformer_jax.model.layers import (
     DecoderLayer,
@@ -144,13 +144,6 @@ class Transformer(nnx.Module):
             one sentence per row.
           dropout_key: None turns dropout off.
         """
-        if isinstance(dropout_key, jax.Array) and _draws_ahead(self.config):
-            segments = {
-                "source_segments_BS": source_segments_BS,
-                "target_segments_BT": target_segments_BT,
-            }
-            run = partial(self.hidden, source_BS, target_BT, **segments)
-            return run(dropout_key=drawn_ahead(lambda keys: run(dropout_key=keys), dropout_key))
         keys = as_keys(dropout_key)
         memory_BSD = self.encode(source_BS, source_segments_BS, dropout_key=keys)
         segments_BT = _segments(target_BT, target_segments_BT)
@@ -309,15 +302,6 @@ def with_cast_weights(model: Transformer) -> Transformer:
     matrix_VD = model.output_matrix_VD.astype(compute_dtype(model.config))
     model.softmax_matrix = nnx.data(nnx.Param(matrix_VD))
     return model
-
-
-def _draws_ahead(config: ModelConfig) -> bool:
-    """Return True if dropout masks are drawn in advance: on GPUs, without ``remat``.
-
-    A CPU's caches could not hold the masks, a TPU would move them across lanes, and with ``remat``
-    they would use the memory that it saves.
-    """
-    return not config.remat and jax.default_backend() == "gpu"
 
 
 def _segments(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
