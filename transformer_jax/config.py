@@ -468,6 +468,9 @@ class MeshConfig(Section, prefix="mesh."):
     """FSDP: number of devices that split the batch, the parameters and the optimizer state."""
     tensor: Positive = 1
     """Tensor parallelism: number of devices that split heads and d_ff."""
+    slices: Positive | None = None
+    """Number of groups of devices that only a slow network joins. ``data`` is split over them
+    first; ``fsdp`` and ``tensor`` stay within one. None: as TPUs report, 1 on other devices."""
 
 
 @dataclass(frozen=True)
@@ -483,6 +486,8 @@ class Processes(Section, prefix="processes."):
     """Number of processes."""
     process_id: Count | None = None
     """Index of this process, from 0."""
+    start_timeout: Positive = 300
+    """Seconds to wait at the start until all processes have connected; then it is an error."""
 
 
 @dataclass(frozen=True)

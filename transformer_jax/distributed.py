@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_START_SECONDS = 300  # a cluster may start its processes minutes apart
 _HEARTBEAT_SECONDS = 40  # a process silent for this long counts as dead, and the whole run ends
 _PREPARING_MILLISECONDS = 7 * 24 * 3600 * 1000  # tokenizing a large corpus takes hours
 _numbers = itertools.count()  # all processes call these functions in the same order
 
 
-def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
+def start(settings: Processes) -> None:
     """Join the other processes of the run. Call this before any other use of JAX.
 
     Raises:
       UserError: incompatible flags, a cluster that JAX does not support, a coordinator that does
         not answer, or no device of the type that JAX_PLATFORMS names.
     """
+    timeout = settings.start_timeout
     address, count, number = explicit = (
         settings.coordinator_address,
         settings.num_processes,
@@ -66,8 +66,8 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
         log.info(
             "Process 0 of %d: waiting up to %d s for all processes at %s.", count, timeout, address
         )
-    try:
-        with _ended_after(timeout, address):
+    with _ended_after(timeout, address):
+        try:
             jax.distributed.initialize(
                 *explicit,
                 # With an explicit address JAX must not detect a cluster, whose settings may differ.
@@ -75,13 +75,13 @@ def start(settings: Processes, *, timeout: int = _START_SECONDS) -> None:
                 initialization_timeout=timeout + 60,
                 heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             )
-    except (ValueError, RuntimeError) as error:
-        raise UserError(
-            f"The processes did not connect: {one_line(error)} Use a cluster that "
-            "JAX supports (Slurm, Open MPI, Kubernetes, Cloud TPU), or pass "
-            "--coordinator-address, --num-processes and --process-id."
-        ) from None
-    find_devices()
+        except (ValueError, RuntimeError) as error:
+            raise UserError(
+                f"The processes did not connect: {one_line(error)} Use a cluster that "
+                "JAX supports (Slurm, Open MPI, Kubernetes, Cloud TPU), or pass "
+                "--coordinator-address, --num-processes and --process-id."
+            ) from None
+        find_devices()  # waits for the devices of all processes
     counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
     log.info("Process %d of %d; %d of %d devices.", *counts)
 
@@ -95,8 +95,9 @@ def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
 
     def end() -> None:
         print(
-            f"error: The processes did not connect within {timeout} s; check that all of "
-            f"them are running and that process 0 is reachable at {address or 'its address'}.",
+            f"error: The processes did not connect within {timeout} s (--start-timeout); check "
+            "that all of them are running and that process 0 is reachable at "
+            f"{address or 'its address'}.",
             file=sys.stderr,
             flush=True,
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.config import MeshConfig
@@ -36,7 +37,11 @@ _RULES = {
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Arrange ``devices`` (default: all) in a (data, fsdp, tensor) mesh."""
+    """Arrange ``devices`` (default: all) in a (data, fsdp, tensor) mesh.
+
+    ``data`` is split over slices first. Within a slice, neighbors in the mesh are neighbors in the
+    hardware, as ``jax.experimental.mesh_utils`` arranges them.
+    """
     devices = find_devices() if devices is None else devices
     others = config.fsdp * config.tensor
     data = len(devices) // others if config.data == -1 else config.data
@@ -46,8 +51,42 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"{config.tensor}; expected a product of {len(devices)}, the number of devices "
             "(mesh.data = -1 uses all remaining devices)."
         )
-    grid = np.asarray(devices).reshape(data, config.fsdp, config.tensor)
-    return Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    slices = _slices(devices, config.slices)
+    if data % len(slices):
+        raise UserError(
+            f"mesh.data is {data}; expected a multiple of {len(slices)}, the number of slices, as "
+            f"fsdp and tensor stay within a slice. Use mesh.fsdp x mesh.tensor = "
+            f"{len(devices) // len(slices)}, the devices of a slice, or a divisor of it."
+        )
+    shape = (data // len(slices), config.fsdp, config.tensor)
+    try:
+        grids = [create_device_mesh(shape, each, allow_split_physical_axes=True) for each in slices]
+    except (NotImplementedError, AssertionError):  # of TPUs
+        raise UserError(
+            f"mesh.data x mesh.fsdp x mesh.tensor is {' x '.join(map(str, shape))} in a slice of "
+            f"{len(slices[0])} devices; expected axes that the slice's topology can be divided "
+            "into. Use powers of two, and all devices of a slice."
+        ) from None
+    axes = ("data", "fsdp", "tensor")
+    return Mesh(np.concatenate(grids), axes, axis_types=(AxisType.Auto,) * 3)
+
+
+def _slices(devices: Sequence[jax.Device], count: int | None) -> list[list[jax.Device]]:
+    """Group devices by the slice that a TPU reports, or in ``count`` groups in their order."""
+    found: dict[int, list[jax.Device]] = {}
+    for device in devices:  # GPUs report each machine as a slice
+        index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        found.setdefault(index, []).append(device)
+    if count in (None, len(found)):
+        return [found[index] for index in sorted(found)]
+    if len(found) > 1 or len(devices) % count:
+        others = "" if len(found) > 1 else f", or a divisor of {len(devices)}, that of devices"
+        raise UserError(
+            f"mesh.slices is {count}; expected {len(found)}, the number of slices that the devices "
+            f"report{others}."
+        )
+    size = len(devices) // count
+    return [list(devices[i : i + size]) for i in range(0, len(devices), size)]
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -188,8 +188,26 @@ def test_before_steps_exchange_between_processes_all_is_compiled(
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with closing(CompileAhead(fake_run((8, 2, 2), (8, 3, 3), (8, 4, 4)))) as ahead:
-        ahead.wait((8, 2, 2), lambda state: None)
+        ahead.before_collectives(lambda state: None)
         assert all(each.done() for each in ahead._steps.values())
+        ahead.wait((8, 2, 2), lambda state: None)
+
+
+def test_processes_compile_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of first use, one shape after the other, however many cores each has."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(compiling, "num_cores", lambda: 8)
+    events, shapes = [], [(8, width, width) for width in (5, 2, 4, 3)]
+
+    def lower(state: Any, batch: Any) -> Any:
+        events.append(width := batch.source_BS.shape[1])
+        time.sleep(0.02)
+        return SimpleNamespace(compile=lambda: events.append(width))
+
+    monkeypatch.setattr(compiling, "memory_needed", lambda step: 0)
+    with closing(CompileAhead(fake_run(*shapes, lower=lower))) as ahead:
+        ahead.before_collectives(lambda state: None)
+    assert events == [5, 5, 2, 2, 4, 4, 3, 3]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -35,10 +35,12 @@ def address() -> str:
 
 
 def two(workdir: Path, cache: Path, *configs: Config) -> list[subprocess.Popen[str]]:
-    """Start two processes of two devices each; a config for both, or one each."""
-    flags = "--coordinator-address", address(), "--num-processes", "2", "--process-id"
+    """Start two processes, as two slices; a config for both, or one each."""
+    flags = "--mesh.slices", "2", "--coordinator-address", address(), "--num-processes", "2"
     return [
-        command(workdir, cache, configs[i % len(configs)], *flags, str(i), devices=2)
+        command(
+            workdir, cache, configs[i % len(configs)], *flags, "--process-id", str(i), devices=2
+        )
         for i in range(2)
     ]
 
@@ -173,7 +175,7 @@ def test_processes_that_do_not_find_each_other_say_so() -> None:
                 sys.executable,
                 "-c",
                 "from transformer_jax import distributed, config; distributed.start("
-                f"config.Processes(False, '{address()}', 2, {number}), timeout=1)",
+                f"config.Processes(False, '{address()}', 2, {number}, start_timeout=1))",
             ],
             stderr=subprocess.PIPE,
             text=True,
@@ -182,7 +184,9 @@ def test_processes_that_do_not_find_each_other_say_so() -> None:
     ]
     for process, said in zip(alone, ends(alone, within=60), strict=True):
         assert process.returncode == 2
-        assert said.startswith("error: The processes did not connect within 1 s"), said
+        assert said.startswith(
+            "error: The processes did not connect within 1 s (--start-timeout)"
+        ), said
 
 
 @pytest.mark.parametrize(

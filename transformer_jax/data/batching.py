@@ -107,7 +107,7 @@ class BatchPlan:
         stop = min(stop, start + 2 * self.steps_per_epoch)  # enough to include all shapes
         return list(dict.fromkeys(self.shape(step) for step in range(start, stop)))
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Return the batch of a step (counted from 0), or only its ``rows``, as NumPy arrays."""
         epoch, at = divmod(step, self.steps_per_epoch)
         bucket, row_B = self._epoch(epoch)[at]

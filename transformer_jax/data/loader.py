@@ -68,13 +68,15 @@ def _on_devices(plan: BatchPlan, sharding: NamedSharding | None, step: int) -> B
     if sharding is None:
         return jax.tree.map(jax.device_put, plan.batch(step))
     B, _, _ = plan.shape(step)
-    indices = sharding.addressable_devices_indices_map((B, 1)).values()
-    bounds = [index[0].indices(B) for index in indices if index is not None]
-    # The smallest range of rows that covers all rows of this process's devices.
-    first, end = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
+    # A mesh of real machines follows their topology, so a process may have rows far apart.
+    is_here_B = np.zeros(B, bool)
+    for index in sharding.addressable_devices_indices_map((B, 1)).values():
+        if index is not None:
+            is_here_B[index[0]] = True
 
     def place_rows(rows: np.ndarray) -> jax.Array:
-        whole = np.pad(rows, ((first, B - end), (0, 0)))
+        whole = np.zeros((B, rows.shape[1]), rows.dtype)
+        whole[is_here_B] = rows
         return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
-    return jax.tree.map(place_rows, plan.batch(step, slice(first, end)))
+    return jax.tree.map(place_rows, plan.batch(step, np.flatnonzero(is_here_B)))

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -44,8 +44,10 @@ class CompileAhead:
         # Traced concurrently under Python's GIL, the first shape would be ready no earlier than the
         # last.
         self._tracing = threading.Lock()
-        # XLA uses several cores per function in some phases.
-        self._pool = ThreadPoolExecutor(max(1, num_cores() // 2), thread_name_prefix=COMPILING)
+        # XLA uses several cores per function in some phases. Processes exchange results of
+        # autotuning, so all of them compile in the same order.
+        threads = max(1, num_cores() // 2) if jax.process_count() == 1 else 1
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=COMPILING)
         self._began = time.monotonic()
         shapes = run.plan.first_uses(int(run.state.step), run.config.training.steps)
         self._steps = {shape: self._pool.submit(self._compile, shape) for shape in shapes}
@@ -57,13 +59,23 @@ class CompileAhead:
         Raises the compiler's error for any shape, or ``UserError`` if a shape does not fit into
         memory.
         """
-        needed = [each for key, each in self._steps.items() if self._all_first or key == shape]
+        self.before_collectives(poll)
+        self._wait([self._steps[shape]], poll)
+        return self._steps[shape].result()
+
+    def before_collectives(self, poll: Callable[[str], None]) -> None:
+        """Wait for all shapes where several GPUs or processes must not run anything else at the
+        same time; like ``wait``.
+        """
+        self._wait(list(self._steps.values()) if self._all_first else [], poll)
+
+    def _wait(self, needed: list[Future[Any]], poll: Callable[[str], None]) -> None:
         while True:
             done = [each for each in self._steps.values() if each.done()]
             for each in done:
                 each.result()
             if all(each.done() for each in needed):
-                return self._steps[shape].result()
+                return
             seconds = time.monotonic() - self._began
             poll(f"compiling shape {len(done) + 1} of {len(self._steps)}, {seconds:.0f} s")
             wait(needed, timeout=0.1)

@@ -73,11 +73,11 @@ def train(
             )
         ) as reporter,
         Signals() as signals,
-        closing(CompileAhead(run)) as compiled,
     ):
         loop = _Loop(run, reporter, signals, watch)
-        loop.train(compiled)
-        return loop.sum_up()
+        with closing(CompileAhead(run)) as compiled:
+            loop.train(compiled)
+            return loop.sum_up()
 
 
 class _Watch:
@@ -130,6 +130,7 @@ class _Loop:
         loader = load_batches(run.plan, sharding=rows, start=self._step, stop=stop_at)
         with closing(loader) as batches, suppress(Interrupted):
             # Evaluate the last step that the previous run saved, perhaps a second time.
+            compiled.before_collectives(self._poll)
             stop = self._progress.early_stopping_triggered(self._config.training.patience)
             stop = stop or (self._evaluation_due() and self._evaluate())
             for batch in [] if stop else batches:
