@@ -165,10 +165,8 @@ def _on_device(
     def one_chunk(carry, chunk):  # type: ignore[no-untyped-def]
         sums, d_matrix_VD, d_bias_V = carry
         hidden_LD, target_L = chunk
-        logits_LV = (
-            jnp.einsum("LD,VD->LV", hidden_LD, weights_VD, preferred_element_type=jnp.float32)
-            .astype(settings.logits_dtype)
-            .astype(jnp.float32)
+        logits_LV = jnp.einsum(
+            "LD,VD->LV", hidden_LD, weights_VD, preferred_element_type=settings.logits_dtype
         )
         # not a matmul: GPUs may round float32 matmuls
         mean_L = (hidden_LD * mean_D[None]).sum(axis=-1)
@@ -247,10 +245,11 @@ def _from_logits(
 def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return maximum, log-sum-exp and probabilities of each row."""
     if backend == "gpu":  # reading the logits takes longer than computing exponentials
-        top_L, total_L = _max_and_sum_of_exp(logits_LV)
+        top_L, total_L = _max_and_sum_of_exp(logits_LV.astype(jnp.float32))
         log_total_L = top_L + jnp.log(total_L)
         return top_L, log_total_L, jnp.exp(logits_LV - log_total_L[:, None])
-    top_L = logits_LV.max(axis=-1)
+    # Maximum first: after a cast, a TPU would also store the logits in float32.
+    top_L = logits_LV.max(axis=-1).astype(jnp.float32)
     exp_LV = jnp.exp(logits_LV - top_L[:, None])
     total_L = exp_LV.sum(axis=-1)
     return top_L, top_L + jnp.log(total_L), exp_LV / total_L[:, None]
