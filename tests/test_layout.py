@@ -45,6 +45,7 @@ TRUNK = [
     "model.attention",
     "model.norm_kernel",
     "model.norms",
+    "model.decode_kernel",
     "model.kv_cache",
     "model.layers",
     "model.transformer",

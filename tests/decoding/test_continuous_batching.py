@@ -33,7 +33,7 @@ class ToyModel:
     def start_cache(self, sentence_B, *, beam_size):
         return start_toys(sentence_B, beam_size=beam_size)
 
-    def step(self, tokens_BW, cache, *, length):
+    def step(self, tokens_BW, cache):
         return chains.step(TOYS)(tokens_BW, cache)
 
 
@@ -152,7 +152,7 @@ def test_a_row_that_held_what_is_not_a_number_is_as_good_as_any(alone):
     with_nan[::3, 1:] = np.nan
 
     class Broken(ToyModel):
-        def step(self, tokens_BW, cache, *, length):
+        def step(self, tokens_BW, cache):
             return chains.step(with_nan)(tokens_BW, cache)
 
     order = np.arange(SENTENCES)
@@ -234,8 +234,8 @@ def test_idle_rows_take_in_tokens_of_the_vocabulary():
             cache = super().start_cache(sentence_B, beam_size=beam_size)
             return WithLowest(**vars(cache), lowest_BW=lowest_BW)
 
-        def step(self, tokens_BW, cache, *, length):
-            logits_BWV, cache = super().step(tokens_BW, cache, length=length)
+        def step(self, tokens_BW, cache):
+            logits_BWV, cache = super().step(tokens_BW, cache)
             lowest_BW = jnp.minimum(cache.lowest_BW, tokens_BW)
             return logits_BWV, dataclasses.replace(cache, lowest_BW=lowest_BW)
 

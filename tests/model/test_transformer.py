@@ -135,27 +135,6 @@ def test_cached_step_equals_teacher_forcing_in_every_block_of_the_cache() -> Non
     check_cached_steps(build(), source, tokens(3, 140, seed=1))
 
 
-def test_a_step_attends_to_the_positions_in_use_only() -> None:
-    """On a GPU: whatever earlier sentences have left in the others, and however few it reads."""
-    model = build(**VARIANTS["target-tied, narrow keys"])
-    source, target = changed(tokens(3, 40), (np.s_[1, 4:], 0)), tokens(3, 70, seed=1)
-    logits = run(model, source, target)
-    cache = start_cache("gpu", model, source, beam_size=2, max_length=178)
-    assert cache.lengths == (32, 64, 128, 192)
-    left = jax.tree.map(lambda x: np.full(x.shape, np.inf, x.dtype), cache.history)
-    cache = dataclasses.replace(cache, history=left)
-    step = jax.jit(model.decode_step, static_argnames="length")
-    last, used = np.full((3, 2), 1, np.int32), []
-    for t in range(70):
-        needed = cache.needed_B.tolist()
-        assert needed == [max(40, t + 1), max(4, t + 1), max(40, t + 1)]
-        used.append(next(x for x in cache.lengths if x >= max(needed)))
-        scores, cache = step(last, cache, length=used[-1])
-        np.testing.assert_allclose(np.asarray(scores)[:, 1], logits[:, t], rtol=1e-5, atol=1e-5)
-        last = np.repeat(target[:, t : t + 1], 2, axis=1)
-    assert used == [64] * 64 + [128] * 6
-
-
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_reordered_cache_follows_each_beams_own_history(backend: str) -> None:
     model = build()

@@ -10,16 +10,21 @@ Shape letters are as in ``search.py``; Q sentences of a block and R rows refille
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.search import Method, SearchResult, SearchState, results, take_step
+from transformer_jax.decoding.search import (
+    Method,
+    SearchResult,
+    SearchState,
+    StepFn,
+    results,
+    take_step,
+)
 
 NOBODY = -1
 
@@ -60,11 +65,9 @@ class RowSearch:
     """A search in the rows of a batch; each result is independent of other rows."""
 
     method: Method
-    step: Callable[..., tuple[Array, Any]]
-    """``step(tokens_BW, cache, length=...)``, as ``Transformer.decode_step``."""
+    step: StepFn
+    """``step(tokens_BW, cache)``, as ``Transformer.decode_step``."""
     max_length: int
-    shortest: int = 0
-    """Shortest attention length with a separate loop."""
 
     def start(self, block: Block) -> SearchState:
         """Return the initial search state for a block's sentences."""
@@ -105,7 +108,7 @@ class RowSearch:
                 advances = (num_steps < most) & (num_done < enough)
                 return (num_idle < B) & jnp.where(num_waiting > 0, seats, advances)
 
-            stepped = self._step_while(goes_on, before)
+            stepped = jax.lax.while_loop(goes_on, self._step, before)
             carry = _hand_over(carry._replace(stepped=stepped), entering, num_sentences)
             return carry._replace(has_advanced=num_waiting == 0)
 
@@ -121,35 +124,11 @@ class RowSearch:
         left = Found(carry.left.number_R, results(carry.left.results, self.method.pad_id))
         return carry.stepped.rows, left, carry.stepped.num_steps
 
-    def _step_while(self, goes_on: Callable[[_Stepped], Array], stepped: _Stepped) -> _Stepped:
-        """Run steps while ``goes_on(stepped)``.
-
-        Each attention length has a loop. When a row needs more positions, the loop for the next
-        length takes over.
-        """
-
-        def suffices(length: int, stepped: _Stepped) -> Array:
-            rows = stepped.rows
-            needed_B = jnp.where(rows.state.done_B, 0, rows.cache.needed_B)
-            return goes_on(stepped) & (needed_B.max() <= length)
-
-        *shorter, longest = stepped.rows.cache.lengths
-        for length in shorter:
-            if length >= self.shortest:
-                step = partial(self._step, length)
-                stepped = jax.lax.while_loop(partial(suffices, length), step, stepped)
-        return jax.lax.while_loop(goes_on, partial(self._step, longest), stepped)
-
-    def _step(self, length: int, stepped: _Stepped) -> _Stepped:
-        """Decode one token in every row, attending to ``length`` positions."""
+    def _step(self, stepped: _Stepped) -> _Stepped:
+        """Decode one token in every row."""
         number_B, state, cache = stepped.rows
-        state, cache = take_step(
-            self.method,
-            partial(self.step, length=length),
-            state,
-            cache,
-            reorder=lambda cache, parents_BW: cache.reorder(parents_BW),
-        )
+        reorder = type(cache).reorder
+        state, cache = take_step(self.method, self.step, state, cache, reorder=reorder)
         return _Stepped(Rows(number_B, state, cache), stepped.num_steps + 1)
 
 

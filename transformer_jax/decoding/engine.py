@@ -106,7 +106,7 @@ class _Search(NamedTuple):
         logger.info("Compiling the search for %d sentences of up to %d tokens.", *shape)
         step = nnx.merge(self.graph, weights).decode_step
         longest = self.longest_target(bucket.lengths[-1])
-        search = RowSearch(self.method, step, longest, shortest=bucket.lengths[0])
+        search = RowSearch(self.method, step, longest)
         rows, left, _ = search.seat(rows, block, most, enough)
         return rows, left
 

@@ -25,16 +25,6 @@ class EnsembleCache:
 
     caches: tuple[DecoderCache, ...]
 
-    @property
-    def needed_B(self) -> Array:
-        """Number of positions that each sentence's next step must attend to."""
-        return self.caches[0].needed_B
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Attention lengths that a step may be limited to."""
-        return self.caches[0].lengths
-
     def reorder(self, parents_BW: Array) -> EnsembleCache:
         """Make beam w of sentence b continue beam ``parents_BW[b, w]``."""
         return EnsembleCache(tuple(cache.reorder(parents_BW) for cache in self.caches))
@@ -94,12 +84,10 @@ class Ensemble(nnx.Module):
             tuple(model.start_cache(memory, source_mask_BS, **sizes) for model, memory in each)
         )
 
-    def decode_step(
-        self, tokens_BW: Array, cache: EnsembleCache, *, length: int | None = None
-    ) -> tuple[Array, EnsembleCache]:
+    def decode_step(self, tokens_BW: Array, cache: EnsembleCache) -> tuple[Array, EnsembleCache]:
         """Return the logarithms of the mean probabilities, float32 [B, W, V], and the new cache."""
         each = zip(self.models, cache.caches, strict=True)
-        steps = [model.decode_step(tokens_BW, its, length=length) for model, its in each]
+        steps = [model.decode_step(tokens_BW, its) for model, its in each]
         log_mean_BWV = _log_mean([logits_BWV for logits_BWV, _ in steps])
         return log_mean_BWV, EnsembleCache(tuple(its for _, its in steps))
 

@@ -1,9 +1,8 @@
 """The key/value cache (KV cache) of the decoder, and attention over it.
 
-On CPUs and TPUs, ``_attend_to_blocks`` attends to all slots of a sentence under a mask. It skips
-blocks that no sentence uses, as reading the cache dominates the cost of attention. On GPUs, where
-memory access and kernel launches take the most time, ``_attend_to_gathered`` reads the history of
-each hypothesis, over a number of positions chosen before the step.
+``_attend_to_blocks`` attends to all slots of a sentence under a mask. It skips blocks that no
+sentence uses, as reading the cache dominates the cost of attention. On most GPUs, the kernels of
+``decode_kernel.py`` take its place.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from transformer_jax.model.attention import MASKED
+from transformer_jax.model import decode_kernel
+from transformer_jax.model.attention_kernel import MASKED
 
 _NOT_WRITTEN = -1
-# Numbers of positions are multiples of this. On a GPU, one thread sums up to 16 values; for 32 or
-# more, XLA launches a block of 1,024 threads, most of them idle.
-_MULTIPLE = 16
 # End positions of the blocks (self-attention, cross-attention). From position 64 on, each block is
 # as long as all earlier blocks together, because skipping a block also takes time. A GPU has one
 # block.
@@ -32,14 +28,9 @@ _ENDS = {
     "tpu": (_LONG, _LONG),
     "gpu": ([], []),
 }
-# On a GPU, a step may attend to fewer positions: ``_SHORTEST``, twice as many, and so on, up to the
-# fraction ``_MOST`` of the capacity. Each length is compiled separately.
-_SHORTEST = 32
-_MOST = 3 / 4
-
-# Keys and values of consecutive positions, [B, H, L, K] each; on a GPU one array [B, H, L, J] with
-# J = d_k + d_v. L counts slots: S, or T * W in a history.
-Block = tuple[jax.Array, ...]
+# Keys and values of consecutive positions, [B, H, L, K] each. L counts slots: S, or T * W in a
+# history.
+Block = tuple[jax.Array, jax.Array]
 
 
 @struct.dataclass
@@ -58,24 +49,6 @@ class DecoderCache:
     ancestors_BWT: jax.Array  # int32; -1: not written
     position_B: jax.Array  # int32: number of tokens read so far
     max_length: int = struct.field(pytree_node=False)  # capacity in steps, at most T
-    gathers: bool = struct.field(pytree_node=False)  # on a GPU: use ``_attend_to_gathered``
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Numbers of positions that a step may attend to, ascending; the last is the capacity."""
-        capacity = max(self.ancestors_BWT.shape[2], self.source_mask_BS.shape[1])
-        shorter, length = [], _SHORTEST
-        while self.gathers and length <= capacity * _MOST:
-            shorter.append(length)
-            length *= 2
-        return (*shorter, capacity)
-
-    @property
-    def needed_B(self) -> jax.Array:
-        """Number of source and target positions that each sentence's next step needs."""
-        positions_1S = jnp.arange(1, self.source_mask_BS.shape[1] + 1, dtype=jnp.int32)[None]
-        of_source_B = jnp.where(self.source_mask_BS, positions_1S, 0).max(axis=1)
-        return jnp.maximum(of_source_B, self.position_B + 1)
 
     def reorder(self, parents_BW: jax.Array) -> DecoderCache:
         """Make beam w continue beam ``parents_BW[b, w]``."""
@@ -86,19 +59,16 @@ class DecoderCache:
         """Put the R new sentences of ``fresh`` into rows ``rows_R``.
 
         A row number equal to B is skipped. Only the source arrays of ``fresh`` are read. Old
-        self-attention keys and values stay, masked. In blocks, old values become 0: an infinite
-        value times a weight of 0 would be NaN.
+        self-attention keys stay, masked. Old values become 0: an infinite value times a weight of
+        0 would be NaN.
         """
 
         def put(old: Any, new: Any) -> Any:
             return jax.tree.map(lambda x, y: x.at[rows_R].set(y, mode="drop"), old, new)
 
-        history = self.history
-        if not self.gathers:
-            history = tuple(tuple((k, put(v, 0)) for k, v in layer) for layer in history)
         return dataclasses.replace(
             self,
-            history=history,
+            history=tuple(tuple((k, put(v, 0)) for k, v in layer) for layer in self.history),
             source=put(self.source, fresh.source),
             source_mask_BS=put(self.source_mask_BS, fresh.source_mask_BS),
             ancestors_BWT=put(self.ancestors_BWT, _NOT_WRITTEN),
@@ -114,46 +84,28 @@ class DecoderCache:
             position_B=jnp.zeros_like(self.position_B),
         )
 
-    @property
-    def _grown_BWT(self) -> jax.Array:
-        """``ancestors_BWT``, extended by the position of the next step."""
-        _, W, T = self.ancestors_BWT.shape
-        is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
-        beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
-        return jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT)
-
-    def layers(self, length: int | None = None) -> list[LayerAttention]:
-        """Return each layer's attention in the next step; ``length`` limits the positions."""
-        seen: tuple[jax.Array, ...]
+    def layers(self) -> list[LayerAttention]:
+        """Return each layer's attention in the next step."""
         batch, beam_size, _ = self.ancestors_BWT.shape
-        if self.gathers:
-            ancestors_BWT = jnp.maximum(self._grown_BWT[:, :, :length], 0)
-            positions_1T = jnp.arange(ancestors_BWT.shape[2], dtype=jnp.int32)[None]
-            slots_BWT = positions_1T[:, None] * beam_size + ancestors_BWT
-            is_written_BT = positions_1T <= self.position_B[:, None]
-            seen = slots_BWT, is_written_BT, self.source_mask_BS[:, :length]
-        else:
-            ancestors_BT1W = self.ancestors_BWT.swapaxes(1, 2)[:, :, None]
-            visible_BTWW = ancestors_BT1W == jnp.arange(beam_size)[None, None, :, None]
-            visible_B1LW = visible_BTWW.reshape(batch, 1, -1, beam_size)
-            seen = visible_B1LW, self.source_mask_BS[:, None, :, None]
-        return [
-            LayerAttention(self, seen, *each)
-            for each in zip(self.history, self.source, strict=True)
-        ]
+        ancestors_BT1W = self.ancestors_BWT.swapaxes(1, 2)[:, :, None]
+        visible_BTWW = ancestors_BT1W == jnp.arange(beam_size)[None, None, :, None]
+        visible_B1LW = visible_BTWW.reshape(batch, 1, -1, beam_size)
+        layers = zip(self.history, self.source, strict=True)
+        return [LayerAttention(self, visible_B1LW, *each) for each in layers]
 
     def append(self, layers: Sequence[LayerAttention]) -> DecoderCache:
         """Append one position to each layer: the newest keys and values."""
-        # Written after all layers have read, so that XLA's CPU backend copies no block.
+        _, W, T = self.ancestors_BWT.shape
+        is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
+        beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
         return dataclasses.replace(
             self,
+            # Written after all layers have read, so that XLA's CPU backend copies no block.
             history=tuple(
-                layer.history
-                if self.gathers
-                else _written(layer.history, layer.own, self.position_B)
+                _written(layer.history, layer.own, self.position_B) if layer.own else layer.history
                 for layer in layers
             ),
-            ancestors_BWT=self._grown_BWT,
+            ancestors_BWT=jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT),
             position_B=self.position_B + 1,
         )
 
@@ -163,32 +115,46 @@ class LayerAttention:
     """Attention of one layer over its part of the cache in one step; arrays are [B, W, H, K]."""
 
     cache: DecoderCache
-    seen: tuple[jax.Array, ...]  # visible slots of history and source
+    visible_B1LW: jax.Array  # slots of the history that each hypothesis sees
     history: tuple[Block, ...]
     source: tuple[Block, ...]
-    own: Block = ()
+    own: Block | None = None  # the newest key and value, not yet in the history
 
     def to_history(self, q_BWHK: jax.Array, k_BWHK: jax.Array, v_BWHK: jax.Array) -> jax.Array:
         """Attend from the newest tokens to the cached tokens and to themselves."""
-        self.own = _block(k_BWHK, v_BWHK, joined=self.cache.gathers)
-        if not self.cache.gathers:
-            return _attend_to_blocks(q_BWHK, self.history, self.seen[0], self.own)
-        self.history = _written(self.history, self.own, self.cache.position_B)
-        [[history_BHLJ]], (slots_BWT, is_written_BT, _) = self.history, self.seen
-        B, H, *_ = history_BHLJ.shape
-        own = jnp.arange(B)[:, None, None, None], jnp.arange(H)[None, None, :, None]
-        kv_BWHTJ = history_BHLJ.at[*own, slots_BWT[:, :, None]].get(
-            mode="promise_in_bounds", wrap_negative_indices=False
-        )
-        return _attend_to_gathered(q_BWHK, kv_BWHTJ, is_written_BT)
+        self.own = own = k_BWHK, v_BWHK
+        ancestors_BWT, position_B = self.cache.ancestors_BWT, self.cache.position_B
+
+        def plain(*blocks: Block) -> jax.Array:
+            return _attend_to_blocks(q_BWHK, blocks, self.visible_B1LW, own)
+
+        def plain_step(block: Block) -> Any:
+            return plain(block), *_written([block], own, position_B)
+
+        def kernel_step(block: Block) -> Any:
+            step = decode_kernel.attend_to_history
+            return step(q_BWHK, own, block, ancestors_BWT, position_B)
+
+        if not decode_kernel.takes(q_BWHK, v_BWHK):
+            return plain(*self.history)
+        steps = {"cuda": kernel_step, "default": plain_step}
+        out_BWHK, *history = jax.lax.platform_dependent(*self.history, **steps)
+        self.history, self.own = tuple(history), None
+        return out_BWHK
 
     def to_source(self, q_BWHK: jax.Array) -> jax.Array:
         """Attend from the newest tokens to the source."""
-        mask = self.seen[-1]
-        if not self.cache.gathers:
-            return _attend_to_blocks(q_BWHK, self.source, mask)
-        [[source_BHSJ]] = self.source
-        return _attend_to_gathered(q_BWHK, source_BHSJ[:, None, :, : mask.shape[1]], mask)
+        mask_BS = self.cache.source_mask_BS
+
+        def plain(*blocks: Block) -> jax.Array:
+            return _attend_to_blocks(q_BWHK, blocks, mask_BS[:, None, :, None])
+
+        def kernel(block: Block) -> jax.Array:
+            return decode_kernel.attend_to_source(q_BWHK, block, mask_BS)
+
+        if not decode_kernel.takes(q_BWHK, self.source[0][1]):
+            return plain(*self.source)
+        return jax.lax.platform_dependent(*self.source, cuda=kernel, default=plain)
 
 
 def empty_cache(
@@ -206,9 +172,9 @@ def empty_cache(
       source_capacity: source positions to pad S to. Results stay the same, on a CPU bit-exactly.
     """
     batch, length = source_mask_BS.shape
-    S, T = (-(-n // _MULTIPLE) * _MULTIPLE for n in (max(length, source_capacity), max_length))
+    multiple = decode_kernel.POSITIONS
+    S, T = (-(-n // multiple) * multiple for n in (max(length, source_capacity), max_length))
     ends_T, ends_S = _ENDS[jax.default_backend()]
-    gathers = jax.default_backend() == "gpu"
 
     def of_source(x_BSHK: jax.Array) -> list[jax.Array]:
         padding = (0, 0), (0, 0), (0, S - length), (0, 0)
@@ -220,20 +186,14 @@ def empty_cache(
         slots_BHLK = jnp.zeros((B, H, T * beam_size, K), x_BSHK.dtype)
         return jnp.split(slots_BHLK, [n * beam_size for n in ends_T if n < T], axis=2)
 
-    arrays = [_block(*layer, joined=gathers) for layer in cross]
     return DecoderCache(
-        history=tuple(tuple(zip(*map(of_history, layer), strict=True)) for layer in arrays),
-        source=tuple(tuple(zip(*map(of_source, layer), strict=True)) for layer in arrays),
+        history=tuple(tuple(zip(*map(of_history, layer), strict=True)) for layer in cross),
+        source=tuple(tuple(zip(*map(of_source, layer), strict=True)) for layer in cross),
         source_mask_BS=jnp.pad(source_mask_BS, ((0, 0), (0, S - length))),
         ancestors_BWT=jnp.full((batch, beam_size, T), _NOT_WRITTEN, jnp.int32),
         position_B=jnp.zeros(batch, jnp.int32),
         max_length=max_length,
-        gathers=gathers,
     )
-
-
-def _block(keys: jax.Array, values: jax.Array, *, joined: bool) -> Block:
-    return (jnp.concatenate([keys, values], axis=-1),) if joined else (keys, values)
 
 
 def _written(blocks: Sequence[Block], own: Block, position_B: jax.Array) -> tuple[Block, ...]:
@@ -247,8 +207,8 @@ def _written(blocks: Sequence[Block], own: Block, position_B: jax.Array) -> tupl
         # slots of other blocks are out of bounds and dropped
         inside_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
         at = rows_B1, slice(None), inside_BW
-        pairs = zip(block, own, strict=True)
-        written.append(tuple(old.at[at].set(new, mode="drop") for old, new in pairs))
+        k_BHLK, v_BHLK = (old.at[at].set(x, mode="drop") for old, x in zip(block, own, strict=True))
+        written.append((k_BHLK, v_BHLK))
         start += length
     return tuple(written)
 
@@ -304,31 +264,3 @@ def _attend_to_blocks(
         start = stop
     _, total_BH1W, out_BHWK = state
     return (out_BHWK / total_BH1W.swapaxes(2, 3)).swapaxes(1, 2).astype(q_BWHK.dtype)
-
-
-def _attend_to_gathered(q_BWHK: jax.Array, kv_BWHLJ: jax.Array, mask_BL: jax.Array) -> jax.Array:
-    """Attend (equation 1) from each hypothesis, [B, W, H, K]; axis W of ``kv_BWHLJ`` may be 1.
-
-    XLA compiles four kernels: scores, softmax, and the weighted sum in two. Matmuls are written as
-    sums, which XLA fuses with the gather, so that no gathered array is written to memory. Einsums
-    would be separate kernels. Masked entries may be infinite. The barriers prevent a single fused
-    kernel, which takes twice as long.
-    """
-    d_k, mask_BWHL = q_BWHK.shape[-1], mask_BL[:, None, None]
-    k_BWHLK, v_BWHLK = kv_BWHLJ[..., :d_k], kv_BWHLJ[..., d_k:]
-    scaled_BWHK = (q_BWHK * jnp.asarray(d_k**-0.5, q_BWHK.dtype)).astype(jnp.float32)
-    scores_BWHL = _row_major(scaled_BWHK[:, :, :, None] * k_BWHLK.astype(jnp.float32)).sum(axis=-1)
-    scores_BWHL = jax.lax.optimization_barrier(scores_BWHL)
-    weights_BWHL = jax.nn.softmax(jnp.where(mask_BWHL, scores_BWHL, MASKED), axis=-1)
-    v_BWHLK = jnp.where(mask_BWHL[..., None], v_BWHLK, 0).astype(jnp.float32)
-    weighted_BWHLK = _row_major(jax.lax.optimization_barrier(weights_BWHL)[..., None] * v_BWHLK)
-    *shape_BWH, length, d_v = weighted_BWHLK.shape
-    parts = weighted_BWHLK.reshape(*shape_BWH, length // _MULTIPLE, _MULTIPLE, d_v).sum(axis=4)
-    return jax.lax.optimization_barrier(parts).sum(axis=3).astype(q_BWHK.dtype)
-
-
-def _row_major(x: jax.Array) -> jax.Array:
-    """Keep ``x`` row-major, as in the cache. Otherwise XLA would transpose the whole cache to make
-    the terms of a sum contiguous.
-    """
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

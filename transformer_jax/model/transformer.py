@@ -254,13 +254,9 @@ class Transformer(nnx.Module):
         )
 
     def decode_step(
-        self, tokens_BW: jax.Array, cache: DecoderCache, *, length: int | None = None
+        self, tokens_BW: jax.Array, cache: DecoderCache
     ) -> tuple[jax.Array, DecoderCache]:
         """Run one decoding step on the last token of each hypothesis (BOS_ID at first).
-
-        Args:
-          length: number of positions to attend to: one of ``cache.lengths``, and at least the
-            largest of ``cache.needed_B``. Later positions would have weight 0.
 
         Returns:
           Logits of the next token, float32 [B, W, V], and the new cache.
@@ -268,7 +264,7 @@ class Transformer(nnx.Module):
         # A finished sentence may run past the end of the cache; its values must stay finite.
         positions_B1 = jnp.minimum(cache.position_B, cache.max_length - 1)[:, None]
         x_BWD = self.target_embedding(tokens_BW, positions_B1, num_positions=cache.max_length)
-        layers = cache.layers(length)
+        layers = cache.layers()
         hidden_BWD = self.decoder(x_BWD, None, None, None, caches=layers)
         return self.logits(hidden_BWD), cache.append(layers)
 

@@ -1,0 +1,170 @@
+"""Attention of a decoding step on a GPU: one Pallas kernel for the history, one for the source.
+
+Each program handles all hypotheses of one sentence and head. It reads only the positions that this
+sentence has. ``kv_cache._attend_to_blocks`` is the reference implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from transformer_jax.model.attention_kernel import MASKED
+from transformer_jax.model.gpu import runs_kernels
+
+POSITIONS = 16  # positions per iteration; the number of positions in a cache is a multiple
+
+# Largest score, sum of exp(score - largest score), and weighted sum of values; float32.
+_State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def takes(q_BWHK: Any, v_BHLK: Any) -> bool:
+    """Return True on GPUs that run kernels, for head widths that are powers of two and beams whose
+    queries fit into a program's registers.
+    """
+    beam_size, widths = q_BWHK.shape[1], (q_BWHK.shape[3], v_BHLK.shape[3])
+    powers_of_two = all(width & (width - 1) == 0 for width in widths)
+    return runs_kernels() and powers_of_two and beam_size * max(widths) <= 1024
+
+
+def attend_to_history(
+    q_BWHK: jax.Array,
+    own: Sequence[jax.Array],
+    history: Sequence[jax.Array],
+    ancestors_BWT: jax.Array,
+    position_B: jax.Array,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Attend from each hypothesis to its history and to itself: [B, W, H, K].
+
+    ``own`` has the newest keys and values, [B, W, H, K]. Also returns ``history``, keys and values
+    [B, H, T * W, K], with the newest ones written in place. ``interpret`` runs on any device.
+    """
+    sentences, beams = (position_B, ancestors_BWT), (q_BWHK, *own)
+    out, *history = _call(_history_kernel, sentences, beams, history, interpret)
+    return out, tuple(history)
+
+
+def attend_to_source(
+    q_BWHK: jax.Array, source: Sequence[jax.Array], mask_BS: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Attend from each hypothesis to the source's keys and values, [B, H, S, K]: [B, W, H, K]."""
+    ends_1S = jnp.arange(1, mask_BS.shape[1] + 1, dtype=jnp.int32)[None]
+    sentences = jnp.where(mask_BS, ends_1S, 0).max(axis=1), mask_BS.astype(jnp.int8)
+    return _call(_source_kernel, sentences, (q_BWHK,), source, interpret)[0]
+
+
+def _call(kernel: Any, sentences: Any, beams: Any, caches: Any, interpret: bool) -> list[Any]:
+    """Run one program per sentence and head. Returns [B, W, H, K] and the caches that change."""
+    B, W, H, _ = beams[0].shape
+    out = jax.ShapeDtypeStruct((B, W, H, caches[1].shape[3]), beams[0].dtype)
+    written = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches[: len(beams) - 1]]
+
+    def of_sentence(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda h, b: (b, *[0] * (x.ndim - 1)))
+
+    def of_beams(x: Any) -> pl.BlockSpec:
+        # The number of hypotheses in a program must be a power of two.
+        shape = None, pl.next_power_of_2(W), None, x.shape[3]
+        return pl.BlockSpec(shape, lambda h, b: (b, 0, h, 0))
+
+    def of_cache(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda h, b: (b, h, 0, 0))
+
+    return pl.pallas_call(
+        partial(kernel, W),
+        grid=(H, B),  # heads of a sentence together: they are adjacent in memory
+        in_specs=[*map(of_sentence, sentences), *map(of_beams, beams), *map(of_cache, caches)],
+        out_specs=[of_beams(out), *map(of_cache, written)],
+        out_shape=[out, *written],
+        input_output_aliases={len([*sentences, *beams]) + i: 1 + i for i in range(len(written))},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(*sentences, *beams, *caches)
+
+
+def _history_kernel(W: int, position_ref: Any, ancestors_ref: Any, *refs: Any) -> None:
+    q_ref, k_ref, v_ref, old_k_ref, old_v_ref, out_ref, new_k_ref, new_v_ref = refs
+    position, T = position_ref[...], ancestors_ref.shape[1]
+    beams_W1 = jnp.arange(len(out_ref))[:, None]
+    is_beam_W1 = beams_W1 < W
+    q_WK, k_WK, v_WK = (_load(ref, beams_W1, is_beam_W1) for ref in (q_ref, k_ref, v_ref))
+
+    def attend(i: Any, state: _State) -> _State:
+        positions_1T = i * POSITIONS + jnp.arange(POSITIONS)[None]
+        is_seen_WT = is_beam_W1 & (positions_1T < position)
+        at = ancestors_ref.at[beams_W1, positions_1T]
+        slots_WT1 = (positions_1T * W + triton.load(at, mask=is_seen_WT, other=0))[:, :, None]
+        rows = slots_WT1, is_seen_WT[:, :, None]
+        return _attend(state, q_WK, _load(old_k_ref, *rows), _load(old_v_ref, *rows), is_seen_WT)
+
+    score_W = (_scaled(q_WK) * k_WK.astype(jnp.float32)).sum(axis=1)
+    state = score_W, jnp.ones_like(score_W), v_WK.astype(jnp.float32)
+    _store(out_ref, beams_W1, is_beam_W1, _attention(attend, jnp.minimum(position, T), state))
+    # A finished sentence may be past the last position.
+    for ref, x_WK in (new_k_ref, k_WK), (new_v_ref, v_WK):
+        _store(ref, position * W + beams_W1, is_beam_W1 & (position < T), x_WK)
+
+
+def _source_kernel(W: int, count_ref: Any, mask_ref: Any, *refs: Any) -> None:
+    q_ref, k_ref, v_ref, out_ref = refs
+    beams_W1 = jnp.arange(len(out_ref))[:, None]
+    q_WK = _load(q_ref, beams_W1, beams_W1 < W)
+
+    def attend(i: Any, state: _State) -> _State:
+        positions_S = i * POSITIONS + jnp.arange(POSITIONS)
+        is_seen_1S = mask_ref[positions_S][None] != 0
+        at = positions_S[None, :, None], is_seen_1S[:, :, None]
+        return _attend(state, q_WK, _load(k_ref, *at), _load(v_ref, *at), is_seen_1S)
+
+    zeros_WK = jnp.zeros(out_ref.shape, jnp.float32)
+    state = jnp.full(len(out_ref), MASKED, jnp.float32), zeros_WK.sum(axis=1), zeros_WK
+    # A row without a sentence reads one masked block, as the divisor must not be 0.
+    out_WK = _attention(attend, jnp.maximum(count_ref[...], 1), state)
+    _store(out_ref, beams_W1, beams_W1 < W, out_WK)
+
+
+def _attention(attend: Any, count: jax.Array, state: _State) -> jax.Array:
+    """Return the weighted mean of values, [W, K], over ``count`` positions."""
+    blocks = (count + POSITIONS - 1) // POSITIONS
+    _, total_W, out_WK = jax.lax.fori_loop(0, blocks, attend, state)
+    return out_WK / total_W[:, None]
+
+
+def _attend(state: _State, q_WK: Any, k_WTK: Any, v_WTK: Any, is_seen_WT: Any) -> _State:
+    """Attend to more positions. Axis W of keys, values and mask may be 1."""
+    before_W, total_W, out_WK = state
+    scores_WT = (_scaled(q_WK)[:, None] * k_WTK.astype(jnp.float32)).sum(axis=2)
+    scores_WT = jnp.where(is_seen_WT, scores_WT, MASKED)
+    largest_W = jnp.maximum(before_W, scores_WT.max(axis=1))
+    scale_W, weights_WT = jnp.exp(before_W - largest_W), jnp.exp(scores_WT - largest_W[:, None])
+    added_WK = (weights_WT[:, :, None] * v_WTK.astype(jnp.float32)).sum(axis=1)
+    total_W = total_W * scale_W + weights_WT.sum(axis=1)
+    return largest_W, total_W, out_WK * scale_W[:, None] + added_WK
+
+
+def _scaled(q_WK: jax.Array) -> jax.Array:
+    return (q_WK * jnp.asarray(q_WK.shape[1] ** -0.5, q_WK.dtype)).astype(jnp.float32)
+
+
+def _load(ref: Any, rows: jax.Array, mask: jax.Array) -> jax.Array:
+    """Load whole rows, or 0 where masked. The last axis of ``rows`` and ``mask`` is 1."""
+    at, shape = _rows(ref, rows)
+    return triton.load(at, mask=jnp.broadcast_to(mask, shape), other=0)
+
+
+def _store(ref: Any, rows: jax.Array, mask: jax.Array, x: jax.Array) -> None:
+    at, shape = _rows(ref, rows)
+    triton.store(at, x.astype(ref.dtype), mask=jnp.broadcast_to(mask, shape))
+
+
+def _rows(ref: Any, rows: jax.Array) -> tuple[Any, tuple[int, ...]]:
+    shape = *rows.shape[:-1], ref.shape[1]
+    return ref.at[rows, jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim - 1)], shape
