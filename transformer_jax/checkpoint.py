@@ -116,8 +116,8 @@ def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
         )
     chosen = [path] if is_checkpoint else _chosen_at_the_end(workdir, folders)
     if average is not None:
-        config = load_config_file(workdir / "config.json")
-        chosen = up_to(chosen[0], folders, average, config)
+        training = load_config_file(workdir / "config.json").training
+        chosen = up_to(chosen[0], folders, average, training.checkpoint_every)
         if len(chosen) < average:
             raise UserError(
                 f"average is {average}; expected at most {len(chosen)}, the number of checkpoints "
@@ -143,13 +143,13 @@ def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
     return folders[:1]
 
 
-def up_to(chosen: P, folders: Sequence[P], most: int, config: Config) -> list[P]:
-    """Return ``chosen`` and earlier scheduled checkpoints, at most ``most``, newest first.
+def up_to(chosen: P, folders: Sequence[P], most: int, every: int) -> list[P]:
+    """Return ``chosen`` and earlier scheduled checkpoints, at most ``most``, newest first. Those of
+    every ``every``-th step are scheduled.
 
     Checkpoints from interruptions and evaluations are left out, so that interruptions do not change
     a run's result.
     """
-    every = config.training.checkpoint_every
     older = folders[folders.index(chosen) + 1 :]
     return [chosen, *[path for path in older if int(path.name) % every == 0][: most - 1]]
 

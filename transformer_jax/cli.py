@@ -39,38 +39,34 @@ def run_program(work: Callable[[], int | None]) -> int:
     ``OSError``, printed as one line), 130 on Ctrl-C, and 141 if stdout was closed, as by
     ``| head``. Messages at INFO and above go to stderr.
     """
-    status = _do(work)
-    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
-        # Compilation cannot be canceled, and a large function takes minutes.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
-
-
-def _do(work: Callable[[], int | None]) -> int:
     logging.basicConfig(handlers=[_Stderr()], format="%(message)s", force=True)
     # Orbax logs through absl; training reports a failed save itself.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("transformer_jax").setLevel(logging.INFO)
     try:
-        return work() or 0
+        status = work() or 0
     except BrokenPipeError:
         # Python would flush stdout again at exit, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        status = 141
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        status = 2
     except OSError as error:
         file = "" if error.filename is None else f"{shown(error.filename)}: "
         advice = (
             "check the path, its permissions, free disk space, limits (ulimit -a), and the network"
         )
         print(f"error: {file}{error.strerror or error}; {advice}.", file=sys.stderr)
-        return 2
+        status = 2
     except KeyboardInterrupt:
-        return 130
+        status = 130
+    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+        # Compilation cannot be canceled, and a large function takes minutes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def parse_flags(

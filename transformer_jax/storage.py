@@ -123,12 +123,10 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
     """Copy a file within or between stores. Readers of ``target`` see only the complete file."""
-    if not isinstance(target, Path):
-        with source.open("rb") as file, target.open("wb") as copy:
-            shutil.copyfileobj(file, copy, 1 << 22)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as file, _replacing(target) as copy:
+    if isinstance(target, Path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    writing = _replacing(target) if isinstance(target, Path) else target.open("wb")
+    with source.open("rb") as file, writing as copy:
         shutil.copyfileobj(file, copy, 1 << 22)
 
 

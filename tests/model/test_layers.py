@@ -36,9 +36,9 @@ def test_float32_products_are_exact_where_that_is_asked_for(
     """On a GPU the default is TF32, which misses this by far."""
     x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
     jax.config.update("jax_default_matmul_precision", "high")
-    use_matmul_precision(ModelConfig())
+    use_matmul_precision("default")
     assert jax.config.jax_default_matmul_precision == "high"  # as it was
-    use_matmul_precision(ModelConfig(matmul_precision="highest"))
+    use_matmul_precision("highest")
     np.testing.assert_allclose(jnp.asarray(x) @ x, x.astype(np.float64) @ x, atol=1e-4)
 
 

@@ -234,18 +234,18 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.decoding.devices import devices_for_rows
     from transformer_jax.decoding.scoring import Scorer
+    from transformer_jax.decoding.trained_models import load_models
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.model.layers import use_matmul_precision
 
     keep_compiled(arguments.compilation_cache)
-    use_matmul_precision(config.model)
+    use_matmul_precision(config.model.matmul_precision)
     results, search = arguments.results, arguments.search
     size = arguments.files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))
     task = Translator if arguments.evaluation.score is None else Scorer
-    models: Translator | Scorer = task.from_workdir(
-        arguments.workdir, average=arguments.average, devices=devices, **vars(search)
-    )
+    loaded = load_models(arguments.workdir, average=arguments.average, **vars(search))
+    models: Translator | Scorer = task(*loaded, devices=devices)
     aligner: Scorer | None = None
     if results.alignments:
         aligner = (

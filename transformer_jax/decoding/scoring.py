@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from transformer_jax.decoding.buckets import padded_length
 from transformer_jax.decoding.ensemble import Ensemble, as_one
 from transformer_jax.decoding.records import Translation, blocks, check_text
 from transformer_jax.decoding.search import length_divisor
-from transformer_jax.decoding.trained_models import check_vocabulary, load_models
+from transformer_jax.decoding.trained_models import check_vocabulary
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
@@ -70,17 +69,6 @@ class Scorer:
         self._parameters = [jax.device_put(parameters, device) for device in devices or [None]]
         self._log_probs_BT = jax.jit(self._score_batch)
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
-
-    @classmethod
-    def from_workdir(
-        cls,
-        workdir: str | Path | Sequence[str | Path],
-        *,
-        devices: Sequence[jax.Device] = (),
-        **chosen: Any,
-    ) -> Self:
-        """Load the model of a training run or an ensemble; for ``chosen`` see ``load_models``."""
-        return cls(*load_models(workdir, **chosen), devices=devices)
 
     def score(self, pairs: Iterable[tuple[str, str]]) -> list[Translation]:
         """Score (source, target) pairs, in order. Returns each target as a ``Translation`` with its

@@ -114,7 +114,7 @@ def _attention(task: Attention) -> None:
 
     keep_compiled("auto")
     translator = Translator.from_workdir(task.workdir, average=task.average, batch_size=1)
-    use_matmul_precision(translator.model.config)
+    use_matmul_precision(translator.model.config.matmul_precision)
     attention = sentence_attention(translator, task.text, target=task.target)
     if task.output.endswith(".npz"):
         attention.save(task.output)

@@ -25,10 +25,12 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     return jnp.dtype(config.dtype)
 
 
-def use_matmul_precision(config: ModelConfig) -> None:
-    """Set the precision of float32 matmuls in this process; ``default`` keeps JAX's setting."""
-    if config.matmul_precision != "default":
-        jax.config.update("jax_default_matmul_precision", config.matmul_precision)
+def use_matmul_precision(precision: str) -> None:
+    """Set the precision of float32 matmuls in this process to ``ModelConfig.matmul_precision``;
+    ``default`` keeps JAX's setting.
+    """
+    if precision != "default":
+        jax.config.update("jax_default_matmul_precision", precision)
 
 
 class Embedding(nnx.Module):

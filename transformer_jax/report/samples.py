@@ -21,7 +21,7 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
         if not sources and not texts:
             return
         translator = Translator.from_workdir(run.workdir, batch_size=8)
-        use_matmul_precision(translator.model.config)
+        use_matmul_precision(translator.model.config.matmul_precision)
         run.translations.update(zip(pairs, translator.translate(sources)))
         for text in texts or sources[:1]:
             run.attention[text] = sentence_attention(translator, text)

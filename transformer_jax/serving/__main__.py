@@ -83,7 +83,8 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
             average=arguments.average,
             **vars(search),
         )
-        use_matmul_precision(models[pair].translator.model.config)  # the same for all models
+        model = models[pair].translator.model
+        use_matmul_precision(model.config.matmul_precision)  # the same for all models
         log.info("%s: %s from %s", pair, models[pair].translator, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from transformer_jax.checkpoint import checkpoint_name, load_averages, load_parameters, up_to
-from transformer_jax.config import BatchConfig, Config
+from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.loader import load_batches, place
@@ -45,7 +45,7 @@ class Evaluator:
         """``poll`` is called between batches; it may raise an exception to stop an evaluation."""
         self._run, self._poll = run, poll
         dev = run.corpora.get("dev")
-        self._dev = None if dev is None else evaluation_plan(dev, run.config)
+        self._dev = None if dev is None else self._plan(dev)
         self._translator: Translator | None = None
         if any(run.pairs.values()):
             rows = -(-run.config.decoding.batch_size // jax.process_count())
@@ -54,6 +54,16 @@ class Evaluator:
             devices = list(run.mesh.local_devices)
             self._translator = Translator(model, run.tokenizer, config, devices=devices)
             self._translator.parameters = ()  # set by each evaluation
+
+    def _plan(self, corpus: Corpus) -> BatchPlan:
+        """Plan the batches for the loss on a whole corpus, in one epoch. They are as large as a
+        training microbatch, to fit into memory, or as large as the longest sentence requires.
+        """
+        config = self._run.config
+        rows, longest = config.batch.row_multiple, int(corpus.lengths().max())
+        tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
+        batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
+        return BatchPlan(corpus, batch, seed=0)
 
     def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
         """Compute the metrics ``dev_loss``, ...; if evaluation ``number`` includes BLEU, also
@@ -83,13 +93,14 @@ class Evaluator:
         if training.average != "auto":
             stopped_early = run.progress.early_stopping_triggered(training.patience)
             end = best[0] if stopped_early and best else last
-            return up_to(end, folders, training.average, run.config)
+            return up_to(end, folders, training.average, training.checkpoint_every)
         if self._dev is None:
             log.info("Without data.dev, training.average auto uses the last checkpoint.")
             return [last]
         losses: dict[float, list[AnyPath]] = {}
         for end in dict.fromkeys([last, *best]):
-            chain = up_to(end, folders, training.most_averaged, run.config)
+            most, every = training.most_averaged, training.checkpoint_every
+            chain = up_to(end, folders, most, every)
             for count, average in enumerate(load_averages(chain), start=1):
                 sums = self._loss(self._placed(average), self._dev)
                 losses.setdefault(means(sums)["loss"], chain[:count])
@@ -144,13 +155,3 @@ class Evaluator:
             translations += [shares[process][place] for place, process in places]
         self._translator.parameters = ()
         return translations
-
-
-def evaluation_plan(corpus: Corpus, config: Config) -> BatchPlan:
-    """Plan the batches for the loss on a whole corpus, in one epoch. They are as large as a
-    training microbatch, to fit into memory, or as large as the longest sentence requires.
-    """
-    rows, longest = config.batch.row_multiple, int(corpus.lengths().max())
-    tokens = max(config.batch.tokens // config.optimizer.accumulate_steps, rows * longest)
-    batch = BatchConfig(tokens=tokens, row_multiple=rows, buckets=_EVALUATION_SHAPES)
-    return BatchPlan(corpus, batch, seed=0)

@@ -25,7 +25,7 @@ from transformer_jax.checkpoint import (
     load_tokenizer,
 )
 from transformer_jax.config import Config
-from transformer_jax.config_io import flatten
+from transformer_jax.config_io import flatten, to_json
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import (
     MANIFEST,
@@ -50,7 +50,7 @@ from transformer_jax.evaluation import check_bleu
 from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import copy_folder, local_path
+from transformer_jax.storage import copy_folder, local_path, write_atomically
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.resuming import (
@@ -65,7 +65,7 @@ from transformer_jax.training.step import (
     TrainState,
     make_step_functions,
 )
-from transformer_jax.training.workdir import Workdir, claimed, write_config
+from transformer_jax.training.workdir import Workdir, claimed
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def prepare(
         )
     settings = flatten(config).items()
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
-    use_matmul_precision(config.model)
+    use_matmul_precision(config.model.matmul_precision)
     mesh = make_mesh(config.mesh, devices)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
     place = Workdir(workdir)
@@ -153,7 +153,7 @@ def prepare(
         else:
             state, progress = _resume(checkpoints, newest, functions, progress)
         if is_first():  # last, so that an error leaves the config unchanged
-            write_config(place.folder, config)
+            write_atomically(place.folder / "config.json", to_json(config))
         yield Prepared(
             config=config,
             workdir=place,

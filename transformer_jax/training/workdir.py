@@ -196,28 +196,30 @@ def claimed(
                 "another --workdir."
             ) from None
         workdir.pull()
-        yield _claim(workdir, config, allow_changes=allow_changes)
+        steps = complete_steps(workdir.checkpoints)
+        if 0 in steps:
+            raise UserError(
+                f"{str(workdir.store)!r} holds an imported model, which training does not modify. "
+                f"To fine-tune it, pass --training.start-from {workdir.store} and another "
+                "--workdir."
+            )
+        newest = newest_intact(workdir.checkpoints)
+        if newest is None:
+            write_atomically(folder / "config.json", to_json(config))
+        else:
+            # the checkpoint's own config, as config.json may have been edited
+            theirs = config_of(workdir.checkpoints / checkpoint_name(newest))
+            differences = differences_on_resume(theirs, config)
+            _check_changes(workdir.store, differences, allow_changes=allow_changes)
+        _delete_other_checkpoints(workdir.checkpoints, [s for s in steps if s <= (newest or 0)])
+        yield newest
 
 
-def _claim(workdir: Workdir, config: Config, *, allow_changes: bool) -> int | None:
-    folder, steps = workdir.checkpoints, complete_steps(workdir.checkpoints)
-    if 0 in steps:
-        raise UserError(
-            f"{str(workdir.store)!r} holds an imported model, which training does not modify. "
-            f"To fine-tune it, pass --training.start-from {workdir.store} and another --workdir."
-        )
-    newest = newest_intact(folder)
-    if newest is None:
-        write_config(workdir.folder, config)
-    else:
-        # the checkpoint's own config, as config.json may have been edited
-        differences = differences_on_resume(config_of(folder / checkpoint_name(newest)), config)
-        _check_changes(workdir.store, differences, allow_changes=allow_changes)
-    kept = [checkpoint_name(step) for step in steps if step <= (newest or 0)]
-    for name in {name.partition("/")[0] for name in files_in(folder)}.difference(kept):
+def _delete_other_checkpoints(folder: AnyPath, kept: list[int]) -> None:
+    names = {name.partition("/")[0] for name in files_in(folder)}
+    for name in names.difference(map(checkpoint_name, kept)):
         if name.isdigit():  # other names are not checkpoints
             delete_checkpoint(folder / name)
-    return newest
 
 
 def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_changes: bool) -> None:
@@ -233,8 +235,3 @@ def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_cha
             f"same settings{flag}. {fields}"
         )
     log.warning("The run resumes with different settings. %s", fields)
-
-
-def write_config(folder: Path, config: Config) -> None:
-    """Replace the work directory's config."""
-    write_atomically(folder / "config.json", to_json(config))
