@@ -36,7 +36,7 @@ KINDS = ("padded", "packed", "causal", "cross")
 
 
 def cudnn(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
-    """cuDNN's attention. A query that sees nothing would have wrong gradients, so it sees all."""
+    """cuDNN's attention. Empty query rows would get wrong gradients, so they attend to all keys."""
     mask_B1TS |= ~mask_B1TS.any(-1, keepdims=True)
     return jax.nn.dot_product_attention(
         q_BTHK, k_BSHK, v_BSHK, mask=mask_B1TS, implementation="cudnn"

@@ -227,7 +227,7 @@ def main() -> None:
     add("--fsdp", type=int, default=1, help="devices that shard the parameters")
     arguments = flags.parse_args()
     if arguments.devices > 1 and list(arguments.engines) != ["ours"]:
-        flags.error("several devices need --engines ours")
+        flags.error("--engines ours is required with several devices")
     if Path(arguments.config).exists():
         arguments.config = str(Path(arguments.config).absolute())
     job = vars(arguments)

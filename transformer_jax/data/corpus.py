@@ -66,7 +66,7 @@ class Corpus:
 
     @property
     def num_pairs(self) -> int:
-        """N."""
+        """Number of pairs N."""
         return (len(self.sides[0].offsets) - 1) // self.num_samples
 
     def lengths(self) -> np.ndarray:

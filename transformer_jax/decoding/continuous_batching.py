@@ -35,7 +35,7 @@ class Block(NamedTuple):
     """
 
     number_Q: Any
-    """Number of the sentence in each place; NOBODY: none."""
+    """Sentence number at each position, or NOBODY."""
     limit_Q: Any
     prefix_QP: Any
     seed_Q: Any
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     """Rows of a batch with their sentences, running or done; every leaf has B as its first axis."""
 
     number_B: Array
-    """Number of the sentence in each row; NOBODY: none."""
+    """Sentence number in each row, or NOBODY."""
     state: SearchState
     cache: Any
 

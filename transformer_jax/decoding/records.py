@@ -65,7 +65,7 @@ class Translation:
     an over-long line.
     """
     token_log_probs: tuple[float, ...] = ()
-    """Log-probability of each token given the previous tokens, EOS included: ``length`` numbers."""
+    """Log-probability of each token given the previous tokens, including EOS: ``length`` values."""
     alignment: Alignment | None = field(default=None, compare=False)
     """Alignment from ``Scorer.align``."""
 

@@ -223,8 +223,8 @@ def _attend_to_blocks(
     hypotheses: XLA's CPU backend computes such narrow matmuls three to five times as fast.
 
     The softmax is computed block by block, with a running maximum of the scores, a sum of
-    exp(score - maximum) and a weighted sum of values. A block that a hypothesis does not see has
-    weight 0 exactly, computed or skipped.
+    exp(score - maximum) and a weighted sum of values. A block that a hypothesis does not attend to
+    has weight 0 exactly, computed or skipped.
     """
     q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
     B, H, W, _ = q_BHWK.shape

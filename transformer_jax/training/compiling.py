@@ -98,7 +98,7 @@ class CompileAhead:
             if not (self._on_gpu and "RESOURCE_EXHAUSTED" in str(error)):
                 raise
             # Autotuning uses the memory that running steps leave free; more may be free later.
-            log.warning("Out of memory while compiling the %s; it is compiled again on use.", name)
+            log.warning("Out of memory while compiling the %s; it is compiled when used.", name)
             return train_step
         needed = memory_needed(step) + bytes_on_device(state)  # a copy is saved while steps run
         if self._memory is not None and needed > self._memory:
