@@ -14,6 +14,7 @@ import jax
 
 from transformer_jax.cli import COMPILING
 from transformer_jax.data.loader import abstract_batch
+from transformer_jax.distributed import together
 from transformer_jax.errors import UserError
 from transformer_jax.machine import num_cores
 from transformer_jax.sharding import batch_sharding
@@ -67,7 +68,10 @@ class CompileAhead:
         """Wait for all shapes where several GPUs or processes must not run anything else at the
         same time; like ``wait``.
         """
-        self._wait(list(self._steps.values()) if self._all_first else [], poll)
+        if self._all_first:
+            self._all_first = False
+            with together():  # on CPUs a collective waits only 30 s for slower processes
+                self._wait(list(self._steps.values()), poll)
 
     def _wait(self, needed: list[Future[Any]], poll: Callable[[str], None]) -> None:
         while True:
