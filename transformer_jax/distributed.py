@@ -159,6 +159,11 @@ def first_then_others(compute: Callable[[], T]) -> T:
     return value
 
 
+def lost_contact(error: BaseException | None) -> bool:
+    """Return True for an error of JAX's runtime in a run with several processes."""
+    return jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError)
+
+
 def check_agreement(values: dict[str, Any]) -> None:
     """Raise ``UserError`` in all processes unless all have the same values (plain JSON).
 

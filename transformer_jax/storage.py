@@ -7,20 +7,26 @@ import importlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar
 
-from transformer_jax.errors import UserError, needs_extra, shown
+from transformer_jax.errors import UserError, needs_extra, one_line, shown
 
 if TYPE_CHECKING:
     from upath import UPath
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 AnyPath: TypeAlias = "Path | UPath"
 """A file on this machine or behind a URL, as returned by ``to_path``."""
+
+_PATIENCE_SECONDS = 600.0  # an object store may fail for minutes
+_PAUSE_SECONDS = 5.0
 
 _STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme: (package, extra)
 
@@ -95,6 +101,22 @@ def kind_of(path: AnyPath) -> str:
         raise UserError(
             f"{shown(str(path))} cannot be read: {str(error) or type(error).__name__}"
         ) from error
+
+
+def patiently(path: AnyPath, access: Callable[[], T]) -> T:
+    """Return ``access()``. While the object store of ``path`` fails, try again, for at most ten
+    minutes. A local path gets no second try.
+    """
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return access()
+        except Exception as error:  # each store raises different errors
+            mistake = isinstance(error, UserError) and error.__cause__ is None
+            if mistake or isinstance(path, Path) or time.monotonic() > end:
+                raise
+            log.warning("%s fails (%s); trying again.", path, one_line(error))
+        time.sleep(_PAUSE_SECONDS)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

@@ -3,9 +3,11 @@
     python tests/training/gcs_emulator.py PORT
 
 Adds to gcp-storage-emulator what tensorstore's driver needs: a generation at each download,
-ifGenerationMatch (412) and ifGenerationNotMatch (304).
+ifGenerationMatch (412) and ifGenerationNotMatch (304). SIGUSR1 makes every request fail (503) until
+SIGUSR2.
 """
 
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -49,8 +51,32 @@ def conditional(handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
+class Router(server.Router):  # type: ignore[misc]
+    """The emulator's router, which can fail."""
+
+    failing = False
+
+    def handle(self, method: str) -> None:
+        if not Router.failing:
+            super().handle(method)
+            return
+        response = server.Response(self._request_handler)
+        response.status = HTTPStatus.SERVICE_UNAVAILABLE
+        response["Connection"] = "close"  # a body may follow that nobody reads
+        self._request_handler.close_connection = True
+        response.close()
+
+
+def fail(number: int, frame: Any) -> None:
+    """Begin to fail at SIGUSR1, and end at SIGUSR2."""
+    Router.failing = number == signal.SIGUSR1
+
+
 def main() -> None:
     """Serve until killed."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, fail)
+    server.Router = Router
     names = ("get", "download", "insert", "delete")
     wrapped = {getattr(objects, name): conditional(getattr(objects, name)) for name in names}
     server.HANDLERS = tuple(

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -75,9 +78,11 @@ def command(
     *flags: str,
     devices: int = 1,
     folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    stderr: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """``python train.py`` on this config, in a process of its own; the config's file is in
-    ``folder``, or beside the work directory.
+    ``folder``, or beside the work directory. ``environment`` adds variables.
     """
     name = f"{Path(workdir).name}_{hash(config)}_config.py"
     file = (folder or Path(workdir).parent) / name
@@ -87,7 +92,7 @@ def command(
         f"def get_config():\n    return from_json({text!r})\n"
     )
     xla_flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
-    environment = os.environ | {"XLA_FLAGS": xla_flags}
+    variables = os.environ | {"XLA_FLAGS": xla_flags} | dict(environment or {})
     arguments = [
         "--config",
         str(file),
@@ -99,11 +104,59 @@ def command(
     ]
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *arguments],
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         cwd=ROOT,
-        env=environment,
+        env=variables,
     )
+
+
+def address() -> str:
+    """A free port on this machine."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def numbered(coordinator: str, count: int, number: int) -> tuple[str, ...]:
+    """The flags of one of several processes."""
+    numbers = "--num-processes", str(count), "--process-id", str(number)
+    return "--coordinator-address", coordinator, *numbers
+
+
+def ends(processes: list[subprocess.Popen[str]], *, within: float = 300) -> list[str]:
+    """What they said, when all have ended."""
+    return [process.communicate(timeout=within)[1] for process in processes]
+
+
+@contextmanager
+def emulated_store(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
+    """An empty store with a bucket ``ckpt``: its process, and the variables that lead gcsfs and
+    tensorstore there.
+    """
+    host, _, port = address().partition(":")
+    program = str(Path(__file__).with_name("gcs_emulator.py"))
+    with log.open("w") as file:
+        emulator = subprocess.Popen([sys.executable, program, port], stdout=file, stderr=file)
+    try:
+        while emulator.poll() is None:
+            with socket.socket() as client:
+                if client.connect_ex((host, int(port))) == 0:
+                    break
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port}"
+        yield (
+            emulator,
+            {
+                "STORAGE_EMULATOR_HOST": url,
+                "TENSORSTORE_GCS_HTTP_URL": url,
+                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+                "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            },
+        )
+    finally:
+        emulator.kill()
+        emulator.wait()
 
 
 def dev_figures(loss: float, **others: float) -> dict[str, float]:

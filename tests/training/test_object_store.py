@@ -1,24 +1,36 @@
 """Processes without a shared folder train, die, resume and stop at one URL of an emulated store."""
 
-import os
+import itertools
 import signal
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from runs import ONE, command, entries, no_evaluation, tiny, wait_for
+from runs import (
+    ONE,
+    address,
+    command,
+    emulated_store,
+    ends,
+    entries,
+    no_evaluation,
+    numbered,
+    tiny,
+    wait_for,
+)
 
-from transformer_jax import Translator
+from transformer_jax import Translator, storage
 from transformer_jax.checkpoint import complete_steps
 from transformer_jax.config import Config
+from transformer_jax.errors import UserError
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.storage import remote_path
+from transformer_jax.training import saver
 from transformer_jax.training.loop import train
+from transformer_jax.training.workdir import Workdir
 
 URL = "gs://ckpt/run"
 
@@ -28,51 +40,34 @@ def steps(number: int) -> Config:
     return no_evaluation(tiny(steps=number, checkpoint_every=3))
 
 
-@pytest.fixture(autouse=True)
-def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An empty store, and its address for gcsfs and tensorstore."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
-    program = str(Path(__file__).with_name("gcs_emulator.py"))
-    with (tmp_path / "emulator.log").open("w") as log:
-        emulator = subprocess.Popen([sys.executable, program, str(port)], stdout=log, stderr=log)
-    while emulator.poll() is None:
-        with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.05)
-    yield
-    emulator.kill()
-    emulator.wait()
+@pytest.fixture(scope="module", autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A store, and its address for gcsfs and tensorstore."""
+    folder = tmp_path_factory.mktemp("store")
+    with (
+        emulated_store(folder / "emulator.log") as (_, variables),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in (variables | {"XDG_CACHE_HOME": str(folder / "reader")}).items():
+            patch.setenv(name, value)
+        yield
 
 
 def start(tmp_path: Path, config: Config, *hosts: str) -> list[subprocess.Popen[str]]:
     """A process of two devices on each of these hosts, which have caches of their own."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    several = "--coordinator-address", address, "--num-processes", str(len(hosts)), "--process-id"
-    processes = []
-    for number, host in enumerate(hosts):
-        os.environ["XDG_CACHE_HOME"] = str(tmp_path / host)
-        flags = (*several, str(number)) if len(hosts) > 1 else ()
-        processes.append(
-            command(URL, tmp_path / "compiled", config, *flags, devices=2, folder=tmp_path)
+    coordinator, count = address(), len(hosts)
+    return [
+        command(
+            URL,
+            tmp_path / "compiled",
+            config,
+            *(numbered(coordinator, count, number) if count > 1 else ()),
+            devices=2,
+            folder=tmp_path,
+            environment={"XDG_CACHE_HOME": str(tmp_path / host)},
         )
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path / "reader")
-    return processes
-
-
-def ends(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """What they said, when all have ended."""
-    return [process.communicate(timeout=120)[1] for process in processes]
+        for number, host in enumerate(hosts)
+    ]
 
 
 def test_killed_stopped_and_resumed_on_other_hosts(tmp_path: Path) -> None:
@@ -105,3 +100,46 @@ def test_killed_stopped_and_resumed_on_other_hosts(tmp_path: Path) -> None:
     )
     np.testing.assert_allclose(several[: len(one)], one, rtol=1e-4)
     assert Translator.from_workdir(URL).translate(["1 2"])
+
+
+def test_a_store_that_fails_while_the_run_saves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run tries again until the store answers, and saves every checkpoint."""
+    monkeypatch.setattr(storage, "_PAUSE_SECONDS", 0.01)
+    url, failures = "gs://ckpt/failing", []
+
+    def sometimes_failing(target: Any, name: str) -> None:
+        function, calls = getattr(target, name), itertools.count()
+
+        def call(*args: Any, **named: Any) -> Any:
+            if next(calls) % 2:  # not the first, when the run starts
+                failures.append(name)
+                error = ConnectionError("503 Service Unavailable")
+                if name == "check_token":  # as it wraps a store's errors
+                    raise UserError(f"{url} cannot be read: {error}") from error
+                raise error
+            return function(*args, **named)
+
+        monkeypatch.setattr(target, name, call)
+
+    sometimes_failing(Workdir, "check_token")
+    sometimes_failing(saver, "complete_steps")
+    sometimes_failing(saver, "write_manifest")
+    train(steps(6), url, devices=ONE)
+    monkeypatch.undo()
+    assert complete_steps(remote_path(url) / "checkpoints") == [3, 6]
+    assert set(failures) == {"check_token", "complete_steps", "write_manifest"}
+    assert "fails (503 Service Unavailable); trying again." in caplog.text
+    with pytest.raises(ConnectionError):  # a local folder gets no second try
+        storage.patiently(Path("here"), failing)
+    with pytest.raises(UserError):  # nor has a mistake
+        storage.patiently(remote_path(url), mistaken)
+
+
+def failing() -> None:
+    raise ConnectionError
+
+
+def mistaken() -> None:
+    raise UserError("another run has started here")

@@ -6,6 +6,7 @@ python train.py --config configs/demo.py --workdir runs/demo [--model.num-layers
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ def _train(argv: list[str]) -> int:
     arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv))
     # JAX is imported after the flags are checked, so that --help and errors appear at once.
     from transformer_jax.compilation_cache import keep_compiled
-    from transformer_jax.distributed import is_first, start
+    from transformer_jax.distributed import is_first, lost_contact, start
 
     start(arguments.processes)
     keep_compiled(arguments.compilation_cache)
@@ -64,6 +65,8 @@ def _train(argv: list[str]) -> int:
         )
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
+        if lost_contact(error.__cause__):
+            os._exit(1)  # JAX's own exit waits for the other processes
         return 1
     except KeyboardInterrupt:  # before the first step; later Ctrl-C saves a checkpoint and returns
         print("interrupted; run the same command again to resume", file=sys.stderr)

@@ -16,7 +16,7 @@ import jax
 from transformer_jax.checkpoint import described
 from transformer_jax.config import Config
 from transformer_jax.data.loader import load_batches
-from transformer_jax.distributed import is_first
+from transformer_jax.distributed import is_first, lost_contact
 from transformer_jax.errors import UserError, one_line
 from transformer_jax.sharding import batch_sharding
 from transformer_jax.storage import write_atomically
@@ -104,7 +104,7 @@ class _Watch:
             raise TrainingError(
                 f"Out of memory: {self.doing}. {LESS_MEMORY} ({one_line(error)})"
             ) from error
-        if jax.process_count() > 1:
+        if lost_contact(error):
             raise TrainingError(
                 f"Process {jax.process_index()} of {jax.process_count()} lost contact with the "
                 "other processes, perhaps because one of them has ended. Restart all processes "

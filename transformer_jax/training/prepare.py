@@ -43,6 +43,7 @@ from transformer_jax.distributed import (
     from_all,
     from_first,
     is_first,
+    lost_contact,
     together,
 )
 from transformer_jax.errors import UserError
@@ -50,7 +51,7 @@ from transformer_jax.evaluation import check_bleu
 from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import copy_folder, local_path, write_atomically
+from transformer_jax.storage import copy_folder, local_path, patiently, write_atomically
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.resuming import (
@@ -144,7 +145,8 @@ def prepare(
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(place, config, tokenizer)
-        stack.callback(checkpoints.wait)
+        # Other processes may be gone, and with them the end of a save in progress.
+        stack.push(lambda _, error, __: None if lost_contact(error) else checkpoints.wait())
         dev = corpora["dev"].fingerprint if "dev" in corpora else ""
         selected = f"{config.training.select_by} on {dev}"
         progress = Progress(corpora["train"].fingerprint, selected=selected)
@@ -169,7 +171,7 @@ def prepare(
         )
         checkpoints.wait()
         if is_first():  # push summary.json
-            place.push_files()
+            patiently(place.store, place.push_files)
             place.push_checkpoints()
 
 

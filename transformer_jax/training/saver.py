@@ -29,7 +29,7 @@ from transformer_jax.config import Config
 from transformer_jax.data.loader import place
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.storage import AnyPath, remove_folder
+from transformer_jax.storage import AnyPath, patiently, remove_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import TrainState
@@ -59,8 +59,8 @@ class Checkpoints:
         the best.
         """
         self.wait()
-        path = self.folder / checkpoint_name(int(state.step))
-        if not from_first(lambda: self._make_room(path)):
+        path, store = self.folder / checkpoint_name(int(state.step)), self._workdir.store
+        if not from_first(lambda: patiently(store, lambda: self._make_room(path))):
             return
         self.failure = ""
         try:
@@ -89,7 +89,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, oldest first."""
-        return complete_steps(self.folder)
+        return patiently(self.folder, lambda: complete_steps(self.folder))
 
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
         """Restore a step's checkpoint with the shardings of ``abstract_state``.
@@ -128,13 +128,14 @@ class Checkpoints:
                 return
             _try(self._workdir.push_files)
             noted = dataclasses.asdict(progress)
-            write_manifest(path, self._config, self._tokenizer, noted)
+            manifest = path, self._config, self._tokenizer, noted
+            patiently(path, lambda: write_manifest(*manifest))
         except Exception as error:
             self._discard(path, error)
             return
         try:
             self._delete_old(progress.best_step)
-        except OSError as error:  # the next save tries again
+        except Exception as error:  # the next save tries again
             log.warning(
                 "Checkpoint %s was saved, but not all old checkpoints could be deleted: %s",
                 path,
@@ -152,7 +153,7 @@ class Checkpoints:
 
     def _discard(self, path: AnyPath, error: Exception) -> None:
         if is_first():
-            remove_folder(path)
+            patiently(path, lambda: remove_folder(path))
         self.failure, steps = one_line(error), self.steps()
         there = f"The newest checkpoint is step {steps[-1]}" if steps else "No checkpoint exists"
         text = "Checkpoint %d could not be saved: %s (in %s). %s."

@@ -131,8 +131,8 @@ class Workdir:
     def _push(
         self, mirror: Callable[[AnyPath, AnyPath], None], source: AnyPath, target: AnyPath
     ) -> None:
+        self.check_token()
         try:
-            self.check_token()
             mirror(source, target)
         except Exception as error:
             raise UserError(
