@@ -2,7 +2,7 @@
 
     python -m benchmarks.chart --output docs
 
-Writes speed-light.svg and speed-dark.svg. Bars show our speed divided by the other program's.
+Writes speed-light.svg and speed-dark.svg. Bars show the ratio of our speed to another program's.
 """
 
 from __future__ import annotations

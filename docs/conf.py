@@ -55,8 +55,8 @@ PICTURE = re.compile(
 
 
 def setup(app: Sphinx) -> None:
-    """Keep Napoleon from taking what is before a colon in a field's first line for its type: the
-    first line becomes an empty comment. Let a <picture> follow the theme that the reader chose.
+    """Keep Napoleon from reading the text before a colon in a field's first line as its type:
+    the first line becomes an empty comment. Let a <picture> follow the theme that the reader chose.
     """
 
     def add_line(_: Sphinx, kind: str, *rest: list[str]) -> None:

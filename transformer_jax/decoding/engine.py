@@ -299,8 +299,8 @@ class Engine:
 def search_together(
     engines: Sequence[Engine], sentences: Sequence[Sentence]
 ) -> list[list[Hypothesis]]:
-    """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
-    engines than it takes to give every sentence a row.
+    """Run ``Engine.search`` on several engines that differ only in their devices. Uses only
+    as many engines as it needs to give every sentence a row.
     """
     engines[0].check(sentences)
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))
