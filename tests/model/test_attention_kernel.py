@@ -6,16 +6,23 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 from reference import against_reference, with_gradients
 
 from benchmarks.compile_for import collectives
 from transformer_jax.config import MeshConfig
-from transformer_jax.model.attention import attention_mask, dot_product_attention
+from transformer_jax.model import attention_kernel
+from transformer_jax.model.attention import (
+    MultiHeadAttention,
+    attention_mask,
+    dot_product_attention,
+)
 from transformer_jax.model.attention_kernel import short_attention, takes
 from transformer_jax.sharding import batch_sharding, make_mesh
 
@@ -79,6 +86,41 @@ def test_bfloat16_is_about_as_exact_as_plain_attention() -> None:
     ours, plain = (_with_gradients(f, mask, inputs) for f in (_kernel, dot_product_attention))
     for x, other, expected in zip(ours, plain, exact, strict=True):
         assert np.linalg.norm(x - expected) < 1.3 * np.linalg.norm(other - expected)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("d_v", [16, 32])
+@pytest.mark.parametrize("memory", [False, True])
+def test_merged_projections_are_separate_ones(
+    memory: bool, d_v: int, use_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In self-attention and cross-attention: results, and gradients by inputs and parameters."""
+    layer = MultiHeadAttention(
+        32, 2, d_k=16, d_v=d_v, use_bias=use_bias, dtype=jnp.float32, rngs=nnx.Rngs(0)
+    )
+    graph, parameters = nnx.split(layer)
+    parameters = jax.tree.map(lambda x: x + 0.1, parameters)
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((2, length, 32), np.float32) for length in (13, 21)[: 1 + memory]]
+    mask = attention_mask(_packed(13), _packed(21) if memory else _packed(13))
+    for name in ("short_attention", "merged_attention"):
+        kernel = partial(getattr(attention_kernel, name), interpret=True)
+        monkeypatch.setattr(attention_kernel, name, kernel)
+
+    def merged(parameters: Any, *inputs: jax.Array) -> jax.Array:
+        layer = nnx.merge(graph, parameters)
+        return layer.output(layer._merged(*inputs, mask))
+
+    def separate(parameters: Any, *inputs: jax.Array) -> jax.Array:
+        return nnx.merge(graph, parameters)(*inputs, mask_BHTS=mask)
+
+    def run(function: Callable[..., jax.Array]) -> Any:
+        out, gradient = jax.vjp(function, parameters, *inputs)
+        return out, gradient(jnp.cos(out))
+
+    chex.assert_trees_all_close(
+        *map(jax.jit(run, static_argnums=0), (merged, separate)), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_query_that_sees_nothing_has_equal_weights_and_no_gradient() -> None:
@@ -162,6 +204,20 @@ def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> bool:
         for length, width in ((T, d_k), (S, d_k), (S, d_v))
     )
     return takes(q, k, v, jax.ShapeDtypeStruct((2, 1, T, S), bool) if mask else None)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_layer_multiplies_each_input_once_on_a_gpu() -> None:
+    """One matmul projects to queries, keys and values: with that of the output there are two."""
+    layer = MultiHeadAttention(32, 2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    mask = np.ones((2, 1, 13, 13), bool)
+    x = np.ones((2, 13, 32), jnp.bfloat16)
+    gpu = AbstractDevice("NVIDIA H200", 132, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        traced = jax.jit(lambda x: layer(x, mask_BHTS=mask)).trace(x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("gpu.triton") == 1
+    assert text.count("stablehlo.dot_general") == 2
 
 
 @pytest.mark.usefixtures("on_a_gpu")

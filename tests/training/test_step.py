@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import lru_cache, partial
 
 import chex
 import jax
@@ -23,7 +24,9 @@ from transformer_jax.config import (
 )
 from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
+from transformer_jax.model import attention_kernel, gpu, norm_kernel
 from transformer_jax.sharding import check_rows, make_mesh, state_shardings
+from transformer_jax.training import step as step_module
 from transformer_jax.training.loss import LossSums
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from transformer_jax.training.step import (
@@ -580,3 +583,48 @@ def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
     crossing = collectives(compiled_step(step_functions(config, 8), ROWS))
     layer_mb = ROWS / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
     assert sum(figures["mb"] for figures in crossing.values()) < layer_mb
+
+
+@pytest.fixture
+def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training step's GPU kernels on CPUs, in functions that no other test has compiled."""
+    for module, name in (
+        (attention_kernel, "merged_attention"),
+        (norm_kernel, "residual_norm"),
+    ):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
+    monkeypatch.setattr(gpu, "runs_kernels", lambda: True)
+    monkeypatch.setattr(attention_kernel, "runs_kernels", lambda: True)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cuda, default: cuda(*x))
+    monkeypatch.setattr(step_module, "shared_functions", lru_cache(shared_functions.__wrapped__))
+
+
+@pytest.mark.devices(8)
+def test_losses_are_the_same_with_kernels_on_one_device_and_on_several(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Kernels draw the same masks. They round in bfloat16 where plain layers do, but not always."""
+    model = dataclasses.replace(
+        CONFIG.model, d_model=128, num_heads=8, dropout=0.1, dtype="bfloat16", attention_dropout=0.0
+    )
+    config = dataclasses.replace(CONFIG, model=model)
+    first = jax.tree.map(np.asarray, step_functions(config).init())
+
+    def losses(config: Config, devices: int) -> list[float]:
+        run = step_functions(config, devices)
+        state, sums = (
+            jax.device_put(first, jax.tree.map(lambda x: x.sharding, run.abstract_state)),
+            [],
+        )
+        for step in range(4):
+            state, metrics = run.train_step(state, batch(step))
+            sums.append(float(metrics.sums.loss))
+        return sums
+
+    plain = losses(config, 1)
+    request.getfixturevalue("interpreted_kernels")
+    alone = losses(config, 1)
+    together = losses(dataclasses.replace(config, mesh=MeshConfig(2, 2, 2)), 8)
+    assert alone != plain
+    np.testing.assert_allclose(alone, plain, rtol=2e-3)
+    np.testing.assert_allclose(together, alone, rtol=2e-3)

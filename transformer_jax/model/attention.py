@@ -139,6 +139,15 @@ class Projection(nnx.Einsum):
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], param_dtype))
 
 
+def _merge(x_BLD: jax.Array, *projections: Projection) -> jax.Array:
+    """Compute several projections of equal shapes in one matmul: [B, L, X, H, K]."""
+    dtype = projections[0].dtype
+    kernel_DXHK = jnp.stack([p.kernel[...].astype(dtype) for p in projections], axis=1)
+    out_BLXHK = jnp.einsum("BLD,DXHK->BLXHK", x_BLD.astype(dtype), kernel_DXHK)
+    biases = [p.bias[...] for p in projections if p.bias is not None]
+    return out_BLXHK + jnp.stack(biases)[None, None].astype(dtype) if biases else out_BLXHK
+
+
 class MultiHeadAttention(nnx.Module):
     """Multi-head attention (section 3.2.2)."""
 
@@ -192,18 +201,51 @@ class MultiHeadAttention(nnx.Module):
         The mask has the form that ``dot_product_attention`` expects. If the attribute
         ``sow_weights`` is True, ``nnx.capture`` collects the attention weights.
         """
-        # Before the queries: gradients are summed in reverse order, which affects their rounding.
-        k_BSHK, v_BSHK = self.keys_values(query_BTD if memory_BSD is None else memory_BSD)
-        out_BTHK = dot_product_attention(
-            self.query(query_BTD),
-            k_BSHK,
-            v_BSHK,
-            mask_BHTS,
-            dropout_rate=self.dropout,
-            dropout_key=dropout_key,
-            module=self if self.sow_weights else None,
+        inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
+        dropped = self.dropout > 0 and dropout_key is not None
+        if dropped or self.sow_weights or not self._has_kernel(*inputs, mask_BHTS):
+            out_BTHK = dot_product_attention(
+                *self._projected(*inputs),
+                mask_BHTS,
+                dropout_rate=self.dropout,
+                dropout_key=dropout_key,
+                module=self if self.sow_weights else None,
+            )
+            return self.output(out_BTHK)
+        out_BTHK = jax.lax.platform_dependent(
+            *(*inputs, mask_BHTS),
+            cuda=self._merged,
+            default=lambda *x: _plain_attention(*self._projected(*x[:-1]), x[-1]),
         )
         return self.output(out_BTHK)
+
+    def _projected(self, *inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # Before the queries: gradients are summed in reverse order, which affects their rounding.
+        k_BSHK, v_BSHK = self.keys_values(inputs[-1])
+        return self.query(inputs[0]), k_BSHK, v_BSHK
+
+    def _has_kernel(self, *inputs_and_mask: Any) -> bool:
+        *inputs, mask_BHTS = inputs_and_mask
+        q_BTHK, k_BSHK, v_BSHK = (
+            jax.ShapeDtypeStruct((*x_BLD.shape[:2], *p.kernel.shape[1:]), p.dtype)
+            for p, x_BLD in (
+                (self.query, inputs[0]),
+                (self.key, inputs[-1]),
+                (self.value, inputs[-1]),
+            )
+        )
+        return attention_kernel.takes(q_BTHK, k_BSHK, v_BSHK, mask_BHTS)
+
+    def _merged(self, *inputs_and_mask: Any) -> jax.Array:
+        """Attend by the kernel, with one matmul for all projections of an input."""
+        *inputs, mask_BHTS = inputs_and_mask
+        if self.key.kernel.shape != self.value.kernel.shape:
+            return attention_kernel.short_attention(*self._projected(*inputs), mask_BHTS)
+        if len(inputs) == 1:
+            arrays = [_merge(inputs[0], self.query, self.key, self.value)]
+        else:
+            arrays = [_merge(inputs[0], self.query), _merge(inputs[1], self.key, self.value)]
+        return attention_kernel.merged_attention(*arrays, mask_BHTS)
 
     def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Project the memory to keys and values, both [B, S, H, K], for the KV cache."""

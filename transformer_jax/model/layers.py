@@ -169,7 +169,7 @@ class EncoderLayer(nnx.Module):
         keys = as_keys(dropout_key)
 
         def attend(y_BSD: jax.Array) -> jax.Array:
-            return self.self_attention(y_BSD, y_BSD, mask_BHSS, dropout_key=keys)
+            return self.self_attention(y_BSD, None, mask_BHSS, dropout_key=keys)
 
         x_BSD = self.self_attention_residual(x_BSD, attend, dropout_key=keys)
         feed_forward = partial(self.feed_forward, dropout_key=keys)
@@ -208,7 +208,7 @@ class DecoderLayer(nnx.Module):
         def attend(y_BTD: jax.Array) -> jax.Array:
             attention = self.self_attention
             if cache is None:
-                return attention(y_BTD, y_BTD, self_mask_BHTT, dropout_key=keys)
+                return attention(y_BTD, None, self_mask_BHTT, dropout_key=keys)
             q_BTHK, own_BTHK = attention.query(y_BTD), attention.keys_values(y_BTD)
             return attention.output(cache.to_history(q_BTHK, *own_BTHK))
 
