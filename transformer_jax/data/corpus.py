@@ -8,7 +8,6 @@ copies of the folder.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -142,13 +141,9 @@ def build_corpus(
             shutil.rmtree(left)
         try:
             corpus = _build(text, job, directory)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise UserError(
-                f"The disk that holds {str(directory)!r} is full, so the tokenized corpus cannot "
-                "be written. Free disk space, or set data.cache to a folder on another disk."
-            ) from error
+        except OSError as error:  # a full disk, for example
+            error.filename = error.filename or str(directory)
+            raise
         kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
         _log.info("%s of %s pairs pass the filters.", kept, read)
         return corpus
