@@ -4,7 +4,6 @@
 
 writes positions.svg (the sinusoids) and schedule.svg (the learning rate for two model widths and
 two warmup lengths) and prints the file names. Both are matplotlib figures that you can modify.
-`python -m transformer_jax.figures --help` shows how to draw them from the command line.
 """
 
 from pathlib import Path

@@ -15,15 +15,11 @@ from random_models import lines_of_words, make_model, train_tokenizer
 from transformer_jax import (
     Config,
     DecodingConfig,
-    OptimizerConfig,
-    TrainingConfig,
     Translator,
     UserError,
-    learning_rate_schedule,
     save_model,
     sentence_attention,
 )
-from transformer_jax.config_io import to_json
 from transformer_jax.figures import __main__ as program
 from transformer_jax.figures import (
     attention_lines,
@@ -129,6 +125,8 @@ def test_positions_are_drawn_with_zero_in_the_middle():
     np.testing.assert_array_equal(image.get_array(), table_LD)
     low, high = image.get_clim()
     assert -low == high == np.abs(table_LD).max()
+    with pytest.raises(UserError, match=r"table_LD has shape \(0, 4\); expected"):
+        positions_picture(table_LD[:0])
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +150,13 @@ def translator(workdir):
 
 @pytest.fixture
 def draw(workdir, translator, tmp_path, monkeypatch, capsys):
-    """Run ``attention``: (exit status, its output file, stderr). The model is loaded once."""
+    """Run the program: (exit status, its output file, stderr). The model is loaded once."""
     monkeypatch.setattr(Translator, "from_workdir", lambda *_, **__: translator)
 
     def run(*flags, text="one two three", output="a.svg"):
         file = tmp_path / output
         where = ["--workdir", str(workdir), "--text", text, "--output", str(file)]
-        status = program.main(["attention", *where, *map(str, flags)])
+        status = program.main([*where, *map(str, flags)])
         return status, file, capsys.readouterr().err
 
     return run
@@ -223,45 +221,11 @@ def test_wrong_flags_are_one_line(draw, flags, message):
 def test_the_program_reads_a_work_directory(workdir, tmp_path, capsys):
     file = tmp_path / "a.svg"
     flags = ["--text", "one two", "--target", "TWO", "--output", str(file), "--heads", "1"]
-    assert program.main(["attention", "--workdir", str(workdir), *flags]) == 0
+    assert program.main(["--workdir", str(workdir), *flags]) == 0
     assert "▁TWO" in texts_in(file)
     capsys.readouterr()
-    assert program.main(["attention", "--workdir", str(tmp_path), *flags]) == 2
+    assert program.main(["--workdir", str(tmp_path), *flags]) == 2
     assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_program_draws_positions(tmp_path, capsys):
-    file = tmp_path / "p.svg"
-    flags = "positions", "--length", "5", "--output"
-    assert program.main([*flags, str(file), "--d-model", "8"]) == 0
-    assert {"dimension", "position"} <= {*texts_in(file)}
-    for wrong, message in {
-        ("--d-model", "7"): "d_model is 7; expected a positive even number.",
-        ("--length", "0"): "table_LD has shape (0, 512); expected (length, d_model).",
-    }.items():
-        assert program.main([*flags, str(file), *wrong]) == 2
-        assert capsys.readouterr().err == f"error: {message}\n"
-
-
-def test_program_draws_the_schedule_of_configs(tmp_path):
-    config = Config(
-        optimizer=OptimizerConfig(warmup_steps=10, peak_learning_rate=0.5, decay="cosine"),
-        training=TrainingConfig(steps=30),
-    )
-    (file := tmp_path / "c.json").write_text(to_json(config))
-    steps, rates = program._learning_rate(config)
-    schedule = learning_rate_schedule(config.optimizer, 512, 30)
-    np.testing.assert_array_equal(steps, range(1, 31))
-    np.testing.assert_allclose(rates, [schedule(step - 1) for step in steps], rtol=1e-6)
-    steps, rates = program._learning_rate(Config())
-    assert steps[rates.argmax()] == 4000 and steps[-1] == Config().training.steps
-
-    output = tmp_path / "s.svg"
-    flags = ["schedule", "--output", str(output), "--config", str(file), "demo"]
-    assert program.main(flags) == 0
-    assert {str(file), "demo", "learning rate", "step"} <= {*texts_in(output)}
-    assert program.main(["schedule", "--output", str(output)]) == 0
-    assert "base" in texts_in(output)
 
 
 def test_documented_commands_work(draw, tmp_path, monkeypatch):
@@ -270,7 +234,7 @@ def test_documented_commands_work(draw, tmp_path, monkeypatch):
     lines = "".join(documents).replace("\\\n", " ").splitlines()
     command = r" {4}python -m transformer_jax\.figures (.*?)(?:  #.*)?"
     commands = {found[1] for line in lines if (found := re.fullmatch(command, line))}
-    assert len(commands) >= 6
+    assert len(commands) >= 5
     for number, flags in enumerate(commands):
         words = shlex.split(flags.replace("--layers 5", "--layers 2"))
         place = words.index("--output") + 1
