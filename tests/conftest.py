@@ -94,6 +94,10 @@ os.environ |= {
     "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # their path is part of the cache keys
 }
 
+# Programs that tests start, and pytest's workers, import the file sitecustomize.py there.
+STARTED = [str(Path(__file__).with_name("started")), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, STARTED))
+
 
 import jax  # noqa: E402  reads the settings above
 import pytest  # noqa: E402

@@ -35,7 +35,8 @@ def test_notebooks_run(tmp_path: Path) -> None:
             r"(steps|_every)=(\d+)", lambda m: f"{m[1]}={int(m[2]) // 10}", cell.source
         )
     alone = {
-        "PYTHONPATH": str(ROOT),  # this clone, whatever is installed
+        # this clone, whatever is installed
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]]),
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1"),
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),

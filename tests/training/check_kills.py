@@ -32,7 +32,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    config = tiny(steps=40 * arguments.kills, eval_every=10**6, bleu_every=0, checkpoint_every=4)
+    config = tiny(
+        0.1, steps=40 * arguments.kills, eval_every=10**6, bleu_every=0, checkpoint_every=4
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         workdirs = folder / "undisturbed", folder / "killed"

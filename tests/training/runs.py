@@ -32,10 +32,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ONE = jax.devices()[:1]  # where the number of devices is not what is tested
 
 
-def tiny(**training: Any) -> Config:
+def tiny(dropout: float = 0.0, **training: Any) -> Config:
+    """A config of a tiny model; drawing dropout is a third of what is compiled for a step."""
     return Config(
         model=ModelConfig(
-            d_model=16, d_ff=32, num_heads=2, num_layers=1, dropout=0.1, dtype="float32"
+            d_model=16, d_ff=32, num_heads=2, num_layers=1, dropout=dropout, dtype="float32"
         ),
         tokenizer=TokenizerConfig(vocab_size=150),
         data=DataConfig(

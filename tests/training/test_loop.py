@@ -46,8 +46,10 @@ from transformer_jax.training.workdir import Workdir, claimed
 
 
 def whole(**training: Any) -> Config:
-    """Of two shapes, so that a resumed run must find the right one again."""
-    config = tiny(**training)
+    """Of two shapes, so that a resumed run must find the right one again, and with dropout, whose
+    random bits must go on, too.
+    """
+    config = tiny(dropout=0.1, **training)
     return dataclasses.replace(config, batch=dataclasses.replace(config.batch, buckets=2))
 
 
