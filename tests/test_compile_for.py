@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import compile_for
-from benchmarks.compile_for import by_part, collectives, computations, kernels
+from benchmarks.hlo import by_cycles, by_part, collectives, computations, kernels
 from benchmarks.in_turn import markdown
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
@@ -242,6 +242,26 @@ def test_kernels_of_loops_slices_and_matmuls():
     assert found["random"].integer_operations == 200
     kinds = [found[name].kind for name in ("product", "gradient", "random", "taken")]
     assert kinds == ["matmul", "weight gradient", "random", "move"]
+
+
+def test_cycles_of_parts_on_a_tpu():
+    """Its loops have no known number of iterations, but compare their counter with a constant."""
+    condition = """\
+%more (state: (bf16[3,8,4], bf16[10,4], f32[3,8,10])) -> pred[] {
+  %three = s32[]{:T(128)} constant(3)
+  ROOT %less = pred[] compare(%counter, %three), direction=LT
+}
+
+"""
+    program = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"3"}}', "")
+    program = program.replace("%body (state", condition + "%body (state")
+    for call, cycles in {"logits": 2_000_000, "split": 500_000}.items():
+        cost = f'calls=%{call}, backend_config={{"estimated_cycles":"{cycles}"}}'
+        program = program.replace(f"calls=%{call}", cost)
+    table = by_cycles(kernels(program))
+    assert table["loss: matmuls"] == {"kernels": 3, "million cycles": 6.0}
+    assert table["matmuls: weight gradient"] == {"kernels": 1, "million cycles": 0.5}
+    assert table["all"] == {"kernels": 4, "million cycles": 6.5}
 
 
 def test_parts_and_their_times():

@@ -305,9 +305,10 @@ class DataConfig(Section, prefix="data."):
 class BatchConfig(Section, prefix="batch."):
     """Batches of sentence pairs (section 5.1)."""
 
-    layout: Literal["bucketed", "packed"] = "bucketed"
+    layout: Literal["auto", "bucketed", "packed"] = "auto"
     """bucketed: one pair per row, grouped by length. packed: several pairs per row, separated by
-    segment ids."""
+    segment ids. auto: packed on TPUs, where compiling a shape takes minutes; bucketed elsewhere.
+    The run's config.json has the choice."""
     tokens: Positive = 25_000
     """Number of token positions per side in one step's global batch, including padding (25,000 +
     25,000 in the paper)."""

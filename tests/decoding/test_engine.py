@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import compile_for
+from benchmarks import hlo
 from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.decoding.engine import Engine, Sentence, search_together
 from transformer_jax.decoding.trained_models import check_decoding
@@ -356,16 +356,14 @@ def test_settings_are_checked_without_a_model(tokenizer):
 
 
 def _computations_of_a_step(
-    every: dict[str, dict[str, compile_for.Operation]], logits: set[tuple[int, ...]]
+    every: dict[str, dict[str, hlo.Operation]], logits: set[tuple[int, ...]]
 ) -> set[str]:
     """Those that make logits of these shapes, but for the loops around them, and all they call."""
     found = {
         name
         for name, inside in every.items()
         if any(x.is_matmul for x in inside.values())
-        and any(
-            shape in logits for x in inside.values() for _, shape, _ in compile_for.arrays(x.type)
-        )
+        and any(shape in logits for x in inside.values() for _, shape, _ in hlo.arrays(x.type))
         and all(x.kind != "while" for x in inside.values())
     }
     while new := {x for n in found for op in every[n].values() for x in op.calls} - found:
@@ -391,15 +389,13 @@ def test_the_loop_neither_copies_caches_nor_writes_log_probabilities_of_the_voca
     # they stay where they are given, and besides the logits
     assert memory.alias_size_in_bytes >= caches
     assert memory.temp_size_in_bytes < caches + batch * beam * vocab * 4  # nothing as large is held
-    every = compile_for.computations(program)
+    every = hlo.computations(program)
     steps = _computations_of_a_step(every, {(batch * beam, vocab), (batch, beam, vocab)})
     assert steps
     blocks = {x.shape for x in blocks}
-    arrays = [
-        each for name in steps for x in every[name].values() for each in compile_for.arrays(x.type)
-    ]
+    arrays = [each for name in steps for x in every[name].values() for each in hlo.arrays(x.type)]
     assert blocks <= {shape for dtype, shape, _ in arrays if dtype == "f32"}
-    assert not compile_for.copied(every, steps, blocks)
+    assert not hlo.copied(every, steps, blocks)
 
     # Logits are written once, by the product that makes them, and the column of PAD in place; the
     # search reads them and writes narrower things.

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 from reference import against_reference, with_gradients
 
-from benchmarks.compile_for import collectives
+from benchmarks.hlo import collectives
 from transformer_jax.config import MeshConfig
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention import (

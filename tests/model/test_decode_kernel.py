@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from random_weights import random_transformer
 
-from benchmarks import compile_for
+from benchmarks import compile_for, hlo
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.model import decode_kernel
@@ -160,11 +160,11 @@ def test_a_search_on_an_h200_has_one_loop_of_steps_and_copies_no_cache(h200: jax
         [bucket, *_] = engine.buckets
         text = engine.lowered(bucket, SingleDeviceSharding(h200)).compile().as_text()
         rows = jax.eval_shape(lambda: engine.new_rows(bucket))
-    every = compile_for.computations(text)
+    every = hlo.computations(text)
     kernels = [
         [x for x in each.values() if "$xla.gpu.triton" in x.attributes] for each in every.values()
     ]
     assert [len(each) for each in kernels if each] == [4]
     shapes = {x.shape for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4}
     names = [name for name in every if "fused" not in name]
-    assert not compile_for.copied(every, names, shapes)
+    assert not hlo.copied(every, names, shapes)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 from reference import against_reference, with_gradients
 
-from benchmarks.compile_for import collectives
+from benchmarks.hlo import collectives
 from transformer_jax.config import MeshConfig, ModelConfig
 from transformer_jax.model import norm_kernel
 from transformer_jax.model.dropout import kept

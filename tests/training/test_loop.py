@@ -38,7 +38,7 @@ from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.loss import LossSums
-from transformer_jax.training.prepare import prepare
+from transformer_jax.training.prepare import prepare, with_layout
 from transformer_jax.training.reporting import Meter
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.signals import Signals
@@ -225,6 +225,15 @@ def test_a_run_whose_first_step_failed_gets_another_config(tmp_path: Path) -> No
     smaller = dataclasses.replace(tiny(), batch=BatchConfig(tokens=512))
     with claimed(Workdir(tmp_path), smaller):
         assert from_json((tmp_path / "config.json").read_text()) == smaller
+
+
+def test_the_default_layout_is_that_of_the_devices(finished: Path) -> None:
+    assert tiny().batch.layout == "auto"
+    assert from_json((finished / "config.json").read_text()).batch.layout == "bucketed"
+    assert with_layout(Config(), "tpu").batch.layout == "packed"
+    assert with_layout(Config(), "gpu").batch.layout == "bucketed"
+    given = Config(batch=BatchConfig(layout="bucketed"))
+    assert with_layout(given, "tpu") == given
 
 
 def test_another_config_is_refused_naming_the_fields(finished: Path) -> None:

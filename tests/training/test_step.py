@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from runs import ONE
 
-from benchmarks.compile_for import collectives
+from benchmarks.hlo import collectives
 from transformer_jax.config import (
     BatchConfig,
     Config,

@@ -119,6 +119,7 @@ def prepare(
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
     use_matmul_precision(config.model.matmul_precision)
     mesh = make_mesh(config.mesh, devices)
+    config = with_layout(config, mesh.devices.flat[0].platform)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)
     place = Workdir(workdir)
     with ExitStack() as stack:
@@ -290,6 +291,14 @@ def prepare_tokenizer(
     tokenizer.save(folder)
     noted.write_text(f"{origin.fingerprint} {config.tokenizer}")
     return tokenizer
+
+
+def with_layout(config: Config, platform: str) -> Config:
+    """Resolve ``batch.layout`` for a run's devices; batches then depend on the config alone."""
+    if config.batch.layout != "auto":
+        return config
+    batch = dataclasses.replace(config.batch, layout="packed" if platform == "tpu" else "bucketed")
+    return dataclasses.replace(config, batch=batch)
 
 
 def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
