@@ -9,7 +9,8 @@ nothing. Implementations:
 
 - ``ours``: the attention that the model uses in bfloat16;
 - ``plain``: ``jax.nn.dot_product_attention``, compiled by XLA, in bfloat16;
-- ``cudnn`` (GPU): the same with cuDNN, where queries that see nothing see all keys.
+- ``cudnn`` (GPU): the same with cuDNN, where queries that see nothing see all keys;
+- ``splash`` (TPU): JAX's splash attention with segment ids, for multiples of 128 tokens.
 
 ``out``, ``dq``, ``dk`` and ``dv`` are the largest errors, relative to the largest value of plain
 attention in float32. Only real queries have a gradient. An error far above that of ``plain`` means
@@ -35,12 +36,43 @@ Attention = Callable[..., jax.Array]
 KINDS = ("padded", "packed", "causal", "cross")
 
 
+def seeing(mask_B1TS: jax.Array) -> jax.Array:
+    """Mask in which queries that see nothing see all keys. Real queries keep their mask."""
+    return mask_B1TS | ~mask_B1TS.any(-1, keepdims=True)
+
+
 def cudnn(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
-    """cuDNN's attention. Empty query rows would get wrong gradients, so they attend to all keys."""
-    mask_B1TS |= ~mask_B1TS.any(-1, keepdims=True)
+    """cuDNN's attention, whose gradients are wrong for a query that sees nothing."""
     return jax.nn.dot_product_attention(
-        q_BTHK, k_BSHK, v_BSHK, mask=mask_B1TS, implementation="cudnn"
+        q_BTHK, k_BSHK, v_BSHK, mask=seeing(mask_B1TS), implementation="cudnn"
     )
+
+
+def splash(
+    queries_BT: jax.Array, keys_BS: jax.Array, *, causal: bool, interpret: bool = False
+) -> Attention:
+    """Splash attention for these segment ids. Padding sees padding."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    lengths = queries_BT.shape[1], keys_BS.shape[1]
+    names = [f"block_{side}" for side in ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")]
+    blocks = library.BlockSizes(**dict.fromkeys(names, min(512, *lengths)))
+    mask = (library.CausalMask if causal else library.FullMask)(lengths)
+
+    def attention(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
+        masks = library.MultiHeadMask([mask] * q_BTHK.shape[2])
+        kernel = library.make_splash_mha_single_device(
+            masks, block_sizes=blocks, interpret=interpret
+        )
+
+        def of_row(q_HTK: Any, k_HSK: Any, v_HSK: Any, *ids: Any) -> jax.Array:
+            return kernel(q_HTK, k_HSK, v_HSK, library.SegmentIds(*ids))
+
+        scaled = q_BTHK * q_BTHK.shape[-1] ** -0.5
+        arrays = [x.swapaxes(1, 2) for x in (scaled, k_BSHK, v_BSHK)]
+        return jax.vmap(of_row)(*arrays, queries_BT, keys_BS).swapaxes(1, 2)
+
+    return attention
 
 
 def plain(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
@@ -48,8 +80,8 @@ def plain(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
     return jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, mask=mask_B1TS)
 
 
-def masks(kind: str, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """Segment ids of the queries, int32 [B, T], and the mask, bool [B, 1, T, S]."""
+def segments(kind: str, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
+    """Segment ids of queries and keys, int32 [B, T] and [B, S]."""
     sentences = 1 if kind == "padded" else 4
     real = length - length // 8
     segments_L = jnp.where(jnp.arange(length) < real, jnp.arange(length) * sentences // real + 1, 0)
@@ -57,7 +89,7 @@ def masks(kind: str, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
     if kind == "cross":  # sentences end elsewhere on the other side
         keys_L = jnp.where(segments_L > 0, jnp.roll(segments_L, 3).at[:3].set(1), 0)
     queries_BT, keys_BS = (jnp.broadcast_to(x, (rows, length)) for x in (segments_L, keys_L))
-    return queries_BT, attention_mask(queries_BT, keys_BS, causal=kind == "causal")
+    return queries_BT, keys_BS
 
 
 def gradients(attention: Attention, arrays: Any, mask_B1TS: Any, weight_BTHK: Any) -> Any:
@@ -89,9 +121,6 @@ def main() -> None:
     add("--rounds", type=int, default=20)
     add("--output", type=Path, help="JSON file for results")
     arguments = flags.parse_args()
-    compared: dict[str, Attention] = {"ours": dot_product_attention, "plain": plain}
-    if jax.default_backend() == "gpu":
-        compared["cudnn"] = cudnn
     table: Table = {}
     for length in arguments.lengths:
         rows = max(1, arguments.positions // length)
@@ -100,10 +129,17 @@ def main() -> None:
             jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 4)
         )
         for kind in KINDS:
-            queries_BT, mask_B1TS = masks(kind, rows, length)
+            queries_BT, keys_BS = segments(kind, rows, length)
+            causal = kind == "causal"
+            mask_B1TS = attention_mask(queries_BT, keys_BS, causal=causal)
             others = mask_B1TS, weight_BTHK * (queries_BT > 0)[..., None, None]
             with jax.default_matmul_precision("highest"):
                 expected = jax.jit(partial(gradients, plain))(arrays, *others)
+            compared: dict[str, Attention] = {"ours": dot_product_attention, "plain": plain}
+            if jax.default_backend() == "gpu":
+                compared["cudnn"] = cudnn
+            if jax.default_backend() == "tpu" and length % 128 == 0:
+                compared["splash"] = splash(queries_BT, keys_BS, causal=causal)
             for name, attention in compared.items():
                 row = measure(attention, arrays, others, expected, arguments.rounds)
                 table[f"{length} tokens, {kind}, {name}"] = row

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -15,12 +16,14 @@ from flax import nnx
 from random_models import lines_of_words, make_model, train_tokenizer, write_run
 
 from benchmarks import all as all_parts
+from benchmarks import attention
 from benchmarks.all import Part, Program
 from benchmarks.chart import COLORS, chart, comparisons
 from benchmarks.in_turn import markdown, measure
 from benchmarks.train import torch_loss
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig
 from transformer_jax.interop.pytorch import to_torch
+from transformer_jax.model.attention import attention_mask
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loss import smoothed_cross_entropy
 
@@ -165,6 +168,28 @@ def test_toy_sizes_of_the_accelerator_benchmarks(
     figures = tables["train_base_2"]["ours"]
     assert figures["target tokens/s"] == 2 * figures["tokens/s per device"] > 0
     assert tables["bart_32"]["batch 4, ours"]["tokens"] == 4 * 5  # of the fixed length
+
+
+@pytest.mark.parametrize("kind", attention.KINDS)
+def test_kernels_of_other_libraries_get_harmless_masks(kind: str) -> None:
+    """Queries that see nothing see all keys for cuDNN, and padding for splash attention. Outputs
+    and gradients of real queries stay."""
+    queries_BT, keys_BS = attention.segments(kind, 1, 128)
+    mask_B1TS = attention_mask(queries_BT, keys_BS, causal=kind == "causal")
+    assert not mask_B1TS.any(-1).all() and attention.seeing(mask_B1TS).any(-1).all()
+    *arrays, weight_BTHK = (
+        jax.random.normal(key, (1, 128, 2, 64)) for key in jax.random.split(jax.random.key(0), 4)
+    )
+    weight_BTHK *= (queries_BT > 0)[..., None, None]
+
+    def found(kernel: Any, mask_B1TS: Any) -> Any:
+        return attention.gradients(kernel, arrays, mask_B1TS, weight_BTHK)
+
+    splash = attention.splash(queries_BT, keys_BS, causal=kind == "causal", interpret=True)
+    expected = found(attention.plain, mask_B1TS)
+    for other in (found(attention.plain, attention.seeing(mask_B1TS)), found(splash, mask_B1TS)):
+        for x, y in zip(expected, other, strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-6)
 
 
 def test_chart_of_the_table_in_the_documentation(tmp_path: Path) -> None:
