@@ -67,8 +67,7 @@ PROGRAMS = {
         f"{_TOY_DECODE} --lengths 6 9 --output-length 5",
     ),
     "recipe": Program(
-        "train.py --workdir {output}/{name} --config multi30k --data.root {data} "
-        "--compilation-cache {output}/compiled",
+        "train.py --workdir {output}/{name} --config multi30k --data.root {data}",
         "",
         "--config demo --data.train.limit 200 --data.dev.limit 8 --data.test.limit 8 "
         "--batch.tokens 512 --training.steps 4 --training.eval-every 4 "
@@ -158,6 +157,8 @@ def main() -> int:
             most = str(min(left, 2 * part.seconds))
             limited = ["timeout", "--kill-after=10", most, sys.executable, *command]
             seen = ONE_DEVICE if part.devices == 1 else {}
+            if part.program == "recipe":
+                seen = seen | {"JAX_COMPILATION_CACHE_DIR": str(output / "compiled")}
             with (output / f"{name}.log").open("w") as log:
                 done = subprocess.run(
                     limited, cwd=ROOT, stdout=log, stderr=log, env=os.environ | seen

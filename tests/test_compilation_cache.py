@@ -7,6 +7,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -22,17 +23,17 @@ import jax, jax.numpy as jnp
 from transformer_jax.compilation_cache import keep_compiled
 if {limit}:
     resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))  # as a full disk does
-keep_compiled({where!r})
+keep_compiled()
 jax.monitoring.register_event_listener(lambda event, **_: print(event))
 print(jax.jit(lambda x: jnp.sin(x @ x).sum())(jnp.ones((4, 4))).item())
 """
 
 
-def run(where: str, *, limit: int = 0, **environment: str) -> tuple[str, str]:
+def run(*, limit: int = 0, **environment: str) -> tuple[str, str]:
     """What a small program that compiles writes to stdout and stderr."""
     inherited = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(where=where, limit=limit)],
+        [sys.executable, "-c", PROGRAM.format(limit=limit)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -47,20 +48,20 @@ HIT = "/jax/compilation_cache/cache_hits"
 
 def test_the_second_start_finds_what_the_first_compiled(tmp_path: Path) -> None:
     folder = tmp_path / "transformer_jax" / "compiled"
-    out, err = run("auto", XDG_CACHE_HOME=str(tmp_path))
+    out, err = run(XDG_CACHE_HOME=str(tmp_path))
     assert HIT not in out and not err
     assert list(folder.glob("*-cache"))
-    out, err = run("auto", XDG_CACHE_HOME=str(tmp_path))
+    out, err = run(XDG_CACHE_HOME=str(tmp_path))
     assert HIT in out and not err
-    out, _ = run(str(folder))
+    out, _ = run(JAX_COMPILATION_CACHE_DIR=str(folder))
     assert HIT in out
-    out, _ = run("off", XDG_CACHE_HOME=str(tmp_path))
+    out, _ = run(XDG_CACHE_HOME=str(tmp_path), JAX_ENABLE_COMPILATION_CACHE="false")
     assert HIT not in out
 
 
 def test_jax_own_setting_is_respected(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
-    run("auto", XDG_CACHE_HOME=str(tmp_path / "ours"), JAX_COMPILATION_CACHE_DIR=str(theirs))
+    run(XDG_CACHE_HOME=str(tmp_path / "ours"), JAX_COMPILATION_CACHE_DIR=str(theirs))
     assert list(theirs.glob("*-cache")) and not (tmp_path / "ours").exists()
 
 
@@ -76,10 +77,9 @@ def test_the_default_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatc
 
 def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    out, err = run(str(tmp_path / "file" / "folder"))
-    assert (
-        "cannot be cached in" in err and "Not a directory" in err and "--compilation-cache" in err
-    )
+    out, err = run(XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert "cannot be cached in" in err and "Not a directory" in err
+    assert "Set JAX_COMPILATION_CACHE_DIR to another folder." in err
     assert "Traceback" not in err and out
 
 
@@ -89,27 +89,31 @@ def test_a_folder_that_can_only_be_read_still_serves(
     def refuse(**_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
+    folder = tmp_path / "transformer_jax" / "compiled"
     updates: dict[str, object] = {}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    config = SimpleNamespace(jax_compilation_cache_dir=None, update=updates.__setitem__)
+    monkeypatch.setattr(jax, "config", config)
     with warnings.catch_warnings():
-        keep_compiled(str(tmp_path))
+        keep_compiled()
         warnings.warn("Error writing persistent compilation cache entry", stacklevel=1)
-    assert updates == {"jax_compilation_cache_dir": str(tmp_path)}
+    assert updates == {"jax_compilation_cache_dir": str(folder)}
     [message] = caplog.messages
-    assert "Read-only file system" in message and str(tmp_path) in message
+    assert "Read-only file system" in message and str(folder) in message
 
 
 def test_a_full_disk_costs_only_the_cache(tmp_path: Path) -> None:
-    out, err = run(str(tmp_path), limit=1000)
+    out, err = run(XDG_CACHE_HOME=str(tmp_path), limit=1000)
     assert err.count("cannot be cached in") == 1 and "File too large" in err
     assert err.count("\n") == 1 and out
 
 
 def test_a_damaged_entry_is_compiled_again_with_a_warning(tmp_path: Path) -> None:
-    run(str(tmp_path))
-    entries = list(tmp_path.glob("*-cache"))
+    run(XDG_CACHE_HOME=str(tmp_path))
+    entries = list((tmp_path / "transformer_jax" / "compiled").glob("*-cache"))
+    assert entries
     for entry in entries:
         entry.write_bytes(entry.read_bytes()[:100])
-    out, err = run(str(tmp_path))
+    out, err = run(XDG_CACHE_HOME=str(tmp_path))
     assert HIT not in out and "Error reading persistent compilation cache entry" in err

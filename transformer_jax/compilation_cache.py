@@ -8,30 +8,24 @@ import warnings
 
 import jax
 
-from transformer_jax.storage import cache_folder, local_path
+from transformer_jax.storage import cache_folder
 
 log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 2**20
 
 
-def keep_compiled(where: str) -> None:
-    """Enable the persistent compilation cache. Call this before anything is compiled.
+def keep_compiled() -> None:
+    """Enable the persistent compilation cache, in ``compiled`` in ``storage.cache_folder`` unless
+    JAX_COMPILATION_CACHE_DIR names a folder. Call this before anything is compiled.
 
     Several processes may share a folder. A process that finds an incomplete or corrupt entry warns
     and recompiles. The folder grows until the user deletes it: JAX's own size limit needs a lock
     for every entry, and under jax 0.10 nothing is written into a folder with older entries.
-
-    Args:
-      where: ``auto`` (JAX_COMPILATION_CACHE_DIR, or ``compiled`` in ``storage.cache_folder``),
-        ``off``, or a folder.
     """
-    if where == "off":
-        jax.config.update("jax_enable_compilation_cache", False)
+    if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
-    if where == "auto" and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        return  # the user manages JAX_COMPILATION_CACHE_DIR
-    folder = cache_folder() / "compiled" if where == "auto" else local_path(where)
+    folder = cache_folder() / "compiled"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -39,7 +33,7 @@ def keep_compiled(where: str) -> None:
     except OSError as error:
         log.warning(
             "Compiled functions cannot be cached in %s (%s); the next start compiles them again. "
-            "Set --compilation-cache to another folder, or to off.",
+            "Set JAX_COMPILATION_CACHE_DIR to another folder.",
             *(folder, error.strerror or error),
         )
         warnings.filterwarnings("ignore", "Error writing persistent compilation cache")

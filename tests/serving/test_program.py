@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -185,8 +186,11 @@ def test_sigterm_ends_it_while_it_loads(workdir) -> None:
 def test_signals_do_not_wait_for_what_compiles(workdir, tmp_path, number, status) -> None:
     port = free_port()
     command = [sys.executable, "-m", "transformer_jax.serving", "--workdir", str(workdir)]
-    command += ["--port", str(port), "--compilation-cache", str(tmp_path / "empty")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as started:
+    command += ["--port", str(port)]
+    empty = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "empty")}
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=empty
+    ) as started:
         assert started.stderr is not None
         said = ""
         while "Compiling" not in said:

@@ -93,16 +93,9 @@ def command(
         f"def get_config():\n    return from_json({text!r})\n"
     )
     xla_flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
-    variables = os.environ | {"XLA_FLAGS": xla_flags} | dict(environment or {})
-    arguments = [
-        "--config",
-        str(file),
-        "--workdir",
-        str(workdir),
-        "--compilation-cache",
-        str(cache),
-        *flags,
-    ]
+    variables = os.environ | {"XLA_FLAGS": xla_flags, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    variables |= dict(environment or {})
+    arguments = ["--config", str(file), "--workdir", str(workdir), *flags]
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *arguments],
         stderr=stderr,

@@ -116,10 +116,6 @@ class Arguments:
     average: int | None = None
     """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
     end of training; for a checkpoint's folder, this checkpoint alone."""
-    compilation_cache: str = "auto"
-    """Folder of the persistent compilation cache. off: no cache. auto:
-    JAX_COMPILATION_CACHE_DIR, or else transformer_jax/compiled in the user's cache folder
-    (XDG_CACHE_HOME or ~/.cache)."""
     files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
     results: Annotated[Results, tyro.conf.arg(name="")] = field(default_factory=Results)
     evaluation: Annotated[Evaluation, tyro.conf.arg(name="")] = field(default_factory=Evaluation)
@@ -238,7 +234,7 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.model.layers import use_matmul_precision
 
-    keep_compiled(arguments.compilation_cache)
+    keep_compiled()
     use_matmul_precision(config.model.matmul_precision)
     results, search = arguments.results, arguments.search
     size = arguments.files.window or 100 * search.batch_size

@@ -68,7 +68,7 @@ def _run(argv: list[str] | None) -> None:
     # imported late, so that flags are checked before JAX is loaded
     from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
 
-    keep_compiled("auto")
+    keep_compiled()
     translator = Translator.from_workdir(task.workdir, average=task.average, batch_size=1)
     use_matmul_precision(translator.model.config.matmul_precision)
     attention = sentence_attention(translator, task.text, target=task.target)

@@ -14,7 +14,7 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
     """
     from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
 
-    keep_compiled("auto")
+    keep_compiled()
     try:
         pairs = _dev_lines(run, number)
         sources = [source for source, _ in pairs]

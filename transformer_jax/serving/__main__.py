@@ -74,7 +74,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     from transformer_jax import AsyncTranslator, keep_compiled, use_matmul_precision
     from transformer_jax.serving.service import Service
 
-    keep_compiled(arguments.compilation_cache)
+    keep_compiled()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # default: 1 s
     models = {}
     for workdir, pair, search in served:

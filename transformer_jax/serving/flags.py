@@ -66,8 +66,6 @@ class Arguments:
     """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
     end of training; for a checkpoint's folder, this checkpoint alone.
     """
-    compilation_cache: str = "auto"
-    """Folder for the compilation cache, or off. auto: the same folder as decode.py."""
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
         default_factory=DecodingConfig
     )

@@ -32,10 +32,6 @@ class Arguments:
     allow_changes: bool = False
     """Resume with different values of batch.*, optimizer.*, dropout, label smoothing, R-Drop,
     dtype, matmul_precision, remat or start_from, or of steps if the learning rate depends on it."""
-    compilation_cache: str = "auto"
-    """Folder of JAX's persistent compilation cache. off: no cache. auto: JAX_COMPILATION_CACHE_DIR
-    or, if unset, transformer_jax/compiled in the user's cache folder (XDG_CACHE_HOME or
-    ~/.cache)."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
@@ -54,7 +50,7 @@ def _train(argv: list[str]) -> int:
     from transformer_jax.distributed import is_first, lost_contact, start
 
     start(arguments.processes)
-    keep_compiled(arguments.compilation_cache)
+    keep_compiled()
     if not is_first():  # only the first process logs
         logging.getLogger("transformer_jax").setLevel(logging.WARNING)
     from transformer_jax.training.loop import TrainingError, train
