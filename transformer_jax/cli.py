@@ -40,8 +40,9 @@ def run_program(work: Callable[[], int | None]) -> int:
     ``| head``. Messages at INFO and above go to stderr.
     """
     logging.basicConfig(handlers=[_Stderr()], format="%(message)s", force=True)
-    # Orbax logs through absl; training reports a failed save itself.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Orbax logs through absl; training reports failed saves and stores itself.
+    for library in ("absl", "gcsfs"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger("transformer_jax").setLevel(logging.INFO)
     try:
         status = work() or 0
