@@ -31,9 +31,8 @@ from transformer_jax.config import (
     TrainingConfig,
 )
 from transformer_jax.decoding import __main__ as program
-from transformer_jax.decoding import output_file
+from transformer_jax.decoding import output_file, trained_models
 from transformer_jax.decoding.program import checked_flags
-from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID
@@ -78,11 +77,9 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_once():
-    """Equal flags get the models that an earlier run had: they need not be compiled again."""
+    """Equal flags get the models that an earlier run loaded."""
     with pytest.MonkeyPatch.context() as patch:
-        for task in (Translator, Scorer):
-            build = task.__dict__["from_workdir"].__func__
-            patch.setattr(task, "from_workdir", classmethod(functools.cache(build)))
+        patch.setattr(trained_models, "load_models", functools.cache(trained_models.load_models))
         yield
 
 
