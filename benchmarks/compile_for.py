@@ -17,7 +17,8 @@ as with train.py; the vocabulary has ``tokenizer.vocab_size`` tokens. Prints one
 Kernels are assigned to parts by their name (``jax.named_scope``) and their operations. Kernels in a
 loop count once per iteration, or once if XLA does not know the number of iterations. The estimate
 adds a fixed launch time to the largest of the times for a kernel's bytes, matmuls and integer
-operations. XLA cannot autotune for an absent GPU, so all matmuls use Triton, never cuBLAS.
+operations. XLA cannot autotune for an absent GPU. Matmuls of a training step use cuBLASLt, with
+biases, ReLU and sums as epilogues (``COMPILER_OPTIONS`` in training/step.py).
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from benchmarks.hlo import by_cycles, by_part, collectives, computations, kernel
 from benchmarks.in_turn import markdown
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.layers import FeedForward
+from transformer_jax.model.layers import EncoderLayer
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loss import smoothed_cross_entropy
+from transformer_jax.training.step import COMPILER_OPTIONS
 
 
 @pytest.mark.cpu("it compiles for the eight simulated devices")
@@ -93,7 +94,9 @@ def for_h200(h200: Any) -> Iterator[Callable[..., str]]:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
         lowered = jax.jit(function).lower(*shapes)
-        return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+        return lowered.compile(
+            compiler_options={"xla_gpu_autotune_level": 0} | COMPILER_OPTIONS["gpu"]
+        ).as_text()
 
     with compile_for.running_on("gpu", [h200]):
         yield compiled
@@ -126,19 +129,25 @@ def test_the_loss_reads_its_logits_twice_and_pads_nothing(for_h200):
     assert not [x for x in padded if x.kind == "pad" and x.bytes > 1e6]
 
 
-def test_relu_is_computed_once(for_h200):
-    config = ModelConfig(d_model=512, d_ff=2048, vocab_size=8, dtype="bfloat16")
-    graph, parameters = nnx.split(nnx.eval_shape(lambda: FeedForward(config, rngs=nnx.Rngs(0))))
+def test_matmuls_add_biases_and_gradients_and_apply_relu(for_h200):
+    config = ModelConfig(d_model=512, d_ff=2048, vocab_size=8, dtype="bfloat16", dropout=0.1)
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: EncoderLayer(config, rngs=nnx.Rngs(0))))
 
-    def gradient(parameters, x_BLD, dy_BLD):
-        y_BLD, vjp = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), parameters, x_BLD)
+    def gradient(parameters, x_BLD, dy_BLD, mask_B1LL):
+        def run(parameters, x_BLD):
+            return nnx.merge(graph, parameters)(x_BLD, mask_B1LL, dropout_key=jax.random.key(0))
+
+        y_BLD, vjp = jax.vjp(run, parameters, x_BLD)
         return y_BLD, vjp(dy_BLD)
 
     x_BLD = _array(784, 32, 512)
-    text = for_h200(gradient, parameters, x_BLD, x_BLD)
+    text = for_h200(gradient, parameters, x_BLD, x_BLD, _array(784, 1, 32, 32, dtype=bool))
+    assert text.count('"epilogue":"BIAS_RELU"') == text.count('"epilogue":"BIAS"') == 1
+    # Gradients of both residual connections' inputs are summed by matmuls.
+    sums = [x for x in kernels(text) if x.kind == "matmul" and len(x.reads) == 3]
+    assert len(sums) == 2 + 2
     operations = [x for each in computations(text).values() for x in each.values()]
-    maxima = [x for x in operations if x.kind == "maximum" and prod(x.shape) == 784 * 32 * 2048]
-    assert len(maxima) == 1
+    assert not [x for x in operations if x.kind == "maximum" and prod(x.shape) == 784 * 32 * 2048]
 
 
 @pytest.mark.parametrize(("width", "masks"), [(64, 7), (128, 2)])

@@ -585,6 +585,12 @@ def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
     assert sum(figures["mb"] for figures in crossing.values()) < layer_mb
 
 
+def test_compiler_options_exist() -> None:
+    """XLA has the same options on every platform, and refuses unknown ones."""
+    for options in step_module.COMPILER_OPTIONS.values():
+        assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+
+
 @pytest.fixture
 def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The training step's GPU kernels on CPUs, in functions that no other test has compiled."""

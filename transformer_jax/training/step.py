@@ -55,6 +55,17 @@ class StepMetrics(NamedTuple):
     bad_in_a_row: jax.Array
 
 
+# XLA options of the training step by platform. On GPUs, matmuls by cuBLASLt add biases, apply ReLU
+# and sum gradients in the same kernel; merged ones would have to be taken apart again.
+COMPILER_OPTIONS = {
+    "gpu": {
+        "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_gpu_enable_cublaslt": True,
+        "xla_gpu_enable_triton_gemm": False,
+    }
+}
+
+
 class StepConfig(NamedTuple):
     """Settings that the compiled functions depend on."""
 
@@ -110,6 +121,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
         train_step=jax.jit(
             partial(train_step, **inputs),
             donate_argnums=0,
+            compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform),
             in_shardings=(shardings, rows),
             out_shardings=(shardings, everywhere),
         ),
