@@ -128,8 +128,7 @@ class Checkpoints:
                 return
             _try(self._workdir.push_files)
             noted = dataclasses.asdict(progress)
-            manifest = path, self._config, self._tokenizer, noted
-            patiently(path, lambda: write_manifest(*manifest))
+            patiently(path, lambda: write_manifest(path, self._config, self._tokenizer, noted))
         except Exception as error:
             self._discard(path, error)
             return
