@@ -1,15 +1,15 @@
-"""Speed and rounding of attention, forward and backward, on the accelerator that is here.
+"""Speed and rounding of attention, forward and backward, on this machine's accelerator.
 
     python -m benchmarks.attention --lengths 32 64 128 256 512
 
-Rows have ``--lengths`` tokens, and as many rows as ``--positions`` allows. Masks are those of the
-model: padded rows, packed rows (four sentences a row), the decoder's causal packed rows, and
-cross-attention between packed rows. The last eighth of each row is padding, so some queries see
-nothing. Implementations:
+Each row has ``--lengths`` tokens; ``--positions`` limits the number of rows. The masks are the
+model's: padded rows, packed rows (four sentences per row), the decoder's causal packed rows, and
+cross-attention between packed rows. The last eighth of each row is padding, so some queries have
+no keys to attend to. Implementations:
 
 - ``ours``: the attention that the model uses in bfloat16;
 - ``plain``: ``jax.nn.dot_product_attention``, compiled by XLA, in bfloat16;
-- ``cudnn`` (GPU): the same with cuDNN, where queries that see nothing see all keys;
+- ``cudnn`` (GPU): the same with cuDNN, where queries without keys attend to all keys;
 - ``splash`` (TPU): JAX's splash attention with segment ids, for multiples of 128 tokens.
 
 ``out``, ``dq``, ``dk`` and ``dv`` are the largest errors, relative to the largest value of plain

@@ -210,7 +210,7 @@ def plain(name):
 
 
 def style(name):
-    """Whether it begins with a capital letter, and ends with a full stop."""
+    """Whether it begins with a capital letter, and ends with a period."""
     return name[0].isupper(), name.endswith(".")
 
 
