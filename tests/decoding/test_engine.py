@@ -359,10 +359,15 @@ def _computations_of_a_step(
     every: dict[str, dict[str, hlo.Operation]], logits: set[tuple[int, ...]]
 ) -> set[str]:
     """Those that make logits of these shapes, but for the loops around them, and all they call."""
+
+    def has_matmul(operation: hlo.Operation) -> bool:
+        fused = [x for name in operation.calls for x in every[name].values()]
+        return any(x.is_matmul for x in [operation, *fused])
+
     found = {
         name
         for name, inside in every.items()
-        if any(x.is_matmul for x in inside.values())
+        if any(map(has_matmul, inside.values()))
         and any(shape in logits for x in inside.values() for _, shape, _ in hlo.arrays(x.type))
         and all(x.kind != "while" for x in inside.values())
     }

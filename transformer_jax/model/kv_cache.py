@@ -8,7 +8,7 @@ sentence uses, as reading the cache dominates the cost of attention. On most GPU
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ _ENDS = {
     "gpu": ([], []),
 }
 # Keys and values of consecutive positions, [B, H, L, K] each. L counts slots: S, or T * W in a
-# history.
+# history. On a CPU, keys are [B, H, K, L], as its matmuls are fastest if no matrix is transposed.
 Block = tuple[jax.Array, jax.Array]
 
 
@@ -49,6 +49,7 @@ class DecoderCache:
     ancestors_BWT: jax.Array  # int32; -1: not written
     position_B: jax.Array  # int32: number of tokens read so far
     max_length: int = struct.field(pytree_node=False)  # capacity in steps, at most T
+    keys_transposed: bool = struct.field(pytree_node=False)  # keys are [B, H, K, L]
 
     def reorder(self, parents_BW: jax.Array) -> DecoderCache:
         """Make beam w continue beam ``parents_BW[b, w]``."""
@@ -87,11 +88,32 @@ class DecoderCache:
     def layers(self) -> list[LayerAttention]:
         """Return each layer's attention in the next step."""
         batch, beam_size, _ = self.ancestors_BWT.shape
-        ancestors_BT1W = self.ancestors_BWT.swapaxes(1, 2)[:, :, None]
-        visible_BTWW = ancestors_BT1W == jnp.arange(beam_size)[None, None, :, None]
-        visible_B1LW = visible_BTWW.reshape(batch, 1, -1, beam_size)
+        visible_BWTW = self.ancestors_BWT[..., None] == jnp.arange(beam_size)[None, None, None]
+        visible_B1WL = visible_BWTW.reshape(batch, 1, beam_size, -1)
         layers = zip(self.history, self.source, strict=True)
-        return [LayerAttention(self, visible_B1LW, *each) for each in layers]
+        return [LayerAttention(self, visible_B1WL, *each) for each in layers]
+
+    def read(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return blocks with keys as [B, H, K, L]."""
+        return blocks if self.keys_transposed else [(k.swapaxes(2, 3), v) for k, v in blocks]
+
+    def written(self, blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
+        """Write the newest keys and values, [B, W, H, K], into a layer's history."""
+        beam_size = self.ancestors_BWT.shape[1]
+        rows_B1 = jnp.arange(len(self.position_B))[:, None]
+        beams_1W = jnp.arange(beam_size, dtype=jnp.int32)[None]
+        slots_BW = self.position_B[:, None] * beam_size + beams_1W
+        written, start, every = [], 0, slice(None)
+        for k, v in blocks:
+            length = v.shape[2]
+            # slots of other blocks are out of bounds and dropped
+            inside_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
+            at = rows_B1, every, inside_BW
+            at_keys = (rows_B1, every, every, inside_BW) if self.keys_transposed else at
+            k, v = k.at[at_keys].set(own[0], mode="drop"), v.at[at].set(own[1], mode="drop")
+            written.append((k, v))
+            start += length
+        return tuple(written)
 
     def append(self, layers: Sequence[LayerAttention]) -> DecoderCache:
         """Append one position to each layer: the newest keys and values."""
@@ -102,7 +124,7 @@ class DecoderCache:
             self,
             # Written after all layers have read, so that XLA's CPU backend copies no block.
             history=tuple(
-                _written(layer.history, layer.own, self.position_B) if layer.own else layer.history
+                self.written(layer.history, layer.own) if layer.own else layer.history
                 for layer in layers
             ),
             ancestors_BWT=jnp.where(is_new_BT[:, None], beams_1W1, self.ancestors_BWT),
@@ -115,7 +137,7 @@ class LayerAttention:
     """Attention of one layer over its part of the cache in one step; arrays are [B, W, H, K]."""
 
     cache: DecoderCache
-    visible_B1LW: jax.Array  # slots of the history that each hypothesis sees
+    visible_B1WL: jax.Array  # slots of the history that each hypothesis sees
     history: tuple[Block, ...]
     source: tuple[Block, ...]
     own: Block | None = None  # the newest key and value, not yet in the history
@@ -123,17 +145,17 @@ class LayerAttention:
     def to_history(self, q_BWHK: jax.Array, k_BWHK: jax.Array, v_BWHK: jax.Array) -> jax.Array:
         """Attend from the newest tokens to the cached tokens and to themselves."""
         self.own = own = k_BWHK, v_BWHK
-        ancestors_BWT, position_B = self.cache.ancestors_BWT, self.cache.position_B
+        cache = self.cache
 
         def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, blocks, self.visible_B1LW, own)
+            return _attend_to_blocks(q_BWHK, cache.read(blocks), self.visible_B1WL, own)
 
         def plain_step(block: Block) -> Any:
-            return plain(block), *_written([block], own, position_B)
+            return plain(block), *cache.written([block], own)
 
         def kernel_step(block: Block) -> Any:
             step = decode_kernel.attend_to_history
-            return step(q_BWHK, own, block, ancestors_BWT, position_B)
+            return step(q_BWHK, own, block, cache.ancestors_BWT, cache.position_B)
 
         if not decode_kernel.takes(q_BWHK, v_BWHK):
             return plain(*self.history)
@@ -147,7 +169,7 @@ class LayerAttention:
         mask_BS = self.cache.source_mask_BS
 
         def plain(*blocks: Block) -> jax.Array:
-            return _attend_to_blocks(q_BWHK, blocks, mask_BS[:, None, :, None])
+            return _attend_to_blocks(q_BWHK, self.cache.read(blocks), mask_BS[:, None, None])
 
         def kernel(block: Block) -> jax.Array:
             return decode_kernel.attend_to_source(q_BWHK, block, mask_BS)
@@ -175,6 +197,7 @@ def empty_cache(
     multiple = decode_kernel.POSITIONS
     S, T = (-(-n // multiple) * multiple for n in (max(length, source_capacity), max_length))
     ends_T, ends_S = _ENDS[jax.default_backend()]
+    keys_transposed = jax.default_backend() == "cpu"
 
     def of_source(x_BSHK: jax.Array) -> list[jax.Array]:
         padding = (0, 0), (0, 0), (0, S - length), (0, 0)
@@ -186,41 +209,31 @@ def empty_cache(
         slots_BHLK = jnp.zeros((B, H, T * beam_size, K), x_BSHK.dtype)
         return jnp.split(slots_BHLK, [n * beam_size for n in ends_T if n < T], axis=2)
 
+    def blocks(of: Callable[[jax.Array], list[jax.Array]]) -> tuple[tuple[Block, ...], ...]:
+        layers = [zip(*map(of, layer), strict=True) for layer in cross]
+        return tuple(
+            tuple((k.swapaxes(2, 3) if keys_transposed else k, v) for k, v in layer)
+            for layer in layers
+        )
+
     return DecoderCache(
-        history=tuple(tuple(zip(*map(of_history, layer), strict=True)) for layer in cross),
-        source=tuple(tuple(zip(*map(of_source, layer), strict=True)) for layer in cross),
+        history=blocks(of_history),
+        source=blocks(of_source),
         source_mask_BS=jnp.pad(source_mask_BS, ((0, 0), (0, S - length))),
         ancestors_BWT=jnp.full((batch, beam_size, T), _NOT_WRITTEN, jnp.int32),
         position_B=jnp.zeros(batch, jnp.int32),
         max_length=max_length,
+        keys_transposed=keys_transposed,
     )
 
 
-def _written(blocks: Sequence[Block], own: Block, position_B: jax.Array) -> tuple[Block, ...]:
-    """Write the newest keys and values, [B, W, H, K], into the history at these positions."""
-    beam_size = own[0].shape[1]
-    rows_B1 = jnp.arange(len(position_B))[:, None]
-    slots_BW = position_B[:, None] * beam_size + jnp.arange(beam_size, dtype=jnp.int32)[None]
-    written, start = [], 0
-    for block in blocks:
-        length = block[0].shape[2]
-        # slots of other blocks are out of bounds and dropped
-        inside_BW = jnp.where(slots_BW >= start, slots_BW - start, length)
-        at = rows_B1, slice(None), inside_BW
-        k_BHLK, v_BHLK = (old.at[at].set(x, mode="drop") for old, x in zip(block, own, strict=True))
-        written.append((k_BHLK, v_BHLK))
-        start += length
-    return tuple(written)
-
-
 def _attend_to_blocks(
-    q_BWHK: jax.Array, blocks: Sequence[Block], mask_BHLW: jax.Array, own: Block | None = None
+    q_BWHK: jax.Array, blocks: Sequence[Block], mask_BHWL: jax.Array, own: Block | None = None
 ) -> jax.Array:
     """Attend (equation 1) from each hypothesis to its visible cached positions: [B, W, H, K].
 
-    In self-attention ``own``, the newest key and value, is separate from the cache: the cache is
-    read before it is written, so XLA updates it in place. The last axis of the weights is the
-    hypotheses: XLA's CPU backend computes such narrow matmuls three to five times as fast.
+    Keys are [B, H, K, L]. In self-attention ``own``, the newest key and value, is separate from the
+    cache: the cache is read before it is written, so XLA updates it in place.
 
     The softmax is computed block by block, with a running maximum of the scores, a sum of
     exp(score - maximum) and a weighted sum of values. A block that a hypothesis does not attend to
@@ -229,38 +242,34 @@ def _attend_to_blocks(
     q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
     B, H, W, _ = q_BHWK.shape
     if own is None:
-        largest_BH1W = jnp.full((B, H, 1, W), MASKED)
-        state = largest_BH1W, jnp.zeros((B, H, 1, W)), jnp.zeros((B, H, W, blocks[0][1].shape[3]))
+        nothing_BHWK = jnp.zeros((B, H, W, blocks[0][1].shape[3]))
+        state = jnp.full((B, H, W, 1), MASKED), jnp.zeros((B, H, W, 1)), nothing_BHWK
     else:
         k_BHWK, v_BHWK = (x.swapaxes(1, 2).astype(jnp.float32) for x in own)
-        largest_BH1W = (q_BHWK.astype(jnp.float32) * k_BHWK).sum(axis=-1)[:, :, None]
-        state = largest_BH1W, jnp.ones((B, H, 1, W)), v_BHWK
+        largest_BHW1 = (q_BHWK.astype(jnp.float32) * k_BHWK).sum(axis=-1, keepdims=True)
+        state = largest_BHW1, jnp.ones((B, H, W, 1)), v_BHWK
 
-    def add(state: Any, block: Block, mask_BHLW: jax.Array) -> Any:
-        (before_BH1W, total_BH1W, out_BHWK), (k_BHLK, v_BHLK) = state, block
-        scores_BHLW = jnp.einsum(
-            "BHLK,BHWK->BHLW", k_BHLK, q_BHWK, preferred_element_type=jnp.float32
-        )
-        scores_BHLW = jnp.where(mask_BHLW, scores_BHLW, MASKED)
-        largest_BH1W = jnp.maximum(before_BH1W, scores_BHLW.max(axis=2, keepdims=True))
-        scale_BH1W = jnp.exp(before_BH1W - largest_BH1W)
-        weights_BHLW = jnp.exp(scores_BHLW - largest_BH1W)
-        added_BHWK = jnp.einsum(
-            "BHLW,BHLK->BHWK",
-            weights_BHLW.astype(v_BHLK.dtype),
-            v_BHLK,
-            preferred_element_type=jnp.float32,
-        )
-        total_BH1W = total_BH1W * scale_BH1W + weights_BHLW.sum(axis=2, keepdims=True)
-        return largest_BH1W, total_BH1W, out_BHWK * scale_BH1W.swapaxes(2, 3) + added_BHWK
+    def matmul(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+    def add(state: Any, block: Block, mask_BHWL: jax.Array) -> Any:
+        (before_BHW1, total_BHW1, out_BHWK), (k_BHKL, v_BHLK) = state, block
+        scores_BHWL = matmul("BHWK,BHKL->BHWL", q_BHWK, k_BHKL)
+        scores_BHWL = jnp.where(mask_BHWL, scores_BHWL, MASKED)
+        largest_BHW1 = jnp.maximum(before_BHW1, scores_BHWL.max(axis=3, keepdims=True))
+        scale_BHW1 = jnp.exp(before_BHW1 - largest_BHW1)
+        weights_BHWL = jnp.exp(scores_BHWL - largest_BHW1)
+        added_BHWK = matmul("BHWL,BHLK->BHWK", weights_BHWL.astype(v_BHLK.dtype), v_BHLK)
+        total_BHW1 = total_BHW1 * scale_BHW1 + weights_BHWL.sum(axis=3, keepdims=True)
+        return largest_BHW1, total_BHW1, out_BHWK * scale_BHW1 + added_BHWK
 
     start = 0
     for block in blocks:
-        stop = start + block[0].shape[2]
-        mask = mask_BHLW[:, :, start:stop]
+        stop = start + block[1].shape[2]
+        mask = mask_BHWL[..., start:stop]
         # The first block is never skipped: it rarely could be, and the divisor must not be 0.
         is_used = True if start == 0 else mask.any()
         state = jax.lax.cond(is_used, add, lambda state, *_: state, state, block, mask)
         start = stop
-    _, total_BH1W, out_BHWK = state
-    return (out_BHWK / total_BH1W.swapaxes(2, 3)).swapaxes(1, 2).astype(q_BWHK.dtype)
+    _, total_BHW1, out_BHWK = state
+    return (out_BHWK / total_BHW1).swapaxes(1, 2).astype(q_BWHK.dtype)
