@@ -58,6 +58,14 @@ def sharded(
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
 
 
+def rows_inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
+    """Return the mask of the block's rows inside the array, or None if all are inside."""
+    if count % shape[0] == 0:
+        return None
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    return pl.program_id(0) * shape[0] + row < count
+
+
 def load(ref: Any, inside: jax.Array | None) -> jax.Array:
     """Load a block, with 0 for elements outside the array; ``inside=None`` loads all."""
     return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)

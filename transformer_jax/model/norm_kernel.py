@@ -124,9 +124,9 @@ def _call(kernel: Any, settings: _Settings, arrays: Any, outs: Any) -> list[jax.
 
 def _forward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
     x_ref, y_ref, words_ref, scale_ref, bias_ref, out_ref, sum_ref, packed_ref = refs
-    inside = _inside(x_ref.shape, count)
+    inside = gpu.rows_inside(x_ref.shape, count)
     packed_L1C = gpu.draw_mask(words_ref, packed_ref.shape, settings.rate)
-    gpu.store(packed_ref, packed_L1C, _inside(packed_ref.shape, count))
+    gpu.store(packed_ref, packed_L1C, gpu.rows_inside(packed_ref.shape, count))
     x_L4C, y_L4C = (gpu.load(ref, inside).astype(jnp.float32) for ref in (x_ref, y_ref))
     sum_L4C = (x_L4C + _kept(y_L4C, packed_L1C, settings.rate)).astype(sum_ref.dtype)
     gpu.store(sum_ref, sum_L4C, inside)
@@ -136,7 +136,7 @@ def _forward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
 
 def _backward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
     sum_ref, packed_ref, scale_ref, d_out_ref, d_x_ref, d_y_ref, d_scale_ref, d_bias_ref = refs
-    inside = _inside(sum_ref.shape, count)
+    inside = gpu.rows_inside(sum_ref.shape, count)
     normal_L4C, inverse_L11 = _normal(gpu.load(sum_ref, inside), settings.epsilon)
     d_out_L4C = gpu.load(d_out_ref, inside).astype(jnp.float32)
     d_scale_ref[...] = (d_out_L4C * normal_L4C).sum(axis=0)
@@ -145,7 +145,7 @@ def _backward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
     along_L11 = _mean(d_normal_L4C * normal_L4C)
     d_L4C = (d_normal_L4C - _mean(d_normal_L4C) - normal_L4C * along_L11) * inverse_L11
     gpu.store(d_x_ref, d_L4C, inside)
-    packed_L1C = gpu.load(packed_ref, _inside(packed_ref.shape, count)).astype(jnp.int32)
+    packed_L1C = gpu.load(packed_ref, gpu.rows_inside(packed_ref.shape, count)).astype(jnp.int32)
     gpu.store(d_y_ref, _kept(d_L4C, packed_L1C, settings.rate), inside)
 
 
@@ -165,11 +165,3 @@ def _kept(x_L4C: jax.Array, packed_L1C: jax.Array, rate: float) -> jax.Array:
     quarter_L4C = jax.lax.broadcasted_iota(jnp.int32, x_L4C.shape, 1)
     keep_L4C = (jnp.broadcast_to(packed_L1C, x_L4C.shape) >> quarter_L4C) & 1
     return jnp.where(keep_L4C != 0, x_L4C * scale_up(rate), 0.0)
-
-
-def _inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
-    """Return the mask of the block's rows inside the array, or None if all are inside."""
-    if count % shape[0] == 0:
-        return None
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    return pl.program_id(0) * shape[0] + row < count
