@@ -8,7 +8,8 @@ as with train.py; the vocabulary has ``tokenizer.vocab_size`` tokens. Prints one
 
 - ``memory_mb`` of one device: arguments, temporary buffers, and results that reuse an argument's
   memory (``in_place``). Arguments and temporary buffers together must fit.
-- ``collectives``: number of collectives of each type in a step, and MB that one device receives.
+- ``collectives``: number of collectives of each type in a step, and MB of their results on one
+  device. The result of a reduce-scatter is a shard.
 - ``parts`` of a training step: kernels of each part of the model. On a GPU, also GB read and
   written, TFLOP, and estimated milliseconds on an H200. On a TPU, also XLA's estimate of cycles,
   which has no collectives. ``--table`` prints only these, in Markdown.

@@ -19,7 +19,7 @@ _LAUNCH = 1.5e-6  # minimum seconds per kernel
 _OPERATION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$", re.M)
 _ARRAY = re.compile(r"\b((?:pred|bf|[fsu])(\d*))\[([\d,]*)\]")
 _COLLECTIVE = re.compile(
-    r" = (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r" = (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-done)?\("
 )
 _FREE = re.compile(  # no kernel launch
     "parameter|constant|tuple|get-tuple-element|bitcast|partition-id|after-all|opt-barrier|.*-done"
@@ -247,7 +247,11 @@ def copied(
 
 
 def collectives(program: str) -> Table:
-    """Number of collectives by kind and type, and MB that one device receives."""
+    """Number of collectives by kind and type, and MB of their results on one device.
+
+    An asynchronous collective counts once, by its ``-done``: with some versions of XLA the type of
+    its ``-start`` has the operands too.
+    """
     found: Table = {}
     for result, kind in _COLLECTIVE.findall(program):
         sizes: Counter[str] = Counter()

@@ -17,12 +17,14 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks import compile_for
 from benchmarks.hlo import by_cycles, by_part, collectives, computations, kernels
 from benchmarks.in_turn import markdown
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import Config, MeshConfig, ModelConfig
+from transformer_jax.data.batching import Batch
 from transformer_jax.errors import UserError
 from transformer_jax.model.layers import EncoderLayer
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.sharding import make_mesh
 from transformer_jax.training.loss import smoothed_cross_entropy
-from transformer_jax.training.step import COMPILER_OPTIONS
+from transformer_jax.training.step import COMPILER_OPTIONS, make_step_functions
 
 
 @pytest.mark.cpu("it compiles for the eight simulated devices")
@@ -74,13 +76,17 @@ def test_collectives_count_what_devices_hand_over():
 ENTRY %main () -> f32[] {
   %a = (f32[200,300]{1,0}, bf16[8000]{0}) all-reduce(%x, %y), to_apply=%sum
   %b = f32[5000]{0} all-reduce-start(%z), to_apply=%sum
+  %b.done = f32[5000]{0} all-reduce-done(%b)
   %c = f32[1000]{0} all-gather(%z), dimensions={0}
+  %d = ((f32[4000]{0}), f32[500]{0}) reduce-scatter-start(%z), to_apply=%sum
+  %d.done = f32[500]{0} reduce-scatter-done(%d)
 }
 """
     assert collectives(program) == {
         "all-gather f32": {"count": 1, "mb": 0.004},
         "all-reduce bf16": {"count": 1, "mb": 0.016},
         "all-reduce f32": {"count": 2, "mb": 0.26},
+        "reduce-scatter f32": {"count": 1, "mb": 0.002},
     }
 
 
@@ -100,6 +106,38 @@ def for_h200(h200: Any) -> Iterator[Callable[..., str]]:
 
     with compile_for.running_on("gpu", [h200]):
         yield compiled
+
+
+# An absent device cannot load a program from the compilation cache.
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@pytest.mark.parametrize("mesh", [MeshConfig(data=8), MeshConfig(fsdp=8)], ids=str)
+def test_eight_gpus_exchange_parameters_and_gradients_once(h200, mesh):
+    """With ``fsdp`` in bfloat16, and gradients as shards; a tied matrix as one float32 sum."""
+    model = ModelConfig(
+        d_model=64, d_ff=128, num_heads=2, num_layers=1, vocab_size=512, dtype="bfloat16"
+    )
+    devices = compile_for.gpus("h200", 8)
+    with compile_for.running_on("gpu", devices):
+        run = make_step_functions(Config(model=model, mesh=mesh), make_mesh(mesh, devices))
+        side = jax.ShapeDtypeStruct((128, 16), jnp.int32)
+        lowered = run.train_step.lower(run.abstract_state, Batch(side, side))
+        options = {"xla_gpu_autotune_level": 0}
+        found = collectives(lowered.compile(compiler_options=options).as_text())
+    matrix, kernels = 512 * 64, (4 + 8) * 64 * 64 + 2 * 2 * 64 * 128
+    summed = sum(found.get(f"all-reduce {dtype}", {"mb": 0.0})["mb"] for dtype in ("f32", "bf16"))
+    few = 0.01  # MB: norms, biases and sums
+    if mesh.fsdp == 1:
+        assert summed == pytest.approx((4 * matrix + 2 * kernels) / 1e6, abs=few)
+        assert found["all-reduce f32"]["mb"] == pytest.approx(4 * matrix / 1e6, abs=few)
+        return
+    merged = (3 + 3 + 2) * 64 * 64  # projections of one matmul: XLA slices their gradient's sum
+    assert summed == pytest.approx(2 * merged / 1e6, abs=few)
+    del found["all-reduce f32"], found["all-reduce bf16"], found["all-reduce s32"]
+    assert {name: figures["mb"] for name, figures in found.items()} == {
+        "all-gather bf16": pytest.approx(2 * (matrix + kernels) / 1e6),
+        "reduce-scatter bf16": pytest.approx(2 * (kernels - merged) / 8 / 1e6),
+        "reduce-scatter f32": pytest.approx(4 * matrix / 8 / 1e6),
+    }
 
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -2,8 +2,9 @@
 
 Mesh axes: ``data`` splits the batch; ``fsdp`` splits the batch and every large parameter with its
 optimizer state; ``tensor`` splits heads and d_ff. The arithmetic is the same for any mesh; XLA adds
-the communication. During a step, parameters are all-gathered along ``fsdp`` (``gathered``).
-Otherwise XLA would also shard the layers' computation along ``fsdp``, and communicate its results.
+the communication. During a step, parameters are all-gathered along ``fsdp`` in the data type of
+matmuls (``gathered``), and gradients reduce-scattered (``scattered``). Otherwise XLA would also
+shard the layers' computation along ``fsdp``, and communicate its results.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
@@ -120,15 +123,44 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     )
 
 
-def gathered(parameters: Any, mesh: Mesh) -> Any:
-    """All-gather parameters along ``fsdp`` under ``jit``."""
-    shardings = jax.tree.map(
-        lambda kept: NamedSharding(
-            mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in kept.spec))
-        ),
-        state_shardings(parameters, mesh),
-    )
+def gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
+    """All-gather parameters along ``fsdp`` under ``jit``; what is gathered has this data type.
+
+    Embeddings come back as float32, so that their gradients are float32 sums.
+    """
+
+    def gather(path: tuple[Any, ...], parameter: jax.Array, kept: NamedSharding) -> jax.Array:
+        if mesh.shape["fsdp"] == 1 or "fsdp" not in kept.spec:
+            return parameter
+        shard = jax.lax.with_sharding_constraint(parameter.astype(dtype), kept)
+        x = jax.lax.with_sharding_constraint(shard, _without_fsdp(kept))
+        return x.astype(jnp.float32) if parameter_name(path).endswith("matrix") else x
+
+    return jax.tree_util.tree_map_with_path(gather, parameters, state_shardings(parameters, mesh))
+
+
+def whole(parameters: Any, mesh: Mesh) -> Any:
+    """Constrain parameters, or gradients, to be whole along ``fsdp``. One device needs no
+    constraint, which would keep XLA from adding gradients in place.
+    """
+    if mesh.size == 1:
+        return parameters
+    shardings = jax.tree.map(_without_fsdp, state_shardings(parameters, mesh))
     return jax.lax.with_sharding_constraint(parameters, shardings)
+
+
+def scattered(gradients: Any, mesh: Mesh) -> Any:
+    """Reduce-scatter gradients of ``gathered`` parameters along ``fsdp``: float32 shards."""
+    # With the second constraint alone, XLA moves rows of the batch between devices to compute
+    # shards of the embeddings' gradient.
+    gradients = whole(gradients, mesh)
+    shards = jax.lax.with_sharding_constraint(gradients, state_shardings(gradients, mesh))
+    return jax.tree.map(lambda x: x.astype(jnp.float32), shards)
+
+
+def _without_fsdp(sharding: NamedSharding) -> NamedSharding:
+    axes = [None if axis == "fsdp" else axis for axis in sharding.spec]
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:

@@ -79,7 +79,10 @@ def start(run: StepFunctions) -> TrainState:
 
 
 def losses(config: Config, devices: int, steps: int = 4) -> tuple[list[float], TrainState]:
-    run = step_functions(config, devices)
+    return losses_of(step_functions(config, devices), steps)
+
+
+def losses_of(run: StepFunctions, steps: int = 4) -> tuple[list[float], TrainState]:
     state, result = start(run), []
     for step in range(steps):
         state, metrics = run.train_step(state, batch(step))
@@ -157,6 +160,15 @@ def test_losses_are_those_of_one_device(
     np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
     kernel = state.parameters["encoder"]["layers"][0]["feed_forward"]["inner"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // (mesh[1] * mesh[2])
+
+
+@pytest.mark.devices(8)
+def test_losses_are_the_same_on_devices_in_another_order(on_one_device: list[float]) -> None:
+    """As on real machines, where a mesh follows the topology, and on two slices."""
+    mesh = MeshConfig(2, 2, 2, slices=2)
+    devices = [jax.devices()[number] for number in (6, 3, 0, 5, 2, 7, 4, 1)]
+    run = make_step_functions(dataclasses.replace(CONFIG, mesh=mesh), make_mesh(mesh, devices))
+    np.testing.assert_allclose(losses_of(run)[0], on_one_device, rtol=1e-5)
 
 
 @pytest.mark.devices(8)

@@ -69,7 +69,7 @@ def smoothed_cross_entropy(
         label that ties for the highest logit.
       bias_V: optional softmax biases, float32.
       mesh: devices that shard the rows B along ``data`` and ``fsdp``; their number must divide B.
-        Sums and the gradients of matrix and bias are all-reduced once, after the last chunk.
+        Sums and the gradients of matrix and bias are added over devices after the last chunk.
       r_drop: alpha of R-Drop (Liang et al. 2021, equation 4). Above 0, rows 2i and 2i + 1 must be
         one sentence pair with two dropout masks, which predict p and q. ``loss`` grows by
         alpha / 2 (KL(p, q) + KL(q, p)).
@@ -127,18 +127,20 @@ def _sums_and_gradients(
 
     def on_each_device(target_BT: jax.Array, inputs: _Inputs) -> tuple[LossSums, _Inputs]:
         sums, (d_hidden_BTD, *by_weights) = _on_device(settings, target_BT, inputs)
-        sums, (d_matrix_VD, d_bias_V) = jax.lax.psum((sums, by_weights), BATCH_AXES)
-        return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
+        by_weights = jax.tree.map(lambda x: x[None], by_weights)
+        return jax.lax.psum(sums, BATCH_AXES), (d_hidden_BTD, *by_weights)
 
     rows, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
-    of_inputs = rows, everywhere, everywhere
-    return jax.shard_map(
+    sums, (d_hidden_BTD, *by_weights) = jax.shard_map(
         on_each_device,
         mesh=settings.mesh,
-        in_specs=(rows, of_inputs),
-        out_specs=(everywhere, of_inputs),
+        in_specs=(rows, (rows, everywhere, everywhere)),
+        out_specs=(everywhere, rows),
         check_vma=False,
     )(target_BT, inputs)
+    # Summed by XLA, so that it adds each device's other gradients of a tied matrix first.
+    d_matrix_VD, d_bias_V = jax.tree.map(lambda x: x.sum(axis=0), by_weights)
+    return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
 
 def _on_device(

@@ -15,8 +15,16 @@ from jax.sharding import Mesh
 
 from transformer_jax.config import Config, ModelConfig, OptimizerConfig
 from transformer_jax.data.batching import Batch
+from transformer_jax.model.layers import compute_dtype
 from transformer_jax.model.transformer import Transformer, abstract_model
-from transformer_jax.sharding import batch_sharding, gathered, replicated, state_shardings
+from transformer_jax.sharding import (
+    batch_sharding,
+    gathered,
+    replicated,
+    scattered,
+    state_shardings,
+    whole,
+)
 from transformer_jax.special_ids import PAD_ID
 from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
 from transformer_jax.training.optimizer import learning_rate_schedule, make_optimizer
@@ -160,17 +168,19 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Run one training step. The update is skipped if loss or gradient is non-finite."""
     dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
-    loss = partial(loss_and_sums, config=config, graph=graph, mesh=mesh)
+    loss = jax.grad(partial(loss_and_sums, config=config, graph=graph, mesh=mesh), has_aux=True)
+
+    def gradient(*inputs: Any) -> tuple[Parameters, LossSums]:
+        grads, sums = loss(*inputs)
+        return scattered(grads, mesh), sums
+
     grads, sums = accumulated_gradients(
-        jax.grad(loss, has_aux=True),
-        gathered(state.parameters, mesh),
+        gradient,
+        gathered(state.parameters, mesh, compute_dtype(config.model)),
         batch,
         dropout_key,
         microbatches=config.optimizer.accumulate_steps,
     )
-    # Constrained to replicated, then to sharded: with the second alone, XLA moves rows of the batch
-    # between devices to compute shards of the embeddings' gradient.
-    grads = jax.lax.with_sharding_constraint(gathered(grads, mesh), state_shardings(grads, mesh))
     grads = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), grads)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
@@ -209,7 +219,7 @@ def eval_step(
     parameters: Parameters, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
 ) -> LossSums:
     """Compute the loss sums of a batch without dropout."""
-    parameters = gathered(parameters, mesh)
+    parameters = gathered(parameters, mesh, compute_dtype(config.model))
     return loss_and_sums(parameters, batch, None, config=config, graph=graph, mesh=mesh)[1]
 
 
@@ -226,7 +236,9 @@ def loss_and_sums(
     r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
-    model = nnx.merge(graph, parameters)
+    # A tied matrix enters twice. The constraint keeps the embeddings' gradient apart until each
+    # device has added its part of the loss's; otherwise XLA sums both over all devices.
+    model = nnx.merge(graph, whole(parameters, mesh))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot shard
         hidden_BTD = model.hidden(
             batch.source_BS,
@@ -237,7 +249,7 @@ def loss_and_sums(
         )
     sums = smoothed_cross_entropy(
         hidden_BTD,
-        model.output_matrix_VD,
+        nnx.merge(graph, parameters).output_matrix_VD,
         batch.target_BT,
         label_smoothing=config.label_smoothing,
         bias_V=model.output_bias_V,
@@ -268,7 +280,8 @@ def accumulated_gradients(
         key = jax.random.fold_in(dropout_key, number)
         return jax.tree.map(jnp.add, total, gradient(parameters, microbatch, key)), None
 
-    zeros = jax.tree.map(jnp.zeros_like, parameters), LossSums(*[jnp.zeros((), jnp.float32)] * 4)
+    zeros_like = partial(jnp.zeros_like, dtype=jnp.float32)
+    zeros = jax.tree.map(zeros_like, parameters), LossSums(*[jnp.zeros((), jnp.float32)] * 4)
     return jax.lax.scan(add, zeros, (jnp.arange(microbatches), split))[0]
 
 
