@@ -59,9 +59,11 @@ os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 
 
 # Tests spend most of their time compiling. Less optimization, one LLVM module instead of 32, and
 # XLA's older code generator (removed in jaxlib 0.11) take a third of the time and change no
-# arithmetic that tests rely on.
+# arithmetic that tests rely on. pytest's workers inherit GIVEN_XLA_FLAGS, so that theirs are the same
+# as those of a run without workers, as is then the cache.
+os.environ.setdefault("GIVEN_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["GIVEN_XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"
 )
@@ -102,9 +104,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, STARTED))
 import jax  # noqa: E402  reads the settings above
 import pytest  # noqa: E402
 
-# Programs started by tests run on CPUs: same behavior, faster startup.
+# Programs started by tests run on one CPU: same behavior, faster startup, less to compile.
 DEVICE = jax.devices()[0]
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
 if DEVICE.platform == "cpu" and (asked := os.environ.get("TEST_PLATFORM", "cpu")) != "cpu":
     raise pytest.UsageError(f"TEST_PLATFORM is {asked!r}, but JAX finds only CPUs")
 

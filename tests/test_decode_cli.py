@@ -210,7 +210,7 @@ _QUIET = r"(Training in .* has not ended.*\n|.*: .*checkpoint.*\.\n|Compiling .*
 
 def _start(workdir, *flags):
     modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": modules, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(ROOT / "decode.py"), "--workdir", str(workdir), *flags]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)

@@ -92,7 +92,8 @@ def command(
         "from transformer_jax.config_io import from_json\n\n\n"
         f"def get_config():\n    return from_json({text!r})\n"
     )
-    xla_flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    count = f"device_count={devices}"
+    xla_flags = re.sub(r"device_count=\d+", count, os.environ["XLA_FLAGS"])
     variables = os.environ | {"XLA_FLAGS": xla_flags, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     variables |= dict(environment or {})
     arguments = ["--config", str(file), "--workdir", str(workdir), *flags]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def test_a_step_waits_for_its_own_shape_alone() -> None:
             release.set()
 
         assert len(ahead.wait((8, 3, 3), poll)(jnp.ones(3))) == 3
-    assert told[0] == "compiling shape 2 of 2, 0 s"
+    assert re.fullmatch(r"compiling shape 2 of 2, \d+ s", told[0])
 
 
 def test_waiting_ends_with_what_poll_raises() -> None:
