@@ -59,8 +59,8 @@ os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 
 
 # Tests spend most of their time compiling. Less optimization, one LLVM module instead of 32, and
 # XLA's older code generator (removed in jaxlib 0.11) take a third of the time and change no
-# arithmetic that tests rely on. pytest's workers inherit GIVEN_XLA_FLAGS, so that theirs are the same
-# as those of a run without workers, as is then the cache.
+# arithmetic that tests rely on. pytest's workers inherit GIVEN_XLA_FLAGS: their flags, and so their
+# cache, are those of a run without workers.
 os.environ.setdefault("GIVEN_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 os.environ["XLA_FLAGS"] = (
     os.environ["GIVEN_XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-# Eight devices is what runs.command expects. One thread each, and less time for compiling.
+# runs.command sets the number of devices. One thread each, and less time for compiling.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
