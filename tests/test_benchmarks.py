@@ -158,6 +158,7 @@ def test_toy_sizes_of_the_accelerator_benchmarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert {part.program for part in all_parts.PARTS.values()} == set(all_parts.PROGRAMS)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     chosen = ["attention", "train_base_2", "bart_32"]
     status, found = run_all(tmp_path, monkeypatch, "--toy", "--parts", *chosen)
     assert status == 0, found
