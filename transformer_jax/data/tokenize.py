@@ -9,6 +9,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import traceback
@@ -144,7 +145,8 @@ class _Worker:
 
     def send(self, task: TokenizeJob | tuple[int, Pairs]) -> None:
         with _death_reported():
-            self._connection.send(task)
+            # Not ``send``: in Python 3.13 its buffer warns when the worker dies.
+            self._connection.send_bytes(pickle.dumps(task))
 
     def result(self) -> TokenizedChunk:
         with _death_reported():
