@@ -83,11 +83,12 @@ def _slices(devices: Sequence[jax.Device], count: int | None) -> list[list[jax.D
     if count in (None, len(found)):
         return [found[index] for index in sorted(found)]
     if len(found) > 1 or len(devices) % count:
-        others = "" if len(found) > 1 else f", or a divisor of {len(devices)}, that of devices"
-        raise UserError(
-            f"mesh.slices is {count}; expected {len(found)}, the number of slices that the devices "
-            f"report{others}."
+        expected = (
+            f"{len(found)}, the number of slices that the devices report"
+            if len(found) > 1
+            else f"a divisor of {len(devices)}, the number of devices"
         )
+        raise UserError(f"mesh.slices is {count}; expected {expected}.")
     size = len(devices) // count
     return [list(devices[i : i + size]) for i in range(0, len(devices), size)]
 
