@@ -88,6 +88,7 @@ def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
         ([], "--workdir is missing"),
         (["--workdir", "W", "W"], "both translate en-de; expected one model per language pair"),
         (["--workdir", "W", "--workdir", "W"], "both translate en-de"),
+        (["--workdir", "W", "--method", "sample"], "method is sample; expected beam"),
         (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pairs for 1 work directories"),
         (["--workdir", "W", "--languages", "english-german"], "has 'english-german'; expected two"),
         (["--workdir", "W", "--port", "70000"], "port is 70000; expected 1 to 65535"),

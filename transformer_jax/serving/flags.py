@@ -93,8 +93,11 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
         )
     served = []
     for folder, pair, config in zip(folders, pairs, configs, strict=True):
-        search = parse_flags(Arguments, argv, defaults={"search": config.decoding}).search
-        served.append(Served(str(folder), pair, replace(search, method="beam")))
+        search = replace(config.decoding, method="beam")
+        search = parse_flags(Arguments, argv, defaults={"search": search}).search
+        if search.method != "beam":
+            raise UserError(f"method is {search.method}; expected beam. decode.py also samples.")
+        served.append(Served(str(folder), pair, search))
     return arguments, served
 
 
