@@ -6,7 +6,7 @@ Layout of a work directory in a folder or an object store (``training/saver.py``
     checkpoints/00000500/
         state/           Orbax: parameters, ema (if configured), rest (optimizer state, counters)
         manifest.json    config, progress, the tokenizer's fingerprint, CRC-32 of every file;
-                         written last; without it, the folder is no checkpoint
+                         written last; without it, the folder is not a checkpoint
 """
 
 from __future__ import annotations

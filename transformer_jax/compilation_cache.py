@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, which only programs enable."""
+"""JAX's persistent compilation cache. Only the command-line programs enable it."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def first_then_others(compute: Callable[[], T]) -> T:
 
 
 def lost_contact(error: BaseException | None) -> bool:
-    """Return True for an error of JAX's runtime in a run with several processes."""
+    """Return True if the error came from JAX's runtime in a multi-process run."""
     return jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError)
 
 

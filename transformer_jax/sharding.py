@@ -118,7 +118,7 @@ def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """Return a NamedSharding for each leaf of parameters or of optimizer state with their paths."""
+    """Return a NamedSharding for each leaf of parameters or optimizer state, by its path."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _sharding(path, leaf.shape, mesh), state
     )

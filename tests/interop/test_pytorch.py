@@ -572,7 +572,10 @@ def test_odd_embeddings_and_positions_are_refused() -> None:
             r"have shape \(41,\) for output.bias; expected shape \(31,\)",
         ),
         ({"output": output, "positions": "rotary"}, "positions is 'rotary'; expected 'interleave"),
-        ({"positions": (table_LD, table_LD + 1)}, "two tables, but source and target share one"),
+        (
+            {"positions": (table_LD, table_LD + 1)},
+            "separate position tables but share one embedding",
+        ),
         ({"positions": table_LD[:, 1:]}, r"have shape \(8, 31\) for positions\[1\]"),
     ):
         with pytest.raises(UserError, match=message):

@@ -85,7 +85,7 @@ def in_blocks(
 def make_block(
     bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
 ) -> tuple[np.ndarray, Block]:
-    """Build the source tokens of numbered sentences with the same padded length, and their
+    """Pad the source tokens of (index, sentence) pairs to one length, and create their
     ``Block`` without a cache. ``longest_target`` maps a source length to the maximum target length.
     """
     size, capacity = bucket.block_size, bucket.lengths[-1]

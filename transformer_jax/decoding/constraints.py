@@ -75,7 +75,7 @@ def require_at_least(least: float, **settings: float) -> None:
 
 
 def _ends_of_repeats(tokens_RL: Array, position_R: Array, n: int) -> Array:
-    """Mark the written tokens that would repeat an n-gram if they came next."""
+    """Mark the generated tokens that would repeat an n-gram if generated next."""
     length = tokens_RL.shape[1]
     index_L = jnp.arange(length)
     repeats_RL = (index_L[None] >= n - 1) & (index_L[None] < position_R[:, None])

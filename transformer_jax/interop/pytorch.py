@@ -323,7 +323,7 @@ def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], di
     source_LD, target_LD = positions if isinstance(positions, tuple) else (positions, positions)
     if shared and not np.array_equal(source_LD.detach().cpu(), target_LD.detach().cpu()):
         raise UserError(
-            "positions are two tables, but source and target share one embedding; expected one "
+            "source and target have separate position tables but share one embedding; expected one "
             "table. Here positions belong to the embedding."
         )
     tables = {"positions[0]": source_LD, "positions[1]": target_LD}

@@ -99,7 +99,7 @@ def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
 
 
 def plain_weights(model: Transformer) -> Weights:
-    """Return the plain weights of ``model``. Learned positions have the scale of the scaled
+    """Return the plain weights of ``model``. Learned positions are scaled like the
     embeddings. Raises ``UserError`` for a head size other than d_model / num_heads, which other
     libraries do not support.
     """

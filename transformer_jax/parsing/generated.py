@@ -32,9 +32,9 @@ class Language:
     """A made-up context-free language with random rules and words, drawn from ``seed``.
 
     Each of eight labels has five rules: a word alone, or a word with one or two constituents around
-    it. Each rule has sixty words of its own, just as verbs with and without an object are different
-    words. So words decide attachment. Some words belong to two rules by chance. The k-th word of a
-    rule has a frequency of about 1/k (Zipf's law).
+    it. Each rule has sixty words of its own, just as transitive and intransitive verbs are
+    different words. So the words determine the attachment. Some words belong to two rules by
+    chance. The k-th word of a rule has a frequency of about 1/k (Zipf's law).
     """
 
     def __init__(self, seed: int) -> None:

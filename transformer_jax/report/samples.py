@@ -1,4 +1,4 @@
-"""Sample translations of the dev set, and attention."""
+"""Sample translations of the dev set and their attention maps."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 def _sums_and_gradients(
     settings: _Settings, target_BT: jax.Array, inputs: _Inputs
 ) -> tuple[LossSums, _Inputs]:
-    """Compute the sums, and the gradient of ``loss`` with respect to the inputs."""
+    """Compute the totals, and the gradient of ``loss`` with respect to the inputs."""
     if settings.mesh is None:
         return _on_device(settings, target_BT, inputs)
 

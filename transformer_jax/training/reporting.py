@@ -102,7 +102,7 @@ class Reporter:
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write a line to metrics.jsonl, with null for NaN and infinity, and its numbers to
-        TensorBoard. A full disk loses entries but does not stop the run.
+        TensorBoard. If the disk is full, entries are lost but the run continues.
         """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value

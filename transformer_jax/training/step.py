@@ -269,7 +269,7 @@ def accumulated_gradients(
     *,
     microbatches: int,
 ) -> tuple[Parameters, LossSums]:
-    """Accumulate the gradient of the summed loss, and the sums, over microbatches."""
+    """Accumulate the loss's gradient and the totals of the metrics over microbatches."""
     if microbatches == 1:
         return gradient(parameters, batch, dropout_key)
     # Row r goes to microbatch r % microbatches, so that devices keep their own rows.
