@@ -112,6 +112,7 @@ def patiently(path: AnyPath, access: Callable[[], T]) -> T:
         try:
             return access()
         except Exception as error:  # each store raises different errors
+            # A UserError that reports a failure of the store has it as its cause.
             mistake = isinstance(error, UserError) and error.__cause__ is None
             if mistake or isinstance(path, Path) or time.monotonic() > end:
                 raise

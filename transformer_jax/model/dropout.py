@@ -44,7 +44,9 @@ def mask_key(key: jax.Array | DropoutKeys) -> jax.Array:
     """Return the key of one mask: a random key itself, or the next of several."""
     if isinstance(key, jax.Array):
         return key
-    return key() if isinstance(key, DropoutKeys) else DropoutKeys(key)()
+    keys = as_keys(key)
+    assert keys is not None
+    return keys()
 
 
 @jax.named_scope("dropout")

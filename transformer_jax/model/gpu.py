@@ -27,21 +27,17 @@ def runs_kernels() -> bool:
         return False
 
 
-def shares() -> tuple[int, int] | None:
-    """Return the number of row shards and head shards in a training step; None if unknown.
-
-    With unknown shards, XLA would all-gather a kernel's inputs.
-    """
-    mesh = jax.sharding.get_abstract_mesh().shape
-    if "tensor" in mesh:
-        return mesh["data"] * mesh["fsdp"], mesh["tensor"]
-    return (1, 1) if not mesh and jax.device_count() == 1 else None
-
-
 def splits(rows: int, heads: int = 0) -> bool:
-    """Return True if the devices of a training step share these rows and heads evenly."""
-    shared = shares()
-    return shared is not None and rows % shared[0] == 0 == heads % shared[1]
+    """Return True if the devices of a training step share these rows and heads evenly.
+
+    Return False if the shards are unknown: XLA would all-gather a kernel's inputs.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.shape:
+        return jax.device_count() == 1
+    if "tensor" not in mesh.shape:
+        return False
+    return rows % row_shards(mesh) == 0 == heads % mesh.shape["tensor"]
 
 
 def row_shards(mesh: AbstractMesh) -> int:

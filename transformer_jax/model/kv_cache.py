@@ -191,8 +191,8 @@ def empty_cache(
 
     Args:
       cross: cross-attention keys and values of each layer, [B, S, H, K].
-      source_capacity: source positions to pad S to. Results do not change, on a CPU
-        bit for bit.
+      source_capacity: source positions to pad S to. Results do not change; on a CPU
+        they are bit-identical.
     """
     batch, length = source_mask_BS.shape
     multiple = decode_kernel.POSITIONS
