@@ -57,17 +57,18 @@ SLOW = [
 # `make test-gpu`. pytest's workers inherit it.
 os.environ["JAX_PLATFORMS"] = ",".join({os.environ.get("TEST_PLATFORM", "cpu"): 0, "cpu": 0})
 
-# Tests spend most of their time compiling. Less optimization, one LLVM module instead of 32, and
-# XLA's older code generator (removed in jaxlib 0.11) take a third of the time and change no
-# arithmetic that tests rely on. pytest's workers inherit GIVEN_XLA_FLAGS: their flags, and so their
+# Tests spend most of their time compiling. One LLVM module instead of 32 and fewer LLVM passes save
+# time and, before jaxlib 0.11, so do less optimization and XLA's older code generator: together two
+# thirds. Later versions removed the generator, and without optimization they compute gradients less
+# exactly in two processes. pytest's workers inherit GIVEN_XLA_FLAGS: their flags, and so their
 # cache, are those of a run without workers.
 os.environ.setdefault("GIVEN_XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 os.environ["XLA_FLAGS"] = (
     os.environ["GIVEN_XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
 )
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 # No autotuning of GPU kernels: it is slow, and impossible for a GPU that this machine lacks. On an
