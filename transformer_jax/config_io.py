@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import traceback
@@ -76,7 +77,14 @@ def _run(path: Path, argument: str | None) -> Config:
     exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), names)
     if "get_config" not in names:
         raise UserError("It has no get_config(); expected `def get_config() -> Config`.")
-    config = names["get_config"](*([] if argument is None else [argument]))
+    get_config = names["get_config"]
+    parameters = inspect.signature(get_config).parameters.values()
+    if argument is not None and not parameters:
+        raise UserError(f"It takes no argument, but {shown(argument)} was given after the colon.")
+    if argument is None and any(each.default is each.empty for each in parameters):
+        summary = (inspect.getdoc(get_config) or "").partition("\n")[0]
+        raise UserError(f"It needs an argument: {path.stem}:ARGUMENT. {summary}".rstrip())
+    config = get_config() if argument is None else get_config(argument)
     if not isinstance(config, Config):
         kind = type(config).__name__
         raise UserError(f"get_config() returned {kind}; expected a transformer_jax Config.")
