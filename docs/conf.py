@@ -1,6 +1,4 @@
-"""The documentation site, which `make docs` builds with Sphinx from docs/index.md, the other
-pages and docstrings.
-"""
+"""Sphinx configuration of the documentation site, built by `make docs`."""
 
 import re
 import typing
@@ -14,24 +12,24 @@ ROOT = Path(__file__).resolve().parents[1]
 
 project = "transformer_jax"
 extensions = [
-    "myst_nb",  # pages in Markdown, and notebooks
-    "sphinx_external_toc",  # their order, in _toc.yml: docs/index.md is the home page
+    "myst_nb",  # Markdown pages and notebooks
+    "sphinx_external_toc",  # page order from _toc.yml; docs/index.md is the home page
     "sphinx.ext.autodoc",  # docs/api.md, docs/settings.md
     "sphinx.ext.napoleon",  # docstrings in Google's style
     "sphinx.ext.viewcode",
 ]
 include_patterns = ["C*.md", "SECURITY.md", "docs/*.md", "docs/tutorials/*.md", "notebooks/*.ipynb"]
-exclude_patterns = [  # folders that need not be searched: .venv, runs, ...
+exclude_patterns = [  # folders without pages: .venv, runs, ...
     path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("docs", "notebooks")
 ]
 external_toc_path = "docs/_toc.yml"
-myst_enable_extensions = ["attrs_inline"]  # classes of images
-myst_heading_anchors = 4  # as GitHub names them
-nb_execution_mode = "off"  # they are kept with their output
+myst_enable_extensions = ["attrs_inline"]  # CSS classes on images
+myst_heading_anchors = 4  # anchors like GitHub's
+nb_execution_mode = "off"  # notebooks are stored with their output
 highlight_language = "none"  # as on GitHub
 
 autodoc_default_options = {"members": True, "member-order": "bysource", "exclude-members": "rules"}
-autodoc_type_aliases = {  # ranges keep their names
+autodoc_type_aliases = {  # show ranges by name
     name: name
     for name, kind in vars(config_checks).items()
     if typing.get_origin(kind) is typing.Annotated
@@ -44,7 +42,7 @@ html_theme = "furo"
 html_title = project
 html_theme_options = {"top_of_page_buttons": []}
 html_copy_source = False
-html_show_copyright = False  # the licence is LICENSE
+html_show_copyright = False  # see LICENSE
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path = ["_redirect"]
@@ -55,8 +53,8 @@ PICTURE = re.compile(
 
 
 def setup(app: Sphinx) -> None:
-    """Keep Napoleon from reading the text before a colon in a field's first line as its type:
-    the first line becomes an empty comment. Let a <picture> follow the theme that the reader chose.
+    """Keep Napoleon from parsing the text before a colon in a field's first line as its type, by
+    adding an empty comment as the first line. Switch each <picture> with the site's theme.
     """
 
     def add_line(_: Sphinx, kind: str, *rest: list[str]) -> None:
