@@ -183,7 +183,7 @@ def test_json_accepts_whole_numbers_for_floats() -> None:
             "def get_config(): return ModelConfig(d_modle=5)",
             "TypeError: .*unexpected keyword argument 'd_modle'",
         ),
-        ("x = 1", "has no get_config"),
+        ("x = 1", "does not define get_config"),
         (
             "from transformer_jax import ModelConfig\n\n"
             "def get_config():\n    return ModelConfig(dropout=2)",
@@ -245,7 +245,7 @@ def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
         (b'{"seed": ' + b"9" * 6000 + b"}", "The config is not valid JSON"),
         (b"[" * 100_000, "The config is not valid JSON"),
         (b'{"model": {"dropout": 2}}', "model.dropout is 2; expected a probability"),
-        (b'{"data": {"parts": 2}}', "Unknown config field data.parts; .* rename or remove it"),
+        (b'{"data": {"parts": 2}}', "Unknown config field data.parts; .* rename or remove"),
     ],
 )
 def test_messages_about_a_json_config_name_its_file(

@@ -90,7 +90,7 @@ def test_the_base_is_a_recipe_or_a_file(tmp_path: Path) -> None:
     [
         (
             "table3",
-            r"table3\.py': It needs an argument: table3:ARGUMENT\. Config of a row, such as",
+            r"table3\.py': get_config\(\) needs an argument: table3:ARGUMENT\. Config of a",
         ),
         (
             "table3:",
@@ -99,7 +99,7 @@ def test_the_base_is_a_recipe_or_a_file(tmp_path: Path) -> None:
         ("table3:C-N3", "Row 'C-N3' is unknown; expected one of base, "),
         ("table3:E,multi30", "Config 'multi30' is not a recipe; expected one of"),
         ("table3:E,none.py", "Config file 'none.py' does not exist"),
-        ("demo:large", r"demo\.py': It takes no argument, but 'large' was given after the colon"),
+        ("demo:large", r"demo\.py': get_config\(\) takes no argument, but got 'large'"),
         ("tabel3:E", "'tabel3' is not a recipe; expected one of .*, table3, "),
     ],
 )

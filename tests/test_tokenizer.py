@@ -205,7 +205,7 @@ def test_load_from_a_folder_without_or_with_a_damaged_tokenizer(tmp_path):
     for damaged in (b"", b"no model", train().source.model[:500]):
         (tmp_path / "tokenizer.model").write_bytes(damaged)
         with pytest.raises(
-            UserError, match=r"tokenizer\.model' is not a SentencePiece model, or is corrupt"
+            UserError, match=r"tokenizer\.model' is not a SentencePiece model or is corrupt"
         ):
             Tokenizer.load(tmp_path)
 
@@ -330,11 +330,11 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
     assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
     with pytest.raises(
         UserError,
-        match=r"which is already an ordinary or special token .*; expected another name",
+        match=r"which is already a regular or special token .*; choose another name",
     ):
         old.with_symbols(old.source.tokens([9]))
     with pytest.raises(
-        UserError, match=r"which is already an ordinary or special token of the vocabulary"
+        UserError, match=r"which is already a regular or special token in the vocabulary"
     ):
         old.with_symbols(old.source.tokens([EOS_ID]))
 

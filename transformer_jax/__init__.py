@@ -1,6 +1,6 @@
-"""transformer_jax: the encoder-decoder Transformer of "Attention Is All You Need", in JAX and Flax.
+"""The encoder-decoder Transformer from "Attention Is All You Need", in JAX and Flax.
 
-The names in ``__init__.pyi`` are imported on first use, so that ``--help`` does not wait for JAX.
+Public names (``__init__.pyi``) are imported on first use, so ``--help`` does not wait for JAX.
 """
 
 import lazy_loader

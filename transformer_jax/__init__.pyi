@@ -1,4 +1,4 @@
-"""What `from transformer_jax import ...` offers, for `__init__.py`, type checkers and editors."""
+"""Public names of the package, for ``__init__.py``, type checkers and editors."""
 
 from .checkpoint import load_model, save_model
 from .cli import flag_values, parse_flags, run_program

@@ -1,6 +1,6 @@
-"""Checkpoints: format, integrity checks, and loading of models.
+"""Checkpoint format, integrity checks, and model loading.
 
-Layout of a work directory in a folder or an object store (``training/saver.py`` writes it)::
+Layout of a work directory, local or in an object store (written by ``training/saver.py``)::
 
     config.json, tokenizer.model
     checkpoints/00000500/
@@ -50,17 +50,17 @@ MANIFEST = "manifest.json"
 def load_model(
     path: str | Path, *, average: int | None = None
 ) -> tuple[Config, Transformer, Tokenizer]:
-    """Load the trained model of a work directory, or of one of its checkpoints.
+    """Load the trained model from a work directory or one of its checkpoints.
 
     Args:
-      path: a work directory or a checkpoint's folder. For a work directory, loads the checkpoints
-        chosen at the end of the run (``averaged_steps`` in summary.json) or, if the run has not
-        ended, the last checkpoint.
-      average: average the parameters of this many checkpoints: the newest one chosen by ``path``,
-        and scheduled checkpoints before it (section 6.1).
+      path: a work directory or a checkpoint folder. From a work directory, loads the checkpoints
+        chosen at the end of training (``averaged_steps`` in summary.json) or, before that, the last
+        checkpoint.
+      average: number of checkpoints to average: the newest one that ``path`` selects, and scheduled
+        checkpoints before it (section 6.1).
 
     Raises:
-      UserError: the checkpoint is missing or corrupt, or there are fewer than ``average``.
+      UserError: a checkpoint is missing or corrupt, or there are fewer than ``average``.
     """
     chosen = choose_checkpoints(local_path(path), average=average)
     workdir = chosen[0].parents[1]
@@ -75,14 +75,14 @@ def load_model(
 def save_model(
     workdir: str | Path, config: Config, model: Transformer, tokenizer: Tokenizer
 ) -> None:
-    """Write a model that was not trained here as a new work directory.
+    """Save a model that was not trained here as a new work directory.
 
-    Programs accept the folder as a work directory, but no run can resume in it.
-    ``training.start_from`` starts a run from this model in another folder.
+    Programs accept the folder as a work directory, but training cannot resume in it. To fine-tune
+    the model, pass the folder as ``training.start_from`` and train in another one.
 
     Args:
-      workdir: the folder; it must not have checkpoints.
-      config: settings of the run. Its ``model`` is replaced by ``model.config``.
+      workdir: the new folder; it must not contain checkpoints.
+      config: settings to save. Their ``model`` is replaced by ``model.config``.
 
     Raises:
       FileExistsError: the folder has a checkpoint of step 0.
@@ -99,9 +99,10 @@ def save_model(
 
 
 def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
-    """Return the folders of the checkpoints that ``load_model`` averages: intact, newest first.
+    """Return the folders of the checkpoints that ``load_model`` averages, newest first.
 
-    Takes the same arguments as ``load_model`` and raises the same errors.
+    Takes the same arguments as ``load_model`` and raises the same errors. All checkpoints are
+    intact.
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
@@ -121,7 +122,7 @@ def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
         if len(chosen) < average:
             raise UserError(
                 f"average is {average}; expected at most {len(chosen)}, the number of checkpoints "
-                "up to the chosen one."
+                "up to the selected one."
             )
     for checkpoint in chosen:
         if reason := corruption(checkpoint):
@@ -144,18 +145,17 @@ def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
 
 
 def up_to(chosen: P, folders: Sequence[P], most: int, every: int) -> list[P]:
-    """Return ``chosen`` and earlier scheduled checkpoints, at most ``most``, newest first. Those of
-    every ``every``-th step are scheduled.
+    """Return ``chosen`` and the scheduled checkpoints before it, newest first, at most ``most``.
 
-    Checkpoints from interruptions and evaluations are left out, so that interruptions do not change
-    a run's result.
+    Checkpoints at multiples of ``every`` steps are scheduled. Checkpoints from interruptions and
+    evaluations are left out, so interruptions do not change a run's result.
     """
     older = folders[folders.index(chosen) + 1 :]
     return [chosen, *[path for path in older if int(path.name) % every == 0][: most - 1]]
 
 
 def described(checkpoints: Sequence[AnyPath]) -> str:
-    """Describe averaged checkpoints, given newest first, for a message."""
+    """Describe averaged checkpoints (newest first) for a message."""
     first, last = (int(checkpoints[i].name) for i in (-1, 0))
     if len(checkpoints) == 1:
         return f"checkpoint {last}"
@@ -163,7 +163,7 @@ def described(checkpoints: Sequence[AnyPath]) -> str:
 
 
 def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
-    """Average the parameters of these checkpoints (with ``optimizer.ema_decay``, their EMA).
+    """Average the parameters of checkpoints, or their EMA if ``optimizer.ema_decay`` is set.
 
     Returns a nested dict of NumPy arrays.
     """
@@ -171,8 +171,9 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
 
 
 def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
-    """Yield the averages of the first checkpoint, the first two, and so on; see
-    ``load_parameters``. Each checkpoint is read once.
+    """Yield the average of the first n checkpoints, for n = 1, 2, and so on.
+
+    Each checkpoint is read once. ``load_parameters`` describes the averages.
     """
     abstract = abstract_model(config_of(checkpoints[0]).model).parameters
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
@@ -190,14 +191,14 @@ def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of a step's folder in ``checkpoints/``."""
+    """Return the folder name of a checkpoint."""
     return f"{step:08d}"
 
 
 def complete_steps(checkpoints: AnyPath) -> list[int]:
     """Return the steps of complete checkpoints in a ``checkpoints/`` folder, oldest first.
 
-    Step 0 is an imported model.
+    An imported model is step 0.
     """
     names = (name.partition("/") for name in files_in(checkpoints))
     return [int(step) for step, _, file in names if file == MANIFEST and step.isdigit()]
@@ -209,12 +210,15 @@ def config_of(checkpoint: AnyPath) -> Config:
 
 
 def progress_of(checkpoint: AnyPath) -> dict[str, Any]:
-    """Return the saved training progress; empty for a corrupt checkpoint or an imported model."""
+    """Return the saved training progress, empty for a corrupt checkpoint or an imported model."""
     return _manifest(checkpoint).get("progress", {})  # type: ignore[no-any-return]
 
 
 def load_tokenizer(folder: Path, checkpoint: AnyPath) -> Tokenizer:
-    """Load a work directory's tokenizer; ``UserError`` if it is not the checkpoint's."""
+    """Load a work directory's tokenizer.
+
+    Raises ``UserError`` if the checkpoint was trained with another tokenizer.
+    """
     tokenizer = Tokenizer.load(folder)
     if tokenizer.fingerprint != _manifest(checkpoint).get("tokenizer"):
         raise UserError(
@@ -244,7 +248,7 @@ def write_manifest(
 
 
 def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
-    """Return the content of a checkpoint's manifest; empty if it is not JSON."""
+    """Return the content of a checkpoint's manifest, empty if it is not JSON."""
     try:
         content = json.loads((checkpoint / MANIFEST).read_text())
     except ValueError:
@@ -258,15 +262,15 @@ def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
 
 
 def delete_checkpoint(checkpoint: AnyPath) -> None:
-    """Delete a checkpoint, manifest first, so that a partial deletion leaves no checkpoint."""
+    """Delete a checkpoint, manifest first, so a partial deletion never looks like a checkpoint."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     remove_folder(checkpoint)
 
 
 def newest_intact(checkpoints: AnyPath) -> int | None:
-    """Return the newest step in a ``checkpoints/`` folder whose checkpoint is intact.
+    """Return the step of the newest intact checkpoint in a ``checkpoints/`` folder.
 
-    Returns None if the folder has no checkpoint. Raises ``UserError`` if all are corrupt.
+    Returns None if the folder has no checkpoints. Raises ``UserError`` if all are corrupt.
     """
     steps = complete_steps(checkpoints)
     for step in reversed(steps):
@@ -283,14 +287,14 @@ def newest_intact(checkpoints: AnyPath) -> int | None:
 
 
 def corruption(checkpoint: AnyPath) -> str:
-    """Return the reason why a checkpoint is corrupt; empty if it is intact."""
+    """Return the reason why a checkpoint is corrupt, or an empty string if it is intact."""
     content = _manifest(checkpoint)
     if content.pop("checksum", None) != zlib.crc32(json.dumps(content).encode()):
-        return f"{MANIFEST} differs from the saved content"
+        return f"{MANIFEST} has changed since it was saved"
     for name, checksum in content["files"].items():
         try:
             if _checksum(checkpoint / name) != checksum:
-                return f"{name} differs from the saved content"
+                return f"{name} has changed since it was saved"
         except FileNotFoundError:
             return f"{name} is missing"
     return ""

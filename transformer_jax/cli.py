@@ -1,4 +1,4 @@
-"""Shared parts of command-line programs: flags and help, logging, signals, exit status."""
+"""Shared code of the command-line programs: flags, help, logging, signals, exit status."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transformer_jax.errors import UserError, shown
 T = TypeVar("T")
 
 COMPILING = "compiling"
-"""Name prefix of threads that a program does not wait for at exit."""
+"""Name prefix of threads that must not delay the exit of a program."""
 
 
 class _Stderr(logging.Handler):
-    """Handler that writes to the current ``sys.stderr``, which a progress bar may replace."""
+    """Handler that writes to the current ``sys.stderr``, which a progress bar can replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -33,21 +33,21 @@ class _Stderr(logging.Handler):
 
 
 def run_program(work: Callable[[], int | None]) -> int:
-    """Run a program's work and return its exit status. The program must exit afterwards.
+    """Run a program's main function and return its exit status. The program must exit right after.
 
     The status is the return value of ``work`` (0 for None), 2 on invalid input (``UserError`` or
-    ``OSError``, printed as one line), 130 on Ctrl-C, and 141 if stdout was closed, as by
-    ``| head``. Messages at INFO and above go to stderr.
+    ``OSError``, printed as one line), 130 on Ctrl-C, and 141 if stdout was closed, for example by
+    ``| head``. Log messages at INFO and above go to stderr.
     """
     logging.basicConfig(handlers=[_Stderr()], format="%(message)s", force=True)
-    # Orbax logs through absl; training reports failed saves and stores itself.
+    # Orbax logs through absl. Training has its own messages for failed saves and object stores.
     for library in ("absl", "gcsfs"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger("transformer_jax").setLevel(logging.INFO)
     try:
         status = work() or 0
     except BrokenPipeError:
-        # Python would flush stdout again at exit, and fail again.
+        # At exit, Python would flush stdout and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     except UserError as error:
@@ -63,7 +63,7 @@ def run_program(work: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         status = 130
     if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
-        # Compilation cannot be canceled, and a large function takes minutes.
+        # Compilation cannot be canceled and can take minutes.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -78,15 +78,15 @@ def parse_flags(
 ) -> T:
     """Parse a program's flags into an instance of ``arguments``.
 
-    ``--help`` and invalid flags end the program.
+    Exits the program on ``--help`` or invalid flags.
 
     Args:
-      arguments: a dataclass, possibly nested. The docstrings under its fields are the help. A union
-        of dataclasses gives one subcommand for each.
-      argv: the flags; None: the flags of this process.
+      arguments: a dataclass, possibly nested. Field docstrings become the help text. A union of
+        dataclasses defines one subcommand for each dataclass.
+      argv: the flags; None: ``sys.argv[1:]``.
       defaults: field values that override the defaults declared in ``arguments``.
     """
-    import tyro  # imported here, because library code imports this module too
+    import tyro  # imported here because library code also imports this module
 
     spec = sys.modules["__main__"].__spec__
     prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
@@ -102,18 +102,19 @@ def parse_flags(
 
 
 def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """Return defaults for the fields ``config`` and ``settings``: ``--config`` and its config.
+    """Return defaults for the fields ``config`` and ``settings`` of a program's arguments.
 
-    Without ``--config``: "" and ``Config()``.
+    ``config`` is the value of ``--config``, and ``settings`` the config loaded from it. Without
+    ``--config``, they are "" and ``Config()``.
     """
     name = "".join(flag_values(argv, "config")[-1:])
     return {"config": name, "settings": load_config_file(name) if name else Config()}
 
 
 def flag_values(argv: Sequence[str], name: str) -> list[str]:
-    """Return all values of ``--name``, which may be repeated.
+    """Return all values of the flag ``--name``, which can be repeated.
 
-    Reads them before all other flags, whose defaults may depend on them.
+    Other flags are parsed later, because their defaults can depend on these values.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", nargs="*", action="extend", default=[])

@@ -16,12 +16,12 @@ _PROBE_BYTES = 2**20
 
 
 def keep_compiled() -> None:
-    """Enable the persistent compilation cache, in ``compiled`` in ``storage.cache_folder`` unless
-    JAX_COMPILATION_CACHE_DIR names a folder. Call this before anything is compiled.
+    """Enable the persistent compilation cache. Call this before anything is compiled.
 
-    Several processes may share a folder. A process that finds an incomplete or corrupt entry warns
-    and recompiles. The folder grows until the user deletes it: JAX's own size limit needs a lock
-    for every entry, and under jax 0.10 nothing is written into a folder with older entries.
+    The cache is in ``compiled`` in ``storage.cache_folder()``, or in $JAX_COMPILATION_CACHE_DIR if
+    set. Several processes can share it. A process that finds an incomplete or corrupt entry warns
+    and recompiles. The cache grows until the user deletes it: JAX's size limit needs a lock for
+    every entry, and with that limit jax 0.10 writes nothing to a folder that has older entries.
     """
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
@@ -32,8 +32,8 @@ def keep_compiled() -> None:
             probe.write(bytes(_PROBE_BYTES))
     except OSError as error:
         log.warning(
-            "Compiled functions cannot be cached in %s (%s); the next start compiles them again. "
-            "Set JAX_COMPILATION_CACHE_DIR to another folder.",
+            "Compiled functions cannot be cached in %s (%s); they will be recompiled next "
+            "time. Set JAX_COMPILATION_CACHE_DIR to another folder.",
             *(folder, error.strerror or error),
         )
         warnings.filterwarnings("ignore", "Error writing persistent compilation cache")

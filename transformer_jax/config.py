@@ -1,7 +1,7 @@
 """All settings: frozen dataclasses whose fields declare their defaults and allowed values.
 
-The docstring under a field is its ``--help``. The defaults are the paper's base model; every
-departure from the paper is a named field. ``config_io.py`` reads and writes config files.
+The docstring under a field is its ``--help`` text. The defaults are the paper's base model; every
+deviation from the paper is a named field. ``config_io.py`` reads and writes config files.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ModelConfig(Section, prefix="model."):
     """Architecture of the Transformer (paper sections 3 and 6.2; symbols as in Table 3)."""
 
     vocab_size: Positive = 37_000
-    """Number of target tokens V, and of source tokens if the vocabulary is shared. Training takes
-    it from the tokenizer; set tokenizer.vocab_size instead."""
+    """Size V of the target vocabulary, or of the shared vocabulary. Training takes it from the
+    tokenizer; set tokenizer.vocab_size instead."""
     source_vocab_size: Positive | None = None
-    """Number of source tokens if the vocabularies are separate; None: one shared vocabulary.
-    Training takes it from the tokenizer."""
+    """Size of the source vocabulary if it is separate; None: one shared vocabulary. Training takes
+    it from the tokenizer."""
     d_model: Positive = 512
     """Width of embeddings and sub-layer outputs."""
     d_ff: Positive = 2048
@@ -53,57 +53,56 @@ class ModelConfig(Section, prefix="model."):
     num_layers: Positive = 6
     """Number of layers N in the encoder and in the decoder."""
     num_decoder_layers: Positive | None = None
-    """Number of layers in the decoder if it differs from the encoder; None: num_layers."""
+    """Number of decoder layers if different from the encoder; None: num_layers."""
     dropout: Probability = 0.1
     """Dropout on embeddings and sub-layer outputs (section 5.4)."""
     attention_dropout: Probability = 0.0
-    """Dropout on attention weights (not in the paper; tensor2tensor and fairseq have it)."""
+    """Dropout on attention weights (not in the paper, but in tensor2tensor and fairseq)."""
     feed_forward_dropout: Probability = 0.0
     """Dropout after the activation of the feed-forward layer (not in the paper)."""
     norm: Literal["post", "pre"] = "post"
-    """Layer norm after the residual sum (post, the paper) or before each sub-layer (pre)."""
+    """Layer norm after each residual sum (post, as in the paper) or before each sub-layer (pre)."""
     final_norm: bool | None = None
-    """Add a norm after the last layer of encoder and decoder; None: only with model.norm pre.
-    PyTorch's nn.Transformer always has it."""
+    """Add a final norm to the encoder and to the decoder; None: only if model.norm is pre.
+    PyTorch's nn.Transformer always has both."""
     norm_type: Literal["layer", "rms"] = "layer"
-    """Layer norm or RMS norm. RMS norm neither subtracts the mean nor adds a bias."""
+    """Layer norm or RMS norm. RMS norm does not subtract the mean and has no bias."""
     norm_epsilon: PositiveFloat = 1e-6
-    """Added to the variance in a norm. PyTorch and most imported models use 1e-5."""
+    """Epsilon added to the variance in each norm. PyTorch and most imported models use 1e-5."""
     norm_bias: bool = True
-    """Add a bias in layer norm."""
+    """Add a bias in each layer norm."""
     attention_bias: bool = False
     """Add biases to the four attention projections (fairseq, Marian and BERT do)."""
     feed_forward_bias: bool = True
     """Add biases in the feed-forward layers (equation 2)."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"] = "relu"
     """Activation of the feed-forward layers. gelu is exact (erf); gelu_tanh approximates it. swiglu
-    adds a third matrix that gates silu, so reduce d_ff by a third to keep the number of
-    parameters."""
+    adds a third matrix, the gate; reduce d_ff by a third to keep the same number of parameters."""
     positions: Literal["interleaved", "split", "learned"] = "interleaved"
     """Sinusoids with sine and cosine interleaved (the paper) or split into two halves
-    (tensor2tensor, Marian), or learned embeddings (Table 3 E)."""
+    (tensor2tensor, Marian), or learned embeddings (Table 3, row E)."""
     max_positions: Positive = 1024
-    """Number of learned positions. Sinusoids have no limit."""
+    """Number of learned positions. Sinusoidal positions have no limit."""
     encoder_window: Positive | None = None
     """Restricted self-attention (section 4, Table 1): each source token attends to this many
     tokens, centered on itself; None: all tokens."""
     tie_embeddings: Literal["all", "embeddings", "target", "none"] = "all"
     """Weight tying. all: one matrix for source embedding, target embedding and softmax (the paper).
-    embeddings: for the two embeddings. target: for target embedding and softmax. none: separate
-    matrices."""
+    embeddings: one matrix for both embeddings. target: one matrix for target embedding and softmax.
+    none: separate matrices."""
     softmax_bias: bool = False
     """Add a bias to the logits (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matmuls and of activations between layers; auto: float32 on CPU, bfloat16 on GPU and
-    TPU (mixed precision). Parameters, softmax, sums inside norms, and the loss are always float32.
-    In Python, jnp.float32 and jnp.bfloat16 also work."""
+    TPU (mixed precision). Parameters, softmax, norm statistics and the loss are always float32. In
+    Python, jnp.float32 and jnp.bfloat16 also work."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
-    """Precision of float32 matmuls on GPU and TPU, in JAX's terms. GPU: TF32 (10-bit mantissa),
-    except with highest. TPU: one, three or six bfloat16 passes. No effect on bfloat16 matmuls or on
-    CPU."""
+    """Precision of float32 matmuls on GPU and TPU, with JAX's names. GPU: TF32 (10-bit mantissa)
+    unless highest. TPU: one, three or six bfloat16 passes. Has no effect on bfloat16 matmuls or on
+    the CPU."""
     remat: bool = False
-    """Activation checkpointing: recompute each layer's activations in the backward pass. Less
-    memory for about a third more computation."""
+    """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
+    memory at the cost of about a third more computation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str):  # a dtype of JAX or NumPy
@@ -114,7 +113,7 @@ class ModelConfig(Section, prefix="model."):
         yield (
             "d_model",
             self.d_model % 2 == 0 or self.positions not in ("interleaved", "split"),
-            "an even number: sinusoidal positions pair a sine with a cosine",
+            "an even number, because sinusoidal positions pair each sine with a cosine",
         )
         yield (
             "d_model",
@@ -130,37 +129,37 @@ class ModelConfig(Section, prefix="model."):
         yield (
             "encoder_window",
             self.encoder_window is None or self.encoder_window % 2 == 1,
-            "an odd number, so that the window is centered on a token",
+            "an odd number, because the window is centered on a token",
         )
 
     @property
     def head_width_k(self) -> int:
-        """The resolved d_k."""
+        """Width of queries and keys per head, with the default resolved."""
         return self.d_k or self.d_model // self.num_heads
 
     @property
     def head_width_v(self) -> int:
-        """The resolved d_v."""
+        """Width of values per head, with the default resolved."""
         return self.d_v or self.d_model // self.num_heads
 
     @property
     def decoder_layers(self) -> int:
-        """The resolved num_decoder_layers."""
+        """Number of decoder layers, with the default resolved."""
         return self.num_decoder_layers or self.num_layers
 
     @property
     def shares_embeddings(self) -> bool:
-        """True if source and target tokens share one embedding."""
+        """True if source and target tokens share one embedding matrix."""
         return self.tie_embeddings in ("all", "embeddings")
 
     @property
     def ties_softmax(self) -> bool:
-        """True if the softmax shares the target embedding's matrix."""
+        """True if the softmax uses the target embedding matrix."""
         return self.tie_embeddings in ("all", "target")
 
     @property
     def has_final_norm(self) -> bool:
-        """The resolved final_norm."""
+        """True if the encoder and the decoder end with a norm."""
         return self.norm == "pre" if self.final_norm is None else self.final_norm
 
     @property
@@ -178,36 +177,36 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     algorithm: Literal["bpe", "unigram"] = "bpe"
     """Byte-pair encoding (the paper) or a unigram language model."""
     joint: bool = True
-    """One shared vocabulary for both languages (the paper), or one for each."""
+    """Share one vocabulary between both languages (the paper) instead of learning one for each."""
     character_coverage: Coverage = 1.0
-    """Fraction of the text's characters that get a token. The rarest characters become unknown (or
-    bytes)."""
+    """Fraction of the characters in the text that the vocabulary covers. The rarest characters
+    become unknown tokens (or bytes)."""
     byte_fallback: bool = False
-    """Encode unknown characters as UTF-8 bytes, so that no text is unknown."""
+    """Encode unknown characters as UTF-8 bytes, so no token is unknown."""
     normalization: Literal["nmt_nfkc", "nmt_nfkc_cf", "nfkc", "nfkc_cf", "identity"] = "nmt_nfkc"
-    """Unicode normalization before segmentation. `_cf` also folds case; identity changes
-    nothing."""
+    """Unicode normalization before segmentation. The _cf variants also fold case; identity leaves
+    the text unchanged."""
     user_defined_symbols: tuple[str, ...] = ()
-    """Tokens that are never split, even if they do not occur in the training text: tags such as
-    <2de>, placeholders. When a long line is translated in segments, each segment repeats the
-    symbols at the start of the line. Symbols missing in an existing vocabulary (tokenizer.model,
+    """Tokens that are never split, such as tags (<2de>) or placeholders. They do not have to occur
+    in the training text. If a long line is translated in segments, each segment repeats the symbols
+    at the start of the line. Symbols missing from an existing vocabulary (tokenizer.model,
     training.start_from) are added to it."""
     max_training_sentences: Positive = 5_000_000
-    """Maximum number of sentences that SentencePiece learns from, spread evenly over the text."""
+    """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     sampling: Fraction = 0.0
     """BPE-dropout: probability of dropping a merge (usually 0.1); 0: off. Requires algorithm
     bpe."""
     sampled_epochs: Positive = 8
-    """With sampling: number of stored segmentations of the training text. Epoch e reads
-    segmentation e modulo this number."""
+    """With sampling: number of stored segmentations of the training text. Epoch e uses segmentation
+    e modulo this number."""
     model: str = ""
     """Existing SentencePiece model to use instead of training one (if not joint: the source model).
     Its tokens 0 to 3 must be PAD, BOS, EOS and UNK. Its size, algorithm and normalization are
-    fixed, so among the tokenizer settings only user_defined_symbols, sampling and sampled_epochs
+    fixed; of the other tokenizer settings, only user_defined_symbols, sampling and sampled_epochs
     apply."""
     target_model: str = ""
-    """If not joint: existing SentencePiece model for the target; requires tokenizer.model for the
-    source."""
+    """If not joint: existing SentencePiece model for the target language; requires tokenizer.model
+    for the source language."""
 
     def rules(self) -> Iterator[Rule]:
         symbols = self.user_defined_symbols
@@ -231,18 +230,18 @@ class TokenizerConfig(Section, prefix="tokenizer."):
 
 @dataclass(frozen=True)
 class PairsConfig(Section):
-    """Source of one set of sentence pairs."""
+    """One dataset of sentence pairs."""
 
     kind: Literal["text", "tfds", "numbers", "none"] = "text"
-    """Parallel text files, a TensorFlow Datasets name, generated number names, or no pairs. Files
-    ending in .gz are decompressed while reading."""
+    """Parallel text files, a dataset from TensorFlow Datasets, generated number names, or no data.
+    Files ending in .gz are decompressed while reading."""
     source: tuple[str, ...] = ()
     """text: source-language files. tfds: one dataset name, such as wmt14_translate/de-en. A file
-    name may be a URL or a glob, such as train-*.en.gz or s3://bucket/train-*.en.gz. A glob expands
+    name can be a URL or a glob, such as train-*.en.gz or s3://bucket/train-*.en.gz. A glob expands
     to all matching files in sorted order. A file listed twice is read twice."""
     target: tuple[str, ...] = ()
-    """text: target-language files in the order of the source files. Each glob in source needs a
-    glob in target that matches the same number of files."""
+    """text: target-language files, in the same order as the source files. For each glob in source,
+    target needs a glob that matches the same number of files."""
     source_field: str = ""
     """tfds: field with the source text (for example en)."""
     target_field: str = ""
@@ -250,8 +249,8 @@ class PairsConfig(Section):
     split: str = "train"
     """tfds: split name. numbers: train, dev or test, which do not overlap."""
     limit: Positive | None = None
-    """Use at most this many pairs, from the start. numbers: number of pairs to generate (None:
-    100,000 for train, all 10,000 for dev and test)."""
+    """Use only this many pairs, from the start; None: all. numbers: number of pairs to generate
+    (None: 100,000 for train, all 10,000 for dev and test)."""
 
     def rules(self) -> Iterator[Rule]:
         of_kind = f"for kind {self.kind!r}"
@@ -269,36 +268,35 @@ class PairsConfig(Section):
 
     @property
     def is_given(self) -> bool:
-        """True if any pairs are configured. Kind text needs file names."""
+        """True if the dataset is configured. Kinds text and tfds need a source."""
         return self.kind == "numbers" or (self.kind != "none" and bool(self.source))
 
 
 @dataclass(frozen=True)
 class DataConfig(Section, prefix="data."):
-    """Sentence pairs, and their tokenization into a corpus."""
+    """Datasets of sentence pairs, and their tokenization into a corpus."""
 
     root: str = ""
-    """Folder or URL that relative file names in train, dev and test start from; '': the current
-    folder."""
+    """Base folder or URL for relative file names in train, dev and test; '': the current folder."""
     train: PairsConfig = field(default_factory=PairsConfig)
     """Training set."""
     dev: PairsConfig = field(default_factory=PairsConfig)
-    """Dev set, for loss and BLEU during training and for choosing the best checkpoint."""
+    """Dev set, for loss and BLEU during training and for selecting the best checkpoint."""
     test: PairsConfig = field(default_factory=PairsConfig)
-    """Test set, scored once when training ends."""
+    """Test set, scored once at the end of training."""
     max_source_length: PairLength = 256
-    """Maximum source length in tokens, including EOS. Longer pairs are left out of the training set
-    and of dev loss, and counted."""
+    """Maximum source length in tokens, including EOS. Longer pairs are excluded from the training
+    set and the dev loss; the log reports how many pairs remain."""
     max_target_length: PairLength = 256
-    """Maximum target length in tokens, including EOS. Longer pairs are left out of the training set
-    and of dev loss, and counted."""
+    """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
+    set and the dev loss; the log reports how many pairs remain."""
     cache: str = ""
-    """Folder for tokenized corpora; '': `corpus` in the work directory. Runs may share a folder."""
+    """Folder for tokenized corpora; '': `corpus` in the work directory. Runs can share a folder."""
     workers: Count = 0
-    """Number of tokenizing processes; 0: one per CPU core."""
+    """Number of processes for tokenization; 0: one per CPU core."""
 
     def rules(self) -> Iterator[Rule]:
-        yield "cache", "://" not in self.cache, "a local folder, as corpora are memory-mapped"
+        yield "cache", "://" not in self.cache, "a local folder, because corpora are memory-mapped"
 
 
 @dataclass(frozen=True)
@@ -308,16 +306,16 @@ class BatchConfig(Section, prefix="batch."):
     layout: Literal["auto", "bucketed", "packed"] = "auto"
     """bucketed: one pair per row, grouped by length. packed: several pairs per row, separated by
     segment ids. auto: packed on TPUs, where compiling a shape takes minutes; bucketed elsewhere.
-    The run's config.json has the choice."""
+    The run's config.json records the choice."""
     tokens: Positive = 25_000
-    """Number of token positions per side in one step's global batch, including padding (25,000 +
-    25,000 in the paper)."""
+    """Global batch size: number of source tokens and of target tokens per step, including padding
+    (25,000 each in the paper)."""
     buckets: Positive = 8
-    """bucketed: number of (source length, target length) shapes, each compiled once. More shapes
-    mean less padding."""
+    """bucketed: number of buckets, each for one (source length, target length). More buckets mean
+    less padding, but each is compiled separately."""
     row_length: Positive = 256
-    """packed: row length on the longer side. The other side is shorter, in proportion to the
-    corpus."""
+    """packed: number of tokens per row on the side (source or target) with more tokens in the
+    corpus. The other side's rows are shorter in proportion."""
     row_multiple: Positive = 8
     """The number of rows in every batch is a multiple of this value, which must be a multiple of
     mesh.data x mesh.fsdp x optimizer.accumulate_steps."""
@@ -343,10 +341,10 @@ class OptimizerConfig(Section, prefix="optimizer."):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay on matrices (AdamW); 0: off."""
     clip_norm: NonNegative = 0.0
-    """Gradient clipping to this global norm; 0: off."""
+    """Clip gradients to this global norm; 0: off."""
     accumulate_steps: Positive = 1
-    """Gradient accumulation: split each batch into this many microbatches with equal row counts.
-    Less memory, same result (except for dropout masks)."""
+    """Gradient accumulation: split each batch into this many microbatches with equal numbers of
+    rows. Saves memory and gives the same result, except for dropout masks."""
     ema_decay: Fraction = 0.0
     """Evaluate and decode with an exponential moving average of the parameters; 0: off. At step t,
     the decay is at most (1 + t) / (10 + t)."""
@@ -354,51 +352,51 @@ class OptimizerConfig(Section, prefix="optimizer."):
 
 @dataclass(frozen=True)
 class TrainingConfig(Section, prefix="training."):
-    """Training loop: length, evaluation, checkpoints."""
+    """Training length, evaluation and checkpoints."""
 
     steps: Positive = 100_000
     """Number of optimizer steps."""
     start_from: str = ""
-    """Fine-tuning: start from the tokenizer and parameters of this work directory (averaged as in
-    decode.py) or of this checkpoint folder; '': start from scratch."""
+    """Fine-tuning: a work directory or checkpoint folder to take the tokenizer and initial
+    parameters from (averaged as in decode.py for a work directory); '': train from scratch."""
     label_smoothing: Fraction = 0.1
-    """Label smoothing (epsilon_ls of section 5.4)."""
+    """Label smoothing (epsilon_ls in section 5.4)."""
     r_drop: NonNegative = 0.0
-    """Weight alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice,
-    with different dropout masks, and the loss penalizes differences between the two predictions.
-    Doubles the cost of a step. 5 is usual for small corpora; 0: off."""
+    """Weight alpha of R-Drop (Liang et al., 2021): each pair passes through the model twice, with
+    different dropout masks, and the loss penalizes differences between the two predictions. Doubles
+    the cost of a step. 5 is typical for small corpora; 0: off."""
     log_every: Positive = 50
-    """Steps between entries in metrics.jsonl and TensorBoard."""
+    """Number of steps between entries in metrics.jsonl and TensorBoard."""
     eval_every: Positive = 1000
-    """Steps between evaluations on the dev set: loss, perplexity, accuracy and (see bleu_every)
-    BLEU."""
+    """Number of steps between evaluations on the dev set: loss, perplexity, accuracy and (see
+    bleu_every) BLEU."""
     bleu_every: Count = 1
     """Translate the dev set with beam search at every n-th evaluation; 0: never."""
     bleu_sentences: Positive = 1000
     """Number of sentences to translate, from the start of the dev set."""
     bleu_tokenize: Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"] = "13a"
-    """sacreBLEU's tokenizer; none: the text is already tokenized and scored unchanged."""
+    """sacreBLEU's tokenizer; none: the text is already tokenized and scored as is."""
     bleu_language: str = ""
-    """Target language (de, fr, ...). Test sets are then also scored with BLEU as in the paper
-    (Moses tokens, compounds split); '': only with sacreBLEU's BLEU."""
+    """Target language (de, fr, ...). If set, test sets are also scored with BLEU as in the paper
+    (Moses tokenization, compounds split); '': only sacreBLEU's BLEU."""
     checkpoint_every: Positive = 1000
-    """Steps between checkpoints."""
+    """Number of steps between checkpoints."""
     keep_checkpoints: Positive = 5
     """Checkpoint retention: number of newest checkpoints to keep. The best checkpoint on the dev
-    set (select_by) is also kept, with the checkpoints that may be averaged with it."""
+    set (select_by) is also kept, along with the checkpoints that can be averaged with it."""
     average: Literal["auto"] | Positive = "auto"
     """Checkpoint averaging: number of checkpoints to average for the test set and decode.py. These
     are the last checkpoints or, after early stopping, the best checkpoint on the dev set and the
     checkpoints before it; 1: a single checkpoint. auto: when training ends, the average of 1 to 5
-    checkpoints with the lowest dev loss; until then, or without data.dev, the last checkpoint
-    alone."""
+    checkpoints with the lowest dev loss; until then, or without data.dev, only the last
+    checkpoint."""
     select_by: Literal["loss", "bleu"] = "loss"
-    """Dev-set metric that selects the best checkpoint and controls early stopping."""
+    """Dev-set metric for selecting the best checkpoint and for early stopping."""
     patience: Count = 0
-    """Early stopping after this many evaluations without a better dev-set metric; 0: off."""
+    """Early stopping after this many evaluations without improvement (select_by); 0: off."""
     max_bad_steps: Positive = 10
-    """Steps with a non-finite loss or gradient are skipped and counted. After this many in a row,
-    the run stops."""
+    """Steps with a non-finite loss or gradient are skipped and counted. Training stops after this
+    many in a row."""
 
     def rules(self) -> Iterator[Rule]:
         yield (
@@ -420,48 +418,49 @@ class DecodingConfig(Section, prefix="decoding."):
     method: Literal["beam", "sample"] = "beam"
     """Search for the most likely translation, or sample from the model's distribution."""
     beam_size: Positive = 4
-    """beam: hypotheses kept per sentence (1: greedy). sample: number of samples."""
+    """beam: number of hypotheses kept per sentence (1: greedy). sample: number of samples."""
     length_penalty: NonNegative = 0.6
     """Length penalty (length normalization): alpha in log P / ((c + length) / (c + 1))^alpha, where
     c is length_offset."""
     length_offset: NonNegative = 5.0
-    """c of the length penalty: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers,
+    """c in the length penalty: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers,
     which divide by length^alpha."""
     max_extra_length: ExtraLength = 50
     """Maximum number of tokens by which a translation may exceed its source."""
     min_length: Count = 0
     """Minimum number of tokens in a translation."""
     no_repeat_ngram: Count = 0
-    """Block repeated n-grams of this many tokens within a translation; 0: off."""
+    """Block repeated n-grams of this size within a translation; 0: off."""
     suppress: tuple[str, ...] = ()
     """Target tokens that are never generated, written as in the vocabulary (`▁` starts a word)."""
     temperature: PositiveFloat = 1.0
-    """sample: divide logits by this value. Below 1, likely tokens become more likely."""
+    """sample: divide logits by this value. Values below 1 make likely tokens more likely."""
     top_k: Count = 0
-    """sample: draw only from the k most likely tokens; 0: from all."""
+    """sample: sample only from the k most likely tokens; 0: from all."""
     top_p: TopP = 1.0
-    """sample: draw only from the smallest set of most likely tokens with total probability of at
+    """sample: sample only from the smallest set of most likely tokens whose total probability is at
     least p; 1: from all."""
     seed: Seed = 0
-    """sample: random seed. A line gets the same samples in any batch."""
+    """sample: random seed. The samples of a line do not depend on its batch."""
     max_source_length: LineLength = 256
-    """Longer lines (in tokens, including EOS) are translated in segments, with a warning."""
+    """Maximum source length in tokens, including EOS. Longer lines are translated in segments, with
+    a warning."""
     batch_size: Positive = 32
-    """Number of sentences decoded at a time, over all devices. For sources longer than 128 tokens,
-    a quarter of this number; longer than 512, a sixteenth."""
+    """Number of sentences decoded at a time, over all devices. Sources longer than 128 tokens use a
+    quarter of this number, sources longer than 512 tokens a sixteenth."""
 
     def rules(self) -> Iterator[Rule]:
         yield (
             "min_length",
             self.min_length <= self.max_extra_length,
-            f"at most decoding.max_extra_length = {self.max_extra_length}, so that the shortest "
-            "source allows it",
+            f"at most decoding.max_extra_length = {self.max_extra_length}, so that even the "
+            "shortest source can reach it",
         )
 
 
 @dataclass(frozen=True)
 class MeshConfig(Section, prefix="mesh."):
-    """The device mesh."""
+    """Device mesh."""
 
     data: Literal[-1] | Positive = -1
     """Data parallelism: number of devices that split the batch; -1: all remaining devices."""
@@ -470,25 +469,26 @@ class MeshConfig(Section, prefix="mesh."):
     tensor: Positive = 1
     """Tensor parallelism: number of devices that split heads and d_ff."""
     slices: Positive | None = None
-    """Number of groups of devices that only a slow network joins. ``data`` is split over them
-    first; ``fsdp`` and ``tensor`` stay within one. None: as TPUs report, 1 on other devices."""
+    """Number of slices: groups of devices connected to each other only by a slow network. ``data``
+    is split over slices first; ``fsdp`` and ``tensor`` stay within a slice. None: as reported by
+    TPUs; 1 on other devices."""
 
 
 @dataclass(frozen=True)
 class Processes(Section, prefix="processes."):
-    """Connection between the processes of a run. Not saved with the other settings."""
+    """Connection between the processes of a run. It is not saved with the other settings."""
 
     distributed: bool = False
-    """Join a run with several processes, which JAX detects from the cluster (Slurm, Open MPI,
+    """Join a multi-process run that JAX detects from the cluster environment (Slurm, Open MPI,
     Kubernetes, Cloud TPU)."""
     coordinator_address: str | None = None
-    """Outside such a cluster: HOST:PORT of process 0. Requires --num-processes and --process-id."""
+    """Without such a cluster: HOST:PORT of process 0. Requires --num-processes and --process-id."""
     num_processes: Positive | None = None
     """Number of processes."""
     process_id: Count | None = None
     """Index of this process, from 0."""
     start_timeout: Positive = 300
-    """Seconds to wait at the start until all processes have connected; then it is an error."""
+    """Maximum number of seconds to wait at startup for all processes to connect."""
 
 
 @dataclass(frozen=True)
@@ -518,6 +518,6 @@ class Config(Section):
             "training.steps",
             decay in ("inverse_sqrt", "constant")
             or self.training.steps > self.optimizer.warmup_steps,
-            f"more than optimizer.warmup_steps = {self.optimizer.warmup_steps}, as optimizer.decay "
-            f"is {decay!r}",
+            f"more than optimizer.warmup_steps = {self.optimizer.warmup_steps}, because "
+            f"optimizer.decay is {decay!r}",
         )

@@ -1,4 +1,4 @@
-"""Validation of settings against the ranges declared in the types of their fields."""
+"""Validation of settings against the ranges in their field types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from annotated_types import Interval
 
 from transformer_jax.errors import UserError, shown
 
-# The type of a field declares its range and the expectation shown in the error message.
+# The type of a field gives its range and the expectation for its error message.
 Positive = Annotated[int, Interval(ge=1, lt=2**31), "a positive number below 2^31"]
 ExtraLength = Annotated[int, Interval(ge=1, le=2**16), "a number from 1 to 65,536"]
 Count = Annotated[int, Interval(ge=0, lt=2**31), "a number from 0 to 2^31 - 1"]
@@ -25,18 +25,18 @@ Probability = Annotated[float, Interval(ge=0, lt=1), "a probability in [0, 1)"]
 Fraction = Annotated[float, Interval(ge=0, lt=1), "a value in [0, 1)"]
 Coverage = Annotated[float, Interval(ge=0.98, le=1), "a fraction from 0.98 to 1"]
 TopP = Annotated[float, Interval(gt=0, le=1), "a probability in (0, 1]"]
-VocabSize = Annotated[int, Interval(ge=5, lt=2**31), "more than the four special tokens"]
-PairLength = Annotated[int, Interval(ge=2, lt=2**31), "at least 2: a token and the end symbol"]
+VocabSize = Annotated[int, Interval(ge=5, lt=2**31), "more than 4, the number of special tokens"]
+PairLength = Annotated[int, Interval(ge=2, lt=2**31), "at least 2, for one token and EOS"]
 LineLength = Annotated[int, Interval(ge=3, lt=2**31), "at least 3"]
 
 Rule = tuple[str, bool, str]
-"""A constraint on several fields: the field to name, the condition, the expectation."""
+"""A constraint across fields: the field to report, the condition, the expectation."""
 
 
 class Section:
-    """Base class for a dataclass of settings. Checks its fields, then its rules, at construction.
+    """Base class for settings dataclasses. Checks the fields, then ``rules``, on construction.
 
-    Raises ``UserError``, which names the field after the class's ``prefix``.
+    Raises ``UserError`` with the name of the invalid field, after the class's ``prefix``.
     """
 
     _prefix = ""
@@ -53,7 +53,7 @@ class Section:
                 raise self._error(name, expected)
 
     def rules(self) -> Iterator[Rule]:
-        """Constraints that involve more than one field."""
+        """Yield constraints that involve more than one field."""
         yield from ()
 
     def _error(self, name: str, expected: str) -> UserError:
@@ -62,7 +62,7 @@ class Section:
 
 
 def _expected(value: Any, allowed: Any) -> str | None:
-    """Return the expectation that ``value`` violates, or None if it is allowed."""
+    """Return the expectation that ``value`` violates, or None if it is valid."""
     origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
     if origin is Annotated:
         kind, interval, words = arguments

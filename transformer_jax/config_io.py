@@ -15,25 +15,25 @@ from transformer_jax.errors import UserError, shown
 
 _PACKAGE = Path(__file__).parent
 _RECIPES = folder if (folder := _PACKAGE / "configs").is_dir() else _PACKAGE.with_name("configs")
-"""Inside the package when installed from a wheel; next to it in a clone."""
+"""Folder of recipes: in the package if installed from a wheel, next to the package in a clone."""
 
 _WITH_ARGUMENT = re.compile(r"([^/:.]+|.+?\.py):(.*)", re.DOTALL)
-"""A recipe name or a Python file, a colon, and an argument, which may contain colons."""
+"""A recipe name or a Python file, a colon, and an argument, which can contain colons."""
 
 
 def load_config_file(path: str | Path) -> Config:
-    """Load the config of a recipe, a file, a work directory or a checkpoint.
+    """Load a config from a recipe, a file, a work directory or a checkpoint.
 
-    ``path`` is a recipe's name (``multi30k``), a Python file with ``get_config()``, a config.json,
-    a work directory, or one of its checkpoints. A Python file is executed, so load only files that
-    you trust. A config.json is only read.
+    ``path`` is the name of a recipe (``multi30k``), a Python file with ``get_config()``, a
+    config.json file, a work directory, or one of its checkpoints. Python files are executed, so
+    load only files that you trust. JSON files are only parsed.
 
-    Text after a colon is the argument of ``get_config(argument)`` in a recipe or file:
+    Text after a colon is passed to ``get_config(argument)`` of the recipe or Python file:
     ``table3:C-N2``, ``mine/recipe.py:large``.
 
     Raises:
-      UserError: the recipe does not exist, or the file cannot be read or run or has invalid
-        settings. The message names the file and, for Python, the line.
+      UserError: the recipe does not exist, or the file cannot be read, cannot be run, or has
+        invalid settings. The message gives the file name and, in a Python file, the line number.
     """
     name, argument = str(path), None
     if not Path(name).exists() and (found := _WITH_ARGUMENT.fullmatch(name)):
@@ -52,7 +52,7 @@ def load_config_file(path: str | Path) -> Config:
         )
     try:
         return from_json(path.read_bytes()) if path.suffix == ".json" else _run(path, argument)
-    except (Exception, SystemExit) as error:  # a config file may raise anything
+    except (Exception, SystemExit) as error:  # a config file can raise any exception
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else ""
@@ -60,7 +60,10 @@ def load_config_file(path: str | Path) -> Config:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the file of a recipe in ``configs``; ``UserError`` if no recipe has this name."""
+    """Return the path of a recipe in ``configs``.
+
+    Raises ``UserError`` if no recipe has this name.
+    """
     path = _RECIPES / f"{name}.py"
     if not path.is_file():
         files = sorted(_RECIPES.glob("*.py"))
@@ -76,14 +79,16 @@ def _run(path: Path, argument: str | None) -> Config:
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), names)
     if "get_config" not in names:
-        raise UserError("It has no get_config(); expected `def get_config() -> Config`.")
+        raise UserError("It does not define get_config(); expected `def get_config() -> Config`.")
     get_config = names["get_config"]
     parameters = inspect.signature(get_config).parameters.values()
     if argument is not None and not parameters:
-        raise UserError(f"It takes no argument, but {shown(argument)} was given after the colon.")
+        raise UserError(
+            f"get_config() takes no argument, but got {shown(argument)} after the colon."
+        )
     if argument is None and any(each.default is each.empty for each in parameters):
         summary = (inspect.getdoc(get_config) or "").partition("\n")[0]
-        raise UserError(f"It needs an argument: {path.stem}:ARGUMENT. {summary}".rstrip())
+        raise UserError(f"get_config() needs an argument: {path.stem}:ARGUMENT. {summary}".rstrip())
     config = get_config() if argument is None else get_config(argument)
     if not isinstance(config, Config):
         kind = type(config).__name__
@@ -101,7 +106,10 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str | bytes) -> Config:
-    """Parse the output of ``to_json``; ``UserError`` for unknown fields and invalid values."""
+    """Parse the output of ``to_json``.
+
+    Raises ``UserError`` on unknown fields or invalid values.
+    """
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -121,8 +129,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 def _build(section: Any, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
         raise UserError(
-            f"{prefix.rstrip('.') or 'config'} is {shown(values)}; expected an object with fields "
-            f"of {section.__name__}."
+            f"{prefix.rstrip('.') or 'config'} is {shown(values)}; expected an object with the "
+            f"fields of {section.__name__}."
         )
     fields = {field.name: field.default_factory for field in dataclasses.fields(section)}
     arguments = {}
@@ -130,7 +138,7 @@ def _build(section: Any, values: Any, prefix: str) -> Any:
         if name not in fields:
             raise UserError(
                 f"Unknown config field {prefix}{name}; expected one of {', '.join(fields)}. If an "
-                "earlier version of transformer_jax wrote it, rename or remove it in the file."
+                "earlier version of transformer_jax wrote the file, rename or remove the field."
             )
         if dataclasses.is_dataclass(fields[name]):
             arguments[name] = _build(fields[name], value, f"{prefix}{name}.")

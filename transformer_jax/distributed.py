@@ -1,9 +1,9 @@
-"""Runs with several processes: joining, agreement, and work that one process does for all.
+"""Multi-process runs: startup, agreement, and work that one process does for all.
 
-JAX's own runtime (``jax.distributed``) joins the processes. Every process runs the same program on
+JAX's runtime (``jax.distributed``) connects the processes. Every process runs the same program on
 its own devices, and arrays and compiled functions span all devices. Short messages use the
 runtime's key-value store, where a process can wait for hours, unlike in a collective. With a single
-process, these functions do the work without communication.
+process, these functions work without communication.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HEARTBEAT_SECONDS = 40  # a process silent for this long counts as dead, and the whole run ends
-_PREPARING_MILLISECONDS = 7 * 24 * 3600 * 1000  # tokenizing a large corpus takes hours
+_PREPARING_MILLISECONDS = 7 * 24 * 3600 * 1000  # tokenizing a large corpus can take hours
 _numbers = itertools.count()  # all processes call these functions in the same order
 
 
 def start(settings: Processes) -> None:
-    """Join the other processes of the run. Call this before any other use of JAX.
+    """Connect to the other processes of the run. Call this before any other use of JAX.
 
     Raises:
       UserError: incompatible flags, a cluster that JAX does not support, a coordinator that does
-        not answer, or no device of the type that JAX_PLATFORMS names.
+        not respond, or no device of the type in JAX_PLATFORMS.
     """
     timeout = settings.start_timeout
     address, count, number = explicit = (
@@ -54,11 +54,11 @@ def start(settings: Processes) -> None:
     elif address is None or count is None or number is None:
         raise UserError(
             f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; "
-            "pass all three flags, or --distributed alone on a cluster that JAX supports."
+            "pass all three flags, or only --distributed on a cluster that JAX supports."
         )
     elif not 0 <= number < count:
         raise UserError(
-            f"--process-id is {number}; expected 0 to {count - 1}, below --num-processes."
+            f"--process-id is {number}; expected 0 to {count - 1}, less than --num-processes."
         )
     elif not re.fullmatch(r".+:\d+", address):
         raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
@@ -70,14 +70,14 @@ def start(settings: Processes) -> None:
         try:
             jax.distributed.initialize(
                 *explicit,
-                # With an explicit address JAX must not detect a cluster, whose settings may differ.
+                # With an explicit address, JAX must not detect a cluster: its settings can differ.
                 cluster_detection_method=None if address is None else "deactivate",
                 initialization_timeout=timeout + 60,
                 heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             )
         except (ValueError, RuntimeError) as error:
             raise UserError(
-                f"The processes did not connect: {one_line(error)} Use a cluster that "
+                f"The processes could not connect: {one_line(error)} Use a cluster that "
                 "JAX supports (Slurm, Open MPI, Kubernetes, Cloud TPU), or pass "
                 "--coordinator-address, --num-processes and --process-id."
             ) from None
@@ -88,9 +88,9 @@ def start(settings: Processes) -> None:
 
 @contextmanager
 def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
-    """End the program if this context takes longer than ``timeout`` seconds.
+    """Exit the program if this context takes longer than ``timeout`` seconds.
 
-    JAX's own timeout aborts with a stack trace.
+    JAX's own timeout would abort with a stack trace.
     """
 
     def end() -> None:
@@ -118,7 +118,7 @@ def is_first() -> bool:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Gather the value (plain JSON) of every process, in the order of process ids."""
+    """Gather a JSON-serializable value from every process, in the order of process ids."""
     if jax.process_count() == 1:
         return [value]
     folder, client = f"transformer_jax/{next(_numbers)}", _client()
@@ -129,9 +129,9 @@ def from_all(value: Any) -> list[Any]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Make all processes leave this context at the same time.
+    """Wait at the end of this context until all processes reach it.
 
-    If it fails in one process, all other processes raise ``UserError`` with its id and message.
+    If one process fails in it, all others raise ``UserError`` with its id and error message.
     """
     try:
         yield
@@ -144,14 +144,20 @@ def together() -> Iterator[None]:
 
 
 def from_first(compute: Callable[[], T]) -> T:
-    """Return process 0's ``compute()`` (plain JSON) in every process. Raises like ``together``."""
+    """Return process 0's ``compute()``, which must be JSON-serializable, in every process.
+
+    Raises the same errors as ``together``.
+    """
     with together():
         value = compute() if is_first() else None
     return from_all(value)[0]  # type: ignore[no-any-return]
 
 
 def first_then_others(compute: Callable[[], T]) -> T:
-    """Call ``compute()`` in process 0, then in all other processes. Raises like ``together``."""
+    """Call ``compute()`` in process 0, then in all other processes.
+
+    Raises the same errors as ``together``.
+    """
     for turn in (True, False):
         with together():
             if turn == is_first():
@@ -160,16 +166,16 @@ def first_then_others(compute: Callable[[], T]) -> T:
 
 
 def lost_contact(error: BaseException | None) -> bool:
-    """Return True if the error came from JAX's runtime in a multi-process run."""
+    """Return True if JAX's runtime raised the error in a multi-process run."""
     return jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def check_agreement(values: dict[str, Any]) -> None:
-    """Raise ``UserError`` in all processes unless all have the same values (plain JSON).
+    """Raise ``UserError`` in all processes unless they all have the same values.
 
     The message lists the differences from process 0.
     """
-    values = json.loads(json.dumps(values))  # as transmitted: tuples become lists
+    values = json.loads(json.dumps(values))  # as after transmission: tuples become lists
     expected = from_first(lambda: values)
     differences = [
         f"\n  {name} is {values.get(name)!r}, but {expected.get(name)!r} in process 0"
@@ -179,12 +185,12 @@ def check_agreement(values: dict[str, Any]) -> None:
     with together():
         if differences:
             raise UserError(
-                "The processes of this run differ; start all of them with the same command and "
-                "the same files." + "".join(differences)
+                "The processes of this run have different settings or data; start all of them "
+                "with the same command and the same files." + "".join(differences)
             )
 
 
 def _client() -> Any:
-    from orbax.checkpoint import multihost  # the only public way to JAX's client
+    from orbax.checkpoint import multihost  # the only public access to JAX's client
 
     return multihost.get_jax_distributed_client()

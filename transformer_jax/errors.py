@@ -1,21 +1,21 @@
-"""The exception for mistakes that a user can fix, and helpers for its messages."""
+"""Exception for errors that a user can fix, and helpers for its messages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Invalid input, file or setting. The message gives the value, the expectation and the remedy.
+    """Invalid input, file or setting. The message gives the value, what is expected, and a remedy.
 
     The command-line programs print it as one line, without a traceback, and exit with status 2.
     """
 
 
 def shown(value: object, *, limit: int = 120) -> str:
-    """Return a value's ``repr`` for a message, shortened in the middle if it is long."""
+    """Return ``repr(value)`` for a message, with the middle cut out if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python cannot print integers of more than 4,300 digits
+    except ValueError:  # Python cannot print integers with more than 4,300 digits
         return "a number too long to print"
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
@@ -30,14 +30,13 @@ def one_line(error: Exception) -> str:
 def needs_extra(extra: str) -> Iterator[None]:
     """Context manager for importing packages from an optional extra in ``pyproject.toml``.
 
-    Wrap the imports in it at the point of use::
+    Use it where the package is needed::
 
         with needs_extra("demo"):
             from num2words import num2words
 
     Raises:
-        UserError: a package is not installed. The message gives the command that installs the
-          extra.
+        UserError: a package is not installed. The message gives the command to install the extra.
     """
     try:
         yield

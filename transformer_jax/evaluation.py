@@ -14,12 +14,12 @@ from transformer_jax.errors import UserError, needs_extra, shown
 
 @dataclass(frozen=True)
 class Score:
-    """A corpus score. Prints in sacreBLEU's format, with all details for comparison."""
+    """A corpus-level score. Prints in sacreBLEU's format, with all details for comparison."""
 
     name: str
-    """BLEU or chrF2."""
+    """Metric name: BLEU or chrF2."""
     value: float
-    """0 to 100."""
+    """Score from 0 to 100."""
     signature: str
     """sacreBLEU's signature: tokenization, case, smoothing, version."""
     details: str = ""
@@ -52,7 +52,7 @@ def evaluate(
     tokenize: str = "13a",
     language: str = "",
 ) -> Evaluation:
-    """Compute BLEU, chrF and exact match of translations, as train.py and decode.py report them.
+    """Compute BLEU, chrF and exact match, as reported by train.py and decode.py.
 
     With a ``language``, also computes BLEU as in the paper. Takes the same arguments and raises the
     same errors as ``bleu`` and ``paper_bleu``.
@@ -72,8 +72,8 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tokenize: str 
     ``tokenize``: one of sacreBLEU's tokenizers; ``"none"`` for text that is already tokenized.
 
     Raises:
-        UserError: different numbers of lines, nothing to score, or a tokenizer that sacreBLEU lacks
-          or whose package is not installed.
+        UserError: different numbers of lines, nothing to score, or a tokenizer that is unknown to
+          sacreBLEU or whose package is not installed.
     """
     return _corpus_score(_bleu_metric(tokenize), hypotheses, references)
 
@@ -83,9 +83,9 @@ def paper_bleu(
 ) -> Score:
     """Compute BLEU as in the paper (section 6.1): cased, Moses tokens, compounds split.
 
-    Usually higher than ``bleu``. Follows tensor2tensor's get_ende_bleu.sh, on both sides: replace
-    Unicode punctuation, tokenize with Moses, split "rich-text" into three tokens, compute BLEU
-    without smoothing.
+    Usually higher than ``bleu``. Follows tensor2tensor's get_ende_bleu.sh: in hypotheses and
+    references, replace Unicode punctuation, tokenize with Moses, and split "rich-text" into three
+    tokens; then compute BLEU without smoothing.
 
     Args:
       language: code of the target language, such as ``"de"``.
@@ -112,7 +112,7 @@ def paper_bleu(
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
-    """Compute corpus chrF2 (Popović, 2015): character n-grams up to 6, recall weighted twice.
+    """Compute corpus chrF2 (Popović, 2015): character n-grams up to length 6, beta = 2.
 
     Raises:
         UserError: different numbers of lines, or nothing to score.
@@ -121,10 +121,10 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Score:
 
 
 def check_bleu(tokenize: str, language: str = "") -> None:
-    """Raise ``UserError`` unless BLEU can be computed here. Call this before long work.
+    """Raise ``UserError`` if BLEU cannot be computed. Call this before a long run.
 
-    ``tokenize`` names sacreBLEU's tokenizer, ``language`` the Moses tokenizer's language ("":
-    none).
+    ``tokenize`` is a sacreBLEU tokenizer; ``language`` is the language for BLEU as in the paper, if
+    any.
     """
     _bleu_metric(tokenize)
     if not language:
@@ -145,7 +145,7 @@ def _corpus_score(
     if len(hypotheses) != len(references) or not references:
         raise UserError(
             f"{len(hypotheses)} lines to score and {len(references)} reference lines; "
-            "expected equal numbers, and at least one line."
+            "expected the same number of each, and at least one line."
         )
     result = metric.corpus_score(hypotheses, [references])
     details = str(result).split(" ")[3:]  # after "BLEU = 41.02"
@@ -155,7 +155,7 @@ def _corpus_score(
 def _bleu_metric(tokenize: str) -> BLEU:
     try:
         return BLEU(tokenize=tokenize, force=tokenize == "none")
-    # unknown tokenizer, missing package or download
+    # unknown tokenizer, missing package, or failed download
     except (KeyError, ImportError, RuntimeError, OSError) as error:
         reason, known = " ".join(str(error).split()), ", ".join(BLEU.TOKENIZERS)
         raise UserError(

@@ -1,4 +1,4 @@
-"""CPU cores and devices of this machine."""
+"""CPU cores and JAX devices of this machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
 
 def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     if hasattr(os, "sched_getaffinity"):  # Linux only
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def find_devices() -> list[jax.Device]:
-    """Return all devices of the run; ``UserError`` if JAX_PLATFORMS names a missing device type."""
+    """Return all devices of the run.
+
+    Raises ``UserError`` if JAX cannot find the device type in JAX_PLATFORMS.
+    """
     import jax
 
     try:
@@ -31,8 +34,8 @@ def find_devices() -> list[jax.Device]:
         extra = "tpu" if asked == "tpu" else "cuda13"
         reason = " ".join(str(error).split()) or "no plugin supports it"
         raise UserError(
-            f"JAX_PLATFORMS is {asked!r}, but JAX finds no such device: {reason}. Installed "
-            f"plugins: {', '.join(plugins) or 'none, so JAX sees only the CPU'}. Expected a "
-            f"device with its driver (nvidia-smi lists NVIDIA GPUs) and JAX's plugin: pip install "
+            f"JAX_PLATFORMS is {asked!r}, but JAX cannot find such a device: {reason}. Installed "
+            f"plugins: {', '.join(plugins) or 'none, so JAX can only use the CPU'}. Install the "
+            f"device's driver (nvidia-smi lists NVIDIA GPUs) and JAX's plugin: pip install "
             f"'jax[{extra}]'. To run on the CPU, set JAX_PLATFORMS=cpu or unset it."
         ) from None

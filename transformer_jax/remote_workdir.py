@@ -1,8 +1,8 @@
-"""Copies of work directories between object stores and this machine.
+"""Copying work directories between object stores and this machine.
 
-fsspec reads and writes the store, so any URL that it supports works: s3://, gs://, az:// and
-others. A checkpoint's manifest is copied last, so that a folder without a manifest is never a
-checkpoint. Tokenized corpora are not copied.
+fsspec accesses the store, so any URL that it supports works: s3://, gs://, az:// and others. A
+checkpoint's manifest is copied last, because a folder without a manifest is not a checkpoint.
+Tokenized corpora are not copied.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from transformer_jax.storage import (
     remote_path,
 )
 
-_GRACE_SECONDS = 3600.0  # another reader may still be loading a checkpoint that the run deleted
+_GRACE_SECONDS = 3600.0  # another reader can still be loading a checkpoint that the run has deleted
 
 
 def local_workdir(workdir: str | Path) -> Path:
-    """Provide a local folder for reading a work directory or checkpoint; a URL is copied first."""
+    """Return a local folder for reading a work directory or checkpoint. Copies URLs first."""
     if not is_url(str(workdir)):
         return existing_folder(workdir)
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")
@@ -54,9 +54,9 @@ def local_workdir(workdir: str | Path) -> Path:
 
 
 def cached_folder(url: str, purpose: str) -> Path:
-    """Return the local folder that mirrors a URL; create it if it does not exist.
+    """Return the local folder that mirrors a URL, creating it if necessary.
 
-    Training and readers of its results use separate folders.
+    Training and programs that read its results use separate folders.
     """
     if url.startswith(("file:", "local:")):
         raise UserError(
@@ -82,7 +82,8 @@ def mirror_small_files(source: AnyPath, target: AnyPath) -> None:
 def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) -> None:
     """Copy complete checkpoints that are missing or different in ``target``, manifests last.
 
-    Deletes checkpoints that ``source`` does not have, once their copies are ``grace`` seconds old.
+    Deletes checkpoints from ``target`` that ``source`` does not have, once they are ``grace``
+    seconds old.
     """
     there, here = complete_steps(source), complete_steps(target)
     for name in map(checkpoint_name, there):
@@ -91,7 +92,7 @@ def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) ->
         delete_checkpoint(target / name)
         try:
             copy_folder(source / name, target / name, last=MANIFEST)
-        except FileNotFoundError:  # deleted by its run in the meantime
+        except FileNotFoundError:  # the run has deleted it in the meantime
             delete_checkpoint(target / name)
     for name in map(checkpoint_name, set(here).difference(there)):
         if not grace or time.time() - (target / name / MANIFEST).stat().st_mtime > grace:
@@ -99,7 +100,7 @@ def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) ->
 
 
 def _same(source: AnyPath, target: AnyPath) -> bool:
-    """Return True if two checkpoints are the same. A local ``target`` must also be intact."""
+    """Return True if two checkpoints are identical. A local ``target`` must also be intact."""
     same: bool = (source / MANIFEST).read_bytes() == (target / MANIFEST).read_bytes()
     return same and not (isinstance(target, Path) and corruption(target))
 

@@ -1,10 +1,10 @@
-"""The device mesh, and the sharding of parameters and batches over it.
+"""Device mesh, and sharding of parameters and batches over it.
 
 Mesh axes: ``data`` splits the batch; ``fsdp`` splits the batch and every large parameter with its
-optimizer state; ``tensor`` splits heads and d_ff. The arithmetic is the same for any mesh; XLA adds
+optimizer state; ``tensor`` splits heads and d_ff. The computation is the same on any mesh; XLA adds
 the communication. During a step, parameters are all-gathered along ``fsdp`` in the data type of
-matmuls (``gathered``), and gradients reduce-scattered (``scattered``). Otherwise XLA would also
-shard the layers' computation along ``fsdp``, and communicate its results.
+matmuls (``gathered``), and gradients are reduce-scattered (``scattered``). Otherwise XLA would also
+shard the layers' computation along ``fsdp`` and communicate activations.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from transformer_jax.machine import find_devices
 
 BATCH_AXES = ("data", "fsdp")
 
-# Mesh axes of a parameter's axes, by the end of its name. All other parameters (norms, biases) are
-# replicated.
+# Mesh axis for each axis of a parameter, by the end of its name. All other parameters (norms,
+# biases) are replicated.
 _RULES = {
     "query.kernel": PartitionSpec("fsdp", "tensor", None),  # [D, H, K]
     "key.kernel": PartitionSpec("fsdp", "tensor", None),
@@ -42,8 +42,8 @@ _RULES = {
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Arrange ``devices`` (default: all) in a (data, fsdp, tensor) mesh.
 
-    ``data`` is split over slices first. Within a slice, neighbors in the mesh are neighbors in the
-    hardware, as ``jax.experimental.mesh_utils`` arranges them.
+    ``data`` is split over slices first. Within a slice, ``jax.experimental.mesh_utils`` places
+    neighbors in the mesh next to each other in the hardware.
     """
     devices = find_devices() if devices is None else devices
     others = config.fsdp * config.tensor
@@ -57,25 +57,25 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     slices = _slices(devices, config.slices)
     if data % len(slices):
         raise UserError(
-            f"mesh.data is {data}; expected a multiple of {len(slices)}, the number of slices, as "
-            f"fsdp and tensor stay within a slice. Use mesh.fsdp x mesh.tensor = "
-            f"{len(devices) // len(slices)}, the devices of a slice, or a divisor of it."
+            f"mesh.data is {data}; expected a multiple of {len(slices)}, the number of slices, "
+            "because fsdp and tensor stay within a slice. Set mesh.fsdp x mesh.tensor to "
+            f"{len(devices) // len(slices)}, the number of devices in a slice, or to a divisor."
         )
     shape = (data // len(slices), config.fsdp, config.tensor)
     try:
         grids = [create_device_mesh(shape, each, allow_split_physical_axes=True) for each in slices]
-    except (NotImplementedError, AssertionError):  # of TPUs
+    except (NotImplementedError, AssertionError):  # raised for TPUs
         raise UserError(
             f"mesh.data x mesh.fsdp x mesh.tensor is {' x '.join(map(str, shape))} in a slice of "
-            f"{len(slices[0])} devices; expected axes that the slice's topology can be divided "
-            "into. Use powers of two, and all devices of a slice."
+            f"{len(slices[0])} devices; expected axes that fit the slice's topology. "
+            "Use powers of two, and all devices in the slice."
         ) from None
     axes = ("data", "fsdp", "tensor")
     return Mesh(np.concatenate(grids), axes, axis_types=(AxisType.Auto,) * 3)
 
 
 def _slices(devices: Sequence[jax.Device], count: int | None) -> list[list[jax.Device]]:
-    """Group devices by the slice that a TPU reports, or in ``count`` groups in their order."""
+    """Group devices by the slices that TPUs report, or into ``count`` consecutive groups."""
     found: dict[int, list[jax.Device]] = {}
     for device in devices:  # GPUs report each machine as a slice
         index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
@@ -99,7 +99,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding with a full copy on every device."""
+    """Return the sharding that puts a full copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -118,16 +118,16 @@ def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """Return a NamedSharding for each leaf of parameters or optimizer state, by its path."""
+    """Return the NamedSharding of each leaf of the parameters or optimizer state."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _sharding(path, leaf.shape, mesh), state
     )
 
 
 def gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
-    """All-gather parameters along ``fsdp`` under ``jit``; what is gathered has this data type.
+    """All-gather parameters along ``fsdp`` as ``dtype``. Call this under ``jit``.
 
-    Embeddings come back as float32, so that their gradients are float32 sums.
+    Embeddings are converted back to float32, so their gradients are float32 sums.
     """
 
     def gather(path: tuple[Any, ...], parameter: jax.Array, kept: NamedSharding) -> jax.Array:
@@ -141,8 +141,10 @@ def gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
 
 
 def whole(parameters: Any, mesh: Mesh) -> Any:
-    """Constrain parameters, or gradients, to be whole along ``fsdp``. One device needs no
-    constraint, which would keep XLA from adding gradients in place.
+    """Constrain parameters or gradients to be unsharded along ``fsdp``.
+
+    On one device, returns them without a constraint, which would keep XLA from adding gradients in
+    place.
     """
     if mesh.size == 1:
         return parameters
@@ -151,9 +153,9 @@ def whole(parameters: Any, mesh: Mesh) -> Any:
 
 
 def scattered(gradients: Any, mesh: Mesh) -> Any:
-    """Reduce-scatter gradients of ``gathered`` parameters along ``fsdp``: float32 shards."""
-    # With the second constraint alone, XLA moves rows of the batch between devices to compute
-    # shards of the embeddings' gradient.
+    """Reduce-scatter gradients of ``gathered`` parameters along ``fsdp`` into float32 shards."""
+    # With only the second constraint, XLA would move rows of the batch between devices to compute
+    # shards of the embeddings' gradients.
     gradients = whole(gradients, mesh)
     shards = jax.lax.with_sharding_constraint(gradients, state_shardings(gradients, mesh))
     return jax.tree.map(lambda x: x.astype(jnp.float32), shards)
@@ -166,7 +168,7 @@ def _without_fsdp(sharding: NamedSharding) -> NamedSharding:
 
 def parameter_name(path: tuple[Any, ...]) -> str:
     """Return the dotted name of a leaf, such as ``encoder.layers.0.feed_forward.inner.kernel``."""
-    # a leaf of an nnx.State ends in .value
+    # paths in an nnx.State end in .value
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 

@@ -1,3 +1,3 @@
-"""Ids of the four special tokens, the first four of every vocabulary."""
+"""Ids of the four special tokens, which come first in every vocabulary."""
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3

@@ -1,4 +1,4 @@
-"""Local files and files in object stores: paths, an atomic write, a lock."""
+"""Files on local disks and in object stores: paths, atomic writes, locks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AnyPath: TypeAlias = "Path | UPath"
-"""A file on this machine or behind a URL, as returned by ``to_path``."""
+"""A local path or the path of a URL, as returned by ``to_path``."""
 
-_PATIENCE_SECONDS = 600.0  # an object store may fail for minutes
+_PATIENCE_SECONDS = 600.0  # an object store can be down for minutes
 _PAUSE_SECONDS = 5.0
 
 _STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme: (package, extra)
@@ -37,12 +37,15 @@ def is_url(name: str) -> bool:
 
 
 def local_path(name: str | Path) -> Path:
-    """Return the absolute path of a local name; ``~`` is the home folder."""
+    """Return the absolute path of a local file, with ``~`` expanded."""
     return Path(os.path.expanduser(name)).absolute()
 
 
 def existing_folder(workdir: str | Path) -> Path:
-    """Return the local path of a work directory or checkpoint; ``UserError`` if not a folder."""
+    """Return the path of a local work directory or checkpoint.
+
+    Raises ``UserError`` if it is not a folder.
+    """
     folder = local_path(workdir)
     if not folder.is_dir():
         raise UserError(
@@ -53,18 +56,21 @@ def existing_folder(workdir: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder ``transformer_jax`` in the user's cache, $XDG_CACHE_HOME or ~/.cache."""
+    """Return ``transformer_jax`` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."""
     caches = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(caches) if os.path.isabs(caches) else local_path("~/.cache")) / "transformer_jax"
 
 
 def to_path(name: str) -> AnyPath:
-    """Return the path of a local name or URL."""
+    """Return the path object of a local file name or URL."""
     return remote_path(name) if is_url(name) else Path(name)
 
 
 def remote_path(url: str) -> UPath:
-    """Return the path of a URL; ``UserError`` if no installed package supports it."""
+    """Return the path object of a URL.
+
+    Raises ``UserError`` if no installed package supports the URL.
+    """
     from upath import UPath  # slow to import, and few runs need it
 
     if store := _STORES.get(url.partition("://")[0]):
@@ -85,7 +91,8 @@ def remote_path(url: str) -> UPath:
 def kind_of(path: AnyPath) -> str:
     """Return "file", "directory", "other" (a device or pipe), or "" if the path does not exist.
 
-    Raises ``UserError`` if an object store does not answer, for example without credentials.
+    Raises ``UserError`` if an object store reports an error, for example if credentials are
+    missing.
     """
     if isinstance(path, Path):
         if path.is_file():
@@ -93,7 +100,7 @@ def kind_of(path: AnyPath) -> str:
         if path.is_dir():
             return "directory"
         return "other" if path.exists() else ""
-    try:  # with some stores isfile() and exists() are False for any error
+    try:  # in some stores, isfile() and exists() return False on any error
         return str(path.fs.info(path.path)["type"])
     except FileNotFoundError:
         return ""
@@ -104,26 +111,27 @@ def kind_of(path: AnyPath) -> str:
 
 
 def patiently(path: AnyPath, access: Callable[[], T]) -> T:
-    """Return ``access()``. While the object store of ``path`` fails, try again, for at most ten
-    minutes. A local path gets no second try.
+    """Return ``access()``, retrying for up to ten minutes while an object store fails.
+
+    Errors are raised immediately if ``path`` is local.
     """
     end = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return access()
         except Exception as error:  # each store raises different errors
-            # A UserError that reports a failure of the store has it as its cause.
+            # If the store failed, its error is the cause of the UserError.
             mistake = isinstance(error, UserError) and error.__cause__ is None
             if mistake or isinstance(path, Path) or time.monotonic() > end:
                 raise
-            log.warning("%s fails (%s); trying again.", path, one_line(error))
+            log.warning("%s failed (%s); retrying.", path, one_line(error))
         time.sleep(_PAUSE_SECONDS)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replace a file's content. Readers see the old or the new content, even after a crash."""
+    """Replace a file's content. Readers see either the old or the new content, even on a crash."""
     content = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # a device or named pipe must stay
+    if path.exists() and not path.is_file():  # a device or named pipe cannot be replaced
         path.write_bytes(content)
         return
     with _replacing(path) as file:
@@ -132,7 +140,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``path`` once it is complete and on disk."""
+    """Open a temporary file that replaces ``path`` once it is completely written to disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -145,7 +153,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy a file within or between stores. Readers of ``target`` see only the complete file."""
+    """Copy a file within or between stores. Readers of ``target`` never see a partial file."""
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
     writing = _replacing(target) if isinstance(target, Path) else target.open("wb")
@@ -154,7 +162,7 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
 
 def copy_folder(source: AnyPath, target: AnyPath, *, last: str) -> None:
-    """Copy all files of a folder; copy ``last``, which marks the folder as complete, at the end."""
+    """Copy all files in a folder. Copy ``last``, which marks the folder as complete, at the end."""
     for name in sorted(files_in(source), key=lambda name: name == last):
         copy_file(source / name, target / name)
 
@@ -164,13 +172,13 @@ def files_in(folder: AnyPath) -> list[str]:
     if isinstance(folder, Path):
         found = [path for path in folder.rglob("*") if path.is_file()]
         return sorted(path.relative_to(folder).as_posix() for path in found)
-    folder.fs.invalidate_cache()  # other programs may have written since fsspec's last listing
+    folder.fs.invalidate_cache()  # fsspec caches listings, but other programs can add files
     prefix = folder.path.rstrip("/") + "/"
     return sorted(path.removeprefix(prefix) for path in folder.fs.find(prefix))
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder with its contents. Skip local files that cannot be deleted."""
+    """Delete a folder and its contents, skipping local files that cannot be deleted."""
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -180,10 +188,10 @@ def remove_folder(folder: AnyPath) -> None:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool]:
-    """Hold the lock file ``path`` until the context or this process ends.
+    """Lock the file ``path`` until the context exits or the process ends.
 
-    Raises ``BlockingIOError`` if another process holds it. With ``wait``, logs ``notice`` and waits
-    instead. Yields False, with a warning, if the file system does not support locks.
+    Raises ``BlockingIOError`` if another process holds the lock. With ``wait``, logs ``notice`` and
+    waits instead. If the file system does not support locks, logs a warning and yields False.
     """
     with path.open("ab") as file:
         held = True

@@ -1,4 +1,4 @@
-"""One SentencePiece model: conversion between lines of a language and token ids."""
+"""A SentencePiece model: conversion between text in one language and token ids."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.subword_sampling import SubwordSampler, any_of, model_proto, symbols_of
 
-# In multilingual models, a line may begin with a tag of the target language.
+# In multilingual models, a line can begin with a tag for the target language.
 _TAG = re.compile("(?:>>.*?<<)?")
 
 
 class SubwordModel:
     """A SentencePiece model. Its pieces are the vocabulary, with PAD, BOS, EOS and UNK first.
 
-    With a separate ``vocabulary``, as in MarianMT, each piece is looked up there. A line may then
-    begin with a tag such as ``>>deu<<``, which is one token.
+    With a separate ``vocabulary``, as in MarianMT, each piece gets its id from there. A line can
+    then begin with a tag such as ``>>deu<<``, which is one token.
     """
 
     def __init__(self, model: bytes, vocabulary: Sequence[str] = ()) -> None:
@@ -45,8 +45,8 @@ class SubwordModel:
     ) -> list[list[int]]:
         """Encode each line as token ids, without BOS and EOS.
 
-        ``sampling`` draws one random segmentation of each line with this merge dropout. The same
-        ``lines`` and ``seed`` give the same result.
+        If ``sampling`` is positive, draws a random segmentation of each line with this BPE-dropout
+        probability. The same ``lines`` and ``seed`` give the same result.
         """
         if not sampling and not self._foreign:
             if len(lines) == 1:  # a batch call starts a thread, which takes time
@@ -67,37 +67,40 @@ class SubwordModel:
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode one sequence to text, without PAD, BOS and EOS."""
+        """Decode a sequence of token ids to text, skipping PAD, BOS and EOS."""
         shown = [token for token in map(int, ids) if token not in (PAD_ID, BOS_ID, EOS_ID)]
         text: str = self._processor.decode(self.tokens(shown) if self._foreign else shown)
-        if self._foreign:  # tokens outside the model still have ▁ for a space
+        if self._foreign:  # tokens unknown to the model keep ▁ in place of a space
             text = text.replace("▁", " ").strip()
-        # byte tokens may decode to a newline, but a line must stay one line
+        # byte tokens can decode to a newline, but a line must stay one line
         return text.replace("\n", " ")
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return tokens as SentencePiece writes them: ▁ (U+2581) starts a word."""
+        """Convert ids to tokens as SentencePiece spells them: ▁ (U+2581) starts a word."""
         return [self._tokens[token] for token in ids]
 
     def ids(self, tokens: Iterable[str]) -> list[int]:
-        """Return token ids; UNK_ID for unknown tokens."""
+        """Convert tokens to ids. Unknown tokens become UNK_ID."""
         return [self._ids.get(token, UNK_ID) for token in tokens]
 
     def require_ids(self, tokens: Sequence[str], field: str) -> list[int]:
-        """Return token ids for the config's ``field``; ``UserError`` for unknown tokens."""
+        """Convert the tokens in a config field to ids.
+
+        Raises ``UserError``, which names ``field``, for a token that is not in the vocabulary.
+        """
         for token in tokens:
             if token not in self._ids:
                 raise UserError(
-                    f"{field} has {token!r}; expected tokens of the target vocabulary ('▁' begins "
+                    f"{field} has {token!r}; expected tokens in the target vocabulary ('▁' starts "
                     "a word)."
                 )
         return self.ids(tokens)
 
     def split_tag(self, line: str) -> tuple[list[int], str]:
-        """Split a line into its leading tokens, which every segment must repeat, and the rest.
+        """Split a line into the ids of its leading symbols and the remaining text.
 
-        Leading tokens are any of ``tokenizer.user_defined_symbols``, after a tag such as
-        ``>>deu<<`` in an imported model.
+        Leading symbols are a tag such as ``>>deu<<`` (imported models only), then any of
+        ``tokenizer.user_defined_symbols``. Every segment of a long line repeats them.
         """
         found = self._leading.match(line)
         assert found is not None  # the match may be empty
@@ -105,7 +108,7 @@ class SubwordModel:
 
 
 def with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
-    """Add the missing ``symbols`` to the end of a model as user-defined symbols."""
+    """Return a model with missing ``symbols`` appended as user-defined symbols."""
     proto = model_proto(model)
     pieces = {piece.piece: piece for piece in proto.pieces}
     for symbol in symbols:
@@ -113,7 +116,7 @@ def with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
             proto.pieces.add(piece=symbol, type=proto.SentencePiece.USER_DEFINED)
         elif pieces[symbol].type != proto.SentencePiece.USER_DEFINED:
             raise UserError(
-                f"tokenizer.user_defined_symbols has {symbol!r}, which is already an "
-                "ordinary or special token of the vocabulary; expected another name."
+                f"tokenizer.user_defined_symbols has {symbol!r}, which is already a "
+                "regular or special token in the vocabulary; choose another name."
             )
     return proto.SerializeToString()

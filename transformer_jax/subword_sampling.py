@@ -1,9 +1,9 @@
-"""Random segmentations for subword regularization: BPE-dropout with a seed.
+"""Random segmentation for subword regularization: BPE-dropout with a reproducible seed.
 
-SentencePiece also samples, but mixes a random salt of each process into its generator (seen in
-0.2.3), so a seed cannot reproduce a segmentation. Here, pieces and scores come from SentencePiece,
-and the draws from ``random.Random``. Words are segmented one by one, because no piece of our models
-crosses a space.
+SentencePiece can also sample, but it adds a random salt to each process's generator (as of 0.2.3),
+so a seed does not reproduce a segmentation. Here, pieces and scores come from SentencePiece, and
+random numbers from ``random.Random``. Words are segmented separately, because no piece in our
+models crosses a space.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from sentencepiece import sentencepiece_model_pb2
 
 from transformer_jax.errors import UserError
 
-_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # begins with ▁, the sign for a space
+_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # starts with ▁, which stands for a space
 _CACHED_WORDS = 2**15
 
 
 def model_proto(model: bytes) -> Any:
-    """Return the parsed content of a model file: ``pieces``, ``trainer_spec`` and others."""
+    """Parse a model file into a protocol buffer: ``pieces``, ``trainer_spec`` and other fields."""
     proto: Any = sentencepiece_model_pb2  # generated code, opaque to type checkers
     return proto.ModelProto.FromString(model)
 
 
 def symbols_of(proto: Any) -> list[str]:
-    """Return a model's user-defined pieces, in order. Text is never split inside them."""
+    """Return a model's user-defined symbols, in order. Text is never split inside them."""
     return [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
 
 
@@ -50,7 +50,8 @@ class SubwordSampler:
         trainer, pieces = model.trainer_spec, model.pieces
         if trainer.model_type != trainer.BPE:
             raise UserError(
-                "tokenizer.sampling needs a BPE model; set it to 0, or tokenizer.algorithm to bpe."
+                "tokenizer.sampling needs a BPE model; set tokenizer.sampling to 0 or "
+                "tokenizer.algorithm to bpe."
             )
         self._processor = processor
         self.dropout = dropout
@@ -61,7 +62,7 @@ class SubwordSampler:
         self._merged = lru_cache(_CACHED_WORDS)(self._merge)
 
     def sample(self, line: str, generator: random.Random) -> list[str]:
-        """Draw one random segmentation of ``line`` and return its pieces."""
+        """Draw a random segmentation of ``line`` and return its pieces."""
         text = self._processor.normalize(line)
         pieces: list[str] = []
         for part in [text] if self._symbol is None else self._symbol.split(text):
@@ -73,8 +74,8 @@ class SubwordSampler:
         return pieces
 
     def _draw(self, word: str, generator: random.Random) -> list[str]:
-        # The number of merges before the first drop is geometrically distributed, and often covers
-        # the whole word.
+        # The number of merges before the first drop has a geometric distribution. Often no merge
+        # in the word is dropped.
         first_drop = self._merges_before_drop(generator)
         pieces, merges = self._merged(word)
         return pieces if first_drop >= merges else self._merge(word, first_drop, generator)[0]
@@ -85,14 +86,14 @@ class SubwordSampler:
     def _merge(
         self, word: str, until_drop: float = math.inf, generator: random.Random | None = None
     ) -> tuple[list[str], int]:
-        """Encode a word with BPE, best pair first; also return the number of merges.
+        """Encode a word with BPE, best pair first. Returns the pieces and the number of merges.
 
-        After ``until_drop`` merges, one merge is dropped, and ``generator`` draws the next
-        ``until_drop``.
+        After ``until_drop`` merges, drops one merge and draws a new ``until_drop`` from
+        ``generator``.
         """
         n = len(word)
-        end = list(range(1, n + 1))  # of the part that begins here
-        begin = list(range(-1, n))  # of the part that ends here
+        end = list(range(1, n + 1))  # end of the part that begins at i
+        begin = list(range(-1, n))  # begin of the part that ends at i
         agenda: list[tuple[float, int, int, int]] = []
         merges = 0
 
@@ -106,7 +107,7 @@ class SubwordSampler:
         while agenda:
             _, left, middle, right = heapq.heappop(agenda)
             if end[left] != middle or end[middle] != right:
-                continue  # one of its parts has been merged elsewhere
+                continue  # one of the two parts was merged with another part
             if until_drop == 0 and generator is not None:
                 until_drop = self._merges_before_drop(generator)
                 continue
@@ -121,7 +122,7 @@ class SubwordSampler:
         return self._spelled(parts), merges
 
     def _spelled(self, parts: Iterable[str]) -> list[str]:
-        """Convert parts of a word to pieces. Unknown neighbors become one piece, or bytes."""
+        """Convert parts of a word to pieces. Adjacent unknown parts become one piece, or bytes."""
         pieces: list[str] = []
         for known, run in groupby(parts, self._scores.__contains__):
             if known:

@@ -23,11 +23,11 @@ _VOCABULARY = "tokenizer.vocab.json"
 
 
 class Tokenizer:
-    """One SentencePiece model for both languages, or one for each: ``source`` and ``target``.
+    """SentencePiece models for ``source`` and ``target``: one for both languages or one for each.
 
-    Built from the contents of the model files. With ``target_model=None``, both languages share
+    Takes the contents of the model files. With ``target_model=None``, both languages share
     ``source_model``. ``vocabulary`` is for tokenizers whose token ids differ from the models' piece
-    ids, as in MarianMT: the tokens of both languages, in the order of their ids.
+    ids, as in MarianMT: the tokens of both languages, ordered by id.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Tokenizer:
 
     @classmethod
     def train(cls, pairs: Iterable[tuple[str, str]], config: TokenizerConfig) -> Tokenizer:
-        """Learn the vocabulary from sentence pairs, or load ``config.model`` (and
-        ``target_model``).
+        """Train a tokenizer on sentence pairs, or load ``config.model`` if it is set.
 
-        Reads ``pairs`` once and holds at most ``config.max_training_sentences`` lines (per side, if
-        separate). Raises ``UserError`` if the text is empty or too small for ``config.vocab_size``
-        tokens, or if a model's ids of PAD, BOS, EOS and UNK are not 0 to 3.
+        Reads ``pairs`` once and keeps at most ``config.max_training_sentences`` lines in memory
+        (per language, if vocabularies are separate). Raises ``UserError`` if the text is empty or
+        too small for ``config.vocab_size`` tokens, or if PAD, BOS, EOS and UNK do not have the ids
+        0 to 3 in an existing model.
         """
         if config.model:
             given = {"tokenizer.model": config.model, "tokenizer.target_model": config.target_model}
@@ -72,14 +72,17 @@ class Tokenizer:
     def from_spm(cls, source: Path, target: Path, vocabulary: Sequence[str]) -> Tokenizer:
         """Build a tokenizer from two SentencePiece files and one shared vocabulary, as in MarianMT.
 
-        ``vocabulary``: the tokens in the order of their ids: PAD, BOS, EOS, UNK, then all others.
-        Pieces outside it become UNK.
+        ``vocabulary`` lists the tokens ordered by id: PAD, BOS, EOS, UNK, then all others. Pieces
+        not in it become UNK.
         """
         return cls(_read_model(source), _read_model(target), vocabulary=vocabulary)
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
-        """Load a saved tokenizer from ``directory``; ``UserError`` if it is missing or corrupt."""
+        """Load a saved tokenizer.
+
+        Raises ``UserError`` if a file is missing or corrupt.
+        """
         directory = Path(directory)
         names = (_SOURCE, _TARGET) if (directory / _TARGET).exists() else (_MODEL,)
         vocabulary = directory / _VOCABULARY
@@ -87,7 +90,7 @@ class Tokenizer:
         return cls(*(_read_model(directory / name) for name in names), vocabulary=tokens)
 
     def with_symbols(self, symbols: Sequence[str]) -> Tokenizer:
-        """Return a copy with missing ``symbols`` added at the end; existing ids do not change.
+        """Return a copy with missing ``symbols`` appended. Existing ids do not change.
 
         As with ``TokenizerConfig.user_defined_symbols``, text is never split inside them.
         """
@@ -111,7 +114,7 @@ class Tokenizer:
         return vocabulary | dict(zip(names, models, strict=True))
 
     def save(self, directory: str | Path) -> None:
-        """Write the tokenizer's files. Each file is written atomically."""
+        """Save the tokenizer to a folder. Each file is written atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         for name in {_MODEL, _SOURCE, _TARGET, _VOCABULARY} - self._files.keys():
@@ -135,7 +138,10 @@ class Tokenizer:
 
 
 def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> bytes:
-    """Read a valid model file; ``special_ids`` requires PAD, BOS, EOS and UNK to be 0 to 3."""
+    """Read and validate a model file.
+
+    ``special_ids`` requires PAD, BOS, EOS and UNK to have the ids 0 to 3.
+    """
     said = f"{field} = {str(path)!r}" if field else f"Tokenizer file {str(path)!r}"
     if not path.is_file():
         raise UserError(f"{said} does not exist; expected a SentencePiece model file.")
@@ -146,7 +152,7 @@ def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> by
         its = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise UserError(
-            f"{said} is not a SentencePiece model, or is corrupt; restore or retrain it ({error})."
+            f"{said} is not a SentencePiece model or is corrupt ({error}); restore or retrain it."
         ) from None
     ids = its.pad_id(), its.bos_id(), its.eos_id(), its.unk_id()
     if special_ids and ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
@@ -158,7 +164,7 @@ def _read_model(path: Path, field: str = "", *, special_ids: bool = False) -> by
 
 
 def _evenly_spread(pairs: Iterable[tuple[str, str]], most: int) -> list[tuple[str, str]]:
-    """Keep every k-th pair; k is the smallest power of 2 that leaves at most ``most`` pairs."""
+    """Keep every k-th pair, for the smallest power of two k that leaves at most ``most`` pairs."""
     kept: list[tuple[str, str]] = []
     stride = 1
     for index, pair in enumerate(pairs):
@@ -196,7 +202,7 @@ def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             unk_id=UNK_ID,
-            num_threads=16,  # fixed: a unigram model depends on the number of threads
+            num_threads=16,  # fixed, because unigram models depend on it
             minloglevel=2,
         )
     except RuntimeError as error:

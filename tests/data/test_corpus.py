@@ -448,7 +448,7 @@ def test_a_corrupt_corpus_is_built_again(tmp_path, caplog, finished, name, spoil
     assert not caplog.records
     build_corpus(NUMBERS, TOKENIZER, DataConfig(), tmp_path)
     [record] = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert record.levelname == "WARNING" and "is corrupt; building it again" in record.message
+    assert record.levelname == "WARNING" and "is corrupt; rebuilding it" in record.message
     assert contents(folder) == before
     assert list(tmp_path.glob("[!.]*")) == [folder]
 
@@ -510,7 +510,7 @@ def test_a_dying_worker_is_reported(tmp_path, monkeypatch, when):
     numbers = dataclasses.replace(NUMBERS, limit=20_000)
     with pytest.raises(
         UserError,
-        match=r"^A tokenizing process died\. If memory ran out, lower data\.workers\.$",
+        match=r"^A tokenization process died\. If memory ran out, lower data\.workers\.$",
     ):
         build_corpus(numbers, TOKENIZER, DataConfig(workers=2), tmp_path)
     assert len(killed) == 2 and list(tmp_path.glob("[!.]*")) == []
@@ -570,7 +570,7 @@ def test_corpus_from_lists():
     assert corpus.num_read == corpus.num_pairs == 2
     assert corpus.fingerprint != Corpus.from_lists([[4], [5]], [[6], [7, 8, 9]]).fingerprint
     assert Corpus.from_lists([], []).lengths()[0].shape == (1, 0)
-    with pytest.raises(UserError, match="There are 1 sources and 2 targets"):
+    with pytest.raises(UserError, match="Got 1 sources and 2 targets"):
         Corpus.from_lists([[4]], [[5], [6]])
 
 

@@ -109,7 +109,7 @@ def test_missing_file_is_reported_by_the_call(tmp_path):
     (tmp_path / "train.de").unlink()
     with pytest.raises(
         UserError,
-        match=r"train\.de' does not exist; expected a text file for source or target",
+        match=r"train\.de' does not exist; expected a text file as source or target",
     ):
         read_pairs(config, str(tmp_path))
 
@@ -131,7 +131,7 @@ def test_invalid_utf8_names_the_line(tmp_path):
 
 
 def test_nothing_to_read():
-    with pytest.raises(UserError, match="kind is 'text' and no file is named; set source"):
+    with pytest.raises(UserError, match="kind is 'text' and source is empty; set source"):
         read_pairs(PairsConfig())
 
 

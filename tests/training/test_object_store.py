@@ -130,7 +130,7 @@ def test_a_store_that_fails_while_the_run_saves(
     monkeypatch.undo()
     assert complete_steps(remote_path(url) / "checkpoints") == [3, 6]
     assert set(failures) == {"check_token", "complete_steps", "write_manifest"}
-    assert "fails (503 Service Unavailable); trying again." in caplog.text
+    assert "failed (503 Service Unavailable); retrying." in caplog.text
     with pytest.raises(ConnectionError):  # a local folder gets no second try
         storage.patiently(Path("here"), failing)
     with pytest.raises(UserError):  # nor has a mistake

@@ -192,7 +192,7 @@ def test_processes_that_do_not_find_each_other_say_so() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Processes(num_processes=2), "pass all three flags, or --distributed alone"),
+        (Processes(num_processes=2), "pass all three flags, or only --distributed"),
         (Processes(False, "localhost:1", 2, 2), "--process-id is 2; expected 0 to 1"),
         (
             Processes(False, "localhost", 2, 0),

@@ -1,11 +1,11 @@
-"""The batch plan: the pairs of each step, as a pure function of (corpus, config, seed, step).
+"""Batch plan: the pairs of each step, as a pure function of (corpus, config, seed, step).
 
 An epoch contains every pair once. Rows are grouped into buckets, one for each batch shape. In the
-bucketed layout, a row is one pair. Buckets take pairs from short to long, and each bucket holds a
-whole number of batches. In the packed layout, a row holds several pairs, and there is one bucket.
-Empty rows pad the batches of the last bucket. Each epoch permutes the rows of each bucket, cuts
-them into batches, and shuffles all batches, so every epoch has the same number of batches of each
-shape. With K stored segmentations, epoch e reads segmentation e mod K.
+bucketed layout, a row holds one pair. Buckets are filled from the shortest to the longest pairs,
+each with a whole number of batches. In the packed layout, a row holds several pairs, and all rows
+are in one bucket. Empty rows pad the batches of the last bucket. Each epoch permutes the rows of
+each bucket, splits them into batches, and shuffles all batches, so every epoch has the same number
+of batches of each shape. With K stored segmentations, epoch e uses segmentation e mod K.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from transformer_jax.errors import UserError
 
 Array = Any  # np.ndarray in the batch plan, jax.Array in the data loader
 
-# Purposes of random permutations. They are part of the seeds.
+# Kinds of random permutations, as part of their seeds.
 _OF_BATCHES, _OF_ROWS, _OF_PACKING = range(3)
 
 
 class Batch(NamedTuple):
-    """One step's pairs, int32. Sequences end with EOS, followed by PAD = 0. The target has no BOS.
+    """Batch of sentence pairs, int32. Sequences end with EOS and are padded with PAD = 0.
 
-    Segment ids number the pairs of a row from 1 and are 0 at padding. Both are None where a row is
-    one pair. A row may be empty (all PAD).
+    Targets have no BOS. Segment ids number the pairs in a row from 1, with 0 for padding. Both are
+    None if every row holds one pair. Rows can be empty (all PAD).
     """
 
     source_BS: Array
@@ -49,19 +49,19 @@ class Batch(NamedTuple):
 class BatchPlan:
     """The batches of a corpus, indexed by step. Thread-safe.
 
-    Memory: about 35 bytes per pair (packed: 70, plus 8 for each further segmentation).
+    Memory: about 35 bytes per pair (packed: 70, plus 8 for each additional segmentation).
     """
 
     def __init__(self, corpus: Corpus, config: BatchConfig, *, seed: int) -> None:
-        """Choose shapes and build rows, in seconds for ten million pairs.
+        """Choose batch shapes and build rows. Takes seconds for ten million pairs.
 
-        Raises ``UserError`` if the corpus is empty, the token budget holds fewer than
+        Raises ``UserError`` if the corpus is empty, the token budget is too small for
         ``row_multiple`` of the longest rows, or (packed) a sentence is longer than a row.
         """
         if not corpus.num_pairs:
             raise UserError(
-                "The corpus has no pairs; expected at least one. Check its files and the filters "
-                "in data."
+                "The corpus has no pairs; expected at least one. Check its files and the length "
+                "limits in data."
             )
         self.packed, limits = config.layout == "packed", (config.tokens, config.row_multiple)
         self._corpus, self._seed = corpus, seed
@@ -86,18 +86,18 @@ class BatchPlan:
         self._rows = [_grouped(row_N, num_rows) for row_N in rows_KN]
         self._buckets = [rows_KkB for _, rows_KkB in buckets]
         self.shapes = tuple((rows_KkB.shape[2], S, T) for (S, T), rows_KkB in buckets)
-        """(B, S, T) of each batch shape, smallest S + T first. Each is compiled once."""
+        """Batch shapes (B, S, T), smallest S + T first. Each is compiled once."""
         batches_b = [rows_KkB.shape[1] for rows_KkB in self._buckets]
         self.steps_per_epoch = sum(batches_b)
         positions_2 = batches_b @ np.array([(B * S, B * T) for B, S, T in self.shapes])
         source, target = (tokens_2 / corpus.num_samples / positions_2).tolist()
         self.fill: tuple[float, float] = (source, target)
-        """Fractions of source and target positions with real tokens, over all batches."""
-        # Batches are prefetched, so two epochs may be in use at the same time.
+        """Fractions of source and target positions that hold real tokens, over all batches."""
+        # Batches are prefetched, so two epochs can be in use at the same time.
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def shape(self, step: int) -> tuple[int, int, int]:
-        """Return (B, S, T) of a step's batch."""
+        """Return the shape (B, S, T) of a step's batch."""
         epoch, at = divmod(step, self.steps_per_epoch)
         bucket, _ = self._epoch(epoch)[at]
         return self.shapes[bucket]
@@ -124,7 +124,7 @@ class BatchPlan:
         return Batch(source, target, *([source_segments, target_segments] if self.packed else []))
 
     def _shuffle(self, epoch: int) -> list[tuple[int, np.ndarray]]:
-        """Return bucket and rows of each batch of an epoch, in order."""
+        """Return the bucket and rows of each batch in an epoch, in order."""
         batches: list[tuple[int, np.ndarray]] = []
         for bucket, rows_KkB in enumerate(self._buckets):
             rows_kB = rows_KkB[epoch % len(rows_KkB)]
@@ -138,7 +138,7 @@ class BatchPlan:
 def _fill_rows(
     sequences: tuple[np.ndarray, np.ndarray], pairs_per_row: np.ndarray, L: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Place sequences, given as flat tokens and lengths, one after another into rows of length L.
+    """Lay out sequences (flat tokens and lengths) one after another in rows of length L.
 
     Returns tokens and segment ids, both int32 [B, L].
     """
@@ -154,16 +154,16 @@ def _fill_rows(
 
 
 def _grouped(group_N: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return members sorted by group, and each group's start with the last group's end, int32."""
+    """Return members sorted by group, int32 [N], and group boundaries, int32 [groups + 1]."""
     ends = np.cumsum(np.bincount(group_N, minlength=groups), dtype=np.int32)
     return np.argsort(group_N, kind="stable").astype(np.int32), np.append(np.int32(0), ends)
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:
-    """Draw a random permutation of range(n), int32, identical on every platform and NumPy release.
+    """Draw a random permutation of range(n), int32, the same on all platforms and NumPy releases.
 
-    Sorts random bits with the index in their low end. The raw bits of PCG64 are a stable interface;
-    NumPy's ``permutation`` is not.
+    Sorts random integers whose low bits are the indices. NumPy keeps the raw bits of PCG64 stable,
+    but not ``permutation``.
     """
     raw = np.random.PCG64(np.random.SeedSequence(seed % 2**64, spawn_key=key)).random_raw(n)
     mask = np.uint64((1 << n.bit_length()) - 1)

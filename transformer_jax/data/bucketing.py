@@ -1,4 +1,4 @@
-"""Row widths that hold all pairs with little padding, and the pairs of each batch."""
+"""Bucket widths with little padding, and assignment of pairs to buckets and batches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformer_jax.errors import UserError
 
 
 def choose_widths(lengths_2KN: np.ndarray, count: int, tokens: int) -> list[tuple[int, int]]:
-    """Choose at most ``count`` row widths (S, T), in ascending order, with little padding.
+    """Choose at most ``count`` bucket widths (S, T), in ascending order, that need little padding.
 
-    The last width holds all pairs. Starts from equal shares of the pairs, then widens, narrows or
-    drops one bucket at a time as long as that saves positions (S + T per row). Each bucket costs at
-    least one whole batch of ``tokens`` per epoch, so that a few rare pairs do not get a bucket of
-    their own.
+    The last width fits all pairs. Starts with the same number of pairs in each bucket, then widens,
+    narrows or drops one bucket at a time as long as that reduces the number of positions (S + T per
+    row). Each bucket counts as at least one full batch of ``tokens`` per epoch, so a few rare pairs
+    do not get their own bucket.
     """
     # histogram[s, t]: number of pairs, over all segmentations, with s source and t target tokens.
     S, T = (int(longest) + 1 for longest in lengths_2KN.max((1, 2)))
@@ -57,12 +57,12 @@ def choose_widths(lengths_2KN: np.ndarray, count: int, tokens: int) -> list[tupl
 def fill_buckets(
     lengths_2KN: np.ndarray, widths: list[tuple[int, int]], tokens: int, multiple: int
 ) -> list[tuple[tuple[int, int], np.ndarray]]:
-    """Return each bucket's width (S, T) and the pairs of its batches, int32 [K, batches, B]. For
-    ``tokens`` and ``multiple`` see ``batch_rows``.
+    """Return each bucket's width (S, T) and the pairs in its batches, int32 [K, batches, B].
 
-    In each of K segmentations, pairs are sorted by bucket, then by length, and cut into batches.
-    The longest pairs of a bucket that do not fill a batch move to the next bucket, and widths adapt
-    to the pairs. In the last bucket, the index N (no pair) fills up the batches.
+    In each of K segmentations, pairs are sorted by bucket, then by length, and split into batches.
+    The longest pairs of a bucket that do not fill a batch move to the next bucket, and widths are
+    adjusted to the pairs. In the last bucket, index N (no pair) pads the batches. ``batch_rows``
+    explains ``tokens`` and ``multiple``.
     """
     _, K, N = lengths_2KN.shape
     S_b, T_b = np.array(widths).T
@@ -91,15 +91,16 @@ def fill_buckets(
 
 
 def even_batches(rows: int, most: int, multiple: int) -> tuple[int, int]:
-    """Return the number of batches that hold all rows, and the number B of rows in each."""
+    """Return the number of batches needed for all rows, and the number of rows B in each."""
     batches = -(-rows // most)
     return batches, -(-rows // max(batches, 1) // multiple) * multiple
 
 
 def packed_shape(longest: list[int], tokens: list[int], L: int) -> tuple[int, int]:
-    """Return (S, T) of packed rows of length L, from each side's longest sentence and token count.
+    """Return the shape (S, T) of packed rows with at most L positions per side.
 
-    Raises ``UserError`` if a sentence is longer than L.
+    ``longest`` and ``tokens`` are the length of the longest sentence and the number of tokens on
+    each side. Raises ``UserError`` if a sentence is longer than L.
     """
     if max(longest) > L:
         raise UserError(
@@ -107,15 +108,17 @@ def packed_shape(longest: list[int], tokens: list[int], L: int) -> tuple[int, in
             "tokens in the longest sentence. Raise it, or lower data.max_source_length and "
             "data.max_target_length."
         )
-    # The shorter side is in proportion, but holds its longest sentence. Multiples of 8 suit
-    # matrix units.
+    # The shorter side is scaled in proportion, but fits its longest sentence. Matrix units prefer
+    # multiples of 8.
     S, T = (min(L, -(-max(-(-L * tokens[i] // max(tokens)), longest[i]) // 8) * 8) for i in (0, 1))
     return S, T
 
 
 def batch_rows(S: int, T: int, tokens: int, multiple: int) -> int:
-    """Return the number of rows B, a multiple of ``multiple``, of a batch with widths S and T and
-    at most ``tokens`` positions per side; ``UserError`` if there is none.
+    """Return the number of rows B in a batch with widths S and T.
+
+    B is a multiple of ``multiple`` with at most ``tokens`` positions per side. Raises ``UserError``
+    if ``tokens`` is too small for ``multiple`` rows.
     """
     longest = max(S, T, 1)
     if rows := tokens // longest // multiple * multiple:

@@ -1,8 +1,8 @@
-"""The tokenized corpus: token arrays of sentence pairs, in memory or in a folder.
+"""Tokenized corpus: token arrays of sentence pairs, in memory or in a folder.
 
 Text is tokenized once, into the folder ``<directory>/<fingerprint>``. The fingerprint depends on
 the text and all relevant settings. The arrays are memory-mapped. The folder is written under a
-temporary name and renamed when complete. Its manifest has a checksum for each array, which verifies
+temporary name and renamed when complete. Its manifest has a checksum for each array, to verify
 copies of the folder.
 """
 
@@ -45,12 +45,12 @@ class Sequences(NamedTuple):
     tokens: np.ndarray
     """uint16, or int32 if the vocabulary has more than 65,536 tokens."""
     offsets: np.ndarray
-    """int64."""
+    """int64, from 0 to the total number of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """N pairs in K segmentations (K = 1 without subword sampling).
+    """Tokenized corpus of N pairs in K segmentations (K = 1 without subword sampling).
 
     Sequence ``i * K + v`` is pair ``i`` in segmentation ``v``.
     """
@@ -61,7 +61,7 @@ class Corpus:
     num_read: int
     """Number of pairs in the text, before filtering."""
     num_samples: int = 1
-    """K."""
+    """Number of segmentations K."""
 
     @property
     def num_pairs(self) -> int:
@@ -74,9 +74,9 @@ class Corpus:
         return lengths.reshape(2, self.num_pairs, self.num_samples).swapaxes(1, 2)
 
     def read(self, side: int, pairs: np.ndarray, v: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Concatenate the tokens of these pairs in segmentation ``v``; also return the lengths.
+        """Return the concatenated tokens of ``pairs`` in segmentation ``v``, and their lengths.
 
-        ``side``: 0 for the source, 1 for the target.
+        ``side`` is 0 for the source and 1 for the target.
         """
         tokens, offsets = self.sides[side]
         sequences = pairs.astype(np.int64) * self.num_samples + v
@@ -88,11 +88,11 @@ class Corpus:
     def from_lists(
         cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
     ) -> Corpus:
-        """Build a corpus in memory from token ids without EOS; EOS is added."""
+        """Build a corpus in memory from token ids. EOS is added to each sequence."""
         if len(sources) != len(targets):
             raise UserError(
-                f"There are {len(sources)} sources and {len(targets)} targets; expected equal "
-                "numbers."
+                f"Got {len(sources)} sources and {len(targets)} targets; expected the same number "
+                "of each."
             )
         digest, sides = hashlib.sha256(), []
         for lists in (sources, targets):
@@ -120,11 +120,11 @@ def build_corpus(
     num_samples: int = 1,
     seed: int = 0,
 ) -> Corpus:
-    """Tokenize ``text`` into ``directory``, or open the corpus if an identical call built it.
+    """Tokenize ``text`` into ``directory``, or open the corpus if it already exists there.
 
-    Leaves out pairs that are empty or too long (in any segmentation).
-    Raises ``UserError`` if no pair remains. With ``sampling`` (see ``SubwordModel.encode``), draws
-    ``num_samples`` segmentations. The result does not depend on ``data.workers``.
+    Drops pairs that are empty or too long in any segmentation. Raises ``UserError`` if no pairs
+    remain. With ``sampling`` (see ``SubwordModel.encode``), draws ``num_samples`` segmentations of
+    each pair. The result does not depend on ``data.workers``.
     """
     if isinstance(text, PairsConfig):
         text = ParallelText(text, data.root)
@@ -137,11 +137,11 @@ def build_corpus(
     with locked(directory / ".lock", wait=True, notice=notice) as alone:
         if corpus := open_corpus(directory, job.fingerprint(text)):  # built in the meantime
             return corpus
-        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # by killed processes
+        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # of killed processes
             shutil.rmtree(left)
         try:
             corpus = _build(text, job, directory)
-        except OSError as error:  # a full disk, for example
+        except OSError as error:  # for example a full disk
             error.filename = error.filename or str(directory)
             raise
         kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
@@ -155,7 +155,7 @@ def corpus_name(fingerprint: str) -> str:
 
 
 def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
-    """Open the corpus with this fingerprint in ``directory``; None if it is missing or corrupt."""
+    """Open the corpus with this fingerprint. Returns None if it is missing or corrupt."""
     folder = directory / corpus_name(fingerprint)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -174,19 +174,19 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
 
 
 def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
-    """Write the corpus under a temporary name, and rename it when it is complete."""
+    """Write the corpus under a temporary name and rename it when complete."""
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=directory) as temporary:
         folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
         folder.mkdir()
         fingerprint = _write(folder, text, job)
         final = directory / corpus_name(fingerprint)
         if final.exists() and open_corpus(directory, fingerprint) is None:
-            _log.warning("The tokenized corpus %s is corrupt; building it again.", final)
+            _log.warning("The tokenized corpus %s is corrupt; rebuilding it.", final)
             shutil.rmtree(final)
         try:
             folder.rename(final)
         except OSError:
-            if not final.exists():  # else a process on another machine built it first
+            if not final.exists():  # otherwise another machine built it first
                 raise
     corpus = open_corpus(directory, fingerprint)
     assert corpus is not None, f"{final} was just written"
@@ -194,7 +194,7 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
 
 
 def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
-    """Tokenize and hash the text in one pass; return the corpus's fingerprint."""
+    """Tokenize and hash the text in one pass. Returns the fingerprint of the corpus."""
     dtypes = {f"{side}_offsets": np.dtype(np.int64) for side in _SIDES}
     dtypes |= {f"{side}_tokens": dtype for side, dtype in zip(_SIDES, job.dtypes())}
     checksums = dict.fromkeys(dtypes, 0)
@@ -208,7 +208,7 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
         for side in _SIDES:
             append(f"{side}_offsets", np.zeros(1, np.int64))
         pairs = text.pairs()
-        # Closed after an error too, so that the worker processes end.
+        # Closing it, even after an error, ends the worker processes.
         for chunk in stack.enter_context(closing(tokenized(pairs, job))):
             num_read += chunk.num_read
             for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
@@ -217,7 +217,7 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
                 num_tokens[side] += len(tokens)
     if not num_tokens["source"]:
         raise UserError(
-            f"No sentence pairs remain after filtering the {num_read:,} pairs of "
+            f"No sentence pairs remain after filtering the {num_read:,} pairs in "
             f"{shown(text.config.source or text.config.kind)}; expected at least one. Check the "
             "text, or raise data.max_source_length and data.max_target_length."
         )
@@ -234,6 +234,6 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
 
 
 def _append(file: BinaryIO, array: np.ndarray, checksum: int) -> int:
-    """Append an array to a file with this checksum; return the new checksum."""
+    """Append an array to a file and return the updated checksum of the file."""
     file.write(array.data)
     return zlib.crc32(array.data, checksum)

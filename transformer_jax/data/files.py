@@ -1,4 +1,4 @@
-"""Files of a text, on disk or in an object store."""
+"""Expansion of file names, globs and URLs of text files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformer_jax.storage import AnyPath, is_url, kind_of, remote_path
 
 
 def expanded(name: str, root: str = "") -> list[AnyPath]:
-    """Return the file with this name or, for a glob, all matching files, sorted.
+    """Return the file with this name or, for a glob, all matching files in sorted order.
 
-    Relative names start from the folder or URL ``root``. The name of an existing file is not a
-    glob. Raises ``UserError`` if a glob matches no file.
+    Relative names start from the folder or URL ``root``. The name of an existing file is never
+    treated as a glob. Raises ``UserError`` if a glob does not match any files.
     """
     name, root = os.path.expanduser(name), os.path.expanduser(root)
     if is_url(name) or (is_url(root) and not os.path.isabs(name)):
@@ -37,7 +37,7 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
         start = f" Relative names start from data.root = {root!r}." if root else ""
         raise UserError(
             f"{name!r} matches no file; expected at least one. In a glob, * matches any "
-            f"characters, ? one character, [ab] one of these, and ** any folders.{start}"
+            f"characters, ? one character, [ab] either a or b, and ** any folders.{start}"
         )
     return files
 
@@ -45,8 +45,8 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
 def find_files(names: Iterable[tuple[str, str]], root: str) -> list[tuple[AnyPath, AnyPath]]:
     """Return the (source, target) files with these names, in order, with globs expanded.
 
-    Opens no file. Raises ``UserError`` if a file is missing, or if source and target match
-    different numbers of files.
+    Does not open the files. Raises ``UserError`` if a file is missing, or if source and target
+    match different numbers of files.
     """
     found: list[tuple[AnyPath, AnyPath]] = []
     for source, target in names:
@@ -54,7 +54,7 @@ def find_files(names: Iterable[tuple[str, str]], root: str) -> list[tuple[AnyPat
         if len(sources) != len(targets):
             raise UserError(
                 f"source {source!r} matches {len(sources)} file(s) and target {target!r} "
-                f"matches {len(targets)}; expected equal numbers, paired in sorted order. "
+                f"matches {len(targets)}; expected the same number, paired in sorted order. "
                 f"Relative names start from data.root = {root!r}."
             )
         found += zip(sources, targets)
@@ -62,7 +62,7 @@ def find_files(names: Iterable[tuple[str, str]], root: str) -> list[tuple[AnyPat
         if (kind := kind_of(file)) != "file":
             raise UserError(
                 f"File {str(file)!r} {'is not a regular file' if kind else 'does not exist'}; "
-                "expected a text file for source or target of data.train, data.dev or "
+                "expected a text file as source or target of data.train, data.dev or "
                 f"data.test. Relative names start from data.root = {root!r}."
             )
     return found

@@ -1,4 +1,4 @@
-"""The data loader: prefetches the batches of a plan onto the devices, in Grain's thread."""
+"""Data loader: prefetches batches onto the devices in a Grain thread."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 
 from transformer_jax.data.batching import Batch, BatchPlan
 
-# One thread builds a thousand batches a second. More threads would contend with the training
-# loop for the interpreter lock.
+# One thread builds a thousand batches per second. More threads would compete with the training
+# loop for the GIL.
 _OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
@@ -29,9 +29,10 @@ def load_batches(
 ) -> Generator[Batch, None, None]:
     """Prefetch the batches of steps ``start`` to ``stop`` - 1 (None: no end) as jax arrays.
 
-    ``sharding`` places [B, L] arrays (rows over devices). This process reads only the rows that its
-    own devices hold. None: whole batches on the default device. An error in a batch is raised when
-    that batch is requested. The threads end with the last batch, after an error, and on ``close``.
+    ``sharding`` splits the rows of [B, L] arrays over devices. Each process builds only the rows
+    for its own devices. None: whole batches on the default device. An error in a batch is raised
+    when that batch is requested. The threads end after the last batch, after an error, and on
+    ``close``.
     """
     steps = range(start, sys.maxsize if stop is None else stop)
     if not steps:
@@ -45,7 +46,7 @@ def load_batches(
 def abstract_batch(
     shape: tuple[int, int, int], sharding: NamedSharding, *, packed: bool = False
 ) -> Batch:
-    """Return a batch of this shape (B, S, T) without values, for compilation."""
+    """Return an abstract batch of shape (B, S, T), for compilation."""
     B, S, T = shape
     source, target = (jax.ShapeDtypeStruct((B, L), np.int32, sharding=sharding) for L in (S, T))
     return Batch(source, target, source, target) if packed else Batch(source, target)
@@ -54,7 +55,7 @@ def abstract_batch(
 def place(arrays: Any, shardings: Any) -> Any:
     """Build global jax arrays from a tree of NumPy arrays that is the same in every process.
 
-    ``shardings`` is a tree of the same structure.
+    ``shardings`` is a tree with the same structure.
     """
     return jax.tree.map(
         lambda x, to: jax.make_array_from_callback(x.shape, to, lambda index: x[index]),
@@ -68,7 +69,7 @@ def _on_devices(plan: BatchPlan, sharding: NamedSharding | None, step: int) -> B
     if sharding is None:
         return jax.tree.map(jax.device_put, plan.batch(step))
     B, _, _ = plan.shape(step)
-    # A mesh of real machines follows their topology, so a process may have rows far apart.
+    # The mesh follows the hardware's topology, so a process's rows may not be contiguous.
     is_here_B = np.zeros(B, bool)
     for index in sharding.addressable_devices_indices_map((B, 1)).values():
         if index is not None:

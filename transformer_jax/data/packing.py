@@ -1,10 +1,10 @@
-"""Pack several sentence pairs into each row so that both sides of a row are nearly full.
+"""Packing of several sentence pairs into each row, with source and target nearly full.
 
-A row has S source and T target positions, and a pair takes some of both, so this is bin packing in
-two dimensions. Pairs are dealt like cards, from long to short, in rounds of one pair per row. The
+A row has S source and T target positions, and a pair uses some of each, so this is bin packing in
+two dimensions. Pairs are dealt like cards, from long to short, one pair per row in each round. The
 longest pairs of a round go to the emptiest rows. With many pairs per row, row totals become
-similar, and the short pairs of the last rounds fill the gaps. A round is a few array operations, so
-millions of pairs take seconds. All arithmetic uses integers, so the result is the same on every
+similar, and the short pairs of the last rounds fill the gaps. A round takes a few array operations,
+so millions of pairs take seconds. All arithmetic uses integers, so the result is the same on every
 machine. Every row holds pairs of all lengths, so batches have similar contents.
 """
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import numpy as np
 
-# Target fill of new rows. With a higher target, more pairs do not fit and need further rows.
+# Target fill of new rows. With a higher target, more pairs would not fit and need extra rows.
 _FILL_PERCENT = 99
 # Pairs are matched to rows within groups of this many rows with similar free space (an eighth of
 # all rows in large corpora), so that source and target fill up together. Smaller groups would leave
-# one side short. Larger groups would leave the rows' sums uneven.
+# one side short. Larger groups would make row totals uneven.
 _GROUP = 4096
-# Dealing stops when fewer than one in this many pairs of a round fit.
+# Dealing stops after a round in which fewer than one in this many pairs fit.
 _TIRED = 32
 
 
@@ -27,11 +27,11 @@ def pack(
 ) -> np.ndarray:
     """Assign each pair to a row so that no row holds more than S source and T target tokens.
 
-    ``order`` is a permutation of the pairs that breaks ties between pairs of equal length. No pair
-    may be longer than S or T. Returns each pair's row, int32 [N], numbered from 0. No row is empty.
+    ``order`` is a permutation of the pairs that breaks ties between pairs of equal length. Pairs
+    must not be longer than S or T. Returns the row index of each pair, int32 [N]. No row is empty.
     """
-    # Both sides on one scale: each side of a row has capacity S * T. A pair takes s * T of the
-    # source and t * S of the target.
+    # Both sides use the same scale: each side of a row has capacity S * T. A pair takes s * T of
+    # the source and t * S of the target.
     capacity = S * T
     s, t = source_lengths.astype(np.int64) * T, target_lengths.astype(np.int64) * S
     assert (s <= capacity).all() and (t <= capacity).all(), "a pair longer than a row"
@@ -57,7 +57,7 @@ def _deal(
 ) -> np.ndarray:
     """Deal the pairs ``left`` (long to short) to new rows, numbered from ``first``.
 
-    Returns the pairs that do not fit.
+    Returns the pairs that did not fit.
     """
     group_size = max(_GROUP, len(free_s) // 8)
     open_rows = np.arange(len(free_s))

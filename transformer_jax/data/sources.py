@@ -1,7 +1,8 @@
 """Sentence pairs from parallel text files, TensorFlow Datasets, or generated number names.
 
-All sources are streamed; no file is held in memory. Only "\\n" ends a line (``str.splitlines``
-would also split at control characters inside sentences). One "\\r" before it is dropped.
+All sources are streamed; files are never loaded into memory as a whole. Only "\\n" ends a line
+(``str.splitlines`` would also split at control characters inside sentences). One "\\r" before it is
+dropped.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from transformer_jax.errors import UserError, needs_extra
 from transformer_jax.storage import AnyPath, to_path
 
 _NUMBERS = 1_000_000
-_NUMBERS_HELD_OUT = 10_000  # in dev, and the same number in test
+_NUMBERS_HELD_OUT = 10_000  # in dev and in test, each
 _NUMBERS_DEFAULT = 100_000
 
 
 class ParallelText:
-    """The sentence pairs that a config describes.
+    """Sentence pairs of the dataset in a ``PairsConfig``.
 
-    File names are expanded once, at construction. Relative names and globs start from ``root``. For
-    TFDS, ``root`` is the folder of prepared datasets. Reading a text also hashes it.
+    File names are expanded once, on construction. Relative names and globs start from ``root``. For
+    TFDS, ``root`` is the folder of prepared datasets. Files are hashed while they are read.
 
-    Raises ``UserError`` if no source is named or a file is missing.
+    Raises ``UserError`` if no source is given or a file is missing.
     """
 
     def __init__(self, config: PairsConfig, root: str = "") -> None:
         if not config.is_given:
             raise UserError(
-                f"kind is {config.kind!r} and no file is named; set source and target, or choose "
+                f"kind is {config.kind!r} and source is empty; set source and target, or choose "
                 "another kind."
             )
         self.config, self.root = config, root
@@ -50,10 +51,10 @@ class ParallelText:
         self.files = find_files(names, root)
         """(source, target) files of kind text; otherwise empty."""
         self.hashes: dict[AnyPath, str] = {}
-        """SHA-256 of each file's content, set whenever the file is read to its end."""
+        """SHA-256 of each file's content, set once the file has been read to its end."""
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """Yield the (source, target) sentences in order; ``UserError`` for invalid UTF-8."""
+        """Yield the (source, target) sentences in order. Raises ``UserError`` on invalid UTF-8."""
         if self.config.kind == "numbers":
             return _number_names(self.config.split, self.config.limit)
         pairs = self._read_tfds() if self.config.kind == "tfds" else self._read_files()
@@ -82,7 +83,7 @@ class ParallelText:
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
     def _read_files(self) -> Iterator[tuple[str, str]]:
-        """Yield line N of both sides together, from one pair of files after another."""
+        """Yield corresponding lines of source and target, one pair of files after another."""
         for files in self.files:
             sides = [_decoded(_hashed(file, self.hashes), str(file)) for file in files]
             for number, (source, target) in enumerate(zip_longest(*sides), 1):
@@ -115,7 +116,7 @@ class ParallelText:
 
     def _tfds_examples(self) -> Any:
         with needs_extra("tfds"):
-            import array_record  # noqa: F401  TFDS imports it later, with a long error message
+            import array_record  # noqa: F401  if missing, TFDS fails later with a long error message
             import importlib_resources  # noqa: F401
             import tensorflow_datasets as tfds  # slow to import, and few runs need it
 
@@ -137,18 +138,18 @@ class ParallelText:
 
 
 def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the (source, target) sentences that ``config`` describes, in order.
+    """Yield the (source, target) sentences of a dataset, in order.
 
     Relative file names and globs start from ``root``. For TFDS, ``root`` is the folder of prepared
-    datasets. Missing files are reported immediately, errors inside files while reading.
+    datasets. Missing files raise an error immediately, invalid lines when they are read.
     """
     return ParallelText(config, root).pairs()
 
 
 def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
-    """Yield the lines of a file (``.gz``: decompressed), URL or stream, without line endings.
+    """Yield the lines of a file, URL or stream without line endings. Decompresses ``.gz`` files.
 
-    Raises ``UserError`` with file and line number if a line is not UTF-8.
+    Raises ``UserError`` with the file name and line number if a line is not UTF-8.
     """
     path = to_path(source) if isinstance(source, str) else source
     if hasattr(path, "open"):
@@ -163,17 +164,17 @@ def read_lines(source: str | AnyPath | BinaryIO) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: AnyPath) -> Iterator[io.BufferedIOBase]:
-    """Open a file, decompressed if its name ends in .gz."""
+    """Open a file, and decompress it if its name ends in .gz."""
     name = str(path)
     try:
         with path.open("rb") as file:
-            # Files in object stores have no fast line iteration.
+            # Reading lines of files in object stores is slow without a buffer.
             buffered = io.BufferedReader(cast(Any, file), 2**20)
             yield gzip.GzipFile(fileobj=buffered) if name.endswith(".gz") else buffered
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
-            f"File {name!r} is corrupt or not a gzip file ({error}); expected gzip data, as its "
-            "name ends in .gz."
+            f"File {name!r} is corrupt or not a gzip file ({error}); expected gzip data, "
+            "because its name ends in .gz."
         ) from None
 
 
@@ -197,20 +198,20 @@ def _decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 "
-                "text. Repair the line, or remove all invalid bytes with `iconv -c -t UTF-8`."
+                "text. Fix the line, or remove all invalid bytes with `iconv -c -t UTF-8`."
             ) from None
         yield text
 
 
 def _number_names(split: str, limit: int | None) -> Iterator[tuple[str, str]]:
-    """Yield names of numbers below a million in a fixed random order. Splits do not overlap.
+    """Yield English and German names of numbers below a million, in a fixed random order.
 
-    On both sides, half of the pairs begin with a capital letter and half end with a period,
-    independently of each other. In train, numbers below 2,000 come first, in all four styles, and
-    are repeated according to Zipf's law, single digits most often. Such numbers are few, but users
-    try them first.
+    Splits do not overlap. On both sides of a pair, names start with a capital letter in half of the
+    pairs and, independently, end with a period in half of the pairs. In train, numbers below 2,000
+    come first, in all four styles, and are repeated according to Zipf's law, single digits most
+    often. There are few such numbers, but users try them first.
     """
-    random = np.random.RandomState(0)  # a generator with a frozen stream
+    random = np.random.RandomState(0)  # its random stream never changes
     order = random.permutation(_NUMBERS)
     test, dev, train = np.split(order, [_NUMBERS_HELD_OUT, 2 * _NUMBERS_HELD_OUT])
     small, large = train[train < 2000], train[train >= 2000]
@@ -239,8 +240,8 @@ def _styled(name: str, style: int) -> str:
 
 
 def _name(n: int, language: str, before_hundreds: str, before_rest: str) -> str:
-    # num2words takes about 50 us. Joining the cached names of thousands and remainder avoids most
-    # calls.
+    # num2words takes about 50 us per call. Joining the cached names of thousands and remainder
+    # avoids most calls.
     rest = n % 1000
     if n < 1000 or not rest:
         return _words(n, language)

@@ -1,6 +1,6 @@
-"""Tokenization of sentence pairs into arrays, in several processes.
+"""Tokenization of sentence pairs into arrays, in worker processes.
 
-Worker processes import this module, so nothing that it imports may import jax.
+Workers import this module, so none of its imports may import jax.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from transformer_jax.machine import num_cores
 from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
-_FORMAT = 4  # part of the fingerprint; increase it when the arrays for the same input change
-_CHUNK_PAIRS = 8192  # also part of the fingerprint, as each chunk is segmented with its own seed
+_FORMAT = 4  # part of the fingerprint; increase it if the arrays for the same input change
+_CHUNK_PAIRS = 8192  # also in the fingerprint, because each chunk has its own seed
 
 Pairs = list[tuple[str, str]]
 Flat = tuple[np.ndarray, np.ndarray]
 
 
 class TokenizedChunk(NamedTuple):
-    """The pairs of a chunk that pass the filters."""
+    """Tokenized pairs of a chunk that pass the filters."""
 
     sides: list[Flat]  # source and target; segmentation v of pair i is sequence i * K + v
     num_read: int
@@ -46,7 +46,7 @@ class TokenizedChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """All inputs that determine how a text is tokenized."""
+    """All settings that determine how a text is tokenized."""
 
     tokenizer: Tokenizer
     data: DataConfig
@@ -72,7 +72,7 @@ class TokenizeJob:
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
     def tokenize(self, number: int, pairs: Pairs) -> TokenizedChunk:
-        """Segment and filter one chunk. Its number is part of the seeds."""
+        """Tokenize and filter one chunk. Its number is part of the random seeds."""
         sides = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
             lines, versions = [pair[i] for pair in pairs], []
@@ -86,9 +86,9 @@ class TokenizeJob:
         return TokenizedChunk(sides, len(pairs))
 
     def _passes(self, pairs: Pairs, lengths: list[np.ndarray]) -> np.ndarray:
-        """Return a mask of the pairs that pass the filters in every segmentation: bool [N].
+        """Return the mask of pairs that pass the filters in every segmentation, bool [N].
 
-        All segmentations thus hold the same pairs.
+        So all segmentations have the same pairs.
         """
         lengths_2NK = np.stack(lengths).reshape(2, len(pairs), self.num_samples)
         filled_N = np.array([bool(source.strip() and target.strip()) for source, target in pairs])
@@ -98,7 +98,7 @@ class TokenizeJob:
 
 
 def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
-    """Concatenate all tokens, with EOS after each sequence; also return int32 lengths with EOS."""
+    """Concatenate sequences, each with EOS. Returns the tokens and the int32 lengths with EOS."""
     sequences = list(sequences)
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
     ended = chain.from_iterable(chain(sequence, (EOS_ID,)) for sequence in sequences)
@@ -106,7 +106,7 @@ def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
 
 
 def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, Pairs]]:
-    """Yield numbered chunks of a fixed number of pairs."""
+    """Yield numbered chunks of ``_CHUNK_PAIRS`` pairs."""
     pairs = iter(pairs)
     return enumerate(iter(lambda: list(islice(pairs, _CHUNK_PAIRS)), []))
 
@@ -114,7 +114,7 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, Pairs]]:
 def tokenized(
     pairs: Iterable[tuple[str, str]], job: TokenizeJob
 ) -> Generator[TokenizedChunk, None, None]:
-    """Tokenize chunks and yield them in order. Several chunks are tokenized in worker processes."""
+    """Tokenize pairs and yield the chunks in order. Uses worker processes for several chunks."""
     chunks, workers = _chunks(pairs), job.data.workers or num_cores()
     head = list(islice(chunks, workers))
     if len(head) > 1:
@@ -125,10 +125,10 @@ def tokenized(
 
 
 class _Worker:
-    """A process that tokenizes one chunk at a time.
+    """Process that tokenizes one chunk at a time.
 
-    It ends when this object is closed and when this process ends. ``multiprocessing`` is
-    unsuitable: a forked child copies JAX's threads, and a spawned child imports the main program.
+    It exits when this object is closed or the parent process exits. ``multiprocessing`` is
+    unsuitable: forking is unsafe with JAX's threads, and spawning imports the main program.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class _Worker:
 
     def send(self, task: TokenizeJob | tuple[int, Pairs]) -> None:
         with _death_reported():
-            # Not ``send``: in Python 3.13 its buffer warns when the worker dies.
+            # ``send`` would cause a warning in Python 3.13 if the worker dies.
             self._connection.send_bytes(pickle.dumps(task))
 
     def result(self) -> TokenizedChunk:
@@ -168,14 +168,14 @@ def _death_reported() -> Iterator[None]:
         yield
     except (EOFError, OSError):  # the worker closed the pipe
         raise UserError(
-            "A tokenizing process died. If memory ran out, lower data.workers."
+            "A tokenization process died. If memory ran out, lower data.workers."
         ) from None
 
 
 def _tokenized_by_workers(
     chunks: Iterable[tuple[int, Pairs]], job: TokenizeJob, workers: int
 ) -> Generator[TokenizedChunk, None, None]:
-    """Give chunks to workers in turn. A worker gets its next chunk when its result is taken."""
+    """Send chunks to workers in turn. A worker gets its next chunk once its result is received."""
     everyone: list[_Worker] = []
     busy: deque[_Worker] = deque()
     try:
@@ -196,7 +196,7 @@ def _tokenized_by_workers(
 
 
 def work(descriptor: int) -> None:
-    """Tokenize chunks from a pipe, until it is closed."""
+    """Tokenize chunks from a pipe until it is closed."""
     with Connection(descriptor) as connection:
         job = connection.recv()
         while True:
