@@ -29,12 +29,13 @@ def attention_mask(
     causal: bool = False,
     window: int | None = None,
 ) -> jax.Array:
-    """Let each query attend to the keys of its own segment, up to its own position if causal.
+    """Build the mask that lets each query attend to keys in its own segment.
 
     Args:
       query_segments_BT: int segment ids; 0 is padding, and tokens of one sentence share an id.
       key_segments_BS: segment ids of the keys. With ``causal`` or ``window``, S = T.
-      window: odd number of keys visible to a query, centered on its own position (section 4).
+      causal: also mask keys after the query's position.
+      window: odd number of keys visible to a query, centered on its position (section 4).
 
     Returns:
       bool [B, 1, T, S], True where attention is allowed. Axis 1 broadcasts over heads.
@@ -65,10 +66,10 @@ def dot_product_attention(
     """Compute softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with K = d_v.
 
     Args:
-      mask_BHTS: bool, True where attention is allowed; axes B, H, T may be 1. None allows all. A
-        fully masked query has uniform weights.
-      module: module that sows the weights before dropout, float32 [B, H, T, S], as an
-        ``nnx.Intermediate`` named ``weights``.
+      mask_BHTS: bool, True where attention is allowed; axes B, H and T can be 1. None allows all
+        positions. A fully masked query gets uniform weights.
+      module: module that sows the attention weights before dropout, float32 [B, H, T, S], as an
+        ``nnx.Intermediate`` named ``weights``; None: do not sow them.
 
     Raises:
       UserError: the mask is not bool or does not have four axes.
@@ -127,7 +128,7 @@ class Projection(nnx.Einsum):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``equation`` contracts the first ``inputs`` axes of the weights, which have ``shape``."""
+        """Create weights of shape ``shape``; ``equation`` contracts their first ``inputs`` axes."""
         check_rngs(rngs)
         axes = range(len(shape))
         kernel_init = nnx.initializers.variance_scaling(
@@ -135,12 +136,12 @@ class Projection(nnx.Einsum):
         )
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         super().__init__(equation, shape, **dtypes, kernel_init=kernel_init, rngs=rngs)
-        if use_bias:  # created here: nnx.Einsum would use up a random key for zeros
+        if use_bias:  # created here, because nnx.Einsum would use a random key for zeros
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], param_dtype))
 
 
 def _merge(x_BLD: jax.Array, *projections: Projection) -> jax.Array:
-    """Compute several projections of equal shapes in one matmul: [B, L, X, H, K]."""
+    """Compute several projections of the same shape in one matmul: [B, L, X, H, K]."""
     dtype = projections[0].dtype
     kernel_DXHK = jnp.stack([p.kernel[...].astype(dtype) for p in projections], axis=1)
     out_BLXHK = jnp.einsum("BLD,DXHK->BLXHK", x_BLD.astype(dtype), kernel_DXHK)
@@ -164,7 +165,10 @@ class MultiHeadAttention(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        """``d_k`` and ``d_v`` default to ``d_model / num_heads``. Dropout acts on the weights."""
+        """Create the projections. ``d_k`` and ``d_v`` default to ``d_model / num_heads``.
+
+        ``dropout`` is applied to the attention weights.
+        """
         sizes = {"d_model": d_model, "num_heads": num_heads, "d_k": d_k, "d_v": d_v}
         for name, size in sizes.items():
             if size is not None and size < 1:
@@ -196,10 +200,10 @@ class MultiHeadAttention(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Attend from the queries to the memory or, if it is None, to the queries: [B, T, D].
+        """Attend from the queries to the memory, or to the queries if it is None: [B, T, D].
 
-        The mask has the form that ``dot_product_attention`` expects. If the attribute
-        ``sow_weights`` is True, ``nnx.capture`` collects the attention weights.
+        The mask is the same as in ``dot_product_attention``. If the attribute ``sow_weights`` is
+        True, ``nnx.capture`` collects the attention weights.
         """
         inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
         dropped = self.dropout > 0 and dropout_key is not None
@@ -220,7 +224,7 @@ class MultiHeadAttention(nnx.Module):
         return self.output(out_BTHK)
 
     def _projected(self, *inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Before the queries: gradients are summed in reverse order, which affects their rounding.
+        # Queries come last: gradients are summed in reverse order, which affects rounding.
         k_BSHK, v_BSHK = self.keys_values(inputs[-1])
         return self.query(inputs[0]), k_BSHK, v_BSHK
 
@@ -237,7 +241,7 @@ class MultiHeadAttention(nnx.Module):
         return attention_kernel.takes(q_BTHK, k_BSHK, v_BSHK, mask_BHTS)
 
     def _merged(self, *inputs_and_mask: Any) -> jax.Array:
-        """Attend by the kernel, with one matmul for all projections of an input."""
+        """Attend with the fused kernel, using one matmul for all projections of each input."""
         *inputs, mask_BHTS = inputs_and_mask
         if self.key.kernel.shape != self.value.kernel.shape:
             return attention_kernel.short_attention(*self._projected(*inputs), mask_BHTS)

@@ -1,8 +1,9 @@
-"""Fused attention for short sequences on a GPU: one Pallas kernel forward, one backward.
+"""Fused attention for short sequences on a GPU: Pallas kernels for forward and backward pass.
 
-XLA compiles plain attention into transposes and many tiny matmuls. These kernels read queries, keys
-and values in the layout of the merged projections and write only results. Each program handles all
-queries and keys of one row and head. The backward kernel recomputes the weights.
+XLA compiles unfused attention into transposes and many tiny matmuls. These kernels read queries,
+keys and values in the layout of the merged projections and write only the results. Each program
+handles all queries and keys of one row and head. The backward kernel recomputes the attention
+weights.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from jax.sharding import PartitionSpec
 from transformer_jax.model.gpu import load, runs_kernels, sharded, splits, store
 from transformer_jax.sharding import BATCH_AXES
 
-# Score of a masked position. It is finite so that a fully masked row (padding) has no NaN.
+# Score of a masked position. It is finite, so a fully masked row (padding) does not become NaN.
 MASKED = -1e30
 
 
 def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
-    """Return True if ``short_attention`` is faster than plain attention compiled by XLA.
+    """Return True if ``short_attention`` is faster than attention compiled by XLA.
 
     It is faster on GPUs, in bfloat16, with one mask per row and up to 64 tokens. cuDNN's attention
-    is not an option: its gradients are wrong for fully masked queries, as in padding.
+    is not an option, because its gradients are wrong for fully masked queries (padding).
     """
     (B, T, H, _), S, widths = q_BTHK.shape, k_BSHK.shape[1], {q_BTHK.shape[-1], v_BSHK.shape[-1]}
     return (
@@ -43,17 +44,17 @@ def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
 def short_attention(
     q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any, *, interpret: bool = False
 ) -> jax.Array:
-    """Compute fused attention over up to 128 tokens; head widths are powers of two, at least 16."""
+    """Compute fused attention over up to 128 tokens. Head widths: powers of two, at least 16."""
     arrays = (x[:, :, None] for x in (q_BTHK, k_BSHK, v_BSHK))
     return merged_attention(*arrays, mask_B1TS, interpret=interpret)
 
 
 @jax.named_scope("dot_product_attention")
 def merged_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Array:
-    """Compute fused attention of merged projections.
+    """Compute fused attention from merged projections.
 
-    One to three arrays [B, L, X, H, K] hold queries, keys and values in this order, X of them side
-    by side; their gradients have the same layout. The last argument is the mask. Each device of the
+    One to three arrays [B, L, X, H, K] hold queries, keys and values, in this order, X of them per
+    array. Their gradients have the same layout. The last argument is the mask. Each device in the
     training step's mesh computes its own rows and heads. ``interpret`` runs the kernels on any
     device.
     """
@@ -82,9 +83,9 @@ _attention.defvjp(lambda *arguments: (_attention(*arguments), arguments[1:]), _b
 
 
 def _call(kernel: Any, arrays: Any, mask_B1TS: Any, outs: Any, interpret: bool) -> Any:
-    """Run one program per row and head; block sizes are powers of two, at least 16.
+    """Run one program per row and head. Block sizes are powers of two, at least 16.
 
-    The kernel reads each of the X parts of an array separately, and writes whole arrays.
+    The kernel reads each of the X parts of an array separately, but writes whole arrays.
     """
     B, _, T, S = mask_B1TS.shape
     block = {length: max(16, pl.next_power_of_2(length)) for length in (T, S)}
@@ -101,7 +102,7 @@ def _call(kernel: Any, arrays: Any, mask_B1TS: Any, outs: Any, interpret: bool) 
     warps = 2 if max(T, S) <= 32 else 4 if max(T, S) <= 64 else 8
     return pl.pallas_call(
         partial(kernel, T, S),
-        grid=(arrays[0].shape[3], B),  # heads of a row together: they are adjacent in memory
+        grid=(arrays[0].shape[3], B),  # heads of a row in sequence: they are adjacent in memory
         in_specs=[
             pl.BlockSpec((None, None, block[T], block[S]), lambda h, b: (b, 0, 0, 0)),
             *(part(*each) for each in parts),
@@ -133,7 +134,7 @@ def _backward_kernel(T: int, S: int, mask_ref: Any, *refs: Any) -> None:
 
 
 def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-    """Return float32 softmax weights, 0 past the last key, and the mask of allowed positions."""
+    """Return float32 softmax weights (0 past the last key) and the mask of allowed positions."""
     scores_TS = _dot(q_TK, k_SK, (1, 1)) * q_TK.shape[1] ** -0.5
     allowed_TS = _load(mask_ref, T, S) != 0
     scores_TS = jnp.where(allowed_TS, scores_TS, MASKED)
@@ -145,7 +146,7 @@ def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.A
 
 
 def _inside(shape: tuple[int, ...], rows: int, columns: int) -> jax.Array | None:
-    """Return the mask of the block's elements inside the array, or None if all are inside."""
+    """Return the mask of the block's elements that are inside the array, or None if all are."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return None if shape == (rows, columns) else (row < rows) & (column < columns)
 
@@ -160,6 +161,6 @@ def _store(ref: Any, i: int, x_LK: jax.Array, rows: int) -> None:
 
 
 def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Contract one axis of each matrix, in float32."""
+    """Contract one axis of each matrix, accumulating in float32."""
     contracted = ((axes[0],), (axes[1],))
     return jax.lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=jnp.float32)

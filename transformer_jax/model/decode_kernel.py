@@ -1,6 +1,6 @@
-"""Attention of a decoding step on a GPU: one Pallas kernel for the history, one for the source.
+"""Attention of a decoding step on a GPU: Pallas kernels for the history and the source.
 
-Each program handles all hypotheses of one sentence and head. It reads only the positions that this
+Each program handles all hypotheses of one sentence and head. It reads only positions that the
 sentence has. ``kv_cache._attend_to_blocks`` is the reference implementation.
 """
 
@@ -18,15 +18,16 @@ from jax.experimental.pallas import triton
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.gpu import runs_kernels
 
-POSITIONS = 16  # positions per iteration; the number of positions in a cache is a multiple
+POSITIONS = 16  # positions per iteration; divides the number of positions in a cache
 
 # Largest score, sum of exp(score - largest score), and weighted sum of values; float32.
 _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def takes(q_BWHK: Any, v_BHLK: Any) -> bool:
-    """Return True on GPUs that run kernels, for head widths that are powers of two and beams whose
-    queries fit into a program's registers.
+    """Return True if the kernels support this device, beam size and these head widths.
+
+    Head widths must be powers of two, and a beam's queries must fit into a program's registers.
     """
     beam_size, widths = q_BWHK.shape[1], (q_BWHK.shape[3], v_BHLK.shape[3])
     powers_of_two = all(width & (width - 1) == 0 for width in widths)
@@ -42,10 +43,11 @@ def attend_to_history(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Attend from each hypothesis to its history and to itself: [B, W, H, K].
+    """Attend from each hypothesis to its history and its newest token: [B, W, H, K].
 
-    ``own`` has the newest keys and values, [B, W, H, K]. Also returns ``history``, keys and values
-    [B, H, T * W, K], with the newest ones written in place. ``interpret`` runs on any device.
+    ``own`` holds the newest keys and values, [B, W, H, K]. Also returns ``history``, the keys and
+    values [B, H, T * W, K], with the newest ones written in place. ``interpret`` runs the kernel on
+    any device.
     """
     sentences, beams = (position_B, ancestors_BWT), (q_BWHK, *own)
     out, *history = _call(_history_kernel, sentences, beams, history, interpret)
@@ -62,7 +64,7 @@ def attend_to_source(
 
 
 def _call(kernel: Any, sentences: Any, beams: Any, caches: Any, interpret: bool) -> list[Any]:
-    """Run one program per sentence and head. Returns [B, W, H, K] and the caches that change."""
+    """Run one program per sentence and head. Returns [B, W, H, K] and the updated caches."""
     B, W, H, _ = beams[0].shape
     out = jax.ShapeDtypeStruct((B, W, H, caches[1].shape[3]), beams[0].dtype)
     written = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches[: len(beams) - 1]]
@@ -80,7 +82,7 @@ def _call(kernel: Any, sentences: Any, beams: Any, caches: Any, interpret: bool)
 
     return pl.pallas_call(
         partial(kernel, W),
-        grid=(H, B),  # heads of a sentence together: they are adjacent in memory
+        grid=(H, B),  # heads of a sentence in sequence: they are adjacent in memory
         in_specs=[*map(of_sentence, sentences), *map(of_beams, beams), *map(of_cache, caches)],
         out_specs=[of_beams(out), *map(of_cache, written)],
         out_shape=[out, *written],
@@ -108,7 +110,7 @@ def _history_kernel(W: int, position_ref: Any, ancestors_ref: Any, *refs: Any) -
     score_W = (_scaled(q_WK) * k_WK.astype(jnp.float32)).sum(axis=1)
     state = score_W, jnp.ones_like(score_W), v_WK.astype(jnp.float32)
     _store(out_ref, beams_W1, is_beam_W1, _attention(attend, jnp.minimum(position, T), state))
-    # A finished sentence may be past the last position.
+    # A finished sentence can be past the last position.
     for ref, x_WK in (new_k_ref, k_WK), (new_v_ref, v_WK):
         _store(ref, position * W + beams_W1, is_beam_W1 & (position < T), x_WK)
 
@@ -126,7 +128,7 @@ def _source_kernel(W: int, count_ref: Any, mask_ref: Any, *refs: Any) -> None:
 
     zeros_WK = jnp.zeros(out_ref.shape, jnp.float32)
     state = jnp.full(len(out_ref), MASKED, jnp.float32), zeros_WK.sum(axis=1), zeros_WK
-    # A row without a sentence reads one masked block, as the divisor must not be 0.
+    # A row without a sentence reads one masked block, because the divisor must not be 0.
     out_WK = _attention(attend, jnp.maximum(count_ref[...], 1), state)
     _store(out_ref, beams_W1, beams_W1 < W, out_WK)
 
@@ -139,7 +141,7 @@ def _attention(attend: Any, count: jax.Array, state: _State) -> jax.Array:
 
 
 def _attend(state: _State, q_WK: Any, k_WTK: Any, v_WTK: Any, is_seen_WT: Any) -> _State:
-    """Attend to more positions. Axis W of keys, values and mask may be 1."""
+    """Add more positions to the state. Axis W of keys, values and mask can be 1."""
     before_W, total_W, out_WK = state
     scores_WT = (_scaled(q_WK)[:, None] * k_WTK.astype(jnp.float32)).sum(axis=2)
     scores_WT = jnp.where(is_seen_WT, scores_WT, MASKED)

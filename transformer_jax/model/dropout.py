@@ -11,9 +11,9 @@ from transformer_jax.errors import UserError
 
 
 class DropoutKeys:
-    """Random keys of one forward pass; each call derives the next one, in program order.
+    """Random keys for one forward pass. Each call derives the next key, in program order.
 
-    A module creates these from its random key and passes them to its submodules.
+    A module creates this object from its random key and passes it to its submodules.
     """
 
     def __init__(self, key: jax.Array):
@@ -26,7 +26,7 @@ class DropoutKeys:
         self.key, self.derived = key, 0
 
     def __call__(self) -> jax.Array:
-        """Derive the key of the next mask."""
+        """Derive the key for the next mask."""
         self.derived += 1
         return jax.random.fold_in(self.key, self.derived - 1)
 
@@ -36,12 +36,12 @@ DropoutKey: TypeAlias = jax.Array | DropoutKeys | None
 
 
 def as_keys(key: DropoutKey) -> DropoutKeys | None:
-    """Derive keys for submodules; ``UserError`` if ``key`` is not a random key."""
+    """Convert a random key to keys for submodules. Raises ``UserError`` for other values."""
     return key if key is None or isinstance(key, DropoutKeys) else DropoutKeys(key)
 
 
 def mask_key(key: jax.Array | DropoutKeys) -> jax.Array:
-    """Return the key of one mask: a random key itself, or the next of several."""
+    """Return the key for one mask: ``key`` if it is a random key, otherwise its next key."""
     if isinstance(key, jax.Array):
         return key
     keys = as_keys(key)
@@ -51,26 +51,26 @@ def mask_key(key: jax.Array | DropoutKeys) -> jax.Array:
 
 @jax.named_scope("dropout")
 def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
-    """Zero a fraction ``rate`` of the elements and scale up the rest; ``key=None`` drops nothing.
+    """Zero a fraction ``rate`` of the elements and scale up the rest. ``key=None`` drops nothing.
 
     ``rate`` is rounded to a multiple of 2^-16.
     """
     if key is None or rate == 0.0:
         return x
-    # Scaled last: gradients are then scaled before they are masked and stored, not again in each
-    # matmul that reads them.
+    # Scaling comes last, so gradients are scaled before they are masked and stored, and not again
+    # in each matmul that reads them.
     scale = jnp.asarray(scale_up(rate), x.dtype)
     return jnp.where(kept(x.shape, rate, mask_key(key)), x, jnp.zeros((), x.dtype)) * scale
 
 
 def kept(shape: tuple[int, ...], rate: float, key: jax.Array) -> jax.Array:
-    """Draw the mask of elements to keep: bool of this shape.
+    """Draw the mask of elements to keep, bool with this shape.
 
-    Each element uses 16 random bits, and each quarter of the last axis a half word of its own.
-    Interleaving the quarters would cost a sixth of a training step on a TPU.
+    Each element uses 16 random bits, half a word. Each quarter of the last axis uses its own half
+    words, because interleaving the quarters would cost a sixth of a training step on a TPU.
     """
     *leading, last = shape
-    # Splitting a key yields two random words per call of the generator; ``jax.random.bits`` yields
+    # Splitting a key yields two random words per call of the generator, ``jax.random.bits`` only
     # one.
     words = jax.random.key_data(jax.random.split(key, (*leading, -(-last // 4))))
     halves = [half for i in range(2) for half in (words[..., i], words[..., i] >> 16)]
@@ -84,5 +84,5 @@ def scale_up(rate: float) -> float:
 
 
 def threshold(rate: float) -> int:
-    """Return the smallest random half word of a kept element."""
+    """Return the smallest random half word for which an element is kept."""
     return round(rate * 65536)

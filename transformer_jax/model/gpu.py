@@ -16,21 +16,22 @@ from transformer_jax.model.dropout import threshold
 
 
 def runs_kernels() -> bool:
-    """Return True for GPUs with bfloat16 matmuls: compute capability 8.0 (A100) or newer. A GPU
-    without a known compute capability counts as supported.
+    """Return True on GPUs with bfloat16 matmuls: compute capability 8.0 (A100) or newer.
+
+    GPUs that do not report a compute capability count as supported.
     """
     if jax.default_backend() != "gpu":
         return False
     try:
         return float(getattr(jax.devices()[0], "compute_capability", 8.0)) >= 8.0
-    except ValueError:  # AMD GPUs report names
+    except ValueError:  # AMD GPUs report a name
         return False
 
 
 def splits(rows: int, heads: int = 0) -> bool:
-    """Return True if the devices of a training step share these rows and heads evenly.
+    """Return True if rows and heads divide evenly over the devices of a training step.
 
-    Return False if the shards are unknown: XLA would all-gather a kernel's inputs.
+    Returns False if the sharding is unknown, because XLA would then all-gather a kernel's inputs.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.shape:
@@ -41,21 +42,21 @@ def splits(rows: int, heads: int = 0) -> bool:
 
 
 def row_shards(mesh: AbstractMesh) -> int:
-    """Return the number of parts that the mesh splits rows into."""
+    """Return the number of shards that the mesh splits rows into."""
     return mesh.shape["data"] * mesh.shape["fsdp"] if mesh.size > 1 else 1
 
 
 def sharded(
     mesh: AbstractMesh, function: Callable[..., Any], specs: Any, outs: Any
 ) -> Callable[..., Any]:
-    """Run the function on each device's shards; XLA cannot shard a kernel."""
+    """Wrap ``function`` to run on each device's shards, because XLA cannot shard a kernel."""
     if mesh.size <= 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
 
 
 def rows_inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
-    """Return the mask of the block's rows inside the array, or None if all are inside."""
+    """Return the mask of the block's rows that are inside the array, or None if all are."""
     if count % shape[0] == 0:
         return None
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -63,20 +64,20 @@ def rows_inside(shape: tuple[int, ...], count: int) -> jax.Array | None:
 
 
 def load(ref: Any, inside: jax.Array | None) -> jax.Array:
-    """Load a block, with 0 for elements outside the array; ``inside=None`` loads all."""
+    """Load a block, with 0 for elements outside the array. ``inside=None`` loads all elements."""
     return ref[...] if inside is None else triton.load(ref, mask=inside, other=0)
 
 
 def store(ref: Any, x: jax.Array, inside: jax.Array | None) -> None:
-    """Store the elements of a block that lie inside the array, in the array's type."""
+    """Store the elements of a block that are inside the array, converted to the array's dtype."""
     triton.store(ref, x.astype(ref.dtype), mask=inside)
 
 
 def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """Draw a mask as ``dropout.kept`` does: int32 [L, 1, C], bit i for an element of quarter i.
+    """Draw the same mask as ``dropout.kept``, int32 [L, 1, C]. Bit i is for quarter i of a row.
 
     Args:
-      words_ref: uint32: the key's two words, and the counter at the first row of this device.
+      words_ref: uint32: the two words of the key, and the counter for this device's first row.
     """
     L, _, C = shape
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))
@@ -88,7 +89,7 @@ def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> jax.Array:
 
 
 def _threefry(a: jax.Array, b: jax.Array, counter: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute the random words of key (a, b) that ``jax.random.split`` yields at this counter.
+    """Compute the random words that ``jax.random.split`` derives from key (a, b) at this counter.
 
     The generator is Threefry-2x32 with 20 rounds (Salmon et al., 2011).
     """

@@ -1,8 +1,8 @@
-"""The key/value cache (KV cache) of the decoder, and attention over it.
+"""Key/value cache (KV cache) of the decoder, and attention over it.
 
 ``_attend_to_blocks`` attends to all slots of a sentence under a mask. It skips blocks that no
-sentence uses, as reading the cache dominates the cost of attention. On most GPUs, the kernels of
-``decode_kernel.py`` take its place.
+sentence uses, because reading the cache dominates the cost of attention. Most GPUs use the kernels
+in ``decode_kernel.py`` instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformer_jax.model import decode_kernel
 from transformer_jax.model.attention_kernel import MASKED
 
 _NOT_WRITTEN = -1
-# End positions of the blocks (self-attention, cross-attention). From position 64 on, each block is
-# as long as all earlier blocks together, because skipping a block also takes time. A GPU has one
+# End positions of the blocks (self-attention, cross-attention). Blocks after position 64 are as
+# long as all earlier blocks together, because skipping a block also takes time. GPUs use a single
 # block.
 _LONG = [64 << i for i in range(20)]
 _ENDS = {
@@ -29,7 +29,7 @@ _ENDS = {
     "gpu": ([], []),
 }
 # Keys and values of consecutive positions, [B, H, L, K] each. L counts slots: S, or T * W in a
-# history. On a CPU, keys are [B, H, K, L], as its matmuls are fastest if no matrix is transposed.
+# history. On CPUs, keys are [B, H, K, L], because matmuls are fastest without transposes.
 Block = tuple[jax.Array, jax.Array]
 
 
@@ -38,16 +38,16 @@ class DecoderCache:
     """Decoding state of W hypotheses for each of B sentences, each sentence at its own position.
 
     Self-attention keys and values never move: position t of beam w stays in slot t * W + w.
-    Reordering beams changes only the small table ``ancestors_BWT``. For each beam and position, the
-    table has the beam whose slot holds that position. The beams of a sentence share its
-    cross-attention keys and values.
+    Reordering beams changes only the small table ``ancestors_BWT``. For each beam and position, it
+    gives the beam whose slot holds that position. The beams of a sentence share its cross-attention
+    keys and values.
     """
 
-    history: tuple[tuple[Block, ...], ...]  # of each layer
+    history: tuple[tuple[Block, ...], ...]  # one per layer
     source: tuple[tuple[Block, ...], ...]
-    source_mask_BS: jax.Array  # True: a real source token
+    source_mask_BS: jax.Array  # True for real source tokens
     ancestors_BWT: jax.Array  # int32; -1: not written
-    position_B: jax.Array  # int32: number of tokens read so far
+    position_B: jax.Array  # int32: number of tokens processed so far
     max_length: int = struct.field(pytree_node=False)  # capacity in steps, at most T
     keys_transposed: bool = struct.field(pytree_node=False)  # keys are [B, H, K, L]
 
@@ -59,9 +59,9 @@ class DecoderCache:
     def replace_rows(self, rows_R: jax.Array, fresh: DecoderCache) -> DecoderCache:
         """Put the R new sentences of ``fresh`` into rows ``rows_R``.
 
-        A row number equal to B is skipped. Only the source arrays of ``fresh`` are read. Old
-        self-attention keys stay, masked. Old values become 0: an infinite value times a weight of
-        0 would be NaN.
+        Rows equal to B are skipped. Only the source arrays of ``fresh`` are used. Old
+        self-attention keys stay but are masked. Old values are set to 0, because an infinite value
+        times a weight of 0 would be NaN.
         """
 
         def put(old: Any, new: Any) -> Any:
@@ -77,7 +77,7 @@ class DecoderCache:
         )
 
     def cleared(self) -> DecoderCache:
-        """Return an empty cache of the same capacity. Old entries stay, masked."""
+        """Return an empty cache of the same capacity. Old entries stay but are masked."""
         return dataclasses.replace(
             self,
             source_mask_BS=jnp.zeros_like(self.source_mask_BS),
@@ -86,7 +86,7 @@ class DecoderCache:
         )
 
     def layers(self) -> list[LayerAttention]:
-        """Return each layer's attention in the next step."""
+        """Return each layer's attention over the cache in the next step."""
         batch, beam_size, _ = self.ancestors_BWT.shape
         visible_BWTW = self.ancestors_BWT[..., None] == jnp.arange(beam_size)[None, None, None]
         visible_B1WL = visible_BWTW.reshape(batch, 1, beam_size, -1)
@@ -116,13 +116,13 @@ class DecoderCache:
         return tuple(written)
 
     def append(self, layers: Sequence[LayerAttention]) -> DecoderCache:
-        """Append one position to each layer: the newest keys and values."""
+        """Append the newest keys and values of each layer to the cache."""
         _, W, T = self.ancestors_BWT.shape
         is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
         beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
         return dataclasses.replace(
             self,
-            # Written after all layers have read, so that XLA's CPU backend copies no block.
+            # Written after all layers have read it, so XLA's CPU backend does not copy blocks.
             history=tuple(
                 self.written(layer.history, layer.own) if layer.own else layer.history
                 for layer in layers
@@ -134,13 +134,13 @@ class DecoderCache:
 
 @dataclasses.dataclass
 class LayerAttention:
-    """Attention of one layer over its part of the cache in one step; arrays are [B, W, H, K]."""
+    """One layer's attention over its part of the cache in one step. Arrays are [B, W, H, K]."""
 
     cache: DecoderCache
-    visible_B1WL: jax.Array  # slots of the history that each hypothesis sees
+    visible_B1WL: jax.Array  # history slots visible to each hypothesis
     history: tuple[Block, ...]
     source: tuple[Block, ...]
-    own: Block | None = None  # the newest key and value, not yet in the history
+    own: Block | None = None  # newest keys and values, not yet in the history
 
     def to_history(self, q_BWHK: jax.Array, k_BWHK: jax.Array, v_BWHK: jax.Array) -> jax.Array:
         """Attend from the newest tokens to the cached tokens and to themselves."""
@@ -187,12 +187,12 @@ def empty_cache(
     max_length: int,
     source_capacity: int = 0,
 ) -> DecoderCache:
-    """Create an empty cache for ``max_length`` steps; later steps are dropped silently.
+    """Create an empty cache for ``max_length`` steps. Further steps are silently dropped.
 
     Args:
       cross: cross-attention keys and values of each layer, [B, S, H, K].
-      source_capacity: source positions to pad S to. Results do not change; on a CPU
-        they are bit-identical.
+      source_capacity: number of source positions to pad S to. Results stay the same, bit-exactly on
+        a CPU.
     """
     batch, length = source_mask_BS.shape
     multiple = decode_kernel.POSITIONS
@@ -233,12 +233,12 @@ def _attend_to_blocks(
 ) -> jax.Array:
     """Attend (equation 1) from each hypothesis to its visible cached positions: [B, W, H, K].
 
-    Keys are [B, H, K, L]. In self-attention ``own``, the newest key and value, is separate from the
-    cache: the cache is read before it is written, so XLA updates it in place.
+    Keys are [B, H, K, L]. In self-attention, ``own`` holds the newest keys and values, which are
+    not in the cache yet: the cache is read before it is written, so XLA can update it in place.
 
-    The softmax is computed block by block, with a running maximum of the scores, a sum of
-    exp(score - maximum) and a weighted sum of values. A block that a hypothesis does not attend to
-    has weight 0 exactly, computed or skipped.
+    The softmax is computed block by block, with a running maximum of the scores, a sum of exp(score
+    - maximum) and a weighted sum of values. A block that a hypothesis does not attend to has a
+    weight of exactly 0, whether it is computed or skipped.
     """
     q_BHWK = q_BWHK.swapaxes(1, 2) * jnp.asarray(q_BWHK.shape[-1] ** -0.5, q_BWHK.dtype)
     B, H, W, _ = q_BHWK.shape
@@ -268,7 +268,7 @@ def _attend_to_blocks(
     for block in blocks:
         stop = start + block[1].shape[2]
         mask = mask_BHWL[..., start:stop]
-        # The first block is never skipped: it rarely could be, and the divisor must not be 0.
+        # The first block is never skipped: it is almost always used, and the divisor must not be 0.
         is_used = True if start == 0 else mask.any()
         state = jax.lax.cond(is_used, add, lambda state, *_: state, state, block, mask)
         start = stop

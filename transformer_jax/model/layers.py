@@ -19,14 +19,15 @@ from transformer_jax.model.positions import sinusoidal_positions
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """Return the data type of matmuls; ``auto`` is float32 on a CPU and bfloat16 elsewhere."""
+    """Return the data type of matmuls. ``auto`` means float32 on a CPU and bfloat16 elsewhere."""
     if config.dtype == "auto":
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.dtype)
 
 
 def use_matmul_precision(precision: str) -> None:
-    """Set the precision of float32 matmuls in this process to ``ModelConfig.matmul_precision``;
+    """Set the precision of float32 matmuls in this process (``ModelConfig.matmul_precision``).
+
     ``default`` keeps JAX's setting.
     """
     if precision != "default":
@@ -37,7 +38,7 @@ class Embedding(nnx.Module):
     """Token embeddings times sqrt(d_model), plus positional encodings (sections 3.4 and 3.5)."""
 
     def __init__(self, vocab_size: int, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Draw the matrices from N(0, d_model^-1); the token matrix is [V, D]."""
+        """Initialize the matrices from N(0, d_model^-1). The token matrix is [V, D]."""
         self.matrix = embedding_matrix(vocab_size, config.d_model, rngs)
         self.position_matrix = (
             embedding_matrix(config.max_positions, config.d_model, rngs)
@@ -51,16 +52,16 @@ class Embedding(nnx.Module):
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
     ) -> jax.Array:
-        """Embed tokens at these positions: [B, L, D]. Axes of ``positions_BL`` may be 1.
+        """Embed tokens at these positions: [B, L, D]. Axes of ``positions_BL`` can be 1.
 
         Args:
-          num_positions: exclusive upper bound of all positions outside padding.
+          num_positions: exclusive upper bound for all positions outside padding.
 
         Raises:
-          UserError: more positions than learned.
+          UserError: there are more positions than learned embeddings.
         """
         d_model = self.matrix.shape[1]
-        # A token id outside the vocabulary gives NaN; checkify's index checks find it.
+        # Token ids outside the vocabulary give NaN; checkify's index checks can find them.
         vectors_BLD = self.matrix[...].at[tokens_BL].get(mode="fill", wrap_negative_indices=False)
         x_BLD = vectors_BLD * d_model**0.5
         if self.position_matrix is None:
@@ -73,13 +74,13 @@ class Embedding(nnx.Module):
                 f"{self.position_matrix.shape[0]}: model.max_positions is "
                 f"{self.position_matrix.shape[0]}, the number of learned positions."
             )
-        # Padding at the end of a packed row may be longer than any sentence. Its positions are
-        # clipped, as NaN would spread even where it is masked.
+        # Padding at the end of a packed row can be longer than any sentence. Its positions are
+        # clipped, because NaN would spread even if masked.
         return (x_BLD + jnp.take(table_LD, positions_BL, axis=0, mode="clip")).astype(self.dtype)
 
 
 def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
-    """Draw a float32 parameter [rows, D] from N(0, d_model^-1)."""
+    """Create a float32 parameter [rows, D] drawn from N(0, d_model^-1)."""
     check_rngs(rngs)
     return nnx.Param(nnx.initializers.normal(d_model**-0.5)(rngs.params(), (rows, d_model)))
 
@@ -92,7 +93,7 @@ def relu(x: jax.Array) -> jax.Array:
 
 @relu.defjvp
 def _relu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    # The barrier makes XLA store y instead of recomputing it from x in each matmul that reads it.
+    # The barrier makes XLA store y instead of recomputing it from x in each matmul that uses it.
     y = jax.lax.optimization_barrier(relu(*primals))
     return y, jnp.where(y > 0, tangents[0], jnp.zeros((), y.dtype))
 
@@ -149,7 +150,7 @@ def _attention(config: ModelConfig, rngs: nnx.Rngs) -> MultiHeadAttention:
 
 
 class EncoderLayer(nnx.Module):
-    """Self-attention and feed-forward network, with residual connections."""
+    """Encoder layer: self-attention and feed-forward network, with residual connections."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build attention, feed-forward network and residual connections from the config."""
@@ -165,7 +166,7 @@ class EncoderLayer(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Map [B, S, D] to [B, S, D]; no dropout without a key."""
+        """Apply the layer to [B, S, D]. ``dropout_key=None`` turns dropout off."""
         keys = as_keys(dropout_key)
 
         def attend(y_BSD: jax.Array) -> jax.Array:
@@ -177,7 +178,7 @@ class EncoderLayer(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Causal self-attention, cross-attention, feed-forward network, with residual connections."""
+    """Decoder layer: causal self-attention, cross-attention and feed-forward network."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Build attention, feed-forward network and residual connections from the config."""
@@ -198,9 +199,9 @@ class DecoderLayer(nnx.Module):
         dropout_key: DropoutKey = None,
         cache: LayerAttention | None = None,
     ) -> jax.Array:
-        """Map [B, T, D] to [B, T, D]; no dropout without a key.
+        """Apply the layer to [B, T, D]. ``dropout_key=None`` turns dropout off.
 
-        With a ``cache``, run one decoding step with T hypotheses for each sentence. The KV cache
+        With a ``cache``, runs one decoding step with T hypotheses for each sentence. The KV cache
         replaces memory and masks.
         """
         keys = as_keys(dropout_key)

@@ -1,8 +1,8 @@
-"""Fused dropout, residual sum and layer norm on a GPU: one Pallas kernel forward, one backward.
+"""Fused dropout, residual sum and layer norm on a GPU: Pallas kernels for both passes.
 
 XLA reads the rows several times: for statistics, for results, and for the gradients of scale and
 bias. These kernels read them once. The forward kernel draws the mask of ``dropout.kept`` and stores
-it for the backward pass, four elements a byte. Rows are in quarters, [4, C].
+it for the backward pass, four elements per byte. Each row is split into quarters, [4, C].
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def residual_norm(
     epsilon: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute LayerNorm(x + Dropout(y)); D is a power of two.
+    """Compute LayerNorm(x + Dropout(y)). D must be a power of two.
 
-    ``epsilon`` is an argument of the norm. Each device of the training step's mesh computes its own
+    ``epsilon`` is the epsilon of the norm. Each device in the training step's mesh computes its own
     rows. ``interpret`` runs the kernels on any device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     C, shards = len(scale_D) // 4, gpu.row_shards(mesh)
-    # For each device: the key, and the counter of its first random words.
+    # For each device: the key, and the counter for its first random words.
     first_N1 = jnp.arange(shards, dtype=jnp.uint32)[:, None] * (x_BLD.size // shards // 4)
     key_N2 = jnp.broadcast_to(jax.random.key_data(key), (shards, 2))
     words = jnp.concatenate([key_N2, first_N1], axis=1).reshape(-1)
@@ -61,7 +61,7 @@ def residual_norm(
 class _Settings(NamedTuple):
     rate: float
     epsilon: float
-    mesh: Any  # of the forward pass; the backward pass is traced outside of it
+    mesh: Any  # mesh of the forward pass; the backward pass is traced outside it
     interpret: bool
 
 
@@ -92,7 +92,7 @@ _residual_norm.defvjp(_forward, _backward)
 
 
 def _call(kernel: Any, settings: _Settings, arrays: Any, outs: Any) -> list[jax.Array]:
-    """Run one program per block of rows; it also writes one row of each array of sums."""
+    """Run one program per block of rows. It also writes one row of each array of partial sums."""
     shards = gpu.row_shards(settings.mesh)
     outs = [jax.ShapeDtypeStruct((len(x) // shards, *x.shape[1:]), x.dtype) for x in outs]
 
@@ -101,7 +101,7 @@ def _call(kernel: Any, settings: _Settings, arrays: Any, outs: Any) -> list[jax.
         block = _BLOCK // (4 * C)
 
         def spec(x: Any) -> pl.BlockSpec:
-            if x.ndim == 4:  # sums
+            if x.ndim == 4:  # partial sums
                 return pl.BlockSpec((None, None, 4, C), lambda i: (i, 0, 0, 0))
             if x.ndim == 3:
                 return pl.BlockSpec((block, *x.shape[1:]), lambda i: (i, 0, 0))
@@ -150,7 +150,7 @@ def _backward_kernel(settings: _Settings, count: int, *refs: Any) -> None:
 
 
 def _normal(x_L4C: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Normalize rows to mean 0 and variance 1 in float32; also return 1 / standard deviation."""
+    """Return rows with mean 0 and variance 1, in float32, and 1 / standard deviation."""
     x_L4C = x_L4C.astype(jnp.float32)
     centered_L4C = x_L4C - _mean(x_L4C)
     inverse_L11 = jax.lax.rsqrt(_mean(centered_L4C * centered_L4C) + epsilon)

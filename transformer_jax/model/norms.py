@@ -15,7 +15,7 @@ from transformer_jax.model.dropout import DropoutKey, dropout, mask_key
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalization over the last axis, computed in float32, returned in the input's type."""
+    """Layer normalization over the last axis, computed in float32. Keeps the input's dtype."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6, use_bias: bool = True):
         """Initialize the scale to 1 and the bias to 0."""
@@ -49,8 +49,8 @@ def _normalised_jvp(
     epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     [x_BLD], [dx_BLD] = primals, tangents
-    # Without the barrier XLA recomputes the statistics in each kernel that needs them or, where it
-    # cannot, stores float32 arrays of x's shape.
+    # Without the barrier, XLA would recompute the statistics in each kernel that needs them or, if
+    # it cannot, store float32 arrays with the shape of x.
     mean_BL1, inverse_BL1 = jax.lax.optimization_barrier(_statistics(x_BLD, epsilon))
     normal_BLD = (x_BLD - mean_BL1) * inverse_BL1
     along_BL1 = (dx_BLD * normal_BLD).mean(axis=-1, keepdims=True)
@@ -59,14 +59,14 @@ def _normalised_jvp(
 
 
 def _statistics(x_BLD: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Return mean and 1 / standard deviation over D."""
+    """Return the mean and 1 / standard deviation over D."""
     mean_BL1 = x_BLD.mean(axis=-1, keepdims=True)
     variance_BL1 = jnp.square(x_BLD - mean_BL1).mean(axis=-1, keepdims=True)
     return mean_BL1, jax.lax.rsqrt(variance_BL1 + epsilon)
 
 
 class RMSNorm(LayerNorm):
-    """RMS norm, x / sqrt(mean(x^2)) times a scale (Zhang and Sennrich, 2019), in float32."""
+    """RMS norm: x / sqrt(mean(x^2)) times a scale, in float32 (Zhang and Sennrich, 2019)."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6):
         """Initialize the scale to 1."""
@@ -79,7 +79,7 @@ class RMSNorm(LayerNorm):
 
 
 def make_norm(config: ModelConfig) -> LayerNorm:
-    """Create the norm that norm_type, norm_epsilon and norm_bias select."""
+    """Create the norm selected by norm_type, norm_epsilon and norm_bias."""
     D, epsilon = config.d_model, config.norm_epsilon
     if config.norm_type == "rms":
         return RMSNorm(D, epsilon=epsilon)
@@ -87,13 +87,14 @@ def make_norm(config: ModelConfig) -> LayerNorm:
 
 
 class Residual(nnx.Module):
-    """Residual connection, post-norm or pre-norm.
+    """Residual connection around a sublayer, with dropout and post-norm or pre-norm.
 
-    LayerNorm(x + Dropout(Sublayer(x))) (section 5.4), or x + Dropout(Sublayer(LayerNorm(x))).
+    Computes LayerNorm(x + Dropout(Sublayer(x))) (section 5.4) or x +
+    Dropout(Sublayer(LayerNorm(x))).
     """
 
     def __init__(self, config: ModelConfig):
-        """Build from norm, dropout and the fields that ``make_norm`` uses."""
+        """Build from norm, dropout and the config fields of ``make_norm``."""
         self.norm = make_norm(config)
         self.pre = config.norm == "pre"
         self.dropout = config.dropout
@@ -116,7 +117,7 @@ class Residual(nnx.Module):
         if plain or norm.bias is None or dropout_key is None:
             x_BLD = x_BLD + dropout(y_BLD, rate, dropout_key)
             return x_BLD if self.pre else norm(x_BLD)
-        # In training on a GPU, one fused kernel does everything.
+        # In training on a GPU, one fused kernel computes all of this.
         return jax.lax.platform_dependent(
             *(x_BLD, y_BLD, mask_key(dropout_key), norm.scale[...], norm.bias[...]),
             cuda=partial(norm_kernel.residual_norm, rate=rate, epsilon=norm.epsilon),

@@ -13,8 +13,8 @@ def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleave
     """Return sinusoidal positional encodings, float32 [length, d_model] (section 3.5).
 
     ``interleaved``: PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the
-    same, as in the paper. ``split``: all sines, then all cosines, with tensor2tensor's wavelengths
-    10000^(i / (d_model / 2 - 1)). ``UserError`` if d_model is odd.
+    same angle, as in the paper. ``split``: all sines, then all cosines, with tensor2tensor's
+    wavelengths 10000^(i / (d_model / 2 - 1)). Raises ``UserError`` if d_model is odd.
     """
     if d_model < 0 or d_model % 2:
         raise UserError(f"d_model is {d_model}; expected a positive even number.")

@@ -1,4 +1,4 @@
-"""Encoder, decoder and the whole Transformer (paper section 3.1), for training and decoding."""
+"""Encoder, decoder and complete Transformer (paper section 3.1), for training and decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_jax.special_ids import BOS_ID, PAD_ID
 
 
 class AttentionWeights(NamedTuple):
-    """Attention weights, one float32 array per layer; padding rows are 0, real rows sum to 1."""
+    """Attention weights, one float32 array per layer. Padding rows are 0; other rows sum to 1."""
 
     encoder: tuple[jax.Array, ...]  # [B, H, S, S] each
     decoder: tuple[jax.Array, ...]  # [B, H, T, T] each: self-attention
@@ -49,7 +49,7 @@ class _Stack(nnx.Module):
         dropout_key: DropoutKey = None,
         caches: Sequence[LayerAttention] | None = None,
     ) -> jax.Array:
-        """Map [B, L, D] to [B, L, D]; every layer gets the same ``context``."""
+        """Apply all layers to [B, L, D]. Every layer gets the same ``context``."""
         remat, keys = self.remat and caches is None, as_keys(dropout_key)
         for i, layer in enumerate(self.layers):
             run = partial(layer, dropout_key=keys)
@@ -63,7 +63,7 @@ class Encoder(_Stack):
     """Stack of encoder layers: ``encoder(x_BSD, mask_BHSS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Build num_layers encoder layers and the optional final norm."""
+        """Build ``num_layers`` encoder layers and the optional final norm."""
         super().__init__(EncoderLayer, config.num_layers, config, rngs)
 
 
@@ -71,7 +71,7 @@ class Decoder(_Stack):
     """Stack of decoder layers: ``decoder(x_BTD, memory_BSD, self_mask_BHTT, cross_mask_BHTS)``."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Build decoder_layers decoder layers and the optional final norm."""
+        """Build ``decoder_layers`` decoder layers and the optional final norm."""
         super().__init__(DecoderLayer, config.decoder_layers, config, rngs)
 
 
@@ -79,11 +79,11 @@ class Transformer(nnx.Module):
     """The encoder-decoder Transformer.
 
     Training calls the module or ``hidden``; decoding calls ``encode``, ``start_cache`` and
-    ``decode_step``. Modules hold parameters only; dropout keys are given at call time.
+    ``decode_step``. Modules hold only parameters; dropout keys are passed at call time.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        """Draw the parameters with ``rngs``."""
+        """Initialize the parameters with ``rngs``."""
         self.config = config
         self.target_embedding = Embedding(config.vocab_size, config, rngs=rngs)
         self.source_embedding = (
@@ -104,7 +104,7 @@ class Transformer(nnx.Module):
 
     @property
     def output_matrix_VD(self) -> jax.Array:
-        """Softmax weights, float32 [V, D]: the target embedding matrix unless untied."""
+        """Softmax matrix, float32 [V, D]; the target embedding matrix if tied."""
         matrix = self.softmax_matrix
         return self.target_embedding.matrix[...] if matrix is None else matrix[...]
 
@@ -119,9 +119,9 @@ class Transformer(nnx.Module):
         target_BT: jax.Array,
         **options: Any,
     ) -> jax.Array:
-        """Compute logits of each target token given source and earlier tokens: float32 [B, T, V].
+        """Compute logits of each target token, given source and earlier tokens: float32 [B, T, V].
 
-        Arguments are the same as for ``hidden``.
+        Takes the same arguments as ``hidden``.
         """
         return self.logits(self.hidden(source_BS, target_BT, **options))
 
@@ -138,8 +138,8 @@ class Transformer(nnx.Module):
 
         Args:
           source_BS: token ids, padded with PAD_ID at the end.
-          target_BT: token ids to predict, EOS included; shifted right here for teacher forcing
-            (section 3.1).
+          target_BT: token ids to predict, including EOS. This method shifts them right for teacher
+            forcing (section 3.1).
           source_segments_BS, target_segments_BT: segment ids of packed rows; 0 is padding. None:
             one sentence per row.
           dropout_key: None turns dropout off.
@@ -162,8 +162,8 @@ class Transformer(nnx.Module):
     def attention_weights(self, source_BS: jax.Array, target_BT: jax.Array) -> AttentionWeights:
         """Compute attention weights of all layers and heads, one sentence per row, without dropout.
 
-        Under ``jit``, only the layers and heads that are used are computed. Arguments are the same
-        as for ``hidden``.
+        Under ``jit``, layers and heads that are not used are not computed. Takes the same arguments
+        as ``hidden``.
         """
         model = nnx.clone(self)
         model.set_attributes(sow_weights=True, remat=False)
@@ -191,7 +191,7 @@ class Transformer(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Encode padded source token ids: ``memory_BSD``."""
+        """Encode padded source token ids as ``memory_BSD``."""
         keys = as_keys(dropout_key)
         packed = segments_BS is not None
         segments_BS = _segments(source_BS, segments_BS)
@@ -215,7 +215,7 @@ class Transformer(nnx.Module):
         keys: DropoutKey,
     ) -> jax.Array:
         num_positions = tokens_BL.shape[1]
-        if packed:  # a packed row may be longer than any sentence in it
+        if packed:  # a packed row can be longer than any sentence in it
             num_positions = min(num_positions, self.config.position_limit)
         x_BLD = embedding(tokens_BL, positions_BL, num_positions=num_positions)
         return dropout(x_BLD, self.config.dropout, keys)
@@ -238,12 +238,12 @@ class Transformer(nnx.Module):
         max_length: int,
         source_capacity: int = 0,
     ) -> DecoderCache:
-        """Create an empty KV cache that holds the cross-attention keys and values of the source.
+        """Create a KV cache with the source's cross-attention keys and values and an empty history.
 
         Args:
           source_mask_BS: bool, True for real source tokens.
-          max_length: capacity in steps. Later steps are dropped silently.
-          source_capacity: source positions to pad S to.
+          max_length: capacity in steps. Further steps are silently dropped.
+          source_capacity: number of source positions to pad S to.
         """
         return empty_cache(
             [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder.layers],
@@ -261,7 +261,7 @@ class Transformer(nnx.Module):
         Returns:
           Logits of the next token, float32 [B, W, V], and the new cache.
         """
-        # A finished sentence may run past the end of the cache; its values must stay finite.
+        # A finished sentence can run past the end of the cache, but its values must stay finite.
         positions_B1 = jnp.minimum(cache.position_B, cache.max_length - 1)[:, None]
         x_BWD = self.target_embedding(tokens_BW, positions_B1, num_positions=cache.max_length)
         layers = cache.layers()
@@ -270,7 +270,7 @@ class Transformer(nnx.Module):
 
 
 class AbstractModel(NamedTuple):
-    """A model without parameter values: ``nnx.merge(graph, parameters)`` is the model."""
+    """A model without parameter values. ``nnx.merge(graph, parameters)`` adds parameters."""
 
     graph: Any  # nnx graph definition
     parameters: Any  # nested dict of shapes and types
@@ -278,7 +278,7 @@ class AbstractModel(NamedTuple):
 
 @lru_cache(maxsize=32)
 def abstract_model(config: ModelConfig) -> AbstractModel:
-    """Build the abstract model of this config; cached, as it takes as long as tracing a step."""
+    """Build the abstract model for a config. Cached, because it takes as long as tracing a step."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(model, nnx.Param)
     return AbstractModel(graph, nnx.to_pure_dict(parameters))
@@ -287,7 +287,7 @@ def abstract_model(config: ModelConfig) -> AbstractModel:
 def with_cast_weights(model: Transformer) -> Transformer:
     """Copy the model for a decoding loop, with matrices stored in ``compute_dtype``.
 
-    Outputs are bit-exactly the same. On a GPU, XLA would otherwise cast every matrix in each step.
+    Outputs are bit-identical. Without this, XLA would cast every matrix in each step on a GPU.
     """
     model = nnx.clone(model)
     for _, module in nnx.iter_modules(model):
