@@ -97,7 +97,7 @@ def test_every_field_has_a_meaning_for_help() -> None:
                 optimizer=OptimizerConfig(decay="cosine"), training=TrainingConfig(steps=4000)
             ),
             "training.steps is 4000; expected more than optimizer.warmup_steps = 4000, "
-            "as optimizer.decay is 'cosine'",
+            "because optimizer.decay is 'cosine'",
         ),
         (
             lambda: TrainingConfig(average=9, keep_checkpoints=5),
