@@ -249,7 +249,7 @@ def test_what_comes_before_a_faulty_line_is_not_lost(decode, expected):
     assert (status, out) == (2, "".join(line + "\n" for line in expected[:3]))
     assert "line 4: byte 1 is not valid UTF-8" in err
     status, out, err = decode("--format", "jsonl", stdin=OBJECTS[: OBJECTS.index(b"five two") - 3])
-    assert status == 2 and out.count("\n") == 3 and "line 4 is not JSON" in err
+    assert status == 2 and out.count("\n") == 3 and "line 4 is not valid JSON" in err
 
 
 def test_after_a_faulty_line_is_mended_resume_continues(decode, tmp_path):
@@ -257,7 +257,7 @@ def test_after_a_faulty_line_is_mended_resume_continues(decode, tmp_path):
     flags = ("--input", source, "--format", "jsonl", "--output", output)
     whole = decode("--format", "jsonl", stdin=OBJECTS + b'{"text": "one"}\n')[1]
     for line, message in [
-        ("{", "in.jsonl, line 8 is not JSON"),
+        ("{", "in.jsonl, line 8 is not valid JSON"),
         ('{"text": "one", "prefix": "€"}', "Line 8: prefix '€' has"),
     ]:
         source.write_bytes(OBJECTS + line.encode() + b"\n")
@@ -481,7 +481,7 @@ def test_what_other_flags_imply(workdir):
             ("--alignments", "hard", "--alignment-layer", 3),
             "alignment layer is 3; expected -1 to 0",
         ),
-        (("--format", "jsonl", "--text-field", "x"), "line 1 is not JSON"),
+        (("--format", "jsonl", "--text-field", "x"), "line 1 is not valid JSON"),
         (("--reference", __file__, "--bleu-tokenize", "x"), "BLEU tokenizer 'x' cannot be used"),
     ],
 )
@@ -547,7 +547,10 @@ def test_a_full_disk_is_told_with_the_file_and_how_to_continue(decode, tmp_path,
         patch.setattr(output_file, "_write", write_two)
         status, _, err = decode("--output", tmp_path / "out")
     assert status == 2 and (tmp_path / "out").read_text() == written
-    assert "out keeps the finished lines; repeat the command with --resume to continue" in err
+    assert (
+        f"Finished lines are in {tmp_path}/out; run the command again with --resume to continue"
+        in err
+    )
     assert f"error: '{tmp_path}/out': No space left on device; check" in err
     assert decode("--output", tmp_path / "out", "--resume")[0] == 0
     assert (tmp_path / "out").read_text() == whole

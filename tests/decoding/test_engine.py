@@ -321,12 +321,12 @@ def test_settings_that_do_not_fit():
         Engine([make_model(0)], DecodingConfig(beam_size=41))
     with pytest.raises(
         UserError,
-        match=r"have \[\(40, 40\), \(50, 50\)\] source and target tokens; expected one or more",
+        match=r"vocabulary sizes are \[\(40, 40\), \(50, 50\)\]; expected one or more",
     ):
         Engine(
             [make_model(0), make_model(0, ModelConfig(**{**vars(MODEL), "vocab_size": 50}))], CONFIG
         )
-    with pytest.raises(UserError, match=r"The models have \[\] source and target tokens"):
+    with pytest.raises(UserError, match=r"vocabulary sizes are \[\]; expected one or more"):
         Engine([], CONFIG)
 
 
@@ -350,7 +350,7 @@ def test_settings_are_checked_without_a_model(tokenizer):
     check_decoding(DecodingConfig(method="sample", beam_size=size + 1), tokenizer)
     refuse("decoding.suppress has 'qqq'", suppress=("A", "qqq"))
     refuse(
-        "decoding.suppress has '</s>', without which translations end only at",
+        "decoding.suppress has '</s>', but without it every translation has the maximum",
         suppress=("A", "</s>"),
     )
 

@@ -121,7 +121,7 @@ def test_an_error_keeps_what_is_written(tmp_path, caplog):
         write(["one"])
         assert path.read_text() == "one\n"
         raise KeyboardInterrupt
-    assert "out keeps the finished lines; repeat the command with --resume" in caplog.text
+    assert f"Finished lines are in {path}; run the command again with --resume" in caplog.text
     with open_output(str(path), resume=True) as (_, kept):
         assert kept == 1
 

@@ -43,10 +43,10 @@ def test_objects_give_text_and_prefix():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 3 is not JSON"),
-        ("", "line 3 is not JSON"),
-        ("[" * 100_000, "line 3 is not JSON"),
-        ("9" * 5000, r"line 3 is not JSON \(Exceeds the limit \(4300 digits\)"),
+        ("{", "line 3 is not valid JSON"),
+        ("", "line 3 is not valid JSON"),
+        ("[" * 100_000, "line 3 is not valid JSON"),
+        ("9" * 5000, r"line 3 is not valid JSON \(Exceeds the limit \(4300 digits\)"),
         ("[1]", "line 3 is a JSON list; expected an object with the field 'text'"),
         (
             '{"source": "x", "id": 1}',

@@ -142,7 +142,7 @@ def test_n_best(translator):
 @pytest.mark.parametrize("line", ["one two", Request("one two")])
 def test_a_line_is_no_list_of_lines(translator, line):
     for call in (translator.translate, translator.stream):
-        with pytest.raises(UserError, match="several lines, such as a list with this line"):
+        with pytest.raises(UserError, match="expected an iterable of lines, such as a list"):
             call(line)
     with pytest.raises(UserError, match="window is 0; expected 1 or more"):
         translator.stream([line], window=0)

@@ -1,4 +1,4 @@
-"""decode.py: write one output line for each input line, and nothing else to stdout."""
+"""Entry point of decode.py, which writes only translations to stdout, one line per input line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def main(argv: list[str] | None = None) -> int:
     """
 
     def work() -> None:
-        from transformer_jax.decoding.program import decode  # lazy, so an early Ctrl-C is quiet
+        # Import lazily, so that Ctrl-C during a slow import exits without a traceback.
+        from transformer_jax.decoding.program import decode
 
         decode(sys.argv[1:] if argv is None else argv)
 

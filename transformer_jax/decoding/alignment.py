@@ -13,17 +13,19 @@ from transformer_jax.tokenizer import Tokenizer
 
 
 class Alignment(NamedTuple):
-    """Attention of each target token over the source tokens; EOS is last on both sides."""
+    """Attention weights of each target token over the source tokens; EOS is last on both sides."""
 
     source: tuple[str, ...]
     target: tuple[str, ...]
     weights_TS: np.ndarray
     source_words: Sequence[int]
-    """For each source token except EOS, the index of the word that it ends in."""
+    """Word index of each source token except EOS."""
     target_words: Sequence[int]
 
     def hard(self) -> str:
-        """Return word pairs such as ``0-0 1-2``, from the best source token per target token."""
+        """Return word pairs such as ``0-0 1-2`` (source-target), which link each target token to
+        the source token with the highest attention weight.
+        """
         if min(self.weights_TS.shape) < 2:
             return ""
         best_T = self.weights_TS[:-1, :-1].argmax(axis=1)
@@ -44,7 +46,7 @@ def alignment(
         sides.append(tuple(side.tokens(ids)))
         its_words = text.split()
         encoded = [
-            # SentencePiece writes <unk> as ⁇, which may be encoded as two question marks.
+            # SentencePiece decodes <unk> to ⁇, which it may encode as two question marks.
             ["<unk>"] if word == "⁇" else side.tokens(ids)
             for word, ids in zip(its_words, side.encode(its_words), strict=True)
         ]
@@ -54,11 +56,11 @@ def alignment(
 
 
 def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[int]:
-    """Return, for each token of a text, the index (from 0) of the word that it ends in.
+    """Map each token of a text to the index (from 0) of the word in which it ends.
 
-    Words are separated by whitespace. Tokens come from normalized text, where a word may become
-    several words or none. So ``words`` holds the tokens of each word when it is encoded alone.
-    Together they spell the same letters as ``tokens``.
+    Words are separated by whitespace. Normalization can split a word or remove it, so ``words``
+    holds the tokens of each word encoded on its own. Together they spell the same characters as
+    ``tokens``.
     """
     ends = list(accumulate(map(_letters, words)))
     so_far = accumulate(_letters([token]) for token in tokens)
@@ -66,6 +68,6 @@ def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[
 
 
 def _letters(tokens: Sequence[str]) -> int:
-    """Count the letters that tokens spell, without spaces; an unknown token counts as one."""
+    """Count the characters in tokens, without spaces; an unknown token counts as one."""
     special = {"</s>": 0, "<unk>": 1}
     return sum(special.get(token, len(token.replace("▁", ""))) for token in tokens)

@@ -1,4 +1,4 @@
-"""Translation for many asyncio tasks that share one search on all devices.
+"""Asynchronous translation: many asyncio tasks share one search across all devices.
 
 Each device has a thread that assigns rows to new sentences, runs a few decoding steps, and returns
 finished sentences.
@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 # Decoding steps between checks for new sentences.
 _STEPS = 8
-# A step takes longer with more rows. So each bucket has sets with 1 row, 1/4 of its rows, and all
-# rows. New sentences go to the smallest set that holds all sentences.
+# Steps take longer with more rows, so each bucket has sets of 1 row, 1/4 of its rows, and all its
+# rows. New sentences go to the smallest set that can hold every unfinished sentence.
 _SHARES = (4, 1)
 _ALIGNED_TOGETHER = 4
 
 
 class SearchFailed(Exception):
-    """The search has stopped permanently."""
+    """Raised after the search has stopped permanently."""
 
 
 @dataclass(eq=False)
@@ -61,11 +61,11 @@ class Entry:
 class LiveRows:
     """Rows of an engine for sentences that arrive over time. Not thread-safe.
 
-    Hypotheses equal the result of ``Engine.search``. Scores may differ by rounding, because XLA
-    sums in a different order for fewer rows.
+    Hypotheses are the same as from ``Engine.search``. Scores can differ by rounding errors, because
+    XLA sums in a different order when there are fewer rows.
 
     Attributes:
-      busy: sentences in the rows, by number.
+      busy: sentences that occupy rows, by number.
     """
 
     def __init__(self, engine: Engine, bucket: Bucket):
@@ -89,11 +89,13 @@ class LiveRows:
             self.turn([], 0)
 
     def turn(self, entries: Sequence[Entry], most: int) -> None:
-        """Assign rows to up to ``bucket.block_size`` sentences of one padded length, running steps
-        until enough rows are idle. Then decode up to ``most`` more tokens for every sentence, but
-        stop early once a block of sentences is done.
+        """Assign rows to new sentences, then run up to ``most`` decoding steps.
 
-        Sets the results of futures; the result is empty if the model's logits were NaN. Frees the
+        ``entries`` has at most ``bucket.block_size`` sentences of one padded length. If too few
+        rows are idle, running sentences are decoded until enough of them finish. The steps after
+        the assignment stop early once a block of sentences is done.
+
+        Sets the results of futures (an empty list if the model's logits were NaN), and frees the
         rows of canceled futures.
         """
         entered = dict(zip(self._numbers, entries, strict=False))
@@ -127,16 +129,18 @@ class LiveRows:
 
 
 class Workers:
-    """Search threads of one model; sentences may be submitted at any time, from any thread.
+    """Search threads for one model. Sentences can be submitted at any time, from any thread.
 
     A sentence gets the next idle row on any device. Canceling its future frees the row.
 
     Attributes:
-      failure: the error that stopped the search, if any; unfinished and later futures fail with it.
+      failure: the error that stopped the search, if any; unfinished and later futures raise it.
     """
 
     def __init__(self, engines: Sequence[Engine]):
-        """``engines`` has one engine for each device, with the same model and settings."""
+        """Prepare a search thread for each of ``engines``, which have the same model and settings
+        on different devices.
+        """
         self.failure: SearchFailed | None = None
         self._searches = [
             [_sets_of_rows(engine, bucket) for bucket in engine.buckets] for engine in engines
@@ -156,7 +160,7 @@ class Workers:
             self._threads[-1].start()
 
     def stop(self, reason: str) -> None:
-        """Fail all unfinished futures and the futures of later sentences."""
+        """Stop the search. Unfinished and later futures fail with ``reason``."""
         with self._changed:
             self.failure = self.failure or SearchFailed(reason)
             self._changed.notify_all()
@@ -171,7 +175,7 @@ class Workers:
             thread.join()
 
     def submit(self, sentence: Sentence) -> Future[list[Hypothesis]]:
-        """Submit a sentence. Returns the future for its hypotheses, as from ``Engine.search``."""
+        """Submit a sentence. Returns a future for its hypotheses, as from ``Engine.search``."""
         entry = Entry(sentence)
         with self._changed:
             if self.failure:
@@ -185,12 +189,12 @@ class Workers:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sentences that wait for a row."""
+        """Number of sentences waiting for a row."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def num_busy(self) -> int:
-        """Number of rows with a sentence."""
+        """Number of occupied rows."""
         return sum(len(rows.busy) for searches in self._searches for rows in chain(*searches))
 
     @property
@@ -218,8 +222,8 @@ class Workers:
             self.stop(str(error))
 
     def _take_turns(self, sets: list[LiveRows], waiting: list[Entry], *, may_step: bool) -> None:
-        """Assign waiting sentences to the smallest set of rows that holds all sentences, or to the
-        largest set; then run steps in every set.
+        """Assign waiting sentences to the smallest set of rows that can hold all sentences
+        (otherwise to the largest set), then run steps in every set.
         """
         num_sentences = len(waiting) + sum(len(rows.busy) for rows in sets)
         chosen = next((rows for rows in sets if rows.bucket.rows >= num_sentences), sets[-1])
@@ -230,9 +234,9 @@ class Workers:
                 rows.turn(entries, 0 if entries and waiting else _STEPS)
 
     def _next_block(self, rows: LiveRows, waiting: list[Entry], *, may_step: bool) -> list[Entry]:
-        """Take waiting sentences with the padded length of the oldest, at most one for each idle
-        row. A full block may exceed the idle rows if no other bucket has work: ``turn`` then frees
-        rows.
+        """Take the oldest waiting sentence and others of its padded length, at most one per idle
+        row. If no other bucket has work, a full block may need more rows than are idle, because
+        ``turn`` then frees rows.
         """
         with self._changed:
             waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
@@ -257,11 +261,11 @@ def _sets_of_rows(engine: Engine, bucket: Bucket) -> list[LiveRows]:
 class AsyncTranslator:
     """Translator for many concurrent tasks, with continuous batching.
 
-    A line gets the same tokens as from ``Translator``, no matter when it arrives or which other
-    lines are in progress.
+    A line's translation has the same tokens as from ``Translator``, no matter when the line arrives
+    or which other lines are in progress.
 
     Attributes:
-      config: search settings; ``batch_size`` counts the rows of all devices.
+      config: search settings; ``batch_size`` is the number of rows across all devices.
       translator: a ``Translator`` with the same settings and devices.
       workers: search threads, with counts of rows and of waiting sentences.
       num_lines: lines translated so far.
@@ -276,7 +280,7 @@ class AsyncTranslator:
         *,
         devices: Sequence[jax.Device] = (),
     ):
-        """Split the rows of ``config.batch_size`` over ``devices`` (default: all).
+        """Divide ``config.batch_size`` rows among ``devices`` (default: all).
 
         Raises:
           UserError: see ``Translator``.
@@ -301,8 +305,8 @@ class AsyncTranslator:
         """Load the model of a training run on all devices.
 
         ``workdir`` is the path or URL of a work directory or of one of its checkpoints.
-        ``settings`` override fields of the run's ``decoding`` config. For ``average`` see
-        ``load_model``.
+        ``settings`` override fields of the run's ``decoding`` config. See ``load_model`` for
+        ``average``.
 
         Raises:
           UserError: see ``load_model`` and ``Translator``.
@@ -334,9 +338,9 @@ class AsyncTranslator:
         """Translate a line. Returns its translations, best first, as from ``Translator.stream``;
         ``alignments`` adds alignments as from ``Scorer.align``.
 
-        The semaphore ``turns`` limits how many segments are searched at a time, so that lines that
-        share it leave rows for other lines (default: half of the rows). Canceling the task frees
-        its rows.
+        The semaphore ``turns`` limits how many segments are searched at once (default: half of the
+        rows). Lines that share a semaphore thus leave rows for other lines. Canceling the task
+        frees its rows.
 
         Raises:
           UserError: see ``Translator.stream``.

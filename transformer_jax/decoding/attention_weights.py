@@ -37,7 +37,7 @@ class SentenceAttention:
     target: tuple[str, ...]
     encoder_NHSS: np.ndarray
     decoder_NHTT: np.ndarray
-    """Row t predicts target token t; column t is the previous token."""
+    """Row t is the query that predicts target token t; column t is the key of the token before."""
     cross_NHTS: np.ndarray
 
     def of(
@@ -46,8 +46,8 @@ class SentenceAttention:
         """Return queries (rows), keys (columns) and weights [N, H, queries, keys] for one attention
         type.
 
-        Queries of decoder and cross-attention are the predicted tokens. The decoder reads the
-        target shifted right, so its keys begin with ``<s>``.
+        In decoder self-attention and cross-attention, each query is labeled with the token that it
+        predicts. The decoder's input is the target shifted right, so its keys begin with ``<s>``.
         """
         return {
             "encoder": (self.source, self.source, self.encoder_NHSS),
@@ -56,7 +56,7 @@ class SentenceAttention:
         }[kind]
 
     def save(self, output: str | Path) -> None:
-        """Save the fields as a NumPy file (.npz), without shape suffixes in the names."""
+        """Save the fields in a NumPy file (.npz), named without their shape suffixes."""
         names = {name.partition("_")[0]: value for name, value in vars(self).items()}
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **names)
@@ -66,13 +66,14 @@ class SentenceAttention:
 def sentence_attention(
     translator: Translator, text: str, *, target: str | None = None
 ) -> SentenceAttention:
-    """Compute the attention weights of ``text`` and its translation in a pass without dropout.
+    """Compute the attention weights for ``text`` and its translation, without dropout.
 
     Args:
-      target: the translation; default: the translator's best translation.
+      target: the translation (default: the translator's best translation).
 
     Raises:
-      UserError: ``translator`` is an ensemble; ``text`` is empty; a text is too long.
+      UserError: ``translator`` is an ensemble; ``text`` is empty; ``text`` or the translation is
+        too long.
     """
     check_text(text, "text")
     if not text.strip():
@@ -80,8 +81,8 @@ def sentence_attention(
     model, tokenizer = translator.model, translator.tokenizer
     if isinstance(model, Ensemble):
         raise UserError(
-            f"The translator has {len(model.models)} models; expected one, because an ensemble "
-            "has no attention weights."
+            f"The translator has {len(model.models)} models; expected one, because each model of "
+            "an ensemble has its own attention weights."
         )
     [source] = tokenizer.source.encode([text])
     longest = min(_LONGEST, model.config.position_limit)
@@ -105,7 +106,7 @@ def sentence_attention(
 
 
 def _padded(name: str, tokens: Sequence[int], longest: int) -> jax.Array:
-    """Pad tokens and EOS to one of a few lengths, to limit compilations; int [1, L]."""
+    """Append EOS and pad to one of a few lengths, which limits compilations; int [1, L]."""
     length = len(tokens) + 1
     if length > longest:
         raise UserError(f"{name} has {length} tokens, EOS included; expected at most {longest}.")

@@ -26,17 +26,17 @@ from transformer_jax.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearch(Method):
-    """Beam search with ``beam_size`` live hypotheses for each sentence.
+    """Beam search with ``beam_size`` live hypotheses per sentence.
 
-    At each position a sentence ranks the 2W best continuations of its W live hypotheses. At most W
-    of them end in EOS. A continuation that ends in EOS is finished if it ranks among the first W;
-    the best W without EOS stay live. Ties go to the better beam, then to the more likely token,
-    then to the lower token id. With ``beam_size`` 1 the search is greedy: it takes the most likely
-    token until EOS.
+    Each step ranks the 2W best continuations of a sentence's W live hypotheses. At most W of them
+    end in EOS. A continuation that ends in EOS is finished if it ranks among the first W; the W
+    best continuations without EOS stay live. Ties go to the better beam, then to the more likely
+    token, then to the lower token id. A ``beam_size`` of 1 is greedy search: it takes the most
+    likely token until EOS.
 
-    A sentence is done when no live hypothesis can still become one of its ``wanted_B`` best.
+    A sentence is done when no live hypothesis can still rank among its ``wanted_B`` best.
     Log-probabilities only fall and the length penalty only grows, so the best live log-probability
-    divided by the length penalty of the maximum length is an upper bound.
+    divided by the length penalty at the maximum length is an upper bound.
 
     Finished hypotheses are ranked by log-probability / ``length_divisor``.
     """
@@ -55,7 +55,7 @@ class BeamSearch(Method):
         return self.beam_size
 
     def check(self, vocab_size: int) -> None:
-        """Raise ``UserError`` for a beam wider than the vocabulary or token ids outside it."""
+        """Raise ``UserError`` if the vocabulary is smaller than the beam or lacks token ids."""
         super().check(vocab_size)
         if vocab_size < self.beam_size:
             raise UserError(
@@ -71,8 +71,7 @@ class BeamSearch(Method):
         candidates = extend(parents, state.position_B, tokens_BC, token_log_probs_BC)
         ends_BC = tokens_BC == self.eos_id
 
-        # Only an EOS among the first W finishes, so that a beam of 1 is greedy and EOS must rank in
-        # the beam.
+        # EOS finishes a hypothesis only if it ranks among the first W. A beam of 1 is then greedy.
         first = jax.tree.map(lambda x: x[:, :W], candidates)
         scores_BW = first.log_probs_BW / self.divisor(state.position_B + 1)[:, None]
         finished = finish(state, first, ends_BC[:, :W], scores_BW)
@@ -93,8 +92,8 @@ class BeamSearch(Method):
         """Find the 2W best continuations of each sentence: parent beam, token and log-probability,
         each [B, 2W].
 
-        Tokens are ranked by logits within a beam, which gives the same order as log-probabilities.
-        So log-probabilities over the whole vocabulary are never materialized.
+        Within a beam, logits rank tokens in the same order as log-probabilities. Log-probabilities
+        over the whole vocabulary are therefore never materialized.
         """
         logits_RV, normalizer_R1, forced_R = scores
         (B, W), V = state.live.log_probs_BW.shape, logits_RV.shape[1]

@@ -23,7 +23,7 @@ class Sentence(NamedTuple):
     prefix: Sequence[int] = ()
     """Target tokens that the translation must begin with."""
     seed: int = 0
-    """Seed of the sentence's samples."""
+    """Sampling seed of the sentence."""
     wanted: int = 1
     """Number of hypotheses to find, at most ``decoding.beam_size``."""
 
@@ -40,22 +40,22 @@ class Bucket(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Number of sentences encoded at a time, in one shape. It is small because few waiting
-        sentences have the same padded length.
+        """Number of sentences encoded together, as one padded batch. It is small because few
+        waiting sentences have the same padded length.
         """
         return max(1, self.rows // 4)
 
     def length_of(self, sentence: Sentence) -> int:
-        """Return a sentence's padded source length, which depends only on its length."""
+        """Return a sentence's padded source length, which depends only on its own length."""
         return self.lengths[bisect_left(self.lengths, len(sentence.tokens) + 1)]
 
 
 def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
     """Make buckets for source lengths up to 128, 512, 2,048, ..., ``longest``. The first bucket has
-    ``batch_size`` rows, and each later bucket has a quarter as many rows as its predecessor.
+    ``batch_size`` rows, and each later bucket has a quarter as many rows as the previous bucket.
 
     Padded lengths are 16, 24, 32, 48, 64, ... On accelerators they are 32, 64, 128, ..., because
-    padding costs less there than compiling another encoder.
+    padding costs less there than compiling the encoder for more lengths.
     """
 
     widths = _widths(16) if jax.default_backend() == "cpu" else (32 << i for i in count())
@@ -85,8 +85,8 @@ def in_blocks(
 def make_block(
     bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
 ) -> tuple[np.ndarray, Block]:
-    """Pad the source tokens of (index, sentence) pairs to one length, and create their
-    ``Block`` without a cache. ``longest_target`` maps a source length to the maximum target length.
+    """Pad the source tokens of numbered sentences to one length, and create their ``Block`` without
+    a cache. ``longest_target`` maps a source length to the maximum target length.
     """
     size, capacity = bucket.block_size, bucket.lengths[-1]
     length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
@@ -106,8 +106,8 @@ def make_block(
 
 
 def padded_length(length: int, smallest: int) -> int:
-    """Round up to s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ... (s is even), so that only a few shapes need to
-    be compiled.
+    """Round ``length`` up to one of s, 3/2 s, 2 s, 3 s, 4 s, 6 s, ..., where s (``smallest``) is
+    even. This limits the number of compiled shapes.
     """
     return next(width for width in _widths(smallest) if width >= length)
 

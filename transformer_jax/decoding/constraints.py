@@ -12,7 +12,7 @@ from jax import Array
 
 from transformer_jax.errors import UserError
 
-# Stands for log 0. Finite, so that sums and differences are never NaN. Real log-probabilities stay
+# Represents log 0. It is finite, so sums and differences are never NaN. Real log-probabilities stay
 # far above half of it.
 IMPOSSIBLE = -1e9
 
@@ -28,7 +28,7 @@ class Constraints:
     suppress: tuple[int, ...] = ()
     """Tokens that are never generated."""
     no_repeat_ngram: int = 0
-    """No n-gram of this length occurs twice in a hypothesis (Paulus et al., 2017); 0: off."""
+    """Length of n-grams that may not repeat in a hypothesis (Paulus et al., 2017); 0: off."""
 
     def __post_init__(self) -> None:
         require_at_least(0, min_length=self.min_length, no_repeat_ngram=self.no_repeat_ngram)
@@ -46,12 +46,12 @@ class Constraints:
         """Set the logits of forbidden tokens to IMPOSSIBLE: tokens that would repeat an n-gram,
         suppressed tokens, PAD, and EOS before ``min_length``.
 
-        Only these logits are written; copying all logits would cost more than the rest of the
-        search.
+        Only these logits are updated, because copying all logits would cost more than the rest of
+        the search.
 
         Args:
-          tokens_RL: tokens of each of R hypotheses; the first ``position_R`` are valid.
-          forced_R: the token that must come next, regardless of the rules; negative: not forced.
+          tokens_RL: tokens of R hypotheses, of which only the first ``position_R`` are valid.
+          forced_R: the token that must come next, regardless of the rules; negative: none.
         """
         is_free_R1, rows_R1 = forced_R[:, None] < 0, jnp.arange(len(forced_R))[:, None]
         if self.no_repeat_ngram:
@@ -75,7 +75,7 @@ def require_at_least(least: float, **settings: float) -> None:
 
 
 def _ends_of_repeats(tokens_RL: Array, position_R: Array, n: int) -> Array:
-    """Mark the generated tokens that would repeat an n-gram if generated next."""
+    """Mark earlier tokens that would complete a repeated n-gram if generated next."""
     length = tokens_RL.shape[1]
     index_L = jnp.arange(length)
     repeats_RL = (index_L[None] >= n - 1) & (index_L[None] < position_R[:, None])

@@ -1,11 +1,11 @@
 """Continuous batching: when a sentence is done, a waiting sentence takes its row.
 
-A static batch runs until its longest sentence is done. ``seat`` refills finished rows earlier. It
-is one compiled function with one loop of steps, and it has two callers. ``Engine.search`` seats a
-file block by block and reads all results at the end. ``Workers`` seats the sentences that have
-arrived and reads results after a few steps.
+A static batch runs until its longest sentence is done. ``RowSearch.seat`` refills rows as soon as
+sentences finish. It is one compiled function with two callers. ``Engine.search`` passes it a file
+block by block and reads all results at the end. ``Workers`` passes it the sentences that have
+arrived and reads results every few steps.
 
-Shape letters are as in ``search.py``; Q sentences of a block and R rows refilled at a time.
+Shape letters are as in ``search.py``, with Q sentences in a block and R rows refilled at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOBODY = -1
 
 
 class Block(NamedTuple):
-    """Sentences to assign rows to; every leaf has Q as its first axis. The last places may be
+    """Sentences that need rows. Q is the first axis of every leaf, and the last positions may be
     empty.
     """
 
@@ -41,11 +41,11 @@ class Block(NamedTuple):
     seed_Q: Any
     wanted_Q: Any
     cache: Any
-    """KV cache of the sentences; only its source part is read."""
+    """KV cache of the sentences; only its source part is used."""
 
 
 class Rows(NamedTuple):
-    """Rows of a batch with their sentences, running or done; every leaf has B as its first axis."""
+    """Rows of a batch with running or finished sentences. B is the first axis of every leaf."""
 
     number_B: Array
     """Sentence number in each row, or NOBODY."""
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Results of the sentences in R rows; every leaf has R as its first axis."""
+    """Results of the sentences in R rows. R is the first axis of every leaf."""
 
     number_R: Array
     results: SearchResult
@@ -62,11 +62,11 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSearch:
-    """A search in the rows of a batch; each result is independent of other rows."""
+    """A search over the rows of a batch. Each row's result is independent of other rows."""
 
     method: Method
     step: StepFn
-    """``step(tokens_BW, cache)``, as ``Transformer.decode_step``."""
+    """``step(tokens_BW, cache)``, like ``Transformer.decode_step``."""
     max_length: int
 
     def start(self, block: Block) -> SearchState:
@@ -83,11 +83,11 @@ class RowSearch:
         self, rows: Rows, block: Block, most: Array, enough: Array
     ) -> tuple[Rows, Found, Array]:
         """Assign a row to every sentence of the block, running steps until enough rows are idle.
-        Then run up to ``most`` steps, but stop early once ``enough`` more sentences, or all, are
+        Then run up to ``most`` steps, stopping early once ``enough`` more sentences (or all) are
         done.
 
-        Returns the rows, the results of the refilled rows' previous sentences (Q places), and the
-        number of steps.
+        Returns the rows, the results of the sentences that the block replaced (Q positions), and
+        the number of steps.
 
         Rows are refilled as soon as 1/16 of them are idle (1/8 on a GPU), or as many as the rest of
         the block needs. The loops have no branches, because a branch would copy the caches.
@@ -140,7 +140,7 @@ class _Stepped(NamedTuple):
 class _Carry(NamedTuple):
     stepped: _Stepped
     left: Found  # results from the refilled rows
-    next: Array  # place of the next sentence in the block
+    next: Array  # position of the next sentence in the block
     has_advanced: Array
 
 
@@ -154,7 +154,7 @@ def _hand_over(carry: _Carry, entering: Rows, num_sentences: Array) -> _Carry:
     is_seated_R = state.done_B[rows_R] & (next_R < num_sentences)
     new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], entering)
     left = jax.tree.map(lambda x: x[rows_R], Found(number_B, state.finished))
-    into_R = jnp.where(is_seated_R, rows_R, B)  # B is out of range
+    into_R = jnp.where(is_seated_R, rows_R, B)  # index B is out of range, so _put drops it
     rows = Rows(
         _put(number_B, into_R, new.number_B),
         _put(state, into_R, new.state),

@@ -12,13 +12,13 @@ _ROWS_OF_A_CORE = 16
 
 
 def devices_for_rows(rows: int) -> list[jax.Device]:
-    """Return devices to share ``rows``: at least one row per accelerator, 16 per CPU device.
+    """Choose devices to share ``rows``, with at least 1 row per accelerator or 16 per CPU device.
 
-    If JAX is not initialized yet, each CPU core becomes a device. One device shared by all cores
-    is up to 10% slower (docs/performance.md).
+    If JAX is not initialized yet, each CPU core becomes a device. A single device for all cores is
+    up to 10% slower (docs/performance.md).
     """
     most = max(1, rows // _ROWS_OF_A_CORE)
-    with contextlib.suppress(RuntimeError):  # JAX is initialized
+    with contextlib.suppress(RuntimeError):  # JAX is already initialized
         jax.config.update("jax_num_cpu_devices", min(most, num_cores()))
     devices = find_devices()
     return devices[: most if devices[0].platform == "cpu" else rows]

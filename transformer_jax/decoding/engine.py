@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 _ALL = 2**30
 
-# For the compiled search loop, by backend.
+# Compiler options for the search loop, by backend.
 _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # Without this, XLA copies caches that could be updated in place.
     "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
-    # Run the whole search as one CUDA graph: XLA's default commands, conditionals and loops.
+    # Run the whole search as one CUDA graph: XLA's default commands plus conditionals and loops.
     # Otherwise the host decides after every step whether to continue.
     "gpu": {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
@@ -63,11 +63,11 @@ class Hypothesis(NamedTuple):
     score: float
     log_prob: float
     token_log_probs: list[float]
-    """Log-probabilities of ``tokens`` and, last, of EOS."""
+    """Log-probabilities of ``tokens``, then of EOS."""
 
 
 class _Search(NamedTuple):
-    """Static inputs of an engine's compiled functions."""
+    """Static inputs to an engine's compiled functions."""
 
     graph: nnx.GraphDef[Any]
     method: Method
@@ -76,13 +76,13 @@ class _Search(NamedTuple):
     position_limit: int
 
     def longest_target(self, source_length: int) -> int:
-        """Maximum target length, EOS included, for a source of this length."""
+        """Return the maximum target length, EOS included, for a source of this length."""
         return min(source_length + self.max_extra_length, self.position_limit)
 
     def start_cache(
         self, weights: Any, source_BS: jax.Array, bucket: Bucket, *, max_length: int = 0
     ) -> Any:
-        """Build the KV cache of encoded sources, by default without target positions."""
+        """Encode sources and build their KV cache, by default without target positions."""
         model: Any = nnx.merge(self.graph, weights)
         return model.start_cache(
             model.encode(source_BS),
@@ -149,7 +149,7 @@ def _compiled(search: _Search) -> _Compiled:
 
 @lru_cache(maxsize=32)
 def _idle_rows(search: _Search, device: SingleDeviceSharding | None) -> Any:
-    """Jit ``search.idle_rows`` for ``device``; no array argument determines the device."""
+    """Jit ``search.idle_rows`` for ``device``, because no array argument determines its device."""
     return jax.jit(search.idle_rows, static_argnames="bucket", out_shardings=device)
 
 
@@ -174,8 +174,8 @@ class Engine:
         suppress: tuple[int, ...] = (),
         device: jax.Device | None = None,
     ):
-        """``suppress`` has the token ids that ``check_decoding`` returns for ``config``. The search
-        runs on ``device`` (default: the parameters' device).
+        """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
+        token ids that ``check_decoding`` returns for ``config``.
 
         Raises:
           UserError: the beam is wider than the vocabulary, or the models' vocabularies differ.
@@ -195,8 +195,8 @@ class Engine:
     def parameters(self) -> Any:
         """Parameters of the model or ``Ensemble``, as a dict from ``nnx.to_pure_dict``.
 
-        Assign such a dict or an ``nnx.State`` to update them. New parameters move to the device at
-        once, without recompilation.
+        Assign such a dict or an ``nnx.State`` to update them. New parameters are copied to the
+        device immediately, without recompilation.
         """
         return self._parameters
 
@@ -253,7 +253,7 @@ class Engine:
 
     def dispatch(self, sentences: Mapping[int, Sentence]) -> Iterator[Found]:
         """Start the search for numbered sentences, block by block. Yields results that the device
-        may still be computing. Each sentence appears in one result.
+        may still be computing. Each sentence appears in exactly one result.
         """
         for bucket, blocks in in_blocks(self.buckets, sentences):
             rows = self.new_rows(bucket)
@@ -299,8 +299,8 @@ class Engine:
 def search_together(
     engines: Sequence[Engine], sentences: Sequence[Sentence]
 ) -> list[list[Hypothesis]]:
-    """Run ``Engine.search`` on several engines that differ only in their devices. Uses only
-    as many engines as it needs to give every sentence a row.
+    """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
+    engines than it takes to give every sentence a row.
     """
     engines[0].check(sentences)
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))

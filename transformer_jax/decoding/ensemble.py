@@ -1,6 +1,6 @@
 """Ensemble decoding with several Transformers.
 
-Shape letters are as in ``model/attention.py`` and ``search.py``; M models.
+Shape letters are as in ``model/attention.py`` and ``search.py``.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class EnsembleCache:
 
 
 class Ensemble(nnx.Module):
-    """Averages the probabilities of several models; has the methods of ``Transformer``."""
+    """Averages the probabilities of several models, with the methods of ``Transformer``."""
 
     def __init__(self, models: Sequence[Transformer]):
-        """Raises ``UserError`` if ``models`` is empty or their vocabularies differ."""
+        """Raise ``UserError`` if ``models`` is empty or their vocabulary sizes differ."""
         sizes = list(map(vocabulary_sizes, models))
         if len(set(sizes)) != 1:
             raise UserError(
-                f"The models have {sizes} source and target tokens; expected one or more models "
-                "with the same vocabulary sizes."
+                f"The models' (source, target) vocabulary sizes are {sizes}; expected one or more "
+                "models with the same sizes."
             )
         self.models = nnx.List(models)
 
@@ -93,7 +93,7 @@ class Ensemble(nnx.Module):
 
 
 def as_one(models: Transformer | Ensemble | Sequence[Transformer]) -> Transformer | Ensemble:
-    """Return one model unchanged, several models as an ``Ensemble``."""
+    """Return a single model unchanged, and several models as an ``Ensemble``."""
     if isinstance(models, Transformer | Ensemble):
         return models
     return models[0] if len(models) == 1 else Ensemble(models)

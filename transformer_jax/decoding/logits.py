@@ -1,4 +1,4 @@
-"""Top-k over rows of vocabulary size.
+"""Top-k over the vocabulary.
 
 Shape letters: R rows, V columns, K largest values, Q chunks of a row.
 """

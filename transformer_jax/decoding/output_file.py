@@ -24,14 +24,14 @@ def open_output(
     path: str | None, *, resume: bool = False, numbered: bool = False
 ) -> Iterator[tuple[Write, int]]:
     """Open the output. Yields a function that writes the lines of one sentence, and the number of
-    sentences that the file already has.
+    sentences already in the file.
 
-    The function flushes its lines before it returns. However the process ends, every line of a file
-    except the last is complete.
+    The function flushes its lines before it returns. If the process is killed, only the last line
+    of the file can be incomplete.
 
     Args:
       path: file, device or named pipe; None: stdout.
-      resume: keep the complete sentences of the file; otherwise the file is truncated.
+      resume: keep the complete sentences in the file; otherwise the file is overwritten.
       numbered: a sentence may have several lines, ``number ||| ...``.
 
     Raises:
@@ -48,8 +48,8 @@ def open_output(
                 stack.enter_context(locked(Path(path)))
             except BlockingIOError:
                 raise UserError(
-                    f"{path} is being written by another process; wait for it, or choose another "
-                    "output."
+                    f"{path} is being written by another process; wait for it to finish, or choose "
+                    "another output file."
                 ) from None
             if resume:
                 kept, size = complete_sentences(path, numbered=numbered)
@@ -58,7 +58,7 @@ def open_output(
             yield partial(_write, file), kept
         except BaseException as error:
             if regular:
-                said = "%s keeps the finished lines; repeat the command with --resume to continue."
+                said = "Finished lines are in %s; run the command again with --resume to continue."
                 logger.info(said, path)
             if isinstance(error, OSError):  # a full disk, for example
                 error.filename = error.filename or path
@@ -85,7 +85,7 @@ def complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
 
 
 def _write(file: BinaryIO | FileIO, lines: Sequence[str]) -> None:
-    # A lone surrogate in a JSON field that is passed through becomes an escape again.
+    # A lone surrogate in a passed-through JSON field is written as an escape again.
     text = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
     while text:  # a full disk may accept only part of it
         text = text[file.write(text) :]

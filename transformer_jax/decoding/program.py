@@ -49,18 +49,18 @@ class Files(Section):
     """Input and output files."""
 
     input: str | None = None
-    """File or URL to translate, in UTF-8, optionally .gz. Default: stdin."""
+    """File or URL to translate, in UTF-8, optionally compressed (.gz). Default: stdin."""
     output: str | None = None
     """File to write. Default: stdout."""
     format: Literal["text", "jsonl"] = "text"
-    """text: one sentence per line. jsonl: one object per line, whose other fields are kept."""
+    """text: one sentence per line. jsonl: one JSON object per line; its other fields are kept."""
     text_field: str = "text"
     """JSONL: the field to translate. A field `prefix` forces the beginning of the translation."""
     resume: bool = False
-    """Keep the complete sentences of --output and continue after them."""
+    """Keep the complete sentences already in --output and continue after them."""
     shard: str = "0/1"
-    """i/n: translate only lines i, i + n, i + 2n, ... (from 0), so that n processes can share the
-    input."""
+    """i/n: translate only lines i, i + n, i + 2n, ... (counted from 0). This splits the input among
+    n processes."""
     window: Positive | None = None
     """Number of lines to read before translating them; use 1 if a program waits for each output
     line. Default: 1 at a terminal, otherwise 100 batches."""
@@ -114,8 +114,8 @@ class Arguments:
     averages their models' probabilities.
     """
     average: int | None = None
-    """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
-    end of training; for a checkpoint's folder, this checkpoint alone."""
+    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
+    at the end of training; for a checkpoint's folder, only that checkpoint."""
     files: Annotated[Files, tyro.conf.arg(name="")] = field(default_factory=Files)
     results: Annotated[Results, tyro.conf.arg(name="")] = field(default_factory=Results)
     evaluation: Annotated[Evaluation, tyro.conf.arg(name="")] = field(default_factory=Evaluation)
@@ -173,7 +173,7 @@ def decode(argv: Sequence[str]) -> None:
     """Run decode.py with these flags.
 
     Raises:
-        UserError: invalid flags or input. Output before the invalid line is written.
+        UserError: invalid flags or input. Output for lines before the invalid one is still written.
         OSError: a file cannot be read or written.
     """
     arguments, config = checked_flags(argv)
@@ -267,7 +267,7 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
 
 
 def _aligned(answers: Answers, aligner: Scorer, layer: int) -> Answers:
-    for block in blocks(answers, aligner.config.batch_size):  # attention weights need much memory
+    for block in blocks(answers, aligner.config.batch_size):  # attention weights are large
         pairs = [(record.text, t) for record, translations in block for t in translations]
         aligned = iter(aligner.align(pairs, layer=layer))
         for record, translations in block:

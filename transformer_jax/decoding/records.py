@@ -21,7 +21,7 @@ OUTPUT_FIELDS = (
     *("translation", "score", "log_prob", "hypotheses"),
     *("tokens", "token_scores", "source_tokens", "alignment"),
 )
-"""Fields that translation adds to a JSON object or overwrites."""
+"""Fields of a JSON object that translation adds or overwrites."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Record(Request):
 
 @dataclass(frozen=True)
 class Translation:
-    """One translation of one line."""
+    """A translation of a line."""
 
     text: str
     score: float
@@ -59,7 +59,7 @@ class Translation:
     log_prob: float
     """Natural log-probability of all tokens, EOS included."""
     length: int
-    """Number of tokens, with one EOS for each segment of an over-long line."""
+    """Number of tokens, including one EOS per segment of an over-long line."""
     tokens: tuple[str, ...] = ()
     """Vocabulary tokens without the last EOS: ``length - 1`` tokens. EOS separates the segments of
     an over-long line.
@@ -118,7 +118,7 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
     try:
         values = json.loads(record.text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}); expected one object per line.") from None
+        raise UserError(f"{where} is not valid JSON ({error}); expected an object.") from None
     if not isinstance(values, dict):
         raise UserError(
             f"{where} is a JSON {type(values).__name__}; "
@@ -168,12 +168,12 @@ class Results(Section):
     unless --beam-size is larger.
     """
     alignments: Literal["hard", "soft"] | None = None
-    """hard: append ` ||| 0-0 1-2`, source word - target word, to each translation. soft (JSONL): a
-    matrix over tokens."""
+    """hard: append pairs of source and target words, such as ` ||| 0-0 1-2`, to each translation.
+    soft (JSONL): add a matrix over tokens."""
     alignment_layer: int = -1
     """Decoder layer whose cross-attention gives the alignment; negative: counted from the last."""
     token_scores: bool = False
-    """JSONL: each token and its log-probability."""
+    """JSONL: add each token and its log-probability."""
 
     def text(
         self, record: Record, translations: Sequence[Translation], *, scores: bool = False

@@ -19,7 +19,7 @@ from transformer_jax.decoding.search import (
 )
 from transformer_jax.errors import UserError
 
-_LOWEST = -1e6  # lowest logit of a possible token; probability 0 beside a token at 0
+_LOWEST = -1e6  # lowest logit of a possible token; its probability rounds to 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Sampling(Method):
     top_k: int = 0
     """Draw only from the k most likely tokens (Fan et al., 2018); 0: from all tokens."""
     top_p: float = 1.0
-    """Nucleus sampling: draw from the smallest set of most likely tokens whose probability reaches
-    p (Holtzman et al., 2020), after ``top_k``.
+    """Nucleus sampling, applied after ``top_k``: draw from the smallest set of most likely tokens
+    whose total probability reaches p (Holtzman et al., 2020).
     """
     seed: int = 0
     """A sentence's samples depend on this seed and on the sentence's own ``seed_B``, not on other
@@ -53,8 +53,8 @@ class Sampling(Method):
         super().__post_init__()
         if not self.temperature > 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise UserError(
-                f"temperature is {self.temperature}, top_k {self.top_k}, top_p {self.top_p}; "
-                "expected temperature above 0, top_k of at least 0 (off), and top_p in (0, 1]."
+                f"temperature is {self.temperature}, top_k is {self.top_k}, top_p is {self.top_p}; "
+                "expected temperature above 0, top_k at least 0 (0: off), and top_p in (0, 1]."
             )
 
     @property
@@ -87,7 +87,7 @@ class Sampling(Method):
         return state, None
 
     def _keys(self, state: SearchState) -> Array:
-        """Make a key for each sentence, sample and position, independent of the sentence's row."""
+        """Make random keys that depend on sentence, sample and position, but not on the row."""
         start = jax.random.key(self.seed)
 
         def key(sentence: Array, position: Array, number: Array) -> Array:
@@ -103,7 +103,7 @@ class Sampling(Method):
         """Draw one token per row from the softmax with the Gumbel-max trick: the argmax of logits
         plus Gumbel noise.
         """
-        # At any temperature the most likely token stays at 0, and possible tokens stay far above
+        # At any temperature the most likely token has logit 0, and possible tokens stay far above
         # impossible tokens.
         temperature = max(self.temperature, float(jnp.finfo(jnp.float32).tiny))
         warmed_RV = (values_RV - values_RV.max(axis=1, keepdims=True)) / temperature

@@ -42,8 +42,8 @@ class Scorer:
     64 tokens, or fewer longer pairs. Each shape is compiled once per device.
 
     Attributes:
-      longest: maximum tokens in a sentence, EOS included: 4,096 or the number of learned positions,
-        if smaller.
+      longest: maximum length of a sentence in tokens, EOS included: 4,096, or the number of learned
+        positions if smaller.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Scorer:
         """Score (source, target) pairs, in order. Returns each target as a ``Translation`` with its
         log-probabilities, EOS included.
 
-        Empty lines are scored as EOS alone. A pair with a sentence of more than ``longest`` tokens
-        gets scores of NaN, with a warning.
+        An empty line is scored as a single EOS. A pair with a sentence of more than ``longest``
+        tokens gets NaN scores and a warning.
 
         Raises:
             UserError: a source or target is not text.
@@ -102,7 +102,7 @@ class Scorer:
     ) -> list[Translation]:
         """Add an ``alignment`` to each translation, from a second pass with teacher forcing.
 
-        A pair gets no alignment if its translation is empty or a side is longer than ``longest``.
+        A pair gets no alignment if its translation is empty or either side exceeds ``longest``.
         Raises the same errors as ``align_tokens``.
         """
         sources = self.tokenizer.source.encode([source for source, _ in pairs])
@@ -118,8 +118,8 @@ class Scorer:
         return aligned
 
     def score_tokens(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[np.ndarray]:
-        """Return the natural log-probabilities of each target's tokens and, last, of EOS; float32,
-        NaN for a pair that is too long. ``pairs`` do not include EOS.
+        """Return the natural log-probabilities of each target's tokens, then of EOS, in float32.
+        They are NaN for a pair that is too long. ``pairs`` do not include EOS.
         """
         rows = self._in_batches(self._log_probs_BT, pairs)
         lengths = [len(target) + 1 for _, target in pairs]
@@ -132,7 +132,7 @@ class Scorer:
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int = -1
     ) -> list[np.ndarray | None]:
         """Return the soft alignment of each pair, float32 [T, S], with EOS last on both sides. Row
-        t is the attention of target token t over the source. None for a pair that is too long.
+        t is the attention of target token t over the source. A pair that is too long gets None.
 
         Weights are the mean over the heads of decoder layer ``layer`` (and over the models); each
         row sums to 1.
@@ -155,8 +155,7 @@ class Scorer:
         self, run: Callable[..., jax.Array], pairs: Sequence[tuple[Tokens, Tokens]]
     ) -> list[np.ndarray | None]:
         """Call ``run(parameters, source_BL, target_BL)`` with batches of pairs of similar length.
-        Returns its rows in the order of ``pairs``; None, with a warning, for a pair that is too
-        long.
+        Returns its rows in the order of ``pairs``. A pair that is too long gets None and a warning.
         """
         lengths = [1 + max(map(len, pair)) for pair in pairs]
         padded = {
@@ -183,27 +182,27 @@ class Scorer:
                 running.append((batch, run(parameters, *sides_2BL)))
         found: list[np.ndarray | None] = [None] * len(pairs)
         for batch, result in running:
-            for i, row in zip(batch, np.asarray(result)):  # further rows are padding
+            for i, row in zip(batch, np.asarray(result)):  # remaining rows are padding
                 found[i] = row
         return found
 
     def _score_batch(
         self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array
     ) -> jax.Array:
-        logger.info("Compiling the scoring of %d pairs of up to %d tokens.", *source_BS.shape)
+        logger.info("Compiling scoring for %d pairs of up to %d tokens.", *source_BS.shape)
         model = nnx.merge(self._graph, parameters)
         return _label_log_probs(model, model.hidden(source_BS, target_BT), target_BT)
 
     def _align_batch(
         self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array, *, layer: int
     ) -> jax.Array:
-        logger.info("Compiling the alignment of %d pairs of up to %d tokens.", *source_BS.shape)
+        logger.info("Compiling alignment for %d pairs of up to %d tokens.", *source_BS.shape)
         model = nnx.merge(self._graph, parameters)
         return model.cross_attention(source_BS, target_BT, layer)
 
 
 def _label_log_probs(model: Any, hidden: Any, target_BT: jax.Array) -> jax.Array:
-    """Compute the log-softmax of the logits at the targets, float32 [B, T], in position chunks."""
+    """Compute each target token's log-probability, float32 [B, T], a few positions at a time."""
 
     def at_position(position: tuple[Any, jax.Array]) -> jax.Array:
         hidden, target_B = position

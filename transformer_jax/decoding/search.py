@@ -4,7 +4,7 @@
 rows of finished sentences.
 
 Shape letters: B sentences, W beam width, V vocabulary, L positions, N returned hypotheses (N = W),
-P prefix positions, C candidates of one sentence, R rows (B * W, or some of B).
+P prefix positions, C candidates per sentence, R rows (B * W, or a subset of B).
 Log-probabilities and scores are float32 throughout.
 """
 
@@ -43,7 +43,7 @@ class SearchResult(NamedTuple):
     log_probs_BN: Array
     """float32: sum of the tokens' log-probabilities, EOS included."""
     lengths_BN: Array
-    """int32: tokens, EOS included."""
+    """int32: number of tokens, EOS included."""
     token_log_probs_BNL: Array
     """float32: log-probability of each token given the previous tokens, EOS included; then 0."""
 
@@ -54,7 +54,7 @@ class Beams(NamedTuple):
     tokens_BWL: Array
     token_log_probs_BWL: Array
     log_probs_BW: Array
-    """IMPOSSIBLE: no live hypothesis."""
+    """IMPOSSIBLE marks a slot without a live hypothesis."""
 
 
 class SearchState(NamedTuple):
@@ -66,9 +66,9 @@ class SearchState(NamedTuple):
     prefix_BP: Array
     """Tokens that the target must begin with, then at least one NOT_FORCED."""
     seed_B: Array
-    """Seed of each sentence's samples."""
+    """Sampling seed of each sentence."""
     wanted_B: Array
-    """Beam search stops at this many final hypotheses; further hypotheses may not be the best."""
+    """Beam search stops once this many hypotheses are final; any others may not be the best."""
     live: Beams
     finished: SearchResult
     done_B: Array
@@ -87,7 +87,7 @@ class NextToken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A way to choose tokens: ``BeamSearch`` or ``Sampling``. Settings are static under
+    """Base class of search methods, ``BeamSearch`` and ``Sampling``. Settings are static under
     ``jax.jit``.
     """
 
@@ -149,8 +149,8 @@ class Method(ABC):
         wanted_B: Array | None = None,
     ) -> SearchState:
         """Return the initial search state. A sentence with ``limit_B`` 0 is not searched. Beam
-        search stops once it has the ``wanted_B`` best hypotheses (default: W); further hypotheses
-        may not be the best.
+        search stops once it has the ``wanted_B`` best hypotheses (default: W); any others may not
+        be the best.
         """
         B, W, L = limit_B.shape[0], self.num_beams, max_length
         num_live = W if self.independent else 1
@@ -216,11 +216,11 @@ def search(
       step_fn: ``step_fn(tokens_BW, cache)`` takes each beam's last token (at first BOS) and returns
         the next token's ``(logits_BWV, cache)``.
       cache: a pytree that keeps its structure, shapes and types from step to step.
-      limit_B: maximum length of each sentence's results, EOS included, up to ``max_length``; 0:
-        nothing to search. At the last position only EOS is allowed, so that every hypothesis ends.
+      limit_B: maximum length of each sentence's results, EOS included, up to ``max_length``; 0
+        skips the sentence. Only EOS is allowed at the last position, so that every hypothesis ends.
       max_length: length of the result's arrays; static under ``jax.jit``.
       prefix_BP: tokens that the targets must begin with, padded with -1 or PAD. Their
-        log-probabilities count in the scores, unlike in t5x.
+        log-probabilities count toward the scores, unlike in t5x.
       seed_B: seed of each sentence for ``Sampling`` (default: its row).
       reorder: ``reorder(cache, parents_BW)`` makes beam w of sentence b continue beam
         ``parents_BW[b, w]``. The default gathers axis 1 of every leaf.
@@ -293,7 +293,7 @@ def take_step(
     reorder: Reorder,
 ) -> tuple[SearchState, Cache]:
     """Decode one token for every sentence."""
-    # A row whose sentence is done may run beyond its end; its input must stay in the vocabulary.
+    # A row whose sentence is done may run past its end; its input must stay in the vocabulary.
     tokens_BWL = state.live.tokens_BWL
     before_B11 = jnp.clip(state.position_B - 1, 0, tokens_BWL.shape[2] - 1)[:, None, None]
     last_BW = jnp.take_along_axis(tokens_BWL, before_B11, axis=2)[:, :, 0]

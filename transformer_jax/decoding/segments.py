@@ -1,4 +1,4 @@
-"""Splitting of over-long lines into segments before the search, and joining after it."""
+"""Splitting of over-long lines into segments, and joining of the segments' translations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import pairwise
 
 from transformer_jax.tokenizer import Tokenizer
 
-# Closing quotation marks and brackets, and further end marks, belong to the preceding sentence.
+# Closing quotation marks and brackets, and repeated end marks, belong to the preceding sentence.
 _SENTENCE_END = re.compile(
     r"[.!?…؟۔।॥።](?:[\"'”’»)\]]|\s[”’»)\]])*\s++(?![.!?…؟۔।॥።”’»)\]])"  # must precede a space
     r"|[。！？｡][。！？｡….!?」』）】〉》”’\"')\]]*\s*"
 )
 _SPACE = re.compile(r"\s+")
-# The end of a text whose last letter is Chinese or Japanese (or a text of CJK punctuation).
+# The end of a text whose last letter is Chinese or Japanese (or a text of only CJK punctuation).
 _UNSPACED_END = re.compile(r"[\u3001-\u30ff\u3400-\u9fff\uff00-\uffef\U00020000-\U0003ffff]\W*$")
 
 
@@ -22,8 +22,8 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
     """Split a line into segments of at most ``limit`` source tokens. Each segment has as many whole
     sentences as fit.
 
-    An over-long sentence is split between words, an over-long word anywhere. A tag at the beginning
-    of the line is repeated before each segment.
+    An over-long sentence is split between words, and an over-long word in its middle. A tag at the
+    beginning of the line, such as ``>>deu<<``, is repeated before each segment.
     """
     tag, rest = tokenizer.source.split_tag(line)
     if len(tag) <= limit // 2:  # a longer prefix is not a tag
@@ -37,8 +37,8 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
             tokens.append([])
         texts[-1] += text
         tokens[-1] += its_tokens
-    # Encode each segment as one text, which rarely takes more tokens than its units: a unit without
-    # a leading space also begins with a token for one.
+    # Encode each segment as a whole. This rarely takes more tokens than encoding its units, because
+    # every unit starts with the token of a space, even if it has no leading space.
     whole = tokenizer.source.encode([text.strip() for text in texts])
     return [
         tag + (segment if len(segment) <= limit else units)

@@ -27,7 +27,7 @@ def load_models(
     decoding settings of the (first) run.
 
     ``workdir`` is the path or URL of a work directory or of one of its checkpoints. ``settings``
-    override fields of the run's ``decoding`` config. For ``average`` see ``load_model``.
+    override fields of the run's ``decoding`` config. See ``load_model`` for ``average``.
 
     Raises:
       UserError: runs have different tokenizers; see also ``load_model``.
@@ -70,7 +70,7 @@ def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, .
     if EOS_ID in suppress:
         [end] = tokenizer.target.tokens([EOS_ID])
         raise UserError(
-            f"decoding.suppress has {end!r}, without which translations end only at their maximum "
+            f"decoding.suppress has {end!r}, but without it every translation has the maximum "
             "length; expected other tokens (for longer translations, set decoding.min_length)."
         )
     if config.method == "beam" and config.beam_size > tokenizer.target.vocab_size:

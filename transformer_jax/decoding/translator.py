@@ -43,8 +43,8 @@ class Translator:
         *,
         devices: Sequence[jax.Device] = (),
     ):
-        """Split the lines and the rows of ``config.batch_size`` evenly over ``devices`` (default:
-        the parameters' device).
+        """Divide lines and the ``config.batch_size`` rows evenly among ``devices`` (default: the
+        parameters' device).
 
         Raises:
           UserError: model and tokenizer have different vocabulary sizes; settings are invalid for
@@ -75,7 +75,7 @@ class Translator:
         devices: Sequence[jax.Device] = (),
         **chosen: Any,
     ) -> Self:
-        """Load the model of a training run or an ensemble; for ``chosen`` see ``load_models``."""
+        """Load the model of a training run, or an ensemble, with options of ``load_models``."""
         return cls(*load_models(workdir, **chosen), devices=devices)
 
     @property
@@ -115,12 +115,12 @@ class Translator:
         included, is translated in segments, with a warning.
 
         Raises:
-          UserError: at the call, ``lines`` is a single line or a number is out of range; during
+          UserError: at the call, ``lines`` is a single line or an argument is out of range; during
             iteration, a line is not text, or a prefix has unknown tokens or is too long.
         """
         if isinstance(lines, str | bytes | Request):
             raise UserError(
-                f"lines is {shown(lines)}; expected several lines, such as a list with this line."
+                f"lines is {shown(lines)}; expected an iterable of lines, such as a list."
             )
         if not 1 <= num_hypotheses <= self.config.beam_size:
             raise UserError(
@@ -177,7 +177,7 @@ class Translator:
         if not all(found):
             said = "Line %d: the search found no translation; its output is empty."
             logger.warning(said, request.number)
-        unknown = math.nan if found else 0.0  # nothing found; or nothing to translate
+        unknown = math.nan if found else 0.0  # no translation found; nothing to translate
         return list(map(self._joined, zip(*found))) or [Translation("", unknown, unknown, 0)]
 
     def _joined(self, hypotheses: tuple[Hypothesis, ...]) -> Translation:
@@ -189,7 +189,7 @@ class Translator:
             tokens += [*self.tokenizer.target.tokens(hypothesis.tokens), "</s>"]
         return Translation(
             text,
-            # the mean keeps the best first
+            # the mean keeps the best translation first
             sum(hypothesis.score for hypothesis in hypotheses) / len(hypotheses),
             sum(hypothesis.log_prob for hypothesis in hypotheses),
             len(tokens),
