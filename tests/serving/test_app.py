@@ -163,15 +163,19 @@ def test_languages_health_metrics_and_docs(server: Server) -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "message"),
     [
-        ({"q": 5}, 400, "q: Input should be a valid string; it is 5."),
+        ({"q": 5}, 400, "q: Input should be a valid string; got 5."),
         ({}, 400, "q: Field required"),
-        ({"q": "one", "colour": "red"}, 400, "colour: Extra inputs are not permitted; it is 'red'"),
-        ({"q": "one", "sample": True}, 400, "sample: Extra inputs are not permitted; it is True"),
-        ({"q": "one", "target": "fr"}, 400, "source is 'en', target 'fr'; expected one of en-de"),
+        ({"q": "one", "colour": "red"}, 400, "colour: Extra inputs are not permitted; got 'red'"),
+        ({"q": "one", "sample": True}, 400, "sample: Extra inputs are not permitted; got True"),
+        (
+            {"q": "one", "target": "fr"},
+            400,
+            "source is 'en' and target is 'fr'; expected one of en-de",
+        ),
         (
             {"q": "<p>", "format": "html"},
             400,
-            "format: Input should be 'text'; it is 'html'.",
+            "format: Input should be 'text'; got 'html'.",
         ),
         ({"q": "one", "alternatives": 3}, 400, "alternatives is 3; expected at most 2"),
         ({"q": "one " * 600}, 413, "2400 characters; expected at most 2000"),

@@ -389,7 +389,7 @@ def test_typing_on_ends_the_request_and_keys_are_collected(visit, service):
     }
 
 
-@pytest.mark.parametrize(("beam_size", "said"), [(2, ["1 alternative to sentence 1"]), (1, [])])
+@pytest.mark.parametrize(("beam_size", "said"), [(2, ["1 alternative for sentence 1"]), (1, [])])
 def test_it_asks_for_as_many_alternatives_as_there_are(visit, service, beam_size, said):
     service.beam_size = beam_size
     page = visit()

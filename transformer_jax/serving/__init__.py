@@ -1,1 +1,1 @@
-"""A translation server: an HTTP API (LibreTranslate's) and a web UI."""
+"""A translation server: an HTTP API, compatible with LibreTranslate, and a web UI."""

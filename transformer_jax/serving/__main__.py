@@ -1,4 +1,4 @@
-"""Command line of transformer-serve: an HTTP API and a web UI for translation.
+"""Entry point of transformer-serve: an HTTP API and a web UI for translation.
 
 python -m transformer_jax.serving --workdir runs/demo
 """
@@ -32,26 +32,26 @@ UVICORN: dict[str, Any] = {
     "server_header": False,
     "proxy_headers": False,
 }
-"""Settings of uvicorn."""
+"""uvicorn settings."""
 
 log = logging.getLogger("transformer_jax.serving")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status: 0 after SIGTERM, otherwise see ``run_program``."""
+    """Run the program. Returns the exit status: 0 after SIGTERM, otherwise see ``run_program``."""
     return run_program(lambda: _serve(sys.argv[1:] if argv is None else argv))
 
 
 def _serve(argv: list[str]) -> None:
     arguments, served = checked_flags(argv)
-    # Imported late, so that --help and flag errors do not load JAX.
+    # Import late, so that --help and flag errors do not load JAX.
     with needs_extra("serve"):
         import uvicorn
 
         from transformer_jax.serving.app import App
-    # On a signal uvicorn answers open requests, stops and raises the signal again. Nothing needs to
-    # be saved, so exit at once: a running compilation cannot be canceled, and an exception could be
-    # caught anywhere.
+    # On a signal, uvicorn finishes open requests, stops and raises the signal again. Then exit
+    # immediately: nothing needs to be saved, a running compilation cannot be canceled, and an
+    # exception could be caught anywhere.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     with _listen(arguments) as listening:
@@ -61,10 +61,10 @@ def _serve(argv: list[str]) -> None:
             timeout_graceful_shutdown=round(arguments.timeout) + 5,
             **UVICORN,
         )
-        # Search threads would wait too long for the server thread with the default of 5 ms.
+        # With the default of 5 ms, search threads would wait too long for the server thread.
         sys.setswitchinterval(0.0005)
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        log.info("Listening at http://%s:%d; compiling ...", host, arguments.port)
+        log.info("Listening on http://%s:%d; compiling ...", host, arguments.port)
         uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -90,7 +90,7 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
 
 
 def _listen(arguments: Arguments) -> socket.socket:
-    """Bind the port before models are loaded, so that a port in use fails at once."""
+    """Bind the port before models are loaded, so that a port in use is reported immediately."""
     try:
         family, *_, address = socket.getaddrinfo(
             arguments.host, arguments.port, type=socket.SOCK_STREAM

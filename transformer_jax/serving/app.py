@@ -1,4 +1,4 @@
-"""The HTTP API (LibreTranslate's, with extra fields) and the web UI."""
+"""HTTP API, compatible with LibreTranslate, and web UI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PAGE = Path(__file__).parent / "page"
 _STATUSES: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 403, 413, 415, 503)
 }
-_BYTES_A_CHARACTER = 12  # JSON's longest is \ud83d\ude00, a form's %F0%9F%98%80
+_BYTES_A_CHARACTER = 12  # at most: \ud83d\ude00 in JSON, %F0%9F%98%80 in a form
 _BYTES_BESIDES = 10_000
 
 
@@ -50,7 +50,7 @@ class App:
     """The HTTP endpoints of a service."""
 
     def __init__(self, service: Service, *, timeout: float):
-        """``timeout``: maximum seconds from the start of a request to its response."""
+        """``timeout`` is the maximum number of seconds from a request's start to its response."""
         self.service, self.timeout = service, timeout
 
     def asgi(self) -> FastAPI:
@@ -96,12 +96,12 @@ class App:
 
     async def stream(self, request: Request) -> Response:
         """Translate one text and stream the result: a `sentence` event as each sentence finishes,
-        then `done` with the response of /translate. A failure sends `error`.
+        then `done` with the response of /translate. A failure sends an `error` event.
         """
         async with asyncio.timeout(self.timeout):
             query = await self._query(request)
         if not isinstance(query.q, str):
-            raise UserError("q is a list; expected one text. Use /translate for several.")
+            raise UserError("q is a list; expected one text. Use /translate for several texts.")
         return StreamingResponse(
             self._events(self.service.begin(query)),
             media_type="text/event-stream",
@@ -154,7 +154,7 @@ class App:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = [*first["loc"], "The request"][0]
-            raise UserError(f"{field}: {first['msg']}; it is {shown(first['input'])}.") from None
+            raise UserError(f"{field}: {first['msg']}; got {shown(first['input'])}.") from None
         except UnicodeError:
             raise UserError("The form or a query parameter is not UTF-8; expected UTF-8.") from None
 
@@ -181,7 +181,7 @@ class App:
         except Exception as error:
             refused = self._refused(error)
             if refused.status_code == 500:
-                logger.exception("A stream failed.")
+                logger.exception("Streaming a translation failed.")
             yield _event("error", refused.told)
 
     def _refused(self, error: Exception) -> Refused:

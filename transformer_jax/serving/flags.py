@@ -44,13 +44,13 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Serve translations through an HTTP API (LibreTranslate's) and a web UI."""
+    """Serve translations through a LibreTranslate-compatible HTTP API and a web UI."""
 
     workdir: tuple[str, ...] = ()
     """Work directories of training runs, or their URLs; one model per language pair."""
     languages: tuple[str, ...] = ()
-    """Language pair of each model, such as en-de. Default: taken from the suffixes of its training
-    files."""
+    """Language pair of each model, such as en-de. Default: inferred from the suffixes of its
+    training files."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = 8000
@@ -63,8 +63,8 @@ class Arguments:
     timeout: float = 60.0
     """Maximum seconds from the start of a request to its response; slower requests get 503."""
     average: int | None = None
-    """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
-    end of training; for a checkpoint's folder, this checkpoint alone.
+    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
+    at the end of training; for a checkpoint's folder, only that checkpoint.
     """
     search: Annotated[DecodingConfig, tyro.conf.arg(name="")] = field(
         default_factory=DecodingConfig
@@ -72,7 +72,7 @@ class Arguments:
 
 
 def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
-    """Parse and check the flags; also returns the models to serve.
+    """Parse and check the flags. Returns the flags and the models to serve.
 
     Raises:
         UserError: an invalid value, a missing run, or two models for one language pair.
@@ -96,14 +96,14 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
         search = replace(config.decoding, method="beam")
         search = parse_flags(Arguments, argv, defaults={"search": search}).search
         if search.method != "beam":
-            raise UserError(f"method is {search.method}; expected beam. decode.py also samples.")
+            raise UserError(f"method is {search.method}; expected beam. Use decode.py to sample.")
         served.append(Served(str(folder), pair, search))
     return arguments, served
 
 
 def _check_values(a: Arguments) -> None:
     if not a.workdir:
-        raise UserError("--workdir is missing; expected a work directory written by train.py.")
+        raise UserError("--workdir is missing; expected a work directory created by train.py.")
     if not 0 < a.port < 65536:
         raise UserError(f"port is {a.port}; expected 1 to 65535.")
     for name in ("max_queue", "max_characters", "timeout"):
@@ -113,7 +113,7 @@ def _check_values(a: Arguments) -> None:
 
 
 def _pairs(a: Arguments, configs: Sequence[Config]) -> list[Pair]:
-    """Return the language pair of each model; raises if two are equal."""
+    """Return the language pair of each model. Raises ``UserError`` if two are equal."""
     if a.languages and len(a.languages) != len(configs):
         raise UserError(
             f"languages has {len(a.languages)} pairs for {len(configs)} work directories; "
@@ -134,13 +134,13 @@ def _parse_pair(text: str) -> Pair:
     source, _, target = text.partition("-")
     if not (_LANGUAGE.fullmatch(source) and _LANGUAGE.fullmatch(target)):
         raise UserError(
-            f"languages has {shown(text)}; expected two codes such as en-de, or en-pt_BR."
+            f"languages has {shown(text)}; expected pairs of codes, such as en-de or en-pt_BR."
         )
     return Pair(source, target)
 
 
 def _guessed_pair(config: Config) -> Pair:
-    """Guess the language pair from field names or file suffixes of the training data."""
+    """Infer the language pair from field names or file suffixes of the training data."""
     train = config.data.train
     if train.kind == "numbers":
         return Pair("en", "de")

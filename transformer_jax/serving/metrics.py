@@ -29,7 +29,7 @@ class SearchMetrics(Collector):
             yield GaugeMetricFamily(f"transformer_{name}", said, value)
         for name, said, field in (
             ("sentences", "Sentences translated.", "num_lines"),
-            ("target_tokens", "Target tokens of the best translations.", "num_tokens"),
+            ("target_tokens", "Target tokens in the best translations.", "num_tokens"),
         ):
             total = CounterMetricFamily(f"transformer_{name}", said, labels=["pair"])
             for pair, model in service.models.items():

@@ -25,16 +25,16 @@ class Query(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    q: str | list[str] = Field(description="One text or a list.", examples=["A man sleeps."])
-    source: str = Field("auto", description="Source language. auto: the only model for the target.")
+    q: str | list[str] = Field(description="A text or a list of texts.", examples=["A man sleeps."])
+    source: str = Field("auto", description="Source language; auto: the only one for the target.")
     target: str = Field(description="Target language.", examples=["de"])
     format: Literal["text"] = Field("text", description="HTML is not supported.")
     alternatives: int = Field(0, ge=0, description="Number of alternatives, below the beam size.")
     api_key: str = Field("", description="Ignored.")
     prefix: str = Field("", description="Forced start of each text's translation.")
     details: bool = Field(False, description="Also return scores and tokens.")
-    attention: bool = Field(False, description="Also return details with attention weights.")
-    split: bool = Field(True, description="Split texts into sentences; false: one per text.")
+    attention: bool = Field(False, description="Also return details and attention weights.")
+    split: bool = Field(True, description="Whether to split texts into sentences.")
 
     @property
     def texts(self) -> list[str]:
@@ -43,7 +43,7 @@ class Query(BaseModel):
 
 
 class Hypothesis(BaseModel):
-    """One translation of a sentence, as ``decode.py --format jsonl`` writes it."""
+    """A translation of a sentence, in the format of ``decode.py --format jsonl``."""
 
     translation: str
     score: Rounded
@@ -98,8 +98,8 @@ class Detected(BaseModel):
 
 
 class Answer(BaseModel):
-    """The response of /translate. For a list of texts, fields are lists; for one text, single
-    values.
+    """The response of /translate. Fields are single values for one text and lists for a list of
+    texts.
     """
 
     translatedText: str | list[str]
@@ -109,7 +109,7 @@ class Answer(BaseModel):
 
 
 class Language(BaseModel):
-    """A source language and its targets."""
+    """A source language and its target languages."""
 
     code: str
     name: str

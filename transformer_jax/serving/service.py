@@ -1,4 +1,4 @@
-"""The served models: queries in, typed responses out."""
+"""Translation of queries with the served models."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _HEADERS = {
     413: {"Connection": "close"},  # the rest of the body is never read
     503: {"Retry-After": "1"},
 }
-_LONGEST_ALIGNED = 256  # tokens: attention weights grow quadratically
+_LONGEST_ALIGNED = 256  # in tokens; attention weights grow quadratically
 
 
 class Refused(HTTPException):
-    """A rejected request: too large, not allowed, or the server is busy.
+    """Raised to reject a request: it is too large or not allowed, or the server is busy.
 
     Attributes:
       told: the response body.
     """
 
     def __init__(self, status: int, said: str, *, limit: int | None = None):
-        """``limit``: the exceeded limit, if any."""
+        """``limit`` is the limit that the request exceeds, if any."""
         super().__init__(status, said, _HEADERS.get(status))
         self.told = Error(error=said, limit=limit)
 
@@ -98,10 +98,10 @@ class Service:
             pairs = [pair for pair in pairs if pair.source == query.source]
         if len(pairs) == 1:
             return pairs[0]
-        given = f"source is {shown(query.source)}, target {shown(query.target)}"
+        given = f"source is {shown(query.source)} and target is {shown(query.target)}"
         known = ", ".join(map(str, self.models))
         if pairs:
-            raise UserError(f"{given}; expected a source language, as in {known}.")
+            raise UserError(f"{given}; expected a source language because several fit: {known}.")
         raise UserError(f"{given}; expected one of {known}.")
 
     def begin(self, query: Query) -> Answering:
@@ -170,8 +170,8 @@ class Service:
 
 
 def _split_tag(text: str, model: AsyncTranslator) -> tuple[str, str]:
-    """Split a leading tag such as <2de>, with the space after it, from the text. Every sentence
-    needs the tag.
+    """Split off a leading tag such as <2de>, with the space after it, because every sentence needs
+    the tag.
     """
     _, rest = model.translator.tokenizer.source.split_tag(text)
     if rest == text:

@@ -28,7 +28,7 @@ class Cut:
     before: list[str]
     """Text before each sentence."""
     after: str
-    """Text after the last sentence; the whole text if it has no sentence."""
+    """Text after the last sentence; the whole text if it has no sentences."""
 
     def gap(self, index: int, previous: str = "") -> str:
         """Return the separator before the translation of sentence ``index``, given the ``previous``
@@ -50,9 +50,9 @@ class Cut:
 def cut(text: str, *, language: str, split: bool) -> Cut:
     """Split a text into sentences. An unknown ``language`` code is treated as English.
 
-    Each line is split on its own. Parts without a letter or digit are not translated. Without
-    ``split`` the text is one sentence and its line breaks become spaces. Unpaired surrogates are
-    kept, so check texts first.
+    Lines are split separately. Parts without a letter or digit are not translated. If ``split`` is
+    false, the text is one sentence and its line breaks become spaces. Unpaired surrogates are kept,
+    so check texts first.
     """
     language = re.split("[-_]", language.lower())[0]
     wanted = re.compile(r"[^\W_]" if split else r"\S")

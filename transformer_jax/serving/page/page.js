@@ -1,6 +1,6 @@
 // The web UI of transformer-serve. Text from users and the server is set as text, never as HTML.
 
-import { analyse, isolated } from "./words.js";
+import { analyze, isolated } from "./words.js";
 
 const PAUSE_MS = 400; // idle time after a keystroke before a request
 const RETRY_MS = 2000;
@@ -10,8 +10,8 @@ const page = Object.fromEntries([...document.querySelectorAll("[id]")].map((each
 let languages; // {source, target} of the chosen pair
 let alternatives; // number to request; lowered if the server's beam is smaller
 let newest; // AbortController of the newest request
-let timer; // of the next request
-let waiting; // promise, resolved when the server is ready
+let timer; // starts the next request
+let waiting; // promise that resolves when the server is ready
 let rows = []; // sentences shown: {data: raw event, sentence, chosen, element}
 let answer; // full translation from the server, once complete
 const links = new WeakMap(); // word element -> {others: elements on the other side, weights}
@@ -33,7 +33,7 @@ function say(words) {
 
 // Sentences
 
-/** The words of one side; a listbox with arrow-key navigation if any word has a `fact`. */
+/** Create the words of one side: a listbox with arrow-key navigation if any word has a `fact`. */
 function boxOf(side, words, label) {
   const known = words.some((word) => word.fact);
   const roles = known ? { role: "listbox", "aria-label": label } : {};
@@ -51,7 +51,7 @@ function boxOf(side, words, label) {
 /** Render a row: the chosen translation and the source sentence. */
 function draw(row) {
   const { source: text, source_tokens } = row.sentence;
-  const { target, source } = analyse({ source_tokens, ...row.chosen, source: text });
+  const { target, source } = analyze({ source_tokens, ...row.chosen, source: text });
   const box = boxOf("target", target, `Translation: ${row.chosen.translation}`);
   const sourceBox = boxOf("source", source, `Source: ${text}`);
   for (const [words, others] of [[target, source], [source, target]]) {
@@ -64,14 +64,14 @@ function draw(row) {
   row.element.prepend(box, sourceBox);
 }
 
-/** The button for a sentence's alternatives, and their list. */
+/** Create the button for a sentence's alternatives, and the list that it opens. */
 function alternativesOf(row) {
   const { hypotheses, index } = row.sentence;
   const id = `alternatives-${index + 1}`;
   const label = `Translations of sentence ${index + 1}, best first`;
   const list = make("ul", { id, role: "list", hidden: "", "aria-label": label });
   const more = `${hypotheses.length - 1} alternative${hypotheses.length > 2 ? "s" : ""}`;
-  const which = make("span", { class: "unseen" }, ` to sentence ${index + 1}`);
+  const which = make("span", { class: "unseen" }, ` for sentence ${index + 1}`);
   const states = { "aria-expanded": "false", "aria-controls": id };
   const button = make("button", { class: "more", ...states }, more, which);
   const open = (yes) => {
@@ -136,7 +136,7 @@ function whole() {
   return text + answer.slice(at);
 }
 
-/** Highlight a word and the words it attends to or that attend to it. No word: clear. */
+/** Highlight a word and the words that it attends to or that attend to it, or clear highlights. */
 function trace(word) {
   for (const name of ["looked", "traced", "tracing"]) {
     page.output.querySelectorAll(`.${name}`).forEach((each) => each.classList.remove(name));
@@ -155,7 +155,7 @@ function trace(word) {
 
 // The server
 
-/** The events of a stream: [name, data]. */
+/** Yield the events of a stream as [name, data]. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = "", step; !(step = await reader.read()).done; ) {
@@ -185,7 +185,7 @@ async function ask(q, signal) {
   }
 }
 
-/** Wait until the server is ready; true if it was ready immediately. */
+/** Wait until the server is ready. Returns true if it was ready immediately. */
 async function wait() {
   for (let tries = 0; ; tries++) {
     const response = await fetch("health").catch(() => null);
@@ -233,7 +233,7 @@ async function translate() {
 }
 
 async function explain(error, own) {
-  if (error instanceof TypeError) { // no connection, or it was lost
+  if (error instanceof TypeError) { // no connection, or a lost one
     const broke = await ready();
     if (newest !== own) return;
     if (!broke) return translate();
@@ -248,8 +248,8 @@ async function explain(error, own) {
 
 const focused = () => page.output.querySelector(".word:focus");
 
-/** The next word for a key, if any. */
-function neighbour(word, key) {
+/** The word that a navigation key moves to, if any. */
+function neighbor(word, key) {
   const line = word.parentElement;
   const lines = [...page.output.querySelectorAll(".words")];
   const side = [...page.output.querySelectorAll(`.${line.classList[1]} .word`)];
@@ -260,7 +260,7 @@ function neighbour(word, key) {
   if (key === "ArrowLeft" || key === "ArrowRight") return side[side.indexOf(word) + step];
   const next = lines[lines.indexOf(line) + step];
   const { others = [], weights = [] } = links.get(word) ?? {};
-  const best = others[weights.indexOf(Math.max(...weights))]; // in this sentence
+  const best = others[weights.indexOf(Math.max(...weights))]; // within this sentence
   return next?.contains(best) ? best : next?.querySelector(".word");
 }
 
@@ -269,7 +269,7 @@ page.output.addEventListener("keydown", (event) => {
   if (!word || event.ctrlKey || event.altKey || event.metaKey) return;
   if (event.key === "Escape") page.text.focus();
   else if (event.key === "Enter") word.closest(".sentence").querySelector(".more")?.click();
-  else if (/^(Arrow(Left|Right|Up|Down)|Home|End)$/.test(event.key)) neighbour(word, event.key)?.focus();
+  else if (/^(Arrow(Left|Right|Up|Down)|Home|End)$/.test(event.key)) neighbor(word, event.key)?.focus();
   else return;
   event.preventDefault();
 });
@@ -285,7 +285,7 @@ page.output.addEventListener("pointerover", ({ target }) => trace(target.closest
 page.output.addEventListener("pointerleave", () => trace(focused()));
 
 page.text.addEventListener("input", () => {
-  newest?.abort(); // the server stops at once
+  newest?.abort(); // the server stops immediately
   clearTimeout(timer);
   timer = setTimeout(translate, PAUSE_MS);
   count();
@@ -316,7 +316,7 @@ function count() {
   page.count.textContent = `${number.toLocaleString("en")} character${number === 1 ? "" : "s"}`;
 }
 
-/** English name of a language; otherwise the server's name for it. */
+/** English name of a language, or else the server's name for it. */
 function nameOf(code, listed) {
   let name;
   try {

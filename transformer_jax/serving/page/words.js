@@ -47,7 +47,7 @@ function wordsOf(tokens, text) {
 const whole = (tokens, text) => [{ before: "", text, tokens: [...(tokens ?? []).keys()], fact: "" }];
 
 /** Words of a text that differs from its tokens by normalization or <unk>. */
-function normalised(tokens, text) {
+function normalized(tokens, text) {
   const spelled = tokens.filter((token) => token !== "</s>").map((token) => token.replace("<unk>", "⁇"));
   const words = wordsOf(tokens, spelled.join("").replaceAll("▁", " ")) ?? [];
   const shown = text.trim().split(/\s+/);
@@ -73,7 +73,7 @@ function mostOf(words, weights, verb) {
  * and `weights`. The weights of a target word are its attention to each source word. The weights of
  * a source word are the attention of each target word to it.
  */
-export function analyse({ source: line, source_tokens, translation, tokens, token_scores, alignment }) {
+export function analyze({ source: line, source_tokens, translation, tokens, token_scores, alignment }) {
   const target = wordsOf(tokens ?? [], translation) ?? whole(tokens, translation);
   for (const word of target) {
     const scores = word.tokens.map((i) => token_scores?.[i]).filter(Number.isFinite);
@@ -81,7 +81,7 @@ export function analyse({ source: line, source_tokens, translation, tokens, toke
     word.fact = scores.length ? `${percent(word.confidence)} sure` : "";
   }
   if (!alignment) return { target, source: whole([], line) };
-  const source = wordsOf(source_tokens, line) ?? normalised(source_tokens, line);
+  const source = wordsOf(source_tokens, line) ?? normalized(source_tokens, line);
   for (const word of target) {
     const look = (other, i) => other.tokens.reduce((sum, j) => sum + alignment[i][j], 0);
     word.weights = source.map((other) => mean(word.tokens.map((i) => look(other, i))));
