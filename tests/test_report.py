@@ -163,17 +163,19 @@ def test_an_unfinished_run_is_named_so(report, run):
 
 
 CORRUPT = {
-    "metrics.jsonl, line 7 of 7, is corrupt.": lambda run: (run / "metrics.jsonl").write_text(
+    "metrics.jsonl is corrupt at line 7 of 7.": lambda run: (run / "metrics.jsonl").write_text(
         (run / "metrics.jsonl").read_text()[:-20]
     ),
     "metrics.jsonl cannot be read: No such file": lambda run: (run / "metrics.jsonl").unlink(),
-    "summary.json is ignored: it is corrupt": lambda run: (run / "summary.json").write_text("[1]"),
-    "summary.json is ignored: it is corrupt, or training continued.": lambda run: (
+    "summary.json is ignored: it is either corrupt": lambda run: (run / "summary.json").write_text(
+        "[1]"
+    ),
+    "summary.json is ignored: it is either corrupt or out of date.": lambda run: (
         run / "summary.json"
     ).write_text('{"steps": 2}'),
-    "summary.json is ignored: it is corrupt, or": lambda run: (run / "summary.json").write_text(
-        '{"steps": "4"}'
-    ),
+    "summary.json is ignored: it is either corrupt or": lambda run: (
+        run / "summary.json"
+    ).write_text('{"steps": "4"}'),
     "summary.json cannot be read: Is a directory": lambda run: (
         (run / "summary.json").unlink(),
         (run / "summary.json").mkdir(),

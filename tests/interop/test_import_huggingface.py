@@ -367,7 +367,7 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
         ),
         (
             lambda f: (f / "vocab.json").write_text('{"<unk>": 0}'),
-            "has 1 tokens; expected the ids 0 to",
+            "has 1 tokens; expected every id from 0 to",
         ),
         (_change_config(model_type="bart"), "model_type in .* is 'bart'; expected 'marian'"),
         (_change_config(d_model=None), "lacks d_model"),
@@ -384,11 +384,11 @@ _FC1 = "model.encoder.layers.0.fc1.weight"
         ),
         (
             _change_config(pad_token_id=0),
-            "Special tokens in .*; expected different tokens from vocab.json",
+            "Special tokens in .*; expected distinct tokens from vocab.json",
         ),
         (
             _change_config(pad_token_id=1),
-            "Special tokens in .*; expected different tokens from vocab.json",
+            "Special tokens in .*; expected distinct tokens from vocab.json",
         ),
         (_change_config(decoder_start_token_id=0), "Special tokens in .* 'decoder_start': '</s>'"),
         (

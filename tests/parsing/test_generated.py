@@ -83,7 +83,7 @@ def test_the_program_writes_what_training_reads_and_restores_it(
     for arguments in ([], ["--like", str(treebank)], ["--like", str(treebank), "--numbered"]):
         task = ["generate", "--output", output, "--trees", "7", "--seed", "3", *arguments]
         assert main(task) == 0
-        assert "7 trees over" in capsys.readouterr().err
+        assert "7 trees with" in capsys.readouterr().err
         parses = list(read_parses(f"{output}.mrg"))
         assert len(parses) == 7
         assert ("#" in Path(f"{output}.words").read_text()) == ("--numbered" in arguments)

@@ -27,7 +27,7 @@ def test_trees_become_text_and_come_back(
 ) -> None:
     made = f"{treebank}/made/all"
     assert main(["prepare", "--trees", f"{treebank}/?.mrg*", "--output", made]) == 0
-    assert "3 trees over 11 words" in capsys.readouterr().err
+    assert "3 trees with 11 words" in capsys.readouterr().err
     assert Path(f"{made}.words").read_text().splitlines() == [
         "John has a dog .",
         "It barks .",

@@ -127,10 +127,13 @@ def test_a_faulty_sequence_keeps_what_is_sound() -> None:
         ("(S ())", "line 1: \\(\\) has no word"),
         (
             "(S\n(NN dog)",
-            "line 1: the tree that starts here lacks 1 \\) at the end of the file",
+            "line 1: the tree that starts here lacks 1 of its closing brackets",
         ),
         # the trees after it are taken for constituents of it
-        ("(S (A a))\n(S (A a)\n(S (A a))\n", "line 2: the tree that starts here lacks 1 \\)"),
+        (
+            "(S (A a))\n(S (A a)\n(S (A a))\n",
+            "line 2: the tree that starts here lacks 1 of its closing brackets",
+        ),
     ],
 )
 def test_what_is_no_tree_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:

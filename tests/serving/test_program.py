@@ -90,7 +90,10 @@ def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
         (["--workdir", "W", "--workdir", "W"], "both translate en-de"),
         (["--workdir", "W", "--method", "sample"], "method is sample; expected beam"),
         (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pairs for 1 work directories"),
-        (["--workdir", "W", "--languages", "english-german"], "has 'english-german'; expected two"),
+        (
+            ["--workdir", "W", "--languages", "english-german"],
+            "has 'english-german'; expected pairs",
+        ),
         (["--workdir", "W", "--port", "70000"], "port is 70000; expected 1 to 65535"),
         (["--workdir", "W", "--max-queue", "0"], "max_queue is 0; expected more than 0"),
         (["--workdir", "W", "--timeout", "nan"], "timeout is nan; expected more than 0"),

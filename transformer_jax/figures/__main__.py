@@ -53,19 +53,19 @@ class Arguments:
     Default: all.
     """
     average: int | None = None
-    """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
-    end of training; for a checkpoint's folder, this checkpoint alone.
+    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
+    at the end of training; for a checkpoint's folder, only that checkpoint.
     """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status (see ``run_program``)."""
+    """Run the program. Returns the exit status (see ``run_program``)."""
     return run_program(lambda: _run(argv))
 
 
 def _run(argv: list[str] | None) -> None:
     task = parse_flags(Arguments, argv)
-    # imported late, so that flags are checked before JAX is loaded
+    # Import late, so that flags are checked before JAX is loaded.
     from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
 
     keep_compiled()

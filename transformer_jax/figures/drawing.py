@@ -30,7 +30,7 @@ def attention_maps(
     heads: Sequence[int] = (),
     title: str = "",
 ) -> Figure:
-    """Draw one heat map per layer and head: weights of keys (columns) for queries (rows).
+    """Draw one attention heat map per layer and head, with queries as rows and keys as columns.
 
     Args:
       queries, keys: T and S tokens.
@@ -89,7 +89,7 @@ def attention_lines(
     colors = colormaps["tab10" if weights_NHTS.shape[1] <= 10 else "tab20"]
     for axes, layer in zip(figure.subplots(1, len(layers), squeeze=False)[0], layers):
         for place, head in enumerate(heads):
-            # Offset heads, so that none hides another.
+            # Offset the heads, so that they do not hide each other.
             shift = 0.6 * ((place + 0.5) / len(heads) - 0.5)
             lines, opacity = [], []
             for t, s in product(only, range(len(keys))):
@@ -130,7 +130,7 @@ def positions_picture(table_LD: np.ndarray) -> Figure:
 
 
 def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """Draw learning rates: named curves of (steps from 1, rates)."""
+    """Draw learning rate schedules from named curves of (steps, rates); steps begin at 1."""
     figure = _figure(7, 4)
     axes = figure.subplots()
     for name, (steps, rates) in curves.items():
@@ -142,7 +142,7 @@ def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Fig
 
 
 def save_picture(figure: Figure, output: str | Path) -> None:
-    """Write a figure as .svg, .png or .pdf. SVG text stays text, in the viewer's fonts.
+    """Write a figure as .svg, .png or .pdf. Text in SVG files stays text, in the viewer's fonts.
 
     Raises:
       UserError: ``output`` has an unsupported suffix.
@@ -171,7 +171,7 @@ def _figure(width: float, height: float) -> Figure:
 def _selected(
     weights_NHTS: np.ndarray, queries: Sequence[str], keys: Sequence[str], *numbers: Sequence[int]
 ) -> list[list[int]]:
-    """Convert numbers of layers, heads and queries from 1 to indices from 0; default: all."""
+    """Convert numbers of layers, heads and queries (from 1) to indices (from 0). Default: all."""
     shape = weights_NHTS.shape
     if len(shape) != 4 or shape[2:] != (len(queries), len(keys)) or not weights_NHTS.size:
         raise UserError(

@@ -22,17 +22,17 @@ logger = logging.getLogger("transformer_jax.interop")
 
 @dataclass(frozen=True)
 class Export:
-    """Write a trained model in another library's format: weights, vocabulary, search settings."""
+    """Export a trained model to another library: weights, vocabulary and search settings."""
 
     workdir: str
     """Work directory of a training run, or the folder of one of its checkpoints."""
     format: Literal["ctranslate2", "huggingface"]
     """A CTranslate2 folder, or a MarianMT folder for Hugging Face transformers."""
     output: str
-    """Folder to write, new or empty."""
+    """New or empty folder to write to."""
     average: int | None = None
-    """Average this many checkpoints, up to the chosen one. Default: the checkpoints chosen at the
-    end of training; for a checkpoint's folder, this checkpoint alone.
+    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
+    at the end of training; for a checkpoint's folder, only that checkpoint.
     """
 
 
@@ -47,11 +47,11 @@ class Import:
     pytorch_model.bin.
     """
     workdir: str
-    """Work directory to write, new or empty."""
+    """New or empty work directory to write to."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status (see ``run_program``)."""
+    """Run the program. Returns the exit status (see ``run_program``)."""
     return run_program(lambda: _run(argv))
 
 
@@ -64,7 +64,7 @@ def _run(argv: list[str] | None) -> None:
 
 
 def _export(task: Export) -> None:
-    # imported late, so that flags are checked before JAX is loaded
+    # Import late, so that flags are checked before JAX is loaded.
     from transformer_jax import load_model, local_workdir
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_huggingface
@@ -74,7 +74,7 @@ def _export(task: Export) -> None:
         config, model, tokenizer = load_model(local_workdir(task.workdir), average=task.average)
         exports[task.format](config, model, tokenizer, folder)
     logger.info(
-        "Wrote %s for %s. For differences in search, see docs/interop.md.",
+        "Wrote %s for %s. See docs/interop.md for differences in search.",
         *(task.output, task.format),
     )
 
@@ -93,7 +93,7 @@ def _import(task: Import) -> None:
 
 @contextmanager
 def _new_folder(name: str, flag: str) -> Iterator[Path]:
-    """Create a folder for the caller to fill; an error removes it.
+    """Create a folder for the caller to fill, and delete it after an error.
 
     Raises ``UserError``, which names ``flag``, if the folder is not empty.
     """

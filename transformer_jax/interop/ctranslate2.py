@@ -29,7 +29,7 @@ from transformer_jax.interop.weights import (
     with_position_tables,
 )
 
-_POSITIONS = 2048  # length of the table; sinusoids here have no maximum length
+_POSITIONS = 2048  # length of the position table; our sinusoids have no maximum length
 _OTHERS: dict[str, str] = {
     "source_embedding.matrix": "encoder/embeddings_0/weight",
     "source_embedding.position_matrix": "encoder/position_encodings/encodings",
@@ -47,7 +47,7 @@ _OTHERS: dict[str, str] = {
 def export_ctranslate2(
     config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
 ) -> None:
-    """Write ``model`` in float32 into ``folder``, which must already exist.
+    """Write ``model`` to the existing ``folder``, in float32.
 
     CTranslate2 reads ``model.bin``, ``config.json`` and the vocabulary. ``source.spm`` and
     ``target.spm`` tokenize and detokenize. ``generation_config.json`` holds keyword arguments for
@@ -62,7 +62,7 @@ def export_ctranslate2(
         weights = {re.sub("inner|gate", lambda m: swap[m[0]], n): x for n, x in weights.items()}
     longest = max(_POSITIONS, *length_limits(config))
     weights = with_position_tables(weights, config.model, longest)
-    target_VD = weights["target_embedding.matrix"]  # also the default for tied matrices
+    target_VD = weights["target_embedding.matrix"]  # also used for tied matrices
     weights = {"source_embedding.matrix": target_VD, "softmax_matrix": target_VD} | weights
     _fill(spec, to_library(weights, CTRANSLATE2, _OTHERS))
 

@@ -14,12 +14,12 @@ def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]
             instead = "" if library == "CTranslate2" else " Export to ctranslate2 instead."
             raise UserError(
                 f"model.{name} is {getattr(shape, name)!r}; expected "
-                f"{' or '.join(map(repr, values))}. {library} supports nothing else.{instead}"
+                f"{' or '.join(map(repr, values))}. {library} supports no other value.{instead}"
             )
 
 
 def write_sentencepiece(tokenizer: Tokenizer, folder: Path) -> tuple[list[str], list[str]]:
-    """Write source.spm and target.spm into ``folder``; returns source and target tokens in id
+    """Write source.spm and target.spm to ``folder``. Returns the source and target tokens in id
     order.
     """
     sides = {"source.spm": tokenizer.source, "target.spm": tokenizer.target}

@@ -28,7 +28,7 @@ from transformer_jax.interop.weights import (
 )
 
 NORM_EPSILON = 1e-5  # PyTorch's default; MarianMT has no setting for it
-_POSITIONS = 1024  # length of the table; sinusoids here have no maximum length
+_POSITIONS = 1024  # length of the position table; our sinusoids have no maximum length
 OTHERS = {  # weights outside the layers
     "target_embedding.matrix": "model.shared.weight",
     "softmax_bias": "final_logits_bias",
@@ -52,11 +52,11 @@ FIELDS = {  # config.json to ModelConfig; encoder and decoder share d_ff and the
 def export_huggingface(
     config: Config, model: Transformer, tokenizer: Tokenizer, folder: Path
 ) -> None:
-    """Write ``model`` into ``folder``, which must already exist.
+    """Write ``model`` to the existing ``folder``.
 
     ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Token ids are
     unchanged. Raises ``UserError``, which names the field, if the model differs from OPUS-MT in
-    anything but sizes, dropout and activation.
+    anything other than sizes, dropout and activation.
     """
     with needs_extra("interop"):
         from safetensors.numpy import save_file
@@ -81,7 +81,7 @@ def export_huggingface(
     # The metadata tells transformers that axes are in PyTorch order.
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     generation = for_transformers(config, tokenizer)
-    # from_pretrained needs the special token ids here; search settings go into the other file.
+    # from_pretrained needs the special token ids here; search settings go in the other file.
     ids = {name: value for name, value in generation.items() if name.endswith("_id")}
     _write_json(folder / "config.json", _config(config) | ids)
     _write_json(folder / "generation_config.json", generation)

@@ -51,12 +51,12 @@ _ALLOWED: dict[str, list[Any]] = {
 
 
 def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
-    """Read the MarianMT folder of an OPUS-MT model: one vocabulary, one matrix tied across both
-    embeddings and the softmax, sinusoidal positions. ``save_model`` writes the result as a work
-    directory.
+    """Load an OPUS-MT model from its MarianMT folder. It has one vocabulary, sinusoidal positions,
+    and one matrix tied across both embeddings and the softmax. ``save_model`` writes the result as
+    a work directory.
 
-    Token ids are renumbered, because the ids of PAD, BOS, EOS and UNK are fixed here. The model
-    computes the same function.
+    Token ids are renumbered, because this package has fixed ids for PAD, BOS, EOS and UNK. The
+    model computes the same function.
 
     Raises:
       UserError: a missing, unexpected or unsupported file, setting or tensor.
@@ -95,7 +95,7 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Read config.json; raises for unsupported settings."""
+    """Read config.json. Raises ``UserError`` for unsupported settings."""
     theirs = _read_json(file)
     needed = {*FIELDS, "vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id"}
     if missing := sorted(needed - theirs.keys()):
@@ -118,12 +118,12 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
-    """Read tokens in the order of our ids, with their ids in vocabulary ``file``; -1: missing."""
+    """Read tokens in the order of our ids, with their ids in ``file`` (-1: missing)."""
     ids = _read_json(file)
     size = theirs["vocab_size"]
     if sorted(ids.values()) != list(range(size)):
         raise UserError(
-            f"{str(file)!r} has {len(ids)} tokens; expected the ids 0 to {size - 1}, each once, "
+            f"{str(file)!r} has {len(ids)} tokens; expected every id from 0 to {size - 1} once, "
             f"because vocab_size in config.json is {size}."
         )
     token_of = dict(enumerate(sorted(ids, key=ids.__getitem__)))
@@ -134,7 +134,7 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
     if -1 in rows.values() or len(rows) != (3 if start == pad else 4):
         raise UserError(
             f"Special tokens in {str(file.parent)!r} are {dict(zip(names, special, strict=True))}; "
-            f"expected different tokens from vocab.json, other than {_UNK!r}. decoder_start may "
+            f"expected distinct tokens from vocab.json, other than {_UNK!r}. decoder_start may "
             "equal pad."
         )
     if start == pad:  # as in OPUS-MT: this row becomes our BOS; our PAD is new and never read
@@ -176,7 +176,7 @@ def _read_tensors(folder: Path) -> Weights:
             tensors = {name: tensor.float().numpy() for name, tensor in read.items()}
     except ModuleNotFoundError:
         raise UserError(
-            f"Reading {file.name} needs PyTorch. Install it with: pip install torch. Or download "
+            f"Reading {file.name} requires PyTorch. Install it (pip install torch) or download "
             "model.safetensors."
         ) from None
     except Exception as error:  # many exception types, not all public

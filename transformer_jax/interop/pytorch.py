@@ -82,13 +82,13 @@ def from_torch(
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Transformer:
     """Convert PyTorch modules to a model with copies of their weights. The model scales embeddings
-    by sqrt(d_model) before it adds positions (section 3.4), so the PyTorch code must too.
+    by sqrt(d_model) before it adds positions (section 3.4). The PyTorch code must do the same.
 
-    The model is batch-first, whatever ``batch_first`` is. Special token ids are ours: 0 PAD, 1 BOS,
-    2 EOS, 3 UNK.
+    The model is batch-first, regardless of ``batch_first``. Its special token ids are 0 (PAD),
+    1 (BOS), 2 (EOS) and 3 (UNK).
 
     Args:
-      source_embedding: the module, or its matrix [V, D].
+      source_embedding: the module or its matrix [V, D].
       target_embedding: default: the source embedding.
       output: projection from decoder output to logits; default: the target embedding's matrix.
         Tied matrices stay tied.
@@ -116,7 +116,7 @@ def from_torch(
 
 
 def _model(config: ModelConfig, found: Mapping[str, Tensor]) -> Transformer:
-    """Build a model with copies of the tensors; raises for unexpected names and shapes."""
+    """Build a model with copies of the tensors. Raises ``UserError`` for wrong names or shapes."""
     like = blank_weights(config)
     expected = to_library(like, _LIBRARY, _OTHERS)
     once = {theirs for ours, theirs in _OTHERS.items() if ours not in like}
@@ -170,10 +170,10 @@ def to_torch(model: Transformer) -> TorchModules:
 
 
 def _blank_transformer(config: ModelConfig) -> nn.Transformer:
-    """Create an ``nn.Transformer`` on the meta device, without memory."""
+    """Create an ``nn.Transformer`` on the meta device, which allocates no memory."""
     from torch import nn
 
-    with warnings.catch_warnings():  # about nested tensors, which are not used
+    with warnings.catch_warnings():  # nested tensors are not used
         warnings.simplefilter("ignore", UserWarning)
         transformer = nn.Transformer(
             *(config.d_model, config.num_heads, config.num_layers, config.decoder_layers),
@@ -195,7 +195,7 @@ def _blank_transformer(config: ModelConfig) -> nn.Transformer:
 
 
 def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
-    """Read the ``ModelConfig`` fields; raises if layers differ in a setting."""
+    """Read the ``ModelConfig`` fields. Raises ``UserError`` if layers have different settings."""
     _check_classes(transformer)
     modules = dict(transformer.named_modules())
     matrices = [name for name in transformer.state_dict() if name.endswith("weight")]
@@ -230,7 +230,7 @@ def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
 
 
 def _check_classes(transformer: nn.Transformer) -> None:
-    """Raise for a module of an unknown class, with its location."""
+    """Raise ``UserError``, with the location, for a module of an unsupported class."""
     from torch import nn
 
     like = nn.Transformer(2, 2, 1, 1, 2, batch_first=True, device="meta")
@@ -264,7 +264,7 @@ def _in_common(setting: str, found: Mapping[str, Any]) -> Any:
 
 
 def _activations() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the PyTorch functions for activations that both libraries have, by our names."""
+    """Map our names of activations to PyTorch functions, for activations in both libraries."""
     from torch.nn import functional as F
 
     tanh = partial(F.gelu, approximate="tanh")
@@ -287,8 +287,8 @@ def _activation_name(place: str, function: Callable[[Tensor], Tensor]) -> str:
 
 
 def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of embeddings and output, by their names in ``_OTHERS``, and the value of
-    ``tie_embeddings``.
+    """Return the tensors of the embeddings and the output layer, by their names in ``_OTHERS``, and
+    the value of ``tie_embeddings``.
     """
     from torch import Tensor, nn
 
@@ -313,7 +313,7 @@ def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor]
 
 
 def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read ``ModelConfig`` fields and learned tables. ``shared``: one embedding for both sides."""
+    """Read ``ModelConfig`` fields and learned tables. ``shared``: both sides use one embedding."""
     if positions in ("interleaved", "split"):
         return {"positions": positions}, {}
     if isinstance(positions, str):
@@ -324,7 +324,7 @@ def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], di
     if shared and not np.array_equal(source_LD.detach().cpu(), target_LD.detach().cpu()):
         raise UserError(
             "source and target have separate position tables but share one embedding; expected one "
-            "table. Here positions belong to the embedding."
+            "table, because each embedding has its own position table."
         )
     tables = {"positions[0]": source_LD, "positions[1]": target_LD}
     return {"positions": "learned", "max_positions": len(target_LD)}, tables

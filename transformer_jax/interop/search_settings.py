@@ -23,7 +23,7 @@ _NAMES = {
     "min_length": ("min_new_tokens", 0, "min_decoding_length"),
     "no_repeat_ngram": ("no_repeat_ngram_size", 0, "no_repeat_ngram_size"),
 }
-# Other settings in generation_config.json that are read or irrelevant here.
+# Other settings in generation_config.json that are handled elsewhere or irrelevant here.
 _OTHERS = {
     *("bad_words_ids", "max_length", "max_new_tokens", "renormalize_logits", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -32,13 +32,13 @@ _OTHERS = {
 _KNOWN = {theirs for theirs, _, _ in _NAMES.values()} | _OTHERS
 
 # With a length penalty, CTranslate2 stops once beam size x patience hypotheses are finished, even
-# if an unfinished one would score higher. With its default of 1, beam search can be worse than
-# greedy search (measured in docs/interop.md).
+# if an unfinished one would score higher. With its default patience of 1, beam search can be worse
+# than greedy search (measured in docs/interop.md).
 _PATIENCE = 2.0
 
 
 def for_transformers(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the content of ``generation_config.json``."""
+    """Return the contents of ``generation_config.json``."""
     decoding = config.decoding
     return {
         **{theirs: getattr(decoding, ours) for ours, (theirs, _, _) in _NAMES.items()},
@@ -69,10 +69,10 @@ def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 def from_transformers(
     settings: Mapping[str, Any], tokens: Mapping[int, str], file: Path
 ) -> DecodingConfig:
-    """Convert search settings for transformers, read from ``file``.
+    """Convert search settings of transformers to a ``DecodingConfig``.
 
     Args:
-      settings: values by name; None means the default.
+      settings: values by name, read from ``file``; None means the default.
       tokens: tokens that may be suppressed, by their ids in transformers.
       file: used in error messages.
 

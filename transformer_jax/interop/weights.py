@@ -53,7 +53,7 @@ class Library(NamedTuple):
     layer: str
     """Prefix of names in a layer, with {side} and {number}."""
     norm: tuple[str, str] = ("weight", "bias")
-    """Names of scale and bias in a norm. Other modules have weight and bias."""
+    """Names of scale and bias in a norm. Other modules use weight and bias."""
 
 
 HUGGING_FACE = Library(
@@ -68,7 +68,7 @@ CTRANSLATE2 = Library(
 
 
 def to_library(weights: Weights, library: Library, others: Mapping[str, str]) -> Weights:
-    """Convert plain weights to ``library``. ``others`` has the names outside the layers."""
+    """Convert plain weights to weights of ``library``. ``others`` has names outside the layers."""
     tensors = {}
     for theirs, ours in _names(weights, library, others).items():
         shares = [_transposed(name, weights[name]) for name in ours]
@@ -88,7 +88,7 @@ def from_library(
 
 
 def check_tensors(tensors: Weights, expected: Weights, where: str) -> None:
-    """Raise for missing and unexpected names and for wrong shapes."""
+    """Raise ``UserError`` for missing or unexpected names and for wrong shapes."""
     for name in sorted(expected.keys() | tensors.keys()):
         found, wanted = (
             f"shape {each[name].shape}" if name in each else "no tensor"
@@ -108,14 +108,14 @@ def plain_weights(model: Transformer) -> Weights:
         if width * config.num_heads != config.d_model:
             raise UserError(
                 f"model.{name} is {width}; expected model.d_model / model.num_heads = "
-                f"{config.d_model} / {config.num_heads}. Other libraries support nothing else."
+                f"{config.d_model} / {config.num_heads}. Other libraries require this size."
             )
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return _plain({_name(path): np.array(x[...]) for path, x in state}, config)
 
 
 def blank_weights(config: ModelConfig) -> Weights:
-    """Create all-zero plain weights for a model with this config, without using memory."""
+    """Create all-zero plain weights for a model with this config, without allocating memory."""
     zero = np.float32(0)
     shapes = nnx.to_flat_state(nnx.state(_blank(config), nnx.Param))
     blank = {_name(path): np.broadcast_to(zero, x.shape) for path, x in shapes}
@@ -152,11 +152,11 @@ def sines_first(d_model: int) -> np.ndarray:
 def reordered(weights: Weights, order_D: np.ndarray) -> Weights:
     """Permute the d_model dimensions: new dimension i is old dimension ``order_D[i]``.
 
-    With positions permuted in the same way, the model computes the same function.
+    If positions are permuted in the same way, the model computes the same function.
     """
     changed = {}
     for name, x in weights.items():
-        # These kernels read d_model; other weights have it as their last axis.
+        # d_model is the first axis of these kernels, and the last axis of other weights.
         if re.search(r"\.(query|key|value|inner|gate)\.", name):
             changed[name] = x[order_D] if name.endswith("kernel") else x
         else:
@@ -182,7 +182,7 @@ def _plain(flat: Weights, config: ModelConfig) -> Weights:
 
 
 def _names(weights: Weights, library: Library, others: Mapping[str, str]) -> dict[str, list[str]]:
-    """Map each library name to our names of the arrays that it concatenates."""
+    """Map each library name to our names for the arrays that it concatenates."""
     found: dict[str, list[str]] = {}
     places = []
     for ours in weights:

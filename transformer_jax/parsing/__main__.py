@@ -39,8 +39,8 @@ class Prepare:
     """
 
     trees: tuple[str, ...]
-    """Treebank files in Penn format, optionally .gz. Matches of globs such as 'wsj/0[2-9]/*.mrg'
-    are sorted.
+    """Treebank files in Penn format, optionally compressed (.gz). Globs such as
+    'wsj/0[2-9]/*.mrg' are expanded in sorted order.
     """
     output: str
     """Output path without suffix. Missing folders are created."""
@@ -49,8 +49,9 @@ class Prepare:
     take: int | None = None
     """Maximum number of trees. Default: all."""
     numbered: bool = False
-    """Number the words (`#0 It #1 barks`) and write number and part of speech (`#0 PRP`) instead of
-    XX in the sequence. A model then needs fewer trees to learn to attend to each word."""
+    """Number the words (`#0 It #1 barks`), and write each word's number and part of speech
+    (`#0 PRP`) instead of XX in the sequence. A model then needs fewer trees to learn to attend to
+    each word."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Generate:
     trees: int
     """Number of trees."""
     seed: int = 0
-    """Random seed of the trees. Use different seeds for training, dev and test set."""
+    """Random seed of the trees. Use different seeds for the training, dev and test sets."""
     language: int = 0
     """Random seed of the made-up language."""
     like: tuple[str, ...] = ()
-    """Treebank files: use their trees and swap constituents with the same label."""
+    """Treebank files. Use their trees instead, with constituents of the same label swapped."""
     numbered: bool = False
     """See prepare."""
 
@@ -98,7 +99,7 @@ class Score:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status (see ``run_program``)."""
+    """Run the program. Returns the exit status (see ``run_program``)."""
     return run_program(lambda: _run(argv))
 
 
@@ -118,7 +119,7 @@ def _run(argv: list[str] | None) -> None:
 
 
 def prepare(task: Prepare) -> str:
-    """Write the three files; returns a summary."""
+    """Write the three files. Returns a summary."""
     _check_at_least("skip", task.skip, 0)
     if task.take is not None:
         _check_at_least("take", task.take, 1)
@@ -126,12 +127,12 @@ def prepare(task: Prepare) -> str:
     parses = islice(_parses(task.trees), task.skip, end)
     if (first := next(parses, None)) is None:
         where = f" after the first {task.skip}" if task.skip else ""
-        raise UserError(f"No tree found in {' '.join(task.trees)}{where}; expected at least one.")
+        raise UserError(f"No trees found in {' '.join(task.trees)}{where}; expected at least one.")
     return _write(task.output, chain([first], parses), numbered=task.numbered)
 
 
 def generate(task: Generate) -> str:
-    """Write the three files; returns a summary."""
+    """Write the three files. Returns a summary."""
     _check_at_least("trees", task.trees, 1)
     if task.like:
         parses = recombined(_parses(task.like), task.seed)
@@ -172,11 +173,11 @@ def _write(output: str, parses: Iterable[Parse], *, numbered: bool) -> str:
     stem.parent.mkdir(parents=True, exist_ok=True)
     for ending, lines in (("words", words), ("sequences", sequences), ("mrg", trees)):
         write_atomically(Path(f"{stem}.{ending}"), "\n".join([*lines, ""]))
-    return f"{stem}.words, .sequences and .mrg: {len(trees)} trees over {num_words} words."
+    return f"{stem}.words, .sequences and .mrg: {len(trees)} trees with {num_words} words."
 
 
 def restore(task: Restore) -> str:
-    """Write the trees; returns a summary."""
+    """Write the trees. Returns a summary."""
     trees, malformed = list[str](), 0
     for words, sequence in zip_longest(read_lines(task.words), read_lines(task.sequences)):
         if words is None or sequence is None:

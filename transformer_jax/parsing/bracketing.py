@@ -19,21 +19,21 @@ class BracketScore(NamedTuple):
 
     matched: int
     gold: int
-    """Constituents of the gold trees."""
+    """Number of constituents in the gold trees."""
     parsed: int
-    """Constituents of the trees to score."""
+    """Number of constituents in the trees to score."""
     exact: int
-    """Sentences in which all constituents match."""
+    """Number of sentences in which all constituents match."""
     sentences: int
 
     @property
     def precision(self) -> float:
-        """Matched share of the parsed constituents, in percent."""
+        """Percentage of parsed constituents that match."""
         return 100 * self.matched / max(self.parsed, 1)
 
     @property
     def recall(self) -> float:
-        """Matched share of the gold constituents, in percent."""
+        """Percentage of gold constituents that match."""
         return 100 * self.matched / max(self.gold, 1)
 
     @property
@@ -51,10 +51,11 @@ class BracketScore(NamedTuple):
 
 
 def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScore:
-    """Score trees as the program EVALB does with Collins' parameters, for sentences of any length.
+    """Score trees like EVALB with Collins' parameters, for sentences of any length.
 
-    Punctuation (gold tags , : `` '' .) is removed from both trees, with constituents that contain
-    nothing else. ADVP and PRT count as the same label. Duplicate constituents count separately.
+    Punctuation (gold tags , : `` '' .) is removed from both trees, along with constituents that
+    contain only punctuation. ADVP and PRT count as the same label. Duplicate constituents count
+    separately.
 
     Raises:
         UserError: no sentences, different numbers of sentences, or different words.

@@ -13,7 +13,7 @@ from transformer_jax import UserError
 from transformer_jax.parsing.trees import Constituent, Parse
 
 LABELS = "SABCDEFG"
-"""Labels of the made-up language; S is the whole sentence."""
+"""Labels of the made-up language; S labels the whole sentence."""
 
 _RULES = 5  # per label
 _WORDS = 60  # per rule
@@ -31,10 +31,10 @@ class _Rule(NamedTuple):
 class Language:
     """A made-up context-free language with random rules and words, drawn from ``seed``.
 
-    Each of eight labels has five rules: a word alone, or a word with one or two constituents around
-    it. Each rule has sixty words of its own, just as transitive and intransitive verbs are
-    different words. So the words determine the attachment. Some words belong to two rules by
-    chance. The k-th word of a rule has a frequency of about 1/k (Zipf's law).
+    Each of eight labels has five rules: a single word, or a word with one or two constituents
+    around it. Each rule has sixty words of its own, just as transitive and intransitive verbs are
+    different words. The words therefore determine the attachment. By chance, some words belong to
+    two rules. A rule's k-th word has a frequency roughly proportional to 1/k (Zipf's law).
     """
 
     def __init__(self, seed: int) -> None:
@@ -52,8 +52,8 @@ class Language:
             ]
 
     def trees(self, seed: int) -> Iterator[Parse]:
-        """Yield an infinite stream of trees of 5 to 30 words. One-word constituents have no
-        bracket.
+        """Yield an infinite stream of trees of 5 to 30 words. One-word constituents get no
+        brackets.
         """
         draw = Random(seed)
         while True:

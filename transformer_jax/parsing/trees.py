@@ -1,4 +1,4 @@
-"""Parse trees: read from a treebank, and linearized as target sequences (section 6.3).
+"""Parse trees: reading from a treebank, and linearization as target sequences (section 6.3).
 
 Sequences follow Vinyals et al. (2015): ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``, with XX
 for each word.
@@ -49,8 +49,8 @@ class Parse(NamedTuple):
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")
 
     def sequence(self, *, numbered: bool = False) -> str:
-        """Return the linearized tree, a target sequence without words. ``numbered``: a number and
-        tag (#0 NNP) instead of XX for each word.
+        """Return the linearized tree, a target sequence without words. If ``numbered``, each word
+        is a number and a tag (#0 NNP) instead of XX.
         """
         words = [WORD] * len(self.words)
         if numbered:
@@ -72,7 +72,8 @@ class Parse(NamedTuple):
 
 def bracket_symbols(labels: str) -> tuple[str, ...]:
     """Return symbols for ``tokenizer.user_defined_symbols`` that make each bracket one token. By
-    default SentencePiece never joins a parenthesis and letters. ``labels`` are separated by spaces.
+    default, SentencePiece never joins a parenthesis with letters. ``labels`` are separated by
+    spaces.
     """
     return tuple(f"▁{bracket}{label}" for label in labels.split() for bracket in "()")
 
@@ -90,7 +91,7 @@ def without_numbers(tokens: Sequence[str]) -> Sequence[str]:
 
 @dataclass
 class _Node:
-    number: int  # nodes opened earlier
+    number: int  # number of nodes opened earlier
     line: int
     start: int
     label: str = ""
@@ -150,7 +151,7 @@ def read_parses(file: str | Path) -> Iterator[Parse]:
                     yield Parse(tuple(words), tuple(tags), in_order)
                 words, tags, constituents = [], [], []
     if path:
-        found = f"the tree that starts here lacks {len(path)} ) at the end of the file"
+        found = f"the tree that starts here lacks {len(path)} of its closing brackets"
         raise _not_a_tree(file, path[0].line, found)
 
 
@@ -158,8 +159,8 @@ def from_sequence(words: Sequence[str], sequence: str) -> tuple[Parse, bool]:
     """Convert a sequence to a tree over ``words``. Also returns whether the sequence is well-formed
     and has the right number of words.
 
-    Any sequence gives a tree. In a numbered sequence, tags are ignored. A closing bracket closes
-    the innermost open constituent, whatever its label. Surplus brackets and words are ignored.
+    Every sequence gives a tree. In a numbered sequence, tags are ignored. A closing bracket closes
+    the innermost open constituent, regardless of its label. Surplus brackets and words are ignored.
     Missing words are added to the last constituent, and empty constituents are dropped.
     """
     count, place, faultless = len(words), 0, True

@@ -21,19 +21,19 @@ class Arguments:
     """
 
     workdir: tuple[str, ...]
-    """Work directories, or their URLs."""
+    """Work directories or their URLs."""
     output: str
-    """HTML file to write. It is self-contained."""
+    """Self-contained HTML file to write."""
     samples: int = 8
-    """Number of dev set lines that each run translates, on the CPU. With 0 and without --text, no
-    model is loaded.
+    """Number of dev set lines to translate with each run's model, on the CPU. With 0 and without
+    --text, no model is loaded.
     """
     text: tuple[str, ...] = ()
     """Sentences for attention maps. Default: the first sample."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns its exit status (see ``run_program``)."""
+    """Run the program. Returns the exit status (see ``run_program``)."""
     return run_program(lambda: _run(argv))
 
 
@@ -41,7 +41,7 @@ def _run(argv: list[str] | None) -> None:
     a = parse_flags(Arguments, argv)
     if a.samples < 0:
         raise UserError(f"samples is {a.samples}; expected 0 or more.")
-    # A training run may occupy the accelerator's memory.
+    # A training run may be using the accelerator's memory.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with needs_extra("report"):
         from transformer_jax.report.page import page

@@ -1,4 +1,4 @@
-"""Figures for the report: curves and attention heat maps, with transparent background."""
+"""Figures for the report: curves and attention heat maps on a transparent background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 
 def curves_chart(curves: Iterable[tuple[Sequence[float], Sequence[float], Any]], scale: str) -> str:
-    """Plot curves of (steps, values, style) as a data URL. ``scale``: linear or log."""
+    """Plot curves of (steps, values, style) on a linear or log ``scale``. Returns a data URL."""
     figure = Figure(figsize=(4.4, 2.6), layout="constrained")
     axes = figure.subplots()
     for steps, values, style in curves:
@@ -24,9 +24,10 @@ def curves_chart(curves: Iterable[tuple[Sequence[float], Sequence[float], Any]],
 
 
 def heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndarray) -> str:
-    """Plot the last layer as a data URL, one map per head: queries (rows) attend to keys (columns).
+    """Plot the last layer's attention as one heat map per head, with queries as rows and keys as
+    columns. Returns a data URL.
 
-    Long sentences are cut to 60 tokens.
+    Long sentences are truncated to 60 tokens.
     """
     weights_HTS = weights_NHTS[-1, :, :60, :60]
     heads, T, S = weights_HTS.shape
@@ -44,8 +45,8 @@ def heat_maps(queries: Sequence[str], keys: Sequence[str], weights_NHTS: np.ndar
 
 
 def _data_url(figure: Figure) -> str:
-    """Encode the figure as an image, isolated from the page's ids and styles."""
+    """Encode the figure as a data URL, which isolates it from the page's ids and styles."""
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # keep text as text
         figure.savefig(buffer, format="svg", transparent=True)
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

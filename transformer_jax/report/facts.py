@@ -22,13 +22,13 @@ def results(run: Run) -> dict[str, str]:
     latest = run.latest()
     if time := latest.get("time"):
         facts["last entry"] = f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M UTC}"
-    # summary.json repeats the fields of the environment.
+    # summary.json repeats the environment's fields.
     elsewhere = {"kind", "step", "time", "environment", *latest.get("environment", {})}
     return facts | _flat({name: latest[name] for name in latest if name not in elsewhere})
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return the hardware and versions at the last start."""
+    """Return the hardware and versions when the run last started."""
     return _flat(run.latest().get("environment", {}))
 
 
@@ -39,7 +39,9 @@ def by_label(columns: Sequence[dict[str, str]]) -> list[list[str]]:
 
 
 def settings(configs: Sequence[Config]) -> dict[str, list[list[str]]]:
-    """Build tables of settings, differing settings first: name, value for each run, default."""
+    """Build tables of settings: name, value in each run, default. Settings that differ between runs
+    come first.
+    """
     tables: dict[str, list[list[str]]] = {title: [] for title in _SETTINGS}
     columns = [_flat(dataclasses.asdict(config)) for config in (*configs, Config())]
     for row in by_label(columns) if configs else ():

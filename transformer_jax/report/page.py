@@ -23,7 +23,7 @@ _CURVES = {
     "Gradient norm": ("gradient_norm", "", "log"),
     "Tokens per second": ("tokens_per_second", "", "linear"),
 }
-"""Title: fields of training and evaluation entries, scale."""
+"""Maps a title to its fields in training and evaluation entries, and its scale."""
 _MAPS: dict[str, Literal["encoder", "decoder", "cross"]] = {
     "Cross-attention": "cross",
     "Encoder self-attention": "encoder",
@@ -32,7 +32,7 @@ _MAPS: dict[str, Literal["encoder", "decoder", "cross"]] = {
 
 
 def page(runs: Sequence[Run]) -> bytes:
-    """Render the report of these runs as HTML."""
+    """Render the report on these runs as HTML."""
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = jinja.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     pairs = dict.fromkeys(pair for run in runs for pair in run.translations)
@@ -72,7 +72,9 @@ def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
 
 
 def word_diff(reference: str, translation: str) -> list[tuple[str, str]]:
-    """Compute a diff of words, or of characters if there are no spaces: "", "del" and "ins"."""
+    """Compute a diff of words, or of characters if there are no spaces. Returns (tag, text) pairs
+    with tags "" (equal), "del" and "ins".
+    """
     split, blank = (str.split, " ") if " " in reference + translation else (list, "")
     old, new = split(reference), split(translation)
     found = []

@@ -1,4 +1,4 @@
-"""Tolerant reading of a run's files. Missing and corrupt files are listed in the report."""
+"""Reading of a run's files. The report lists missing and corrupt files instead of failing."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Run:
     attention: dict[str, SentenceAttention] = field(default_factory=dict)
 
     def curve(self, kind: str, name: str) -> tuple[list[int], list[float]]:
-        """Return a field's steps and values in entries of one kind, without null (not finite)
-        values.
+        """Return the steps and values of a field in entries of one kind, without null values (which
+        were not finite).
         """
         known = [
             e for e in self.entries if e["kind"] == kind and isinstance(e.get(name), int | float)
@@ -67,14 +67,14 @@ def read_run(location: str) -> Run:
         if _is_sound(entry):
             run.entries.append(entry)
         else:
-            run.problems.append(f"metrics.jsonl, line {place} of {len(lines)}, is corrupt.")
+            run.problems.append(f"metrics.jsonl is corrupt at line {place} of {len(lines)}.")
     if text := _read(run, "summary.json"):
         summary = _object(text)
         end = summary | {"kind": "end", "step": summary.get("steps")}
         if _is_sound(end) and end["step"] >= run.latest().get("step", 0):
             run.entries.append(end)
         else:
-            run.problems.append("summary.json is ignored: it is corrupt, or training continued.")
+            run.problems.append("summary.json is ignored: it is either corrupt or out of date.")
     return run
 
 
@@ -93,7 +93,7 @@ def _is_sound(entry: dict[str, Any]) -> bool:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Parse a JSON object; empty if the text is corrupt."""
+    """Parse a JSON object. Returns an empty dict if the text is corrupt."""
     try:
         values = json.loads(text)
     except ValueError:

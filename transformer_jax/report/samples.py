@@ -9,8 +9,8 @@ from transformer_jax.report.runs import Run
 
 
 def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
-    """Translate ``number`` lines of the dev set. Compute the attention of ``texts``, by default the
-    first line. Failures are added to ``run.problems``.
+    """Translate ``number`` lines of the dev set, and compute attention for ``texts`` (default: the
+    first line). Failures are added to ``run.problems``.
     """
     from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
 
