@@ -1,4 +1,4 @@
-"""Train a Transformer. Flags: transformer_jax/training/__main__.py; loop: loop.py beside it."""
+"""Train a Transformer; flags and implementation are in transformer_jax/training/."""
 
 import sys
 

@@ -1,18 +1,19 @@
 """Run all accelerator benchmarks of docs/performance.md with one command.
 
     python -m benchmarks.all --data data/multi30k --output results
-    python -m benchmarks.all --toy --output toy          # tiny sizes on any device, also a CPU
+    python -m benchmarks.all --toy --output toy          # tiny sizes on any device, including CPUs
 
-``--data`` has the text for configs/multi30k.py. Parts run in sequence, the most valuable first,
-each in its own process. ``--output`` receives each part's results (PART.json, or PART/summary.json
-of a training run), its log (PART.log), and results.md with all tables so far. Finished parts do not
-run again. Parts that fail, or do not fit into ``--minutes``, are reported, and the next part
-starts. Parts for more devices than this machine has wait for a larger one; without a GPU or TPU all
-parts wait. On a GPU, PyTorch's and Hugging Face's programs run in turn with ours.
+``--data`` is the folder with the text for configs/multi30k.py. Parts run one after another, the
+most important first, each in its own process. ``--output`` receives each part's results (PART.json,
+or PART/summary.json for a training run), its log (PART.log), and results.md with all tables so far.
+Finished parts are not run again. A part that fails or does not fit into ``--minutes`` is reported,
+and the next part starts. Parts that need more devices than this machine has are left for a larger
+machine; without a GPU or TPU, all parts are. On a GPU, PyTorch and Hugging Face are measured in
+turn with our engine.
 
 ``train_base_2`` to ``train_base_8`` and ``train_big_fsdp_8`` train on that many devices, with the
-same number of pairs on each. ``bart`` decodes the shape of BART-large greedily, 260 to 440 source
-tokens and 64 output tokens. ``multi30k_cold`` starts with an empty compilation cache,
+same number of pairs on each. ``bart`` decodes greedily with a model of BART-large's shape, from 260
+to 440 source tokens to 64 output tokens. ``multi30k_cold`` starts with an empty compilation cache,
 ``multi30k_warm`` reuses this cache, and ``multi30k_2`` to ``multi30k_4`` use other seeds.
 """
 
@@ -31,7 +32,7 @@ from benchmarks.in_turn import ROOT, Table, absolute, markdown
 
 
 class Program(NamedTuple):
-    """A command with its output flag, other engines to compare with on one GPU, and toy sizes."""
+    """A command with its output flag, other engines to compare on one GPU, and toy sizes."""
 
     command: str
     others: str
@@ -94,7 +95,7 @@ PARTS = {
     "multi30k_warm": Part(170, "recipe", "--seed 1"),
     **{f"multi30k_{seed}": Part(170, "recipe", f"--seed {seed}") for seed in (2, 3, 4)},
 }
-# Programs that use all visible devices see one, so that their results are for one device.
+# Hides other devices from parts for one device, because some programs use all visible devices.
 ONE_DEVICE = {
     "CUDA_VISIBLE_DEVICES": "0",
     "TPU_VISIBLE_DEVICES": "0",
@@ -104,7 +105,7 @@ ONE_DEVICE = {
 
 
 def figures(output: Path, name: str) -> Table:
-    """Result table of a part; empty if it has no results."""
+    """Read the result table of a part. Returns an empty table if the part has no results."""
     path, summary = output / f"{name}.json", output / name / "summary.json"
     if path.exists():
         return json.loads(path.read_text())["table"]
@@ -116,7 +117,9 @@ def figures(output: Path, name: str) -> Table:
 
 
 def find_devices() -> tuple[str, int]:
-    """Platform and number of devices, found in another process, as a TPU serves one at a time."""
+    """Find the platform and number of devices in another process, because a TPU can be used by only
+    one process at a time.
+    """
     program = "import jax; print(jax.default_backend(), jax.local_device_count())"
     command = [sys.executable, "-c", program]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
@@ -124,7 +127,7 @@ def find_devices() -> tuple[str, int]:
 
 
 def main() -> int:
-    """Run the chosen parts; exit status 1 if any that can run here has no results."""
+    """Run the chosen parts. Returns 1 if a part that can run here has no results, otherwise 0."""
     flags = ArgumentParser(description=__doc__)
     add = flags.add_argument
     add("--data", type=absolute, default=ROOT / "data" / "multi30k")
@@ -153,7 +156,7 @@ def main() -> int:
             words = [program.command, program.others if compared else "", part.flags]
             words += [program.toy] if arguments.toy else []
             command = " ".join(words).format(data=arguments.data, output=output, name=name).split()
-            # stops child processes too
+            # timeout also stops child processes
             most = str(min(left, 2 * part.seconds))
             limited = ["timeout", "--kill-after=10", most, sys.executable, *command]
             seen = ONE_DEVICE if part.devices == 1 else {}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.attention --lengths 32 64 128 256 512
 
-Each row has ``--lengths`` tokens; ``--positions`` limits the number of rows. The masks are the
-model's: padded rows, packed rows (four sentences per row), the decoder's causal packed rows, and
-cross-attention between packed rows. The last eighth of each row is padding, so some queries have
-no keys to attend to. Implementations:
+Each of ``--lengths`` is a number of tokens per row; ``--positions`` limits the number of rows. The
+masks are the model's: padded rows, packed rows (four sentences per row), the decoder's causal
+packed rows, and cross-attention between packed rows. The last eighth of each row is padding, so
+some queries have no keys to attend to. Implementations:
 
 - ``ours``: the attention that the model uses in bfloat16;
 - ``plain``: ``jax.nn.dot_product_attention``, compiled by XLA, in bfloat16;
@@ -13,8 +13,8 @@ no keys to attend to. Implementations:
 - ``splash`` (TPU): JAX's splash attention with segment ids, for multiples of 128 tokens.
 
 ``out``, ``dq``, ``dk`` and ``dv`` are the largest errors, relative to the largest value of plain
-attention in float32. Only real queries have a gradient. An error far above that of ``plain`` means
-wrong results. ``ms`` is the time of one forward and backward pass.
+attention in float32. Only real queries have a gradient. Errors far above ``plain`` errors mean
+wrong results. ``ms`` is the time for one forward and backward pass.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ KINDS = ("padded", "packed", "causal", "cross")
 
 
 def seeing(mask_B1TS: jax.Array) -> jax.Array:
-    """Mask in which queries that see nothing see all keys. Real queries keep their mask."""
+    """Let queries without keys attend to all keys. Real queries keep their mask."""
     return mask_B1TS | ~mask_B1TS.any(-1, keepdims=True)
 
 
 def cudnn(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
-    """cuDNN's attention, whose gradients are wrong for a query that sees nothing."""
+    """Run cuDNN's attention, whose gradients are wrong for queries without keys."""
     return jax.nn.dot_product_attention(
         q_BTHK, k_BSHK, v_BSHK, mask=seeing(mask_B1TS), implementation="cudnn"
     )
@@ -51,7 +51,7 @@ def cudnn(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
 def splash(
     queries_BT: jax.Array, keys_BS: jax.Array, *, causal: bool, interpret: bool = False
 ) -> Attention:
-    """Splash attention for these segment ids. Padding sees padding."""
+    """Make splash attention for these segment ids. Padding attends to padding."""
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     lengths = queries_BT.shape[1], keys_BS.shape[1]
@@ -76,12 +76,12 @@ def splash(
 
 
 def plain(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any) -> jax.Array:
-    """JAX's attention without kernels."""
+    """Run JAX's attention without fused kernels."""
     return jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, mask=mask_B1TS)
 
 
 def segments(kind: str, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """Segment ids of queries and keys, int32 [B, T] and [B, S]."""
+    """Make segment ids of queries and keys, int32 [B, T] and [B, S]."""
     sentences = 1 if kind == "padded" else 4
     real = length - length // 8
     segments_L = jnp.where(jnp.arange(length) < real, jnp.arange(length) * sentences // real + 1, 0)
@@ -93,14 +93,14 @@ def segments(kind: str, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
 
 
 def gradients(attention: Attention, arrays: Any, mask_B1TS: Any, weight_BTHK: Any) -> Any:
-    """Output, and gradients of its product with ``weight_BTHK``, in float32."""
+    """Compute the output, and gradients of its product with ``weight_BTHK``, in float32."""
     out_BTHK, vjp = jax.vjp(lambda *x: attention(*x, mask_B1TS), *arrays)
     found = out_BTHK * (weight_BTHK != 0), *vjp(weight_BTHK.astype(out_BTHK.dtype))
     return [x.astype(jnp.float32) for x in found]
 
 
 def measure(attention: Attention, arrays: Any, others: Any, expected: Any, rounds: int) -> Any:
-    """Errors and milliseconds of one implementation."""
+    """Measure errors and milliseconds of one implementation."""
     run = jax.jit(partial(gradients, attention))
     arrays = [x.astype(jnp.bfloat16) for x in arrays]
     found = jax.block_until_ready(run(arrays, *others))
@@ -116,7 +116,7 @@ def main() -> None:
     flags = ArgumentParser(description=__doc__)
     add = flags.add_argument
     add("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512])
-    add("--positions", type=int, default=25_088, help="tokens a side")
+    add("--positions", type=int, default=25_088, help="tokens per side")
     add("--heads", type=int, default=8)
     add("--rounds", type=int, default=20)
     add("--output", type=Path, help="JSON file for results")

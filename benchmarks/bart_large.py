@@ -1,4 +1,4 @@
-"""The shape of BART-large, for decoding with random weights. BART also normalizes embeddings."""
+"""A model of BART-large's shape, to decode with random weights. BART also normalizes embeddings."""
 
 from transformer_jax import Config, ModelConfig
 from transformer_jax.config import TokenizerConfig

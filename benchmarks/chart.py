@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
 
 
 def comparisons(page: str) -> list[Comparison]:
-    """Rows of the first table of docs/performance.md."""
+    """Parse the rows of the first table of docs/performance.md."""
     [rows] = re.findall(r"^\| task .*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
     cells = [line.strip("| ").split(" | ") for line in rows.replace("`", "").splitlines()]
     return [Comparison(*row[:5], float(row[5])) for row in cells]

@@ -3,8 +3,8 @@
     python -m benchmarks.compile_for --device v5e:2x4 --config configs/wmt14_base.py
     python -m benchmarks.compile_for --device h200 --config configs/wmt14_big.py --table
 
-It needs ``pip install '.[tpu]'`` or ``'.[cuda]'``. Any field of the config may be given as a flag,
-as with train.py; the vocabulary has ``tokenizer.vocab_size`` tokens. Prints one JSON object:
+Requires ``pip install '.[tpu]'`` or ``'.[cuda]'``. Any field of the config can be set with a flag,
+as in train.py; the vocabulary has ``tokenizer.vocab_size`` tokens. Prints one JSON object:
 
 - ``memory_mb`` of one device: arguments, temporary buffers, and results that reuse an argument's
   memory (``in_place``). Arguments and temporary buffers together must fit.
@@ -12,7 +12,7 @@ as with train.py; the vocabulary has ``tokenizer.vocab_size`` tokens. Prints one
   device. The result of a reduce-scatter is a shard.
 - ``parts`` of a training step: kernels of each part of the model. On a GPU, also GB read and
   written, TFLOP, and estimated milliseconds on an H200. On a TPU, also XLA's estimate of cycles,
-  which has no collectives. ``--table`` prints only these, in Markdown.
+  which excludes collectives. ``--table`` prints only these, in Markdown.
 - ``copied_caches``: number of copies or gathers of a whole KV cache array in a search, expected 0.
 
 Kernels are assigned to parts by their name (``jax.named_scope``) and their operations. Kernels in a
@@ -92,13 +92,15 @@ def running_on(platform: str, devices: list[Any]) -> Iterator[None]:
 
 
 def gpus(name: str, count: int = 1) -> list[Any]:
-    """Compile-only GPUs of one machine; ``NotImplementedError`` without JAX's CUDA package."""
+    """Return compile-only GPUs of one machine. Raises ``NotImplementedError`` without JAX's CUDA
+    package.
+    """
     settings = {"target_config": _TARGET.format(*_GPUS[name]), "topology": f"1x1x{count}"}
     return list(topologies.get_topology_desc(platform="cuda", **settings).devices)
 
 
 def find_devices(name: str) -> tuple[str, list[Any]]:
-    """Platform and compile-only devices."""
+    """Return the platform and its compile-only devices."""
     kind, _, count = name.partition(":")
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no metadata server
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
@@ -119,15 +121,15 @@ def find_devices(name: str) -> tuple[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compile the training step and the search for a device that may be absent."""
+    """Compile the training step and the search for a device that this machine may not have."""
 
     device: str
     """TPU topology such as v5e:2x4, or h100, h200 (h100:8 for eight of them), or cpu."""
     config: str = ""
     """Config file, as in configs/. Default: the paper's base model."""
     length: int = 32
-    """Tokens per source and target sentence of the training batch, with rows up to batch.tokens.
-    Packed rows, the default on TPUs, have batch.row_length tokens instead."""
+    """Tokens per source and target sentence of the training batch, which has as many rows as fit
+    into batch.tokens. Packed rows, the default on TPUs, have batch.row_length tokens instead."""
     table: bool = False
     """Compile only the training step, and print its parts as a Markdown table."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)

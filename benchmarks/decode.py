@@ -1,11 +1,11 @@
-"""Speed of decoding: ours, CTranslate2, Hugging Face ``generate``, and another checkout.
+"""Decoding speed of our engine, CTranslate2, Hugging Face ``generate``, and another checkout.
 
     python -m benchmarks.decode --batch-sizes 1 32                  # base, random weights
     python -m benchmarks.decode --workdir W --input F --batch-sizes 32
     python -m benchmarks.decode --against ../older --engines ours
 
-All engines have the same weights and inputs, longest first. The time is from token ids to token
-ids, without tokenizing and loading. Our engine gets all sentences in one call. So does CTranslate2
+All engines have the same weights and inputs, longest first. Times are from token ids to token ids,
+without tokenization and loading. Our engine gets all sentences in one call. So does CTranslate2
 with ``--workdir``; otherwise the other engines get one batch per call.
 
 *Random weights*: source lengths resemble newstest2014 with a joint BPE vocabulary of 32,000 tokens
@@ -13,16 +13,16 @@ with ``--workdir``; otherwise the other engines get one batch per call.
 suppresses EOS and stops at its limit. Other engines cannot force the length of single sentences, so
 each batch uses its mean length. ``same`` counts equal outputs among sentences of the same forced
 length. It ignores the last position, where our engine has EOS. Random weights cause near-ties,
-which float rounding decides. With a beam the last position also decides them, as other engines may
-have any token there.
+which are decided by float rounding and, in beam search, by the last position, where other engines
+may have any token.
 
 ``--lengths`` draws source lengths uniformly instead. With ``--output-length``, outputs have that
 many tokens, EOS included: a softmax bias makes EOS the best token, and a minimum length forbids it
 until then.
 
-*A trained model* (``--workdir``): every engine stops at EOS, at most 50 tokens after the source
-length. Our engine uses each sentence's length, Hugging Face the longest in the batch, CTranslate2
-the longest in the file. Token counts are from each engine's best outputs, EOS included.
+*A trained model* (``--workdir``): every engine stops at EOS, or once the output is 50 tokens longer
+than the source. Our engine uses each sentence's length, Hugging Face the longest in the batch,
+CTranslate2 the longest in the file. Token counts are from each engine's best outputs, EOS included.
 
 The length penalty is length^0.6 in every engine (ours with ``length_offset`` 0). CTranslate2 runs
 on CPUs, in float32 or int8; Hugging Face in bfloat16 on a GPU, in float32 on a CPU.
@@ -51,7 +51,7 @@ Search = Callable[[], Ids]
 
 
 def numbered_tokens(vocab_size: int) -> Any:
-    """Stand-in tokenizer for random weights, with the attributes that exports use."""
+    """Make a stand-in tokenizer for random weights, with the attributes that exports use."""
     names = ["<pad>", "<s>", "</s>", "<unk>", *(f"p{i}" for i in range(4, vocab_size))]
     side = SimpleNamespace(
         model=b"",
@@ -63,7 +63,7 @@ def numbered_tokens(vocab_size: int) -> Any:
 
 
 def load(job: Answer) -> tuple[Config, Any, Any]:
-    """Config, model and tokenizer, trained or with random weights that every process shares."""
+    """Load config, model and tokenizer, or make random weights, the same ones in every process."""
     from flax import nnx
 
     from transformer_jax import Transformer, load_model
@@ -97,7 +97,7 @@ def load(job: Answer) -> tuple[Config, Any, Any]:
 
 
 def export(job: Answer) -> Engine:
-    """Write the model, the names of its tokens and the sources into ``job["folder"]``."""
+    """Write the model, its vocabulary and the source sentences to ``job["folder"]``."""
     from transformer_jax.data.sources import read_lines
     from transformer_jax.interop.ctranslate2 import export_ctranslate2
     from transformer_jax.interop.huggingface import export_huggingface
@@ -127,7 +127,7 @@ def export(job: Answer) -> Engine:
 
 
 def ours(job: Answer, ids: Ids) -> Search:
-    """``transformer_jax.Engine`` on each device, all sentences in one call."""
+    """Search with our ``Engine`` on each device, with all sentences in one call."""
     from transformer_jax.decoding import devices, engine
 
     places = devices.devices_for_rows(job["batch_size"])  # first, as it may configure JAX
@@ -140,7 +140,7 @@ def ours(job: Answer, ids: Ids) -> Search:
 
 
 def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
-    """Batches of similar length, and the output length of each."""
+    """Yield batches of sentences of similar length, each with its output length."""
     for i in range(0, len(ids), job["batch_size"]):
         batch = ids[i : i + job["batch_size"]]
         mean = round(float(np.mean([len(x) + 1 + job["extra"] for x in batch])))
@@ -148,7 +148,7 @@ def batches(job: Answer, ids: Ids) -> Iterator[tuple[Ids, int | None]]:
 
 
 def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
-    """``ctranslate2.Translator``, with one call for all sentences or one call per batch."""
+    """Search with ``ctranslate2.Translator``, in one call for all sentences or one per batch."""
     import ctranslate2
 
     folder = Path(job["folder"])
@@ -172,7 +172,7 @@ def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
                 max_input_length=0,
                 min_decoding_length=length or 1,
                 max_decoding_length=length or 1 + len(ids[0]) + job["extra"],
-                suppress_sequences=[[names["target"][PAD_ID]]],  # never generated by ours
+                suppress_sequences=[[names["target"][PAD_ID]]],  # our engine never generates it
             )
         return [[target_ids[token] for token in x.hypotheses[0]] for x in results]
 
@@ -180,7 +180,7 @@ def ctranslate2(job: Answer, ids: Ids, *, int8: bool) -> Search:
 
 
 def huggingface(job: Answer, ids: Ids) -> Search:
-    """``MarianMTModel.generate``, with one call per batch."""
+    """Search with ``MarianMTModel.generate``, in one call per batch."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     import transformers
@@ -225,7 +225,7 @@ OTHERS: dict[str, Callable[[Answer, Ids], Search]] = {
 
 
 def start(name: str, job: Answer) -> Engine:
-    """Start the engine ``name``; ``ImportError`` if its package is missing."""
+    """Start the engine ``name``. Raises ``ImportError`` if its package is missing."""
     if name == "export":
         return export(job)
     ids = json.loads((Path(job["folder"]) / "source.json").read_text())["ids"]
@@ -247,7 +247,7 @@ def main() -> None:
     add("--workdir", type=absolute, help="work directory of a trained model; needs --input")
     add("--input", type=absolute, help="text to translate")
     add("--sentences", type=int, default=128)
-    add("--lengths", type=int, nargs=2, default=[0, 0], help="fewest and most source tokens")
+    add("--lengths", type=int, nargs=2, default=[0, 0], help="range of source lengths in tokens")
     add("--output-length", type=int, default=0)
     add("--beam-size", type=int, default=4)
     add("--batch-sizes", type=int, nargs="+", default=[1, 32, 128, 512])

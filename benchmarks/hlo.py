@@ -1,4 +1,4 @@
-"""Operations and kernels of a compiled program, read from XLA's text, and their parts of a step."""
+"""Operations and kernels of a compiled program, parsed from XLA's text and assigned to parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INTEGER = re.compile("add|subtract|multiply|xor|or|and|shift-left|shift-right-l
 
 
 def arrays(text: str) -> list[tuple[str, tuple[int, ...], int]]:
-    """Type, shape and bytes of the arrays in HLO text such as ``(f32[8,512], bf16[8])``."""
+    """Parse the type, shape and bytes of arrays in HLO text such as ``(f32[8,512], bf16[8])``."""
     found = []
     for dtype, bits, lengths in _ARRAY.findall(text):
         shape = tuple(int(n) for n in lengths.split(",") if n)
@@ -51,7 +51,7 @@ class Operation(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Size of the result; for a matmul of a library, without its workspace."""
+        """Size of the result; for a library's matmul, without its workspace."""
         sizes = [size for _, _, size in arrays(self.type)]
         return sizes[0] if "__cublas" in self.attributes else sum(sizes)
 
@@ -73,7 +73,7 @@ class Operation(NamedTuple):
         )
 
     def flops(self, left: Operation) -> float:
-        """FLOPs of a matmul with the left operand ``left``."""
+        """Count the FLOPs of a matmul with the left operand ``left``."""
         axes = re.search(r'lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)', self.attributes)
         contracted = [left.shape[int(x)] for x in re.findall(r"\d+", axes[1] if axes else "")]
         return 2.0 * prod(self.shape) * prod(contracted)
@@ -84,7 +84,7 @@ Program = dict[str, Computation]
 
 
 def computations(program: str) -> Program:
-    """Operations of each computation by name; the entry computation is ``ENTRY``."""
+    """Parse the operations of each computation, by name; the entry computation is ``ENTRY``."""
     every = {}
     for text in re.split(r"\n(?=%|ENTRY)", program):
         found = {}
@@ -97,7 +97,9 @@ def computations(program: str) -> Program:
 
 
 def shares(inside: Computation) -> Callable[[str], float]:
-    """Make a function for the fraction of an array that is read: slices and gathers read a part."""
+    """Make a function that returns which fraction of an array is read. Slices and gathers read only
+    a part.
+    """
 
     @cache
     def share(name: str) -> float:
@@ -136,7 +138,7 @@ class Kernel:
         for x in [inner[x] for x in root.operands] if root.kind == "tuple" else [root]:
             while x.kind == "bitcast":  # another view of an array
                 x = inner[x.operands[0]]
-            # an update in place counts only its slice, a scatter twice that
+            # an in-place update counts only its slice, a scatter twice its updates
             put = {"dynamic-update-slice": 1, "scatter": 2}.get(x.kind)
             self.written += put * inner[x.operands[put]].bytes if put else x.bytes
             results.add(x.kind)
@@ -166,7 +168,9 @@ class Kernel:
 
 
 def iterations(every: Program, operation: Operation) -> int:
-    """Iterations of a loop, 1 if unknown. A TPU's loop compares its counter with a constant."""
+    """Find the number of iterations of a loop, 1 if unknown. A TPU's loop compares its counter with
+    a constant.
+    """
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', operation.attributes):
         return int(known[1])
     condition = every[operation.calls[0]] if operation.kind == "while" else {}
@@ -174,7 +178,7 @@ def iterations(every: Program, operation: Operation) -> int:
 
 
 def kernels(program: str) -> list[Kernel]:
-    """Kernels of a compiled function, with the number of iterations of their loops."""
+    """Find the kernels of a compiled function, with the number of iterations of their loops."""
     every = computations(program)
 
     def launched(around: Computation, times: int) -> Iterator[Kernel]:
@@ -189,7 +193,7 @@ def kernels(program: str) -> list[Kernel]:
 
 
 def part(kernel: Kernel) -> str:
-    """Part of the training step that contains a kernel."""
+    """Find the part of the training step that contains a kernel."""
     names, kind = set(re.findall(r"\w+", kernel.source)), kernel.kind
     attention, matmul = "dot_product_attention" in names, kind in ("matmul", "weight gradient")
     rules = {
@@ -207,14 +211,14 @@ def part(kernel: Kernel) -> str:
         # conversion of weights to bfloat16
         "optimizer and casts": "jvp" not in names or kernel.name.startswith("wrapped_convert"),
         "feed-forward: bias and activation": "feed_forward" in names,
-        # also sums of the gradients of branches that begin there
+        # also sums of gradients from the branches that begin there
         "norms and dropout": True,
     }
     return next(name for name, holds in rules.items() if holds)
 
 
 def by_part(kernels: Iterable[Kernel], rates: Mapping[str, float]) -> Table:
-    """Kernels, GB, TFLOP and milliseconds of each part and in total."""
+    """Add up kernels, GB, TFLOP and milliseconds of each part and in total."""
     table: Table = {}
     for kernel in kernels:
         work = max(getattr(kernel, name) / rate for name, rate in rates.items())
@@ -228,7 +232,7 @@ def by_part(kernels: Iterable[Kernel], rates: Mapping[str, float]) -> Table:
 
 
 def by_cycles(kernels: Iterable[Kernel]) -> Table:
-    """Kernels of a TPU, and millions of cycles that XLA estimates, by part and in total."""
+    """Add up a TPU's kernels and XLA's estimate of cycles, in millions, by part and in total."""
     table: Table = {}
     for kernel in filter(lambda kernel: kernel.cycles, kernels):
         for name in part(kernel), "all":
@@ -241,16 +245,16 @@ def by_cycles(kernels: Iterable[Kernel]) -> Table:
 def copied(
     every: Program, names: Iterable[str], shapes: Collection[tuple[int, ...]]
 ) -> list[Operation]:
-    """Operations that copy an array of one of these shapes without computing anything."""
+    """Find operations that copy an array of one of these shapes without computing anything."""
     inside = [x for name in names for x in every[name].values() if _COPYING.fullmatch(x.kind)]
     return [x for x in inside if x.shape in shapes]
 
 
 def collectives(program: str) -> Table:
-    """Number of collectives by kind and type, and MB of their results on one device.
+    """Count collectives by kind and type, with MB of their results on one device.
 
-    An asynchronous collective counts once, by its ``-done``: with some versions of XLA the type of
-    its ``-start`` has the operands too.
+    An asynchronous collective counts once, by its ``-done``, because in some versions of XLA the
+    type of its ``-start`` also includes the operands.
     """
     found: Table = {}
     for result, kind in _COLLECTIVE.findall(program):

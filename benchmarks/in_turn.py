@@ -4,8 +4,8 @@
     python -m benchmarks.in_turn --against ../older 'python decode.py --workdir W --input F'
 
 The speed of a shared machine drifts, so only ratios within a round are reliable. Each round runs
-every command once, after one round of warm-up. ``ratio`` is the first command's speed divided by
-this command's speed, the median over rounds: above 1, the first command is faster. ``lowest`` and
+every command once, after one warm-up round. ``ratio`` is the first command's speed divided by this
+command's speed (median over rounds); above 1, the first command is faster. ``lowest`` and
 ``highest`` are the extremes over rounds. ``--against`` also runs the first command in another
 checkout.
 
@@ -37,7 +37,7 @@ Answer = dict[str, Any]
 Engine = Callable[[], Answer]  # runs one turn
 Table = dict[str, Answer]  # rows by name, values by column
 _engine: Engine  # in a worker process
-_PAUSE = 0.3  # seconds between turns, as thread pools may keep spinning after their work
+_PAUSE = 0.3  # seconds between turns, because idle thread pools may keep spinning for a while
 
 
 @contextmanager
@@ -81,8 +81,8 @@ def _work() -> Answer:
 def measure(
     runs: Mapping[str, Engine], num_rounds: int, speed: Callable[[Answer], float], unit: str
 ) -> tuple[Table, list[dict[str, Answer]]]:
-    """Run engines in turn. Returns a table of median speeds, ratios and the last round's numbers,
-    and each round's answers by name, the warm-up first.
+    """Run engines in turn. Returns a table (median speeds, ratios, the last round's numbers) and
+    each round's answers by name, starting with the warm-up round.
     """
     rounds: list[dict[str, Answer]] = [{} for _ in range(num_rounds + 1)]
     for number, answers in enumerate(rounds):
@@ -119,19 +119,19 @@ def _shown(value: Any) -> str:
 
 
 def absolute(path: str) -> Path:
-    """Absolute path, as other processes may have another working directory."""
+    """Make a path absolute, because other processes may have another working directory."""
     return Path(path).absolute()
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """Parser with the common flags of benchmarks, and ``text`` as help."""
+    """Make a parser with the common flags of benchmarks, and ``text`` as help."""
     made = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
     add("--rounds", type=int, default=3, help="rounds after the warm-up; default: 3")
     add("--against", type=absolute, help="another checkout of this project")
-    add("--threads", type=int, default=2, help="CPU cores of each engine; default: 2")
+    add("--threads", type=int, default=2, help="CPU cores per engine; default: 2")
     add("--output", type=Path, help="JSON file for results")
     return made
 

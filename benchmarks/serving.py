@@ -2,13 +2,13 @@
 
     python -m benchmarks.serving --workdir W --input F -- --batch-size 32
 
-Each client sends lines of the file as single sentences over a persistent connection, the next line
-as soon as the last response arrives. ``mixed`` uses all lines in order, ``alike`` lines of medium
+Each client sends lines of the file as single sentences over a persistent connection, one as soon as
+the previous response arrives. ``mixed`` uses all lines in order, and ``alike`` uses lines of medium
 length. Responses are compared with decode.py's output for the same file. Throughput is compared
 with decode.py's throughput, without its startup time, which is measured once. Latency is the time
 from sending a request to receiving its response. Clients run on the same cores as the service.
-Flags after ``--`` go to the service and to decode.py. ``--against`` also starts the service of
-another checkout.
+Flags after ``--`` are passed to the service and to decode.py. ``--against`` also starts the service
+of another checkout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def start(command: list[str], place: Path, log: Path, stack: ExitStack) -> int:
 
 
 def load(port: int, lines: list[tuple[str, str]], clients: int, seconds: float) -> Answer:
-    """Throughput, latencies and errors with concurrent clients."""
+    """Measure throughput, latencies and errors with concurrent clients."""
     shared, times, faults = cycle(lines), [], Counter[str]()
     begin = time.perf_counter()
 
@@ -93,7 +93,7 @@ def main() -> None:
     add("--input", type=absolute, required=True, help="lines to translate")
     add("--clients", type=int, nargs="+", default=[1, 8, 64])
     add("--seconds", type=float, default=20.0)
-    add("flags", nargs="*", metavar="-- FLAGS", help="flags of the search")
+    add("flags", nargs="*", metavar="-- FLAGS", help="search flags")
     arguments = flags.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     workdir, places = str(arguments.workdir), {"ours": ROOT}

@@ -1,4 +1,4 @@
-"""Speed of the training step: ours, PyTorch's ``torch.nn.Transformer``, and another checkout.
+"""Training speed of our step, PyTorch's ``torch.nn.Transformer``, and another checkout.
 
     python -m benchmarks.train                                        # base, on a CPU
     python -m benchmarks.train --pairs 784 --steps 40 --dtype bfloat16    # base, on a GPU
@@ -13,12 +13,13 @@ embeddings and softmax, dropout on embeddings and sublayer outputs, label smooth
 Parameters, norms and loss are float32, matmuls in ``--dtype`` (PyTorch: autocast). Other models,
 such as pre-norm, have no PyTorch counterpart here. Differences:
 
-- PyTorch's attention has biases. A check confirms that other parameter counts agree.
+- PyTorch's attention has biases. A check confirms that all other parameter counts agree.
 - ``nn.Transformer`` also has dropout on attention weights and in the feed-forward layer, and a norm
   after each stack. They are removed, which makes it faster.
-- PyTorch materializes the logits of the whole batch, ours only of a chunk of positions at a time.
-- Ours also has a learning-rate schedule and computes the gradient norm.
-- float32 on a GPU: XLA uses TF32 for matmuls, PyTorch by default does not.
+- PyTorch materializes the logits of the whole batch. Our step materializes the logits of a chunk of
+  positions at a time.
+- Our step also has a learning-rate schedule and computes the gradient norm.
+- With float32 on a GPU, XLA uses TF32 for matmuls. By default, PyTorch does not.
 
 The first losses must be near ln V. ``model TFLOP/s`` counts the model's matmuls, three times
 the forward pass; MFU is its fraction of the device's peak.
@@ -43,7 +44,7 @@ _NUM_BATCHES = 4
 
 
 def read_config(job: Answer) -> Config:
-    """Recipe of this engine's checkout, with its vocabulary size."""
+    """Read the recipe of this engine's checkout, and set its vocabulary size."""
     config = load_config_file(job["config"])
     size = config.tokenizer.vocab_size
     return replace(config, model=replace(config.model, vocab_size=size, dtype=job["dtype"]))
@@ -52,7 +53,7 @@ def read_config(job: Answer) -> Config:
 def model_flops(
     model: ModelConfig, source_lengths: np.ndarray, target_lengths: np.ndarray
 ) -> float:
-    """Matmul FLOPs of training on sentence pairs of these lengths: three times the forward pass.
+    """Count matmul FLOPs of training on pairs of these lengths: three times the forward pass.
     Padding and recomputation are not counted; causal attention counts as full attention.
     """
     S, T = source_lengths.ravel().astype(float), target_lengths.ravel().astype(float)
@@ -71,7 +72,7 @@ def model_flops(
 
 
 def make_batches(job: Answer, vocab_size: int) -> np.ndarray:
-    """Random tokens that end in EOS, int32 [batches, sides, pairs, length]."""
+    """Make random tokens that end in EOS, int32 [batches, sides, pairs, length]."""
     shape = _NUM_BATCHES, 2, job["pairs"] * job["devices"], job["length"]
     tokens = np.random.default_rng(0).integers(4, vocab_size, shape, np.int32)
     tokens[..., -1] = EOS_ID
@@ -79,7 +80,7 @@ def make_batches(job: Answer, vocab_size: int) -> np.ndarray:
 
 
 def ours(job: Answer) -> Engine:
-    """The training step of ``train.py``."""
+    """Run the training step of ``train.py``."""
     import jax
 
     from transformer_jax import Batch, MeshConfig, batch_sharding, make_mesh
@@ -110,8 +111,8 @@ def ours(job: Answer) -> Engine:
 
 
 def torch_loss(config: Config, longest: int) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """``nn.Transformer`` adapted to the paper. Returns its modules and a function for the mean loss
-    of source and target, which shifts the target right.
+    """Adapt ``nn.Transformer`` to the paper. Returns its modules and a function that shifts the
+    target right and computes the mean loss for source and target.
     """
     import torch
     from torch import nn
@@ -171,7 +172,7 @@ def torch_loss(config: Config, longest: int) -> tuple[Any, Callable[[Any, Any], 
 
 
 def pytorch(job: Answer, *, compiled: bool) -> Engine:
-    """Standard PyTorch loop: forward pass under autocast, loss, backward pass, fused Adam."""
+    """Run a standard PyTorch loop: forward pass under autocast, loss, backward pass, fused Adam."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -209,7 +210,7 @@ def pytorch(job: Answer, *, compiled: bool) -> Engine:
 
 
 def start(name: str, job: Answer) -> Engine:
-    """Start the engine ``name``; ``ImportError`` if it cannot run."""
+    """Start the engine ``name``. Raises ``ImportError`` if it cannot run."""
     return pytorch(job, compiled="compile" in name) if "torch" in name else ours(job)
 
 
@@ -223,8 +224,8 @@ def main() -> None:
     add("--steps", type=int, default=4)
     add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    add("--devices", type=int, default=1, help="devices of our engine; others have one")
-    add("--fsdp", type=int, default=1, help="devices that shard the parameters")
+    add("--devices", type=int, default=1, help="devices for our engine; other engines use one")
+    add("--fsdp", type=int, default=1, help="number of devices that shard the parameters")
     arguments = flags.parse_args()
     if arguments.devices > 1 and list(arguments.engines) != ["ours"]:
         flags.error("--engines ours is required with several devices")

@@ -4,13 +4,13 @@
     python train.py --config table3:C-N2,multi30k --workdir runs/C-N2-multi30k
 
 The base after the comma is any value of `--config`: a recipe, a Python file or a config.json. The
-default is `wmt14_base`. Flags override settings of the row, not of the base, so put settings for
-all rows into the base. `examples/table3.py` collects the results.
+default is `wmt14_base`. Flags override the row's settings, not the base's, so put settings that all
+rows share in the base. `examples/table3.py` collects the results.
 
-`ROWS` lists the paper's changes for each row, in the paper's numbers. On another base, a size keeps
-its ratio to the base's size (rounded, at least 1). A rate of 0 stays 0, and any other rate keeps
-its difference from the base's rate. With a base of 3 layers, C-N2, C-N4 and C-N8 have 1, 2 and 4
-layers. With a base dropout of 0.2, D-drop0.2 has 0.3.
+`ROWS` lists the changes in each row, with the paper's values. On another base, sizes change by the
+same ratio as in the paper (rounded, at least 1) and rates by the same difference, except that a
+rate of 0 stays 0. With a base of 3 layers, for example, C-N2, C-N4 and C-N8 have 1, 2 and 4 layers.
+With a base dropout of 0.2, D-drop0.2 has 0.3.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from transformer_jax.errors import UserError, shown
 
 
 class Row(NamedTuple):
-    """A row of Table 3: its changes, in the paper's numbers, and the paper's results."""
+    """A row of Table 3: its changes to the base, and its results, as in the paper."""
 
     changes: dict[str, Any]
     million_parameters: int
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     bleu: float
 
 
-# Values in the paper's base model of all settings that rows change.
+# All settings that rows change, with their values in the paper's base model.
 PAPER = {
     "model.num_layers": 6,
     "model.d_model": 512,
@@ -75,7 +75,7 @@ ROWS = {
 
 
 def get_config(argument: str) -> Config:
-    """Config of a row, such as C-N2, on wmt14_base or on another base: C-N2,multi30k."""
+    """Config of a row on wmt14_base (C-N2) or on another base (C-N2,multi30k)."""
     row, _, base = argument.partition(",")
     if row not in ROWS:
         raise UserError(f"Row {shown(row)} is unknown; expected one of {', '.join(ROWS)}.")
@@ -83,7 +83,7 @@ def get_config(argument: str) -> Config:
 
 
 def change(row: str, base: Config) -> Config:
-    """The config of a row of ``ROWS``; ``UserError`` if the base does not allow its sizes."""
+    """Apply a row of ``ROWS`` to ``base``. Raises ``UserError`` if the sizes become invalid."""
     settings = flatten(base) | {"model.d_k": base.model.head_width_k}
     sections: dict[str, dict[str, Any]] = {"model": {}, "training": {}}
     for name, paper in ROWS[row].changes.items():

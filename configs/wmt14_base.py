@@ -1,7 +1,7 @@
 """WMT 2014 English-German, the paper's base model (sections 5 and 6.1). Not yet run at full length.
 
 Reads wmt14_translate/de-en through TensorFlow Datasets, prepared in data/tfds or in the folder in
---data.root. (TFDS tries to download and prepare missing data, which is untested.) For plain text,
+--data.root. (If it is missing, TFDS tries to download it, which is untested.) For plain text,
 set --data.train.kind text --data.train.source train.en --data.train.target train.de, and the same
 for data.dev (newstest2013) and data.test (newstest2014). --data.root is then the folder of these
 files.

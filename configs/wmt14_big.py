@@ -13,7 +13,7 @@ from transformer_jax.config_io import load_config_file
 def get_config() -> Config:
     """Wider than base, dropout 0.3, 300,000 steps, average of the last 20 checkpoints.
 
-    A checkpoint every 10 minutes, at about 1.0 second per step (section 5.2), is one every 600
+    At about 1.0 second per step (section 5.2), a checkpoint every 10 minutes is one every 600
     steps. The 20 checkpoints need 50 GB.
     """
     base = load_config_file(Path(__file__).with_name("wmt14_base.py"))

@@ -6,8 +6,8 @@ Prepare the text from the Penn Treebank (LDC99T42; train on sections 2 to 21, de
         --trees 'wsj/0[2-9]/*.mrg' 'wsj/1?/*.mrg' 'wsj/2[01]/*.mrg'
     python -m transformer_jax.parsing prepare --output data/wsj/dev --trees 'wsj/22/*.mrg'
 
-docs/parsing.md continues from there to F1. To train on more trees, from another parser, list their
-files in --data.train.source and .target too.
+docs/parsing.md describes the remaining steps, up to F1. To also train on trees from another parser,
+add their files to --data.train.source and --data.train.target.
 """
 
 from transformer_jax.config import (
@@ -36,9 +36,9 @@ def _pairs(split: str) -> PairsConfig:
 def get_config() -> Config:
     """4+4 layers of width 1,024, 16,000 tokens, beam 21, length penalty 0.3.
 
-    A tree may have up to 300 tokens more than its words. The paper gives no number of steps. It
-    says only that dropout, also on attention weights, was chosen on section 22. 0.2 is
-    tensor2tensor's value.
+    A tree may have up to 300 more tokens than its sentence. The paper does not give the number of
+    steps or the dropout rate, which was chosen on section 22. The rate of 0.2, also for attention
+    weights, is tensor2tensor's.
     """
     return Config(
         model=ModelConfig(

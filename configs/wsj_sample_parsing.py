@@ -1,4 +1,4 @@
-r"""Constituency parsing of the free sample of the Penn Treebank: 3,914 trees, a twelfth of it.
+r"""Constituency parsing on the free sample of the Penn Treebank: 3,914 trees, 1/12 of the treebank.
 
 NLTK provides the sample (nltk.download("treebank"); wsj_0001.mrg to wsj_0199.mrg). The first 3,400
 trees, and recombinations of them, are the training set. The next 250 trees are the dev set, and the

@@ -21,7 +21,9 @@ CONFIG = tj.ModelConfig(vocab_size=20, d_model=64, d_ff=128, num_heads=4, num_la
 
 
 def random_sequences(key: jax.Array, rows: int) -> jax.Array:
-    """1 to 10 random tokens, EOS and padding, int32 [rows, 11]. Ids below 4 are special tokens."""
+    """Draw 1 to 10 random tokens, then EOS and padding, int32 [rows, 11]. Ids below 4 are special
+    tokens.
+    """
     tokens_key, lengths_key = jax.random.split(key)
     tokens_BL = jax.random.randint(tokens_key, (rows, LONGEST + 1), 4, CONFIG.vocab_size)
     lengths_B1 = jax.random.randint(lengths_key, (rows, 1), 1, LONGEST + 1)
@@ -30,7 +32,7 @@ def random_sequences(key: jax.Array, rows: int) -> jax.Array:
 
 
 def mean_loss(model: tj.Transformer, tokens_BL: jax.Array) -> jax.Array:
-    """Label-smoothed cross-entropy per token. The model shifts the target right."""
+    """Compute label-smoothed cross-entropy per token. The model shifts the target right."""
     hidden_BTD = model.hidden(tokens_BL, tokens_BL)  # source and target are the same
     sums = tj.smoothed_cross_entropy(hidden_BTD, model.output_matrix_VD, tokens_BL)
     return sums.loss / sums.tokens

@@ -30,13 +30,13 @@ class VisionTransformer(nnx.Module):
         num_tokens, D = (8 // PATCH) ** 2 + 1, config.d_model
         self.patches = nnx.Linear(PATCH * PATCH, D, rngs=rngs)
         self.first = nnx.Param(0.5 * jax.random.normal(rngs.params(), (1, 1, D)))
-        # Large enough to distinguish positions from the first step; 0.02 ends at 89% accuracy.
+        # Large enough to distinguish positions from the first step on; 0.02 gives 89% accuracy.
         self.positions = nnx.Param(0.5 * jax.random.normal(rngs.params(), (1, num_tokens, D)))
         self.encoder = tj.Encoder(config, rngs=rngs)
         self.output = nnx.Linear(D, 10, rngs=rngs)
 
     def __call__(self, images_BYX: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        """Logits of the ten digits for images [B, 8, 8]."""
+        """Compute logits of the ten digits for images [B, 8, 8]."""
         B, Y, X = images_BYX.shape
         cut = images_BYX.reshape(B, Y // PATCH, PATCH, X // PATCH, PATCH).swapaxes(2, 3)
         x_BLD = self.patches(cut.reshape(B, -1, PATCH * PATCH))

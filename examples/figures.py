@@ -17,13 +17,13 @@ from transformer_jax.figures import positions_picture, save_picture, schedule_pi
 
 def main(folder: Path = Path()) -> None:
     positions = positions_picture(tj.sinusoidal_positions(100, 128))
-    positions.axes[0].set_title("sine and cosine in turn", fontsize=9)
+    positions.axes[0].set_title("interleaved sines and cosines", fontsize=9)
 
     steps, curves = np.arange(1, 20_001), {}
     for d_model, warmup_steps in [(512, 4000), (512, 8000), (256, 4000)]:
         settings = tj.OptimizerConfig(warmup_steps=warmup_steps)
         rate = tj.learning_rate_schedule(settings, d_model)  # counts from 0, as optax does
-        name = f"d_model {d_model}, {warmup_steps:,} steps of warm-up"
+        name = f"d_model {d_model}, {warmup_steps:,} warmup steps"
         curves[name] = steps, np.asarray(rate(steps - 1))
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@
 imports the model and fine-tunes it on train.source and train.target in FOLDER. Before and after,
 it translates dev.source and prints chrF against dev.target, with three sample lines. Without --text
 it uses English number names and their German translations. Without --model it starts from a tiny
-model with random weights, which shows the workflow only. Requires safetensors.
+model with random weights, which only demonstrates the workflow. Requires safetensors.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ def pairs_of(text: Path | None, split: str, limit: int) -> tj.PairsConfig:
 
 
 def make_random_model(folder: Path, pairs: tj.PairsConfig) -> Path:
-    """Make a MarianMT folder with random weights and a vocabulary for this text."""
+    """Create a MarianMT folder with random weights and a vocabulary for this text."""
     tokenizer = tj.Tokenizer.train(read_pairs(pairs), tj.TokenizerConfig(vocab_size=160))
     sizes = {"d_model": 64, "d_ff": 256, "num_heads": 4, "num_layers": 1, "norm_epsilon": 1e-5}
     config = tj.Config(model=tj.ModelConfig(vocab_size=tokenizer.target.vocab_size, **sizes))
@@ -46,7 +46,7 @@ def main(
     if workdir.exists():
         raise SystemExit(f"{workdir} already exists; remove it or choose another --workdir.")
     train_pairs, dev_pairs = pairs_of(text, "train", 20_000), pairs_of(text, "dev", 32)
-    rate = 5e-5 if model else 3e-3  # for random weights
+    rate = 5e-5 if model else 3e-3  # higher for random weights
     folder = model or make_random_model(workdir / "random", train_pairs)
     imported, untuned, tokenizer = import_huggingface(folder)
     tj.save_model(workdir / "imported", imported, untuned, tokenizer)

@@ -4,7 +4,8 @@ Trains on the names of the multiples of 7 below 10,000, then samples from the mo
 
     python examples/language_model.py
 
-prints ten samples and, of 500, how many are names of numbers below 10,000 and how many are new.
+prints ten of 500 samples, then how many of the 500 are names of numbers below 10,000, and how many
+of these are new.
 """
 
 import jax
@@ -21,11 +22,11 @@ CONFIG = tj.ModelConfig(vocab_size=80, d_model=96, d_ff=384, num_heads=4, num_la
 
 class LanguageModel(nnx.Module):
     def __init__(self, config: tj.ModelConfig, *, rngs: nnx.Rngs):
-        self.embedding = tj.Embedding(config.vocab_size, config, rngs=rngs)  # and softmax matrix
+        self.embedding = tj.Embedding(config.vocab_size, config, rngs=rngs)  # also for the softmax
         self.layers = nnx.List(tj.EncoderLayer(config, rngs=rngs) for _ in range(config.num_layers))
 
     def hidden(self, tokens_BL: jax.Array) -> jax.Array:
-        """Hidden states that predict the next token at each position, [B, L, D]."""
+        """Compute hidden states that predict the next token at each position, [B, L, D]."""
         length, real_BL = tokens_BL.shape[1], (tokens_BL != tj.PAD_ID).astype(int)
         x_BLD = self.embedding(tokens_BL, jnp.arange(length)[None], num_positions=length)
         for layer in self.layers:
@@ -45,7 +46,9 @@ def train_step(model: LanguageModel, optimizer: nnx.Optimizer, tokens_BL: jax.Ar
 
 
 def draw(model: LanguageModel, number: int, length: int) -> jax.Array:
-    """Draw ``number`` samples [N, L]. The cache is all tokens so far; each step recomputes them."""
+    """Draw ``number`` samples [N, L]. The cache holds all tokens so far, so each step recomputes
+    their hidden states.
+    """
 
     def step_fn(tokens_BW, cache_BWL):
         lengths_BW1 = (cache_BWL != tj.PAD_ID).sum(axis=2, keepdims=True)

@@ -1,4 +1,4 @@
-"""Table 3 of the paper: mean and standard deviation over seeds beside the paper's results.
+"""Table 3 of the paper: mean and standard deviation over seeds, next to the paper's results.
 
     python train.py --config table3:A-h1 --workdir runs/table3/A-h1/seed-1 --seed 1
     python examples/table3.py --folder runs/table3
@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
             cells = [row, f"{paper.perplexity:.2f}", perplexity, str(paper.bleu), bleu, seeds]
             lines.append(f"| {' | '.join(cells)} |")
     if len(lines) == 2:
-        raise SystemExit(f"{folder} has no run of Table 3; expected folders such as base/seed-1.")
+        raise SystemExit(f"{folder} has no runs of Table 3; expected folders such as base/seed-1.")
     print("\n".join(lines))
 
 
@@ -49,13 +49,13 @@ def is_finished(run: Path) -> bool:
 
 
 def last_evaluation(run: Path) -> dict[str, float]:
-    """Last dev set results in metrics.jsonl."""
+    """Read the last dev set results in metrics.jsonl."""
     entries = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [entry for entry in entries if entry["kind"] == "dev"][-1]
 
 
 def spread(results: list[dict[str, float]], name: str, *, digits: int) -> str:
-    """Mean and standard deviation over seeds; a dash if no seed has a value."""
+    """Format the mean and standard deviation over seeds, or a dash if no seed has a value."""
     values = [result[name] for result in results if name in result]
     if len(values) > 1:
         return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"

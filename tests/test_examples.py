@@ -94,7 +94,7 @@ def test_figures(run: Callable[..., str], tmp_path: Path) -> None:
     assert printed.splitlines() == [
         f"{tmp_path}/new/{name}.svg" for name in ("positions", "schedule")
     ]
-    assert "4,000 steps of warm-up" in (tmp_path / "new" / "schedule.svg").read_text()
+    assert "4,000 warmup steps" in (tmp_path / "new" / "schedule.svg").read_text()
 
 
 def test_table_3(run: Callable[..., str], tmp_path: Path) -> None:
@@ -130,5 +130,5 @@ def test_table_3(run: Callable[..., str], tmp_path: Path) -> None:
         "| A-h1 | 5.29 | – | 24.9 | – | 0 of 1 |",
         "| E | 4.92 | 6.00 | 25.7 | – | 1 of 1 |",
     ]
-    with pytest.raises(SystemExit, match="another has no run of Table 3"):
+    with pytest.raises(SystemExit, match="another has no runs of Table 3"):
         run("table3", folder=tmp_path / "another")
