@@ -37,7 +37,7 @@ class SentenceAttention:
     target: tuple[str, ...]
     encoder_NHSS: np.ndarray
     decoder_NHTT: np.ndarray
-    """Row t is the query that predicts target token t; column t is the key of the token before."""
+    """Row t is the query that predicts target token t; column t is the key of token t - 1."""
     cross_NHTS: np.ndarray
 
     def of(

@@ -55,7 +55,7 @@ class BeamSearch(Method):
         return self.beam_size
 
     def check(self, vocab_size: int) -> None:
-        """Raise ``UserError`` if the vocabulary is smaller than the beam or lacks token ids."""
+        """Raise ``UserError`` if the vocabulary is smaller than the beam or lacks a token id."""
         super().check(vocab_size)
         if vocab_size < self.beam_size:
             raise UserError(

@@ -89,8 +89,8 @@ class RowSearch:
         Returns the rows, the results of the sentences that the block replaced (Q positions), and
         the number of steps.
 
-        Rows are refilled as soon as 1/16 of them are idle (1/8 on a GPU), or as many as the rest of
-        the block needs. The loops have no branches, because a branch would copy the caches.
+        Refilling waits until 1/16 of the rows are idle (1/8 on a GPU), or enough rows for the rest
+        of the block. The loops have no branches, because a branch would copy the caches.
         """
         B = len(rows.number_B)
         least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))

@@ -225,7 +225,7 @@ class Engine:
 
     def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
         """Find up to ``wanted`` hypotheses for each sentence, best first. A list is empty if the
-        search finds none (with a warning if the model's logits were NaN).
+        search finds no hypothesis (with a warning if the model's logits were NaN).
 
         Raises:
           UserError: a source is too long; token ids are outside the vocabulary.

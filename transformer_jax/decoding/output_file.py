@@ -66,7 +66,7 @@ def open_output(
 
 
 def complete_sentences(path: str | Path, *, numbered: bool) -> tuple[int, int]:
-    """Count the complete sentences in a file; also returns their size in bytes.
+    """Count the complete sentences in a file. Returns their number and their size in bytes.
 
     A last line without a newline does not count. The last sentence of a ``numbered`` file does not
     count either, because some of its lines may be missing.

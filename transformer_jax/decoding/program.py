@@ -110,8 +110,8 @@ class Arguments:
     """Translate lines of text with a trained model: one output line for each input line."""
 
     workdir: tuple[str, ...] = ()
-    """Path or URL of a work directory or of one of its checkpoints. Several: an ensemble that
-    averages their models' probabilities.
+    """Path or URL of a work directory or of one of its checkpoints. Several work directories form
+    an ensemble, which averages the models' probabilities.
     """
     average: int | None = None
     """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected

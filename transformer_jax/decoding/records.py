@@ -171,7 +171,7 @@ class Results(Section):
     """hard: append pairs of source and target words, such as ` ||| 0-0 1-2`, to each translation.
     soft (JSONL): add a matrix over tokens."""
     alignment_layer: int = -1
-    """Decoder layer whose cross-attention gives the alignment; negative: counted from the last."""
+    """Decoder layer whose cross-attention gives the alignment; -1 is the last layer."""
     token_scores: bool = False
     """JSONL: add each token and its log-probability."""
 

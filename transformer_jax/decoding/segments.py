@@ -38,7 +38,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
         texts[-1] += text
         tokens[-1] += its_tokens
     # Encode each segment as a whole. This rarely takes more tokens than encoding its units, because
-    # every unit starts with the token of a space, even if it has no leading space.
+    # every unit starts with a space token, even if it has no leading space.
     whole = tokenizer.source.encode([text.strip() for text in texts])
     return [
         tag + (segment if len(segment) <= limit else units)
