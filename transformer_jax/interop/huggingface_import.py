@@ -1,4 +1,4 @@
-"""Import of OPUS-MT models: Hugging Face MarianMT folders."""
+"""Import of OPUS-MT models from Hugging Face MarianMT folders."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
     config = Config(
         model=shape,
         tokenizer=TokenizerConfig(vocab_size=len(rows)),
-        # a gentle start for fine-tuning
+        # a low learning rate for fine-tuning
         optimizer=OptimizerConfig(peak_learning_rate=1e-4, warmup_steps=1000),
         decoding=from_transformers(_read_json(file), tokens, file),
     )

@@ -62,7 +62,7 @@ _OTHERS: dict[str, str] = {
 
 
 class TorchModules(NamedTuple):
-    """A model's parts in PyTorch. A tied matrix is one Parameter."""
+    """The PyTorch modules of a model. A tied matrix is a single Parameter."""
 
     transformer: nn.Transformer
     source_embedding: nn.Embedding
@@ -89,7 +89,7 @@ def from_torch(
 
     Args:
       source_embedding: the module or its matrix [V, D].
-      target_embedding: default: the source embedding.
+      target_embedding: the same for the target (default: the source embedding).
       output: projection from decoder output to logits; default: the target embedding's matrix.
         Tied matrices stay tied.
       positions: positional encoding of the PyTorch code: ``interleaved`` or ``split`` sinusoids

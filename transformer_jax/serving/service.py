@@ -35,7 +35,7 @@ _LONGEST_ALIGNED = 256  # in tokens; attention weights grow quadratically
 
 
 class Refused(HTTPException):
-    """Raised to reject a request: it is too large or not allowed, or the server is busy.
+    """Raised to reject a request that is too large or not allowed, or because the server is busy.
 
     Attributes:
       told: the response body.
