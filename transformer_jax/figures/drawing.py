@@ -142,7 +142,7 @@ def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Fig
 
 
 def save_picture(figure: Figure, output: str | Path) -> None:
-    """Write a figure as .svg, .png or .pdf. Text in SVG files stays text, in the viewer's fonts.
+    """Write a figure as .svg, .png or .pdf. SVG text stays text and uses the viewer's fonts.
 
     Raises:
       UserError: ``output`` has an unsupported suffix.

@@ -42,7 +42,7 @@ class BracketScore(NamedTuple):
         return 200 * self.matched / max(self.gold + self.parsed, 1)
 
     def __str__(self) -> str:
-        """All scores on one line."""
+        """Format all scores on one line."""
         exact = 100 * self.exact / max(self.sentences, 1)
         return (
             f"labeled bracket F1 = {self.f1:.2f} (precision {self.precision:.2f}, "

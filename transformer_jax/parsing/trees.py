@@ -43,7 +43,7 @@ class Parse(NamedTuple):
     """In the order of their opening brackets, so each constituent precedes its children."""
 
     def __str__(self) -> str:
-        """The tree in Penn format on one line. Brackets in words become -LRB- and -RRB-."""
+        """Format the tree in Penn style on one line. Brackets in words become -LRB- and -RRB-."""
         words = [word.replace("(", "-LRB-").replace(")", "-RRB-") for word in self.words]
         leaves = [f"({tag} {word})" for tag, word in zip(self.tags, words, strict=True)]
         return f"( {' '.join(self._tokens(leaves, named_ends=False))} )".replace(" )", ")")

@@ -28,7 +28,7 @@ def results(run: Run) -> dict[str, str]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return the hardware and versions when the run last started."""
+    """Return the hardware and versions recorded when the run last started."""
     return _flat(run.latest().get("environment", {}))
 
 

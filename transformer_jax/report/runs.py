@@ -17,8 +17,8 @@ class Run:
     Attributes:
       entries: the lines of metrics.jsonl, and summary.json as an entry of kind "end".
       problems: missing and corrupt files.
-      translations: by (source, reference).
-      attention: by sentence.
+      translations: sample translations by (source, reference).
+      attention: attention weights by sentence.
     """
 
     name: str
