@@ -147,8 +147,8 @@ def test_rules_hold_for_samples():
     ("settings", "message"),
     [
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"top_p": 0.0}, "top_p 0.0"),
-        ({"top_k": -1}, "top_k -1"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_k": -1}, "top_k is -1"),
         ({"num_samples": 0}, "num_samples is 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"length_penalty": -1.0}, "length_penalty is -1.0"),
