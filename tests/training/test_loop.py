@@ -346,7 +346,7 @@ def test_the_end_chooses_what_is_averaged(
     assert next(remaining, None) is None and summary["averaged_steps"] == names() == averaged
     described = "average of 2 checkpoints, {1} to {0}" if len(averaged) > 1 else "checkpoint {}"
     assert described.format(*averaged) in capsys.readouterr().err
-    assert with_dev or "Without data.dev" in caplog.text
+    assert with_dev or "data.dev is not set" in caplog.text
     load_model(tmp_path)
     assert described.format(*averaged) in caplog.text
     newest = max(complete_steps(tmp_path / "checkpoints"))

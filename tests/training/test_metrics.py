@@ -53,7 +53,7 @@ def test_a_full_disk_costs_entries_not_the_run(
             reporter.write("train", step, {"loss": 1.0})
     reporter.write("train", 100, {"loss": 2.0})
     reporter.close()
-    assert capsys.readouterr().err.count("metrics cannot be written") == 1
+    assert capsys.readouterr().err.count("Metrics cannot be written") == 1
     assert (
         len(entries(tmp_path)) == 100 and events(tmp_path)[-1].summary.value[0].simple_value == 2.0
     )

@@ -23,29 +23,30 @@ class Arguments:
     """Train a Transformer. Run the same command again to resume."""
 
     workdir: str
-    """Work directory of this run, created if missing: config, tokenizer, checkpoints, metrics. A
-    folder or a URL (s3://, gs://, ...)."""
+    """Work directory for config, tokenizer, checkpoints and metrics, created if missing. A folder
+    or a URL (s3://, gs://, ...)."""
     config: str = ""
     """Name of a recipe in configs/, such as multi30k or, with an argument, table3:C-N2; a Python
-    recipe file (it is executed, so use only files that you trust); or a work directory's
+    recipe file (which is executed, so use only files that you trust); or a work directory's
     config.json. Sets the defaults of all other flags. '': the paper's base model."""
     allow_changes: bool = False
-    """Resume with different values of batch.*, optimizer.*, dropout, label smoothing, R-Drop,
-    dtype, matmul_precision, remat or start_from, or of steps if the learning rate depends on it."""
+    """Allow a resumed run to change batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
+    matmul_precision, remat, start_from, and steps if the learning rate depends on it."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program and return its exit status: 0, 1 (training failed), 2 (invalid input), 128 +
-    signal number.
+    """Run the program and return its exit status.
+
+    The status is 0, 1 if training failed, 2 on invalid input, or 128 + the signal number.
     """
     return run_program(lambda: _train(sys.argv[1:] if argv is None else argv))
 
 
 def _train(argv: list[str]) -> int:
     arguments = parse_flags(Arguments, argv, defaults=config_in_flags(argv))
-    # JAX is imported after the flags are checked, so that --help and errors appear at once.
+    # JAX is imported only after flags are checked, so --help and errors appear immediately.
     from transformer_jax.compilation_cache import keep_compiled
     from transformer_jax.distributed import is_first, lost_contact, start
 
@@ -62,9 +63,9 @@ def _train(argv: list[str]) -> int:
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         if lost_contact(error.__cause__):
-            os._exit(1)  # JAX's own exit waits for the other processes
+            os._exit(1)  # a normal exit of JAX waits for the other processes
         return 1
-    except KeyboardInterrupt:  # before the first step; later Ctrl-C saves a checkpoint and returns
+    except KeyboardInterrupt:  # before the first step; later, Ctrl-C saves and returns
         print("interrupted; run the same command again to resume", file=sys.stderr)
         raise
     return 128 + signal.Signals[summary["stopped_by"]] if summary["stopped_by"] else 0

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of training steps, in a thread pool, in the order of first use."""
+"""Ahead-of-time compilation of training steps in a thread pool, in order of first use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LESS_MEMORY = (
 
 
 class CompileAhead:
-    """Compilation of ``run``'s training step for each batch shape (B, S, T), started at once."""
+    """Compilation of a run's training step for each batch shape (B, S, T). Starts immediately."""
 
     def __init__(self, run: Prepared):
         devices = list(run.mesh.devices.flat)
@@ -40,13 +40,13 @@ class CompileAhead:
         self._rows, self._memory = batch_sharding(run.mesh), memory_limit(devices)
         self._on_gpu = devices[0].platform == "gpu"
         # Autotuning waits for an idle GPU, and a step's collectives wait for other GPUs and
-        # processes. At the same time they could deadlock.
+        # processes. Running both at the same time could deadlock.
         self._all_first = jax.process_count() > 1 or (self._on_gpu and len(devices) > 1)
-        # Traced concurrently under Python's GIL, the first shape would be ready no earlier than the
-        # last.
+        # Shapes are traced one at a time: because of the GIL, tracing them concurrently would delay
+        # the first shape until the last one is ready.
         self._tracing = threading.Lock()
-        # XLA uses several cores per function in some phases. Processes exchange results of
-        # autotuning, so all of them compile in the same order.
+        # XLA uses several cores per function in some phases. Processes exchange autotuning results,
+        # so they all have to compile in the same order.
         threads = max(1, num_cores() // 2) if jax.process_count() == 1 else 1
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=COMPILING)
         self._began = time.monotonic()
@@ -54,19 +54,20 @@ class CompileAhead:
         self._steps = {shape: self._pool.submit(self._compile, shape) for shape in shapes}
 
     def wait(self, shape: tuple[int, int, int], poll: Callable[[str], None]) -> Any:
-        """Wait for the compiled step of this shape. Until it is ready, ``poll`` receives the
-        compilation progress ten times a second; it may raise an exception to stop waiting.
+        """Wait for the compiled step for this shape and return it.
 
-        Raises the compiler's error for any shape, or ``UserError`` if a shape does not fit into
-        memory.
+        While waiting, calls ``poll`` with the compilation progress ten times a second. ``poll`` can
+        raise an exception to stop waiting. Raises the compiler's error for any shape, or
+        ``UserError`` if a shape does not fit into memory.
         """
         self.before_collectives(poll)
         self._wait([self._steps[shape]], poll)
         return self._steps[shape].result()
 
     def before_collectives(self, poll: Callable[[str], None]) -> None:
-        """Wait for all shapes where several GPUs or processes must not run anything else at the
-        same time; like ``wait``.
+        """Wait for all shapes if several GPUs or processes are used; see ``wait``.
+
+        They must not run collectives while they compile.
         """
         if self._all_first:
             self._all_first = False
@@ -85,8 +86,9 @@ class CompileAhead:
             wait(needed, timeout=0.1)
 
     def close(self) -> None:
-        """Cancel pending compilations. With several processes, wait for running ones, so that the
-        processes shut down together.
+        """Cancel pending compilations.
+
+        With several processes, waits for running ones, so all processes shut down together.
         """
         self._pool.shutdown(wait=jax.process_count() > 1, cancel_futures=True)
 
@@ -101,10 +103,12 @@ class CompileAhead:
         except jax.errors.JaxRuntimeError as error:
             if not (self._on_gpu and "RESOURCE_EXHAUSTED" in str(error)):
                 raise
-            # Autotuning uses the memory that running steps leave free; more may be free later.
-            log.warning("Out of memory while compiling the %s; it is compiled when used.", name)
+            # Autotuning uses memory that running steps leave free. More can be free later.
+            log.warning(
+                "Out of memory while compiling the %s; it will be compiled when needed.", name
+            )
             return train_step
-        needed = memory_needed(step) + bytes_on_device(state)  # a copy is saved while steps run
+        needed = memory_needed(step) + bytes_on_device(state)  # steps run while a copy is saved
         if self._memory is not None and needed > self._memory:
             raise UserError(
                 f"The {name} needs {needed / 1e9:.1f} GB of memory per device (compiled step and "
@@ -115,13 +119,13 @@ class CompileAhead:
 
 
 def memory_limit(devices: Sequence[jax.Device]) -> int | None:
-    """Return the bytes that JAX may use on each device, or None if unknown."""
+    """Return the number of bytes that JAX can use on each device, or None if unknown."""
     [device, *_] = [each for each in devices if each.process_index == jax.process_index()]
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def memory_needed(compiled: jax.stages.Compiled) -> int:
-    """Return a running function's bytes per device: arguments, results and temporaries."""
+    """Return a compiled function's bytes per device: arguments, results and temporaries."""
     sizes = compiled.memory_analysis()
     if sizes is None:  # unknown on some backends
         return 0

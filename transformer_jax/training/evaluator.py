@@ -1,4 +1,4 @@
-"""Evaluation during training: dev loss, dev BLEU with beam search, and test set scores.
+"""Evaluation during training: dev loss, dev BLEU with beam search, and test scores.
 
 Evaluation uses all devices in all processes.
 """
@@ -32,17 +32,18 @@ from transformer_jax.training.step import Parameters
 
 log = logging.getLogger(__name__)
 
-_EVALUATION_SHAPES = 4  # few, because each one is compiled for only a few batches
+_EVALUATION_SHAPES = 4  # few, because each shape is compiled for only a few batches
 _BATCHES_BETWEEN_POLLS = 20  # while translating
 
 
 class Evaluator:
-    """Evaluator of parameters on dev and test. Every process calls the same methods in the same
-    order and gets the same results.
+    """Evaluation of parameters on the dev set and the test set.
+
+    All processes must call the same methods in the same order and get the same results.
     """
 
     def __init__(self, run: Prepared, *, poll: Callable[[], None] = lambda: None):
-        """``poll`` is called between batches; it may raise an exception to stop an evaluation."""
+        """Set up evaluation. ``poll`` is called between batches and can raise an exception."""
         self._run, self._poll = run, poll
         dev = run.corpora.get("dev")
         self._dev = None if dev is None else self._plan(dev)
@@ -56,8 +57,10 @@ class Evaluator:
             self._translator.parameters = ()  # set by each evaluation
 
     def _plan(self, corpus: Corpus) -> BatchPlan:
-        """Plan the batches for the loss on a whole corpus, in one epoch. They are as large as a
-        training microbatch, to fit into memory, or as large as the longest sentence requires.
+        """Plan one epoch of batches for computing the loss on a corpus.
+
+        Batches are as large as a training microbatch, so they fit into memory, unless the longest
+        sentence needs more.
         """
         config = self._run.config
         rows, longest = config.batch.row_multiple, int(corpus.lengths().max())
@@ -66,8 +69,9 @@ class Evaluator:
         return BatchPlan(corpus, batch, seed=0)
 
     def dev(self, parameters: Parameters, *, number: int) -> tuple[dict[str, Any], str]:
-        """Compute the metrics ``dev_loss``, ...; if evaluation ``number`` includes BLEU, also
-        ``dev_bleu`` and a sample translation.
+        """Compute dev-set metrics (``dev_loss``, ...) and format a sample translation.
+
+        The sample and ``dev_bleu`` are included only if evaluation ``number`` includes BLEU.
         """
         assert self._dev is not None
         figures: dict[str, Any] = means(self._loss(parameters, self._dev), "dev_")
@@ -82,8 +86,9 @@ class Evaluator:
         return figures, "\n".join(f"  {name:11} {line}" for name, line in lines)
 
     def choose(self) -> list[AnyPath]:
-        """Choose the checkpoints, newest first, whose average is the run's model.
-        ``training.average`` is their number, or ``auto`` for the number with the lowest dev loss.
+        """Choose the checkpoints to average for the run's model, newest first.
+
+        ``training.average`` is their number; ``auto`` selects the number with the lowest dev loss.
         """
         run, training = self._run, self._run.config.training
         steps = from_first(run.checkpoints.steps)
@@ -95,7 +100,7 @@ class Evaluator:
             end = best[0] if stopped_early and best else last
             return up_to(end, folders, training.average, training.checkpoint_every)
         if self._dev is None:
-            log.info("Without data.dev, training.average auto uses the last checkpoint.")
+            log.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
             return [last]
         losses: dict[float, list[AnyPath]] = {}
         for end in dict.fromkeys([last, *best]):
@@ -142,7 +147,7 @@ class Evaluator:
         return jax.tree.map(lambda x: x.addressable_data(0), everywhere)
 
     def _translate(self, parameters: Parameters, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        """Translate the sources; with n processes, each one translates every n-th line."""
+        """Translate the sources. With n processes, each one translates every n-th line."""
         assert self._translator is not None
         self._translator.parameters = self._whole(parameters)  # nothing is compiled again
         lines = [Request(source, number=number) for number, (source, _) in enumerate(pairs, 1)]

@@ -1,4 +1,4 @@
-"""The training loop: step, read the previous step's metrics, save, evaluate, stop, summarize."""
+"""Training loop: step, read the previous step's metrics, save, evaluate, stop, summarize."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ _STUCK_SECONDS = 600.0
 
 
 class TrainingError(RuntimeError):
-    """Error that ends training: a loss that stays non-finite, exhausted memory, or lost contact
-    with other processes. The run can resume from the last checkpoint.
+    """Error that ends training. The run can resume from its last checkpoint.
+
+    Causes: a loss that stays non-finite, running out of memory, or lost contact with other
+    processes.
     """
 
 
@@ -46,21 +48,22 @@ def train(
     devices: Sequence[jax.Device] | None = None,
     allow_changes: bool = False,
 ) -> dict[str, Any]:
-    """Train in ``workdir``, resuming from its newest checkpoint; returns the run's summary.
+    """Train in ``workdir``, resuming from its newest checkpoint, and return a summary.
 
-    summary.json holds the same summary. ``stopped_by`` names the signal if SIGTERM or Ctrl-C ended
-    the run early.
+    The summary is also written to summary.json. Its ``stopped_by`` is the name of the signal if
+    SIGTERM or Ctrl-C ended the run early.
 
     Args:
-      workdir: a folder or a URL. With several processes: a shared folder or a gs:// URL.
+      workdir: a folder or a URL. Several processes need a shared folder or a gs:// URL.
       devices: devices to train on; default: all.
-      allow_changes: resume even if ``changeable`` settings (``resuming.py``) differ; otherwise a
-        run keeps its config.
+      allow_changes: resume even if ``changeable`` settings (``resuming.py``) differ; by default, a
+        run must keep its config.
 
     Raises:
-      UserError: invalid settings or input, or no disk space for the first or last checkpoint.
-      TrainingError: the loss stays non-finite, memory is exhausted, or contact with other processes
-        is lost.
+      UserError: settings or input are invalid, or there is no disk space for the first or last
+        checkpoint.
+      TrainingError: the loss stays non-finite, memory runs out, or contact with other processes is
+        lost.
     """
     with (
         _Watch() as watch,
@@ -81,8 +84,10 @@ def train(
 
 
 class _Watch:
-    """Watchdog of a run. It adds the current activity to errors of JAX's runtime. After 10 minutes
-    without a call of ``poll``, it writes the tracebacks of all threads to stderr.
+    """Watchdog of a run.
+
+    Adds the current activity to errors from JAX's runtime. If ``poll`` is not called for 10
+    minutes, writes the tracebacks of all threads to stderr.
     """
 
     doing = "before the first step"
@@ -92,7 +97,7 @@ class _Watch:
         return self
 
     def poll(self, doing: str = "") -> None:
-        """Postpone the tracebacks."""
+        """Reset the watchdog's timer."""
         self.doing = doing or self.doing
         faulthandler.dump_traceback_later(_STUCK_SECONDS, repeat=True, file=2)
 
@@ -107,7 +112,7 @@ class _Watch:
         if lost_contact(error):
             raise TrainingError(
                 f"Process {jax.process_index()} of {jax.process_count()} lost contact with the "
-                "other processes, perhaps because one of them has ended. Restart all processes "
+                "other processes, perhaps because one of them exited. Restart all processes "
                 "with the same command: they resume from the last checkpoint. "
                 f"({one_line(error)})"
             ) from error
@@ -117,19 +122,19 @@ class _Loop:
     def __init__(self, run: Prepared, reporter: Reporter, signals: Signals, watch: _Watch):
         self._run, self._config, self._progress = run, run.config, run.progress
         self._reporter, self._signals, self._watch = reporter, signals, watch
-        self._state, self._step = run.state, int(run.state.step)  # steps done
+        self._state, self._step = run.state, int(run.state.step)  # number of completed steps
         self._evaluator = Evaluator(run, poll=self._poll)
         self._meter = Meter(run.progress)
-        self._unread: StepMetrics | None = None  # of the last step
+        self._unread: StepMetrics | None = None  # metrics of the last step
 
     def train(self, compiled: CompileAhead) -> None:
-        """Train until the last step, early stopping or a signal, and save the last state."""
+        """Train until the last step, early stopping or a signal, and save the final state."""
         self._announce()
         run, stop_at = self._run, self._config.training.steps
         rows = batch_sharding(run.mesh)
         loader = load_batches(run.plan, sharding=rows, start=self._step, stop=stop_at)
         with closing(loader) as batches, suppress(Interrupted):
-            # Evaluate the last step that the previous run saved, perhaps a second time.
+            # Evaluate the last saved step, even if the previous run evaluated it.
             compiled.before_collectives(self._poll)
             stop = self._progress.early_stopping_triggered(self._config.training.patience)
             stop = stop or (self._evaluation_due() and self._evaluate())
@@ -155,7 +160,7 @@ class _Loop:
         return due and "dev" in self._run.corpora
 
     def _evaluate(self) -> bool:
-        """Evaluate on the dev set; return True if early stopping triggers."""
+        """Evaluate on the dev set. Returns True if early stopping triggers."""
         training = self._config.training
         number = -(-self._step // training.eval_every)
         self._reporter.show(status=f"evaluating step {self._step}")
@@ -175,10 +180,10 @@ class _Loop:
         self._reporter.write("save", self._step, held)
 
     def _ensure_saved(self) -> None:
-        """Wait for the last checkpoint; if saving failed, retry once."""
+        """Wait for the last checkpoint. If saving failed, retry once."""
         self._watch.poll(f"saving step {self._step}")
         checkpoints = self._run.checkpoints
-        if self._step == 0:  # stopped before the first step: nothing to resume
+        if self._step == 0:  # stopped before the first step: nothing to save
             return
         if not checkpoints.holds(self._step):
             self._save()
@@ -192,7 +197,7 @@ class _Loop:
             )
 
     def sum_up(self) -> dict[str, Any]:
-        """Evaluate on the test set if training is finished; write summary.json."""
+        """Evaluate on the test set if training is finished, and write summary.json."""
         run = self._run
         summary: dict[str, Any] = {
             "stopped_by": None,
@@ -238,7 +243,7 @@ class _Loop:
             raise Interrupted
 
     def _read_figures(self) -> None:
-        """Read the last step's metrics, unless already read; log them if due."""
+        """Read the last step's metrics if not done yet, and log them if due."""
         if self._unread is None:
             return
         step, metrics, self._unread = self._step, jax.device_get(self._unread), None
@@ -253,7 +258,7 @@ class _Loop:
                 f"The loss or gradient was not finite for {int(metrics.bad_in_a_row)} steps in a "
                 f"row, up to step {step}. Lower optimizer.peak_learning_rate, raise "
                 "optimizer.warmup_steps, or set optimizer.clip_norm, and run the command again "
-                "with --allow-changes: it resumes from the last checkpoint."
+                "with --allow-changes to resume from the last checkpoint."
             )
         if step % self._config.training.log_every == 0:
             values = {

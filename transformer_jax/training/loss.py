@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy in chunks, without the logits of a whole batch, and R-Drop."""
+"""Label-smoothed cross-entropy, computed in chunks to avoid storing all logits, and R-Drop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformer_jax.special_ids import PAD_ID
 
 
 class LossSums(NamedTuple):
-    """Sums over real target tokens, float32 scalars; divide by ``tokens`` for means."""
+    """Sums over real target tokens, float32 scalars. Divide by ``tokens`` for means."""
 
-    loss: jax.Array  # label-smoothed cross-entropy plus R-Drop's divergence, nats; minimized
+    loss: jax.Array  # objective: label-smoothed cross-entropy plus R-Drop's divergence, nats
     nll: jax.Array  # negative log-likelihood, nats: exp(nll / tokens) is the perplexity
-    correct: jax.Array  # tokens whose label has the highest logit
-    tokens: jax.Array  # real target tokens
+    correct: jax.Array  # number of tokens whose label has the highest logit
+    tokens: jax.Array  # number of real target tokens
 
 
 class _Settings(NamedTuple):
@@ -55,24 +55,25 @@ def smoothed_cross_entropy(
 ) -> LossSums:
     """Compute cross-entropy of softmax(hidden matrix^T + bias) with label smoothing (section 5.4).
 
-    The target distribution is (1 - epsilon) one-hot + epsilon / V. Logits are computed for only a
-    few target positions at a time. The same pass computes the gradient of ``loss``, so no logits
-    are recomputed. The gradient of ``nll`` needs another pass.
+    The target distribution is (1 - epsilon) one-hot + epsilon / V. Logits are computed in chunks of
+    target positions. The same pass computes the gradient of ``loss``, so logits are not recomputed.
+    The gradient of ``nll`` needs another pass.
 
     Args:
-      hidden_BTD: the decoder output; matmuls run in its data type.
+      hidden_BTD: decoder output; matmuls use its data type.
       matrix_VD: softmax weights, float32.
       target_BT: token ids to predict; positions with PAD_ID are ignored.
-      max_logits: approximate number of logits on a device at a time; None: backend default.
+      max_logits: approximate number of logits per device and chunk; None: the backend's default.
       logits_dtype: data type of stored logits; all sums are float32. None: hidden_BTD's type on
-        accelerators, float32 on CPUs. Ties are more frequent in bfloat16; ``correct`` counts a
-        label that ties for the highest logit.
+        accelerators, float32 on CPUs. Ties are more common in bfloat16; ``correct`` also counts
+        labels that tie for the highest logit.
       bias_V: optional softmax biases, float32.
-      mesh: devices that shard the rows B along ``data`` and ``fsdp``; their number must divide B.
-        Sums and the gradients of matrix and bias are added over devices after the last chunk.
+      mesh: device mesh that shards the rows B along ``data`` and ``fsdp``; B must be divisible by
+        the number of shards. Loss sums and gradients of matrix and bias are summed over devices
+        after the last chunk.
       r_drop: alpha of R-Drop (Liang et al. 2021, equation 4). Above 0, rows 2i and 2i + 1 must be
-        one sentence pair with two dropout masks, which predict p and q. ``loss`` grows by
-        alpha / 2 (KL(p, q) + KL(q, p)).
+        the same sentence pair with different dropout masks. ``loss`` then includes alpha / 2 (KL(p,
+        q) + KL(q, p)) for their predictions p and q.
 
     Raises:
       UserError: R-Drop with an odd number of rows.
@@ -121,7 +122,7 @@ _loss.defvjp(_forward, _backward, symbolic_zeros=True)
 def _sums_and_gradients(
     settings: _Settings, target_BT: jax.Array, inputs: _Inputs
 ) -> tuple[LossSums, _Inputs]:
-    """Compute the totals, and the gradient of ``loss`` with respect to the inputs."""
+    """Compute the loss sums, and the gradient of ``loss`` with respect to the inputs."""
     if settings.mesh is None:
         return _on_device(settings, target_BT, inputs)
 
@@ -138,7 +139,7 @@ def _sums_and_gradients(
         out_specs=(everywhere, rows),
         check_vma=False,
     )(target_BT, inputs)
-    # Summed by XLA, so that it adds each device's other gradients of a tied matrix first.
+    # XLA sums over devices, so it can first add each device's other gradients of a tied matrix.
     d_matrix_VD, d_bias_V = jax.tree.map(lambda x: x.sum(axis=0), by_weights)
     return sums, (d_hidden_BTD, d_matrix_VD, d_bias_V)
 
@@ -170,7 +171,7 @@ def _on_device(
         logits_LV = jnp.einsum(
             "LD,VD->LV", hidden_LD, weights_VD, preferred_element_type=settings.logits_dtype
         )
-        # not a matmul: GPUs may round float32 matmuls
+        # not a matmul, because GPUs can round float32 matmuls
         mean_L = (hidden_LD * mean_D[None]).sum(axis=-1)
         if bias_V is not None:
             logits_LV, mean_L = logits_LV + bias_V[None], mean_L + bias_V.mean()
@@ -199,17 +200,17 @@ def _on_device(
 def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: int) -> int:
     """Return the number of chunks for this many positions on a device.
 
-    On a CPU a small chunk stays in the cache, but each chunk reads and writes V x D matrices.
-    Accelerators need thousands of positions at a time: for short chunks XLA splits the matmuls and
-    pads the vocabulary to do so.
+    On a CPU, a small chunk stays in the cache, but each chunk reads and writes V x D matrices.
+    Accelerators need thousands of positions at a time: for short chunks, XLA would split the
+    matmuls and pad the vocabulary.
     """
     logits = positions * vocab_size
     if settings.max_logits is not None:
         return -(-logits // settings.max_logits)
     if settings.backend == "cpu":
         return -(-logits // max(2**20, vocab_size * d_model // 2))
-    # Bytes of a chunk: an eighth of all logits in float32, within limits. R-Drop's gradient does
-    # not overwrite the logits.
+    # Bytes per chunk: an eighth of all float32 logits, within limits. With R-Drop, the gradient
+    # does not overwrite the logits.
     most = min(2**30, max(2**28, logits // 2))
     held = logits * settings.logits_dtype.itemsize * (2 if settings.r_drop else 1)
     return 2 ** (-(-held // most) - 1).bit_length()  # divides rows, a multiple of 8
@@ -218,7 +219,7 @@ def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: i
 def _from_logits(
     settings: _Settings, logits_LV: jax.Array, mean_L: jax.Array, target_L: jax.Array
 ) -> tuple[LossSums, jax.Array]:
-    """Compute the sums over some tokens, and the gradient of ``loss`` w.r.t. their logits."""
+    """Compute the loss sums of a chunk, and the gradient of ``loss`` with respect to its logits."""
     epsilon, vocab_size = settings.label_smoothing, logits_LV.shape[-1]
     real_L = (target_L != PAD_ID).astype(jnp.float32)
     top_L, log_total_L, probs_LV = _softmax(logits_LV, settings.backend)
@@ -245,12 +246,12 @@ def _from_logits(
 
 
 def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return maximum, log-sum-exp and probabilities of each row."""
+    """Return the maximum, log-sum-exp and probabilities of each row."""
     if backend == "gpu":  # reading the logits takes longer than computing exponentials
         top_L, total_L = _max_and_sum_of_exp(logits_LV.astype(jnp.float32))
         log_total_L = top_L + jnp.log(total_L)
         return top_L, log_total_L, jnp.exp(logits_LV - log_total_L[:, None])
-    # Maximum first: after a cast, a TPU would also store the logits in float32.
+    # Maximum before cast: otherwise a TPU would also store the logits in float32.
     top_L = logits_LV.max(axis=-1).astype(jnp.float32)
     exp_LV = jnp.exp(logits_LV - top_L[:, None])
     total_L = exp_LV.sum(axis=-1)
@@ -258,7 +259,7 @@ def _softmax(logits_LV: jax.Array, backend: str) -> tuple[jax.Array, jax.Array, 
 
 
 def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return maximum m and sum of exp(x - m) of each row, in one pass over ``x_LV``."""
+    """Return the maximum m and the sum of exp(x - m) of each row, in one pass over ``x_LV``."""
 
     def join(a: _MaxAndSum, b: _MaxAndSum) -> _MaxAndSum:
         (a_max, a_sum), (b_max, b_sum) = a, b
@@ -266,7 +267,7 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = jnp.where(a_max > b_max, a_sum + factor * b_sum, factor * a_sum + b_sum)
         return jnp.maximum(a_max, b_max), total
 
-    # not -inf: a logit may be -inf, and the difference would be NaN
+    # not -inf: a logit can be -inf, and the difference would be NaN
     lowest = jnp.float32(jnp.finfo(jnp.float32).min)
     # Joining costs more than an exponential, and a thread reads 8 neighbors in one instruction.
     width = math.gcd(x_LV.shape[1], 8)

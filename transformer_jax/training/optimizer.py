@@ -1,4 +1,4 @@
-"""Adam with warm-up and inverse-square-root decay (paper section 5.3)."""
+"""Adam with linear warm-up and inverse-square-root decay (paper section 5.3)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from transformer_jax.sharding import parameter_name
 def learning_rate_schedule(
     config: OptimizerConfig, d_model: int, steps: int | None = None
 ) -> optax.Schedule:
-    """Build a schedule with linear warm-up, then decay; by default equation 3 of the paper.
+    """Build a learning-rate schedule: linear warm-up, then decay; by default equation 3 of the
+    paper.
 
-    Equation 3 is d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5). The config may set
-    another peak or decay. The paper counts steps from 1, optax from 0: the schedule adds one.
+    Equation 3 is d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5). The config can set
+    another peak or decay. The paper counts steps from 1 and optax from 0, so the schedule adds 1.
 
     Args:
-      steps: total number of training steps, where a linear or cosine decay ends.
+      steps: total number of training steps, at which linear or cosine decay ends.
 
     Raises:
-      UserError: a linear or cosine decay without steps after the warm-up.
+      UserError: linear or cosine decay without steps after the warm-up.
     """
     peak = config.peak_learning_rate or d_model**-0.5 * config.warmup_steps**-0.5
     if config.decay in ("linear", "cosine") and (steps is None or steps <= config.warmup_steps):
         raise UserError(
             f"training.steps is {steps}; expected more than optimizer.warmup_steps = "
-            f"{config.warmup_steps}, as optimizer.decay {config.decay} ends at the last step."
+            f"{config.warmup_steps}, because optimizer.decay {config.decay} ends at the last step."
         )
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         step = jnp.asarray(count, jnp.float32) + 1
         after = jnp.maximum(step - config.warmup_steps, 0)
-        # fraction of the decay; even the last step has a rate above 0
+        # fraction of the decay; the rate of the last step is still above 0
         share = after / (steps + 1 - config.warmup_steps) if steps else after
         factor = {
             "inverse_sqrt": lambda: jnp.sqrt(config.warmup_steps / step),
@@ -55,8 +56,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Combine clipping, Adam, decoupled weight decay on matrices, and the learning-rate schedule.
 
-    The state has the same structure for all settings, so that a run can resume with changed
-    settings.
+    The state has the same structure for all settings, so a run can resume with different settings.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
@@ -72,7 +72,7 @@ def make_optimizer(
 
 
 def _matrices(parameters: Any) -> Any:
-    """Return a mask of the matrices. Biases with a head axis are excluded."""
+    """Return a mask that selects matrices. It excludes biases, even with a head axis."""
 
     def is_matrix(path: tuple[Any, ...], parameter: Any) -> bool:
         return parameter.ndim > 1 and parameter_name(path).rpartition(".")[2] != "bias"

@@ -1,6 +1,4 @@
-"""Preparation of a run: ``prepare`` claims the work directory, builds tokenizer and corpora, and
-restores or initializes the state.
-"""
+"""Preparation of a run: work directory, tokenizer, corpora, and restored or initial state."""
 
 from __future__ import annotations
 
@@ -72,12 +70,12 @@ log = logging.getLogger(__name__)
 
 Pairs = list[tuple[str, str]]
 
-_FEWEST_FILES = 256  # open files; with a lower limit Orbax and JAX fail with unclear errors
+_FEWEST_FILES = 256  # open files; with fewer, Orbax and JAX fail with unclear errors
 
 
 @dataclass
 class Prepared:
-    """A run that is ready for its next step."""
+    """Run that is ready for its next step."""
 
     config: Config  # with the tokenizer's vocabulary sizes
     workdir: Workdir
@@ -100,14 +98,14 @@ def prepare(
     devices: Sequence[jax.Device] | None = None,
     allow_changes: bool = False,
 ) -> Iterator[Prepared]:
-    """Prepare a run and lock its work directory while the context lasts.
+    """Prepare a run, and lock its work directory until the context exits.
 
-    Takes the same arguments as ``train``. With several processes, all call this together and get
-    the same result.
+    Takes the same arguments as ``train``. With several processes, all of them must call this
+    together, and they get the same result.
 
     Raises:
-      UserError: a problem with settings, text or work directory that would stop training later. An
-        earlier run's config is not changed.
+      UserError: a problem with settings, text or work directory that would stop training later. The
+        config of an earlier run is not changed.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEWEST_FILES:
@@ -146,7 +144,7 @@ def prepare(
         plan = BatchPlan(corpora["train"], config.batch, seed=config.seed)
         functions = make_step_functions(config, mesh)
         checkpoints = Checkpoints(place, config, tokenizer)
-        # Other processes may be gone, and with them the end of a save in progress.
+        # If other processes are gone, a save in progress would never end.
         stack.push(lambda _, error, __: None if lost_contact(error) else checkpoints.wait())
         dev = corpora["dev"].fingerprint if "dev" in corpora else ""
         selected = f"{config.training.select_by} on {dev}"
@@ -155,7 +153,7 @@ def prepare(
             state = _initial_state(functions, start)
         else:
             state, progress = _resume(checkpoints, newest, functions, progress)
-        if is_first():  # last, so that an error leaves the config unchanged
+        if is_first():  # last, so an error leaves the config unchanged
             write_atomically(place.folder / "config.json", to_json(config))
         yield Prepared(
             config=config,
@@ -184,7 +182,7 @@ def _tokenized(
     start: list[Path],
     cache: Path,
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """Load or build the tokenizer and, in process 0, the corpora of train and dev in ``cache``."""
+    """Load or build the tokenizer and, in process 0, the train and dev corpora in ``cache``."""
     if not is_first():
         place.pull()
         return Tokenizer.load(place.folder), {}
@@ -208,8 +206,9 @@ def _tokenized(
 
 
 def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> None:
-    """Give every process the corpora of process 0, in its folder ``here``. Hosts that cannot read
-    the folder of process 0 copy the corpora through the work directory.
+    """Give every process the corpora that process 0 built, in the local folder ``here``.
+
+    Hosts that cannot read the folder of process 0 copy the corpora through the work directory.
     """
     found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
     there = place.store / "corpus"
@@ -239,8 +238,9 @@ def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> No
 
 
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
-    """Open the texts, and load the sentence pairs of dev and test that training will translate.
-    Missing or invalid input fails here, before hours of preparing the training text.
+    """Open the texts, and load the dev and test pairs that training will translate.
+
+    Missing or invalid input is reported here, before hours of preparing the training text.
     """
     data, training = config.data, config.training
     if not data.train.is_given:
@@ -267,11 +267,11 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
 def prepare_tokenizer(
     place: Workdir, config: Config, text: ParallelText, newest: int | None, start: list[Path]
 ) -> Tokenizer:
-    """Load the tokenizer of the newest checkpoint. Without a checkpoint, take the tokenizer of the
-    checkpoints to start from, or train one on the text.
+    """Load the newest checkpoint's tokenizer, or create one if no checkpoint exists.
 
-    The file ``tokenizer.origin`` records the settings and the text or tokenizer that this tokenizer
-    was made from. Until the first checkpoint, changing any of these creates a new tokenizer.
+    A new tokenizer comes from the checkpoints to start from, or is trained on the text. The file
+    ``tokenizer.origin`` records the settings, and the text or tokenizer, that it was made from.
+    Until the first checkpoint, changing any of these creates a new tokenizer.
     """
     folder, tokenizer = place.folder, None
     if newest is not None:
@@ -280,7 +280,7 @@ def prepare_tokenizer(
         symbols = config.tokenizer.user_defined_symbols
         tokenizer = load_tokenizer(start[0].parents[1], start[0]).with_symbols(symbols)
     elif config.tokenizer.model:
-        tokenizer = Tokenizer.train([], config.tokenizer)  # needs no text
+        tokenizer = Tokenizer.train([], config.tokenizer)  # no text is needed
     origin, noted = text if tokenizer is None else tokenizer, folder / "tokenizer.origin"
     if noted.is_file() and noted.read_text() == f"{origin.fingerprint} {config.tokenizer}":
         return Tokenizer.load(folder)
@@ -294,7 +294,7 @@ def prepare_tokenizer(
 
 
 def with_layout(config: Config, platform: str) -> Config:
-    """Resolve ``batch.layout`` for a run's devices; batches then depend on the config alone."""
+    """Resolve ``batch.layout`` for a run's devices. Batches then depend only on the config."""
     if config.batch.layout != "auto":
         return config
     batch = dataclasses.replace(config.batch, layout="packed" if platform == "tpu" else "bucketed")
@@ -313,8 +313,9 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
 def _resume(
     checkpoints: Checkpoints, step: int, functions: StepFunctions, new: Progress
 ) -> tuple[TrainState, Progress]:
-    """Restore state and progress from a checkpoint. ``new`` has the corpus and the selection of the
-    resuming run.
+    """Restore state and progress from a checkpoint.
+
+    ``new`` holds the corpus and the selection criterion of the resuming run.
     """
     state, progress = checkpoints.restore(step, functions.abstract_state)
     if progress.corpus != new.corpus:
@@ -329,7 +330,7 @@ def _resume(
 
 
 def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
-    """Create the initial state, from random parameters or the average of the start checkpoints."""
+    """Create the initial state from random parameters or the average of checkpoints."""
     state = functions.init()
     if not start:
         return state
@@ -342,9 +343,9 @@ def _initial_state(functions: StepFunctions, start: list[Path]) -> TrainState:
 
 
 def _start_checkpoints(config: Config) -> list[Path]:
-    """Return the checkpoints that ``training.start_from`` names, chosen as in ``load_model``.
+    """Return the checkpoints of ``training.start_from``, selected as in ``load_model``.
 
-    Raises ``UserError`` if none exists, or if their model settings differ from ``config.model``.
+    Raises ``UserError`` if none exist, or if their model settings differ from ``config.model``.
     """
     name = config.training.start_from
     if not name:
@@ -365,6 +366,6 @@ def _start_checkpoints(config: Config) -> list[Path]:
 
 
 def _grown(values_VD: np.ndarray, abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Append a row, the mean of all rows, for each token added to the vocabulary."""
+    """Append a row with the mean of all rows for each token added to the vocabulary."""
     missing = np.subtract(abstract.shape, values_VD.shape)
     return np.pad(values_VD, [(0, count) for count in missing], mode="mean")

@@ -1,6 +1,4 @@
-"""Training progress outside the model and optimizer state: totals, the best evaluation on the dev
-set, and early stopping.
-"""
+"""Training progress besides the train state: totals, best evaluation, early stopping."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """Totals so far and the best evaluation; part of each checkpoint's manifest."""
+    """Totals and best evaluation so far, saved in each checkpoint's manifest."""
 
     corpus: str = ""  # fingerprint of the training corpus
-    train_seconds: float = 0.0  # without evaluation
-    tokens: int = 0  # source and target, without padding
-    selected: str = ""  # metric and dev set that select the best step
-    since_best: int = 0  # evaluations since the best one
+    train_seconds: float = 0.0  # excluding evaluation
+    tokens: int = 0  # source and target tokens, excluding padding
+    selected: str = ""  # metric and dev set for selecting the best step
+    since_best: int = 0  # number of evaluations since the best one
     best_step: int | None = None
     best: dict[str, float] = field(default_factory=dict)  # metrics at best_step
 
@@ -29,7 +27,7 @@ class Progress:
         return 0 < patience <= self.since_best
 
     def note_evaluation(self, figures: dict[str, Any], select_by: str, *, step: int) -> None:
-        """Record an evaluation's metrics; ``training.select_by`` decides if it is the best."""
+        """Record an evaluation's metrics. ``training.select_by`` decides whether it is the best."""
         name, sign = ("dev_bleu", 1) if select_by == "bleu" else ("dev_loss", -1)
         if name not in figures:  # BLEU was not due
             return
@@ -39,8 +37,8 @@ class Progress:
             self.since_best += 1
 
     def forget_other_best(self, selected: str) -> None:
-        """Forget the best evaluation so far if later evaluations cannot be compared with it."""
+        """Reset the best evaluation if later evaluations cannot be compared with it."""
         if self.selected != selected:
-            log.info("The dev set or training.select_by has changed: the best result is reset.")
+            log.info("The dev set or training.select_by has changed; resetting the best result.")
             self.best_step, self.best, self.since_best = None, {}, 0
             self.selected = selected

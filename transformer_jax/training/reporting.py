@@ -1,4 +1,4 @@
-"""Progress reports of a run: metrics.jsonl, TensorBoard, and the terminal."""
+"""Progress reporting: metrics.jsonl, TensorBoard, and the terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_jax.training.step import StepMetrics
 
 
 def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
-    """Compute per-token loss (label-smoothed), nll, perplexity and accuracy from sums."""
+    """Compute mean loss (label-smoothed), nll, perplexity and accuracy per token from sums."""
     count = float(sums.tokens) or math.nan
     nll = float(sums.nll) / count
     return {
@@ -39,7 +39,7 @@ def means(sums: LossSums, prefix: str = "") -> dict[str, float]:
 
 
 class Meter:
-    """Running totals in ``progress``, and averages over the steps since the last log entry."""
+    """Running totals in ``progress``, and averages since the last log entry."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -48,11 +48,11 @@ class Meter:
         self._begin_entry()
 
     def restart(self) -> None:
-        """Exclude the time since the last step from training time."""
+        """Exclude the time since the last step from the training time."""
         self._since = time.perf_counter()
 
     def add(self, metrics: StepMetrics) -> None:
-        """Add the metrics of the next step."""
+        """Add one step's metrics."""
         now = time.perf_counter()
         self._progress.train_seconds += now - self._since
         self._progress.tokens += int(metrics.source_tokens + metrics.sums.tokens)
@@ -61,7 +61,7 @@ class Meter:
         self._since = now
 
     def entry(self) -> dict[str, Any]:
-        """Return the averages since the last entry; NaN if all steps were skipped."""
+        """Return averages since the last entry, NaN if all steps were skipped."""
         seconds = max(self._progress.train_seconds - self._before.train_seconds, 1e-9)
         tokens = self._progress.tokens - self._before.tokens
         values = means(self._sums) | {"tokens_per_second": tokens / seconds}
@@ -74,11 +74,12 @@ class Meter:
 
 
 class Reporter:
-    """Writer of metrics.jsonl, TensorBoard and stderr. Only the first process writes."""
+    """Writer of metrics.jsonl, TensorBoard logs and terminal output, in the first process only."""
 
     def __init__(self, workdir: Path, *, steps: int, start_step: int):
-        """Drop the entries that an interrupted run wrote after saving step ``start_step``, because
-        this run writes them again.
+        """Open the log files, dropping entries that an interrupted run wrote after ``start_step``.
+
+        This run will write those entries again.
         """
         path = workdir / "metrics.jsonl"
         if is_first():
@@ -92,7 +93,7 @@ class Reporter:
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(16),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),  # truncated in a narrow terminal
+            TextColumn("{task.fields[status]}"),  # truncated in narrow terminals
             console=self._console,
             disable=not (is_first() and self._console.is_terminal),
         )
@@ -101,8 +102,9 @@ class Reporter:
         self._console.show_cursor()  # a second Ctrl-C would leave it hidden
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write a line to metrics.jsonl, with null for NaN and infinity, and its numbers to
-        TensorBoard. If the disk is full, entries are lost but the run continues.
+        """Write a line to metrics.jsonl, and its numbers to TensorBoard.
+
+        NaN and infinity become null. If the disk is full, entries are lost but the run continues.
         """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -116,11 +118,11 @@ class Reporter:
                 self._board.write(step, kind, finite)
         except OSError as error:
             if not self._failed:
-                self.say(f"metrics cannot be written: {error}")
+                self.say(f"Metrics cannot be written: {error}")
             self._failed = True
 
     def training(self, step: int, values: dict[str, Any]) -> None:
-        """Log an entry of the training loop."""
+        """Log training metrics."""
         self.write("train", step, values)
         status = (
             f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s  "
@@ -131,7 +133,7 @@ class Reporter:
             self.say(f"step {step}  {status}")
 
     def dev(self, step: int, figures: dict[str, Any], example: str) -> None:
-        """Log an evaluation on the dev set; ``example`` is a sample translation."""
+        """Log an evaluation on the dev set. ``example`` is a sample translation."""
         self.write("dev", step, figures)
         text = (
             f"step {step}: dev loss {figures['dev_loss']:.4f}, "
@@ -142,11 +144,11 @@ class Reporter:
         self.say(text)
 
     def show(self, **fields: Any) -> None:
-        """Update the progress bar: its ``status`` text or ``completed`` steps."""
+        """Update the progress bar's ``status`` text or number of ``completed`` steps."""
         self._bar.update(self._task, **fields)
 
     def say(self, text: str) -> None:
-        """Print a line above the progress bar."""
+        """Print text above the progress bar."""
         self._console.print(text, markup=False)
 
     def close(self) -> None:
@@ -159,12 +161,14 @@ class Reporter:
 
 
 class _Board:
-    """TensorBoard event file. tensorboardX's ``SummaryWriter`` is not used: its thread ends at the
-    first disk error, and later writes block forever.
+    """TensorBoard event file.
+
+    tensorboardX's ``SummaryWriter`` is not used, because its thread ends at the first disk error
+    and later writes block forever.
     """
 
     def __init__(self, folder: Path, *, purge_step: int):
-        """Make TensorBoard hide older events at step ``purge_step`` and later."""
+        """Create the file, and make TensorBoard hide older events from ``purge_step`` on."""
         # tensorboardX would import PyTorch if installed, which takes two seconds and much memory.
         hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
         try:
@@ -191,7 +195,7 @@ class _Board:
 
 
 def _truncate(path: Path, last_step: int) -> None:
-    """Drop entries written after a step's checkpoint, including that step's evaluation."""
+    """Drop entries written after a step was saved, including the evaluation of that step."""
     if not path.exists():
         return
     kept = []

@@ -1,4 +1,4 @@
-"""Settings that may change when a run resumes, and settings that may differ between processes."""
+"""Settings that can change when a run resumes, and settings that can differ between processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from transformer_jax.config import Config
 from transformer_jax.config_io import flatten
 from transformer_jax.errors import shown
 
-# Name prefixes of settings that do not change the result of a given step.
+# Name prefixes of settings that do not affect the result of a training step.
 _FREE_ON_RESUME = (
-    "model.vocab_size",  # these two follow from the tokenizer
+    "model.vocab_size",  # both are determined by the tokenizer
     "model.source_vocab_size",
     "mesh.",
     "decoding.",
@@ -20,13 +20,13 @@ _FREE_ON_RESUME = (
     "data.workers",
     "data.dev.",  # a change resets the best result
     "data.test.",
-    "data.train.source",  # names only: the contents are checked
+    "data.train.source",  # only file names; the contents are checked
     "data.train.target",
     "training.",  # except settings in _CHANGEABLE
 )
 
-# Settings that may change midway with --allow-changes. The result differs from that of a run with
-# only the old or only the new value.
+# Settings that can change during a run with --allow-changes. The result differs from a run that
+# uses the old or the new value throughout.
 _CHANGEABLE = (
     "batch.",
     "optimizer.",
@@ -43,11 +43,11 @@ _CHANGEABLE = (
 )
 
 FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers")
-"""Settings that may differ between the processes of a run."""
+"""Settings that can differ between the processes of a run."""
 
 
 class Difference(NamedTuple):
-    """A setting whose value changed."""
+    """Setting whose value changed."""
 
     name: str
     old: Any
@@ -55,14 +55,14 @@ class Difference(NamedTuple):
 
     @property
     def changeable(self) -> bool:
-        """True if a run may resume with the new value under ``--allow-changes``."""
+        """True if a run can resume with the new value under ``--allow-changes``."""
         return self.name.startswith(_CHANGEABLE)
 
 
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:
     """Return the settings that differ and would change the results of the resumed run."""
     old_flat, new_flat = flatten(old), flatten(new)
-    # These schedules end at training.steps, so every learning rate depends on it.
+    # These schedules end at training.steps, so all learning rates depend on it.
     ends = bool({"linear", "cosine"} & {old.optimizer.decay, new.optimizer.decay})
     return [
         Difference(name, old_flat[name], new_flat[name])
@@ -76,7 +76,7 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
 def fields_that_differ(
     differences: Sequence[Difference], *, where: str = "in the work directory"
 ) -> str:
-    """Format the last lines of a message: each difference, with ``where`` after the old value."""
+    """Format differences as the last lines of a message, with ``where`` after each old value."""
     lines = [
         f"\n  {each.name}: {shown(each.old)} {where}, {shown(each.new)} now" for each in differences
     ]

@@ -1,4 +1,4 @@
-"""Saving checkpoints in the background with Orbax, retention, and restoring.
+"""Checkpoint saving in the background with Orbax, retention, and restoring.
 
 ``checkpoint.py`` describes the format.
 """
@@ -41,7 +41,7 @@ _TIMEOUT_SECONDS = 600  # for other processes to write their shards of a checkpo
 
 
 class Checkpoints:
-    """The checkpoints of one work directory."""
+    """Checkpoints of a work directory."""
 
     def __init__(self, workdir: Workdir, config: Config, tokenizer: Tokenizer):
         self.folder = workdir.checkpoints
@@ -51,12 +51,13 @@ class Checkpoints:
         self.failure = ""  # error of the last save
 
     def save(self, state: TrainState, progress: Progress) -> None:
-        """Start saving; return once the state is copied. A complete step is not saved again.
+        """Start saving a checkpoint, and return once the state is copied.
 
-        A failure is logged and older checkpoints are kept. If no checkpoint exists, the next save
-        raises ``UserError``. Retention keeps the newest checkpoint, the newest ``keep_checkpoints``
-        scheduled checkpoints, the best on the dev set, and checkpoints that may be averaged with
-        the best.
+        A step that is already complete is not saved again. If saving fails, the error is logged and
+        older checkpoints are kept; if no checkpoint exists, the next save raises ``UserError``.
+        Retention keeps the newest checkpoint, the newest ``keep_checkpoints`` scheduled
+        checkpoints, the best checkpoint on the dev set, and checkpoints that can be averaged with
+        the best one.
         """
         self.wait()
         path, store = self.folder / checkpoint_name(int(state.step)), self._workdir.store
@@ -64,7 +65,7 @@ class Checkpoints:
             return
         self.failure = ""
         try:
-            # The next step donates the state while Orbax still writes, so Orbax gets a copy.
+            # The next step donates the state while Orbax is still writing, so Orbax gets a copy.
             parts = jax.tree.map(jnp.copy, _parts(state))
             context = ocp.Context()
             context.async_options.timeout_secs = _TIMEOUT_SECONDS
@@ -77,22 +78,22 @@ class Checkpoints:
             self._pending = self._worker.submit(self._finish, path, response, noted)
 
     def wait(self) -> None:
-        """Wait until the save in progress, if any, is on disk."""
+        """Wait for the save in progress, if any."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
     def holds(self, step: int) -> bool:
-        """Wait for the save in progress; return True if this step's checkpoint is complete."""
+        """Wait for the save in progress. Returns True if this step has a complete checkpoint."""
         self.wait()
         return from_first(lambda: step in self.steps())
 
     def steps(self) -> list[int]:
-        """Return the steps with a complete checkpoint, oldest first."""
+        """Return the steps that have a complete checkpoint, oldest first."""
         return patiently(self.folder, lambda: complete_steps(self.folder))
 
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
-        """Restore a step's checkpoint with the shardings of ``abstract_state``.
+        """Restore the checkpoint of a step with the shardings of ``abstract_state``.
 
         Raises:
           UserError: another version of the program wrote the checkpoint.
@@ -108,17 +109,17 @@ class Checkpoints:
             ) from error
 
     def _make_room(self, path: AnyPath) -> bool:
-        """Prepare to save to ``path``; return False if it is already a complete checkpoint."""
+        """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
         if self.failure and not self.steps():
             raise UserError(
                 f"The first checkpoint could not be saved in {self.folder}: {self.failure}. "
-                "Training stops, as no checkpoint exists to resume from. Free disk space and run "
-                "the same command again: it starts from scratch."
+                "Training stops because there is no checkpoint to resume from. Free disk space "
+                "and run the same command again to start from scratch."
             )
         self._workdir.check_token()
         if (path / MANIFEST).exists():
             return False
-        remove_folder(path)  # from a failed save
+        remove_folder(path)  # left by a failed save
         return True
 
     def _finish(self, path: AnyPath, response: Any, progress: Progress) -> None:
@@ -134,7 +135,7 @@ class Checkpoints:
             return
         try:
             self._delete_old(progress.best_step)
-        except Exception as error:  # the next save tries again
+        except Exception as error:  # the next save will retry
             log.warning(
                 "Checkpoint %s was saved, but not all old checkpoints could be deleted: %s",
                 path,
@@ -160,11 +161,11 @@ class Checkpoints:
 
 
 def _try(push: Callable[[], None]) -> None:
-    """Push to the store; log a failure and continue training."""
+    """Push to the object store. If that fails, log a warning and continue training."""
     try:
         push()
     except UserError as error:
-        log.warning("%s Training continues; the next checkpoint tries again.", error)
+        log.warning("%s Training continues; the next checkpoint will retry.", error)
 
 
 def _parts(state: TrainState) -> dict[str, Any]:

@@ -13,15 +13,14 @@ from jax.experimental import multihost_utils
 
 
 class Interrupted(Exception):
-    """Raised when a signal arrives while training is waiting or evaluating."""
+    """Exception for a signal that arrives while training is waiting or evaluating."""
 
 
 class Signals:
-    """Signal handlers: SIGTERM and the first Ctrl-C only set ``received``; a later Ctrl-C ends the
-    program at once.
+    """Signal handlers. SIGTERM and the first Ctrl-C set ``received``; a second Ctrl-C exits.
 
-    The handler raises nothing: an exception in a callback of JAX or of the garbage collector would
-    be swallowed.
+    Handlers do not raise exceptions, because an exception in a callback of JAX or of the garbage
+    collector would be swallowed.
     """
 
     def __init__(self) -> None:
@@ -29,8 +28,8 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        # Only the main thread can set handlers. With several processes JAX's runtime handles
-        # SIGTERM and informs all processes.
+        # Only the main thread can set handlers. With several processes, JAX's runtime handles
+        # SIGTERM and notifies all processes.
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGINT, *([signal.SIGTERM] if jax.process_count() == 1 else [])]
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
@@ -41,8 +40,9 @@ class Signals:
             signal.signal(number, handler)
 
     def stop_after(self, step: int) -> bool:
-        """Return True if training must stop after this step. With several processes, a signal to
-        any process stops all of them after the same step.
+        """Return True if training must stop after this step.
+
+        With several processes, a signal to any of them stops all of them after the same step.
         """
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.received = signal.SIGTERM
@@ -61,4 +61,4 @@ class Signals:
         self.received = signal.Signals(number)
         # print() could raise here if the signal interrupted another print().
         with suppress(OSError):
-            os.write(2, b"stopping; saving ... (press Ctrl-C to quit at once)\n")
+            os.write(2, b"stopping; saving ... (press Ctrl-C to quit immediately)\n")

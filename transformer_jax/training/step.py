@@ -1,4 +1,4 @@
-"""The training step and the evaluation step."""
+"""Training step and evaluation step."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_di
 class TrainState:
     """Training state. A step depends only on this state, the config and the corpus."""
 
-    step: jax.Array  # int32: batches consumed; the next step's number, counted from 0
+    step: jax.Array  # int32: number of steps done, and so the index of the next step
     parameters: Parameters
     optimizer: Any  # optax state
     ema: Parameters | None  # moving average of the parameters, if configured
-    bad_steps: jax.Array  # int32: steps skipped for a non-finite loss or gradient
+    bad_steps: jax.Array  # int32: number of steps skipped for a non-finite loss or gradient
     bad_in_a_row: jax.Array  # int32
-    # uint32, config.seed. An input rather than a constant, so that runs that differ only in the
-    # seed share a compiled step in the compilation cache. Checkpoints do not contain it.
+    # uint32: config.seed. It is an input, not a constant, so runs that differ only in the seed can
+    # share a compiled step in the compilation cache. Checkpoints do not contain it.
     seed: jax.Array
 
     @property
@@ -53,18 +53,18 @@ class TrainState:
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one step over the global batch; scalars on the device."""
+    """Metrics of one step over the global batch, as scalars on the device."""
 
     sums: LossSums
-    source_tokens: jax.Array  # without padding
+    source_tokens: jax.Array  # excluding padding
     gradient_norm: jax.Array  # before clipping
     learning_rate: jax.Array
     bad_steps: jax.Array
     bad_in_a_row: jax.Array
 
 
-# XLA options of the training step by platform. On GPUs, matmuls by cuBLASLt add biases, apply ReLU
-# and sum gradients in the same kernel; merged ones would have to be taken apart again.
+# XLA options for the training step by platform. On GPUs, cuBLASLt matmuls can add biases, apply
+# ReLU and sum gradients in the same kernel. Results of merged matmuls would have to be split again.
 COMPILER_OPTIONS = {
     "gpu": {
         "xla_gpu_dot_merger_threshold_mb": 0,
@@ -75,7 +75,7 @@ COMPILER_OPTIONS = {
 
 
 class StepConfig(NamedTuple):
-    """Settings that the compiled functions depend on."""
+    """Settings that compiled functions depend on."""
 
     model: ModelConfig
     optimizer: OptimizerConfig
@@ -85,7 +85,7 @@ class StepConfig(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> StepConfig:
-        """Select the settings of a run that its compiled functions depend on."""
+        """Select the settings that compiled functions depend on."""
         training = config.training
         return cls(
             model=config.model,
@@ -103,11 +103,11 @@ class StepFunctions(NamedTuple):
     train_step: Any  # jit: (TrainState, Batch) -> (TrainState, StepMetrics); donates the old state
     eval_step: Any  # jit: (Parameters, Batch) -> LossSums
     abstract_state: TrainState  # shapes, types and shardings, for restoring
-    graph: Any  # nnx graph definition: nnx.merge(graph, parameters) is the model
+    graph: Any  # nnx graph definition, for nnx.merge(graph, parameters)
 
 
 def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
-    """Create init, train_step and eval_step for this config and mesh, compiled on first use.
+    """Create init, train_step and eval_step for a config and a mesh. They compile on first use.
 
     Runs in one process share compiled functions if their ``StepConfig`` and mesh are equal.
     """
@@ -117,9 +117,9 @@ def make_step_functions(config: Config, mesh: Mesh) -> StepFunctions:
 
 @lru_cache(maxsize=32)
 def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
-    """Create the functions that all runs with these settings share; ``init`` takes the seed."""
+    """Create the functions shared by all runs with these settings. ``init`` takes the seed."""
     graph = abstract_model(config.model).graph
-    init = partial(init_state, config)  # one object, which JAX traces once
+    init = partial(init_state, config)  # a single object, so JAX traces it once
     shapes = jax.eval_shape(init, np.uint32(0))
     shardings = state_shardings(shapes, mesh)
     rows, everywhere = batch_sharding(mesh), replicated(mesh)
@@ -148,7 +148,7 @@ def shared_functions(config: StepConfig, mesh: Mesh) -> StepFunctions:
 
 
 def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
-    """Create the initial state, with parameters drawn from the seed."""
+    """Create the initial state, with parameters initialized from the seed."""
     model = Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     zero = jnp.zeros((), jnp.int32)
@@ -166,7 +166,7 @@ def init_state(config: StepConfig, seed: jax.Array) -> TrainState:
 def train_step(
     state: TrainState, batch: Batch, *, config: StepConfig, graph: Any, mesh: Mesh
 ) -> tuple[TrainState, StepMetrics]:
-    """Run one training step. The update is skipped if loss or gradient is non-finite."""
+    """Run one training step. Skips the update if the loss or gradient is not finite."""
     dropout_key = jax.random.fold_in(jax.random.key(state.seed), state.step)
     loss = jax.grad(partial(loss_and_sums, config=config, graph=graph, mesh=mesh), has_aux=True)
 
@@ -236,8 +236,8 @@ def loss_and_sums(
     r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
-    # A tied matrix enters twice. The constraint keeps the embeddings' gradient apart until each
-    # device has added its part of the loss's; otherwise XLA sums both over all devices.
+    # A tied matrix is used twice. With this constraint, each device adds the gradients of both uses
+    # before XLA sums over devices. Otherwise, XLA would sum each gradient over devices separately.
     model = nnx.merge(graph, whole(parameters, mesh))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels, which XLA cannot shard
         hidden_BTD = model.hidden(
@@ -269,10 +269,10 @@ def accumulated_gradients(
     *,
     microbatches: int,
 ) -> tuple[Parameters, LossSums]:
-    """Accumulate the loss's gradient and the totals of the metrics over microbatches."""
+    """Accumulate the gradient of the loss and the loss sums over microbatches."""
     if microbatches == 1:
         return gradient(parameters, batch, dropout_key)
-    # Row r goes to microbatch r % microbatches, so that devices keep their own rows.
+    # Row r goes to microbatch r % microbatches, so devices keep their own rows.
     split = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def add(total: Any, numbered: tuple[jax.Array, Batch]) -> tuple[Any, None]:
@@ -288,9 +288,9 @@ def accumulated_gradients(
 def moving_average(
     ema: Parameters | None, parameters: Parameters, decay: float, good_steps: jax.Array
 ) -> Parameters | None:
-    """Update the exponential moving average (EMA) after ``good_steps`` updates; None stays None.
+    """Update the exponential moving average (EMA) after ``good_steps`` updates, if there is one.
 
-    The decay starts low, so that the random initial parameters are soon forgotten.
+    The decay starts low, so the random initial parameters are soon forgotten.
     """
     if ema is None:
         return None

@@ -30,7 +30,7 @@ _PACKAGES = [
 
 
 def totals(progress: Progress) -> dict[str, Any]:
-    """Return training time, speed and best evaluation of the whole run, for summary.json."""
+    """Return the training time, speed and best evaluation of the whole run."""
     best = {"best_step": progress.best_step} if progress.best else {}
     return {
         **best,
@@ -41,7 +41,7 @@ def totals(progress: Progress) -> dict[str, Any]:
 
 
 def peak_memory_bytes() -> dict[str, int]:
-    """Return peak memory of this process and, if the backend reports it, of the first device."""
+    """Return the peak memory of this process and, if reported, of the first device."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     statistics = jax.local_devices()[0].memory_stats() or {}
@@ -51,7 +51,7 @@ def peak_memory_bytes() -> dict[str, int]:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and hardware, for summary.json."""
+    """Return software versions and hardware."""
     return {
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -64,7 +64,7 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the CPU's model name, or its architecture if the system reports no name."""
+    """Return the CPU's model name, or its architecture if the system does not report a name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""The work directory of a run: location, ownership, and checks before resuming."""
+"""Work directory of a run: location, ownership, and checks before resuming."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from transformer_jax.training.resuming import (
 log = logging.getLogger(__name__)
 
 _TOKEN = ".token"
-_TOKEN_SECONDS = 60.0  # on a network file system a new file may appear late
+_TOKEN_SECONDS = 60.0  # on a network file system, new files can appear late
 
 
 class Workdir:
@@ -49,9 +49,9 @@ class Workdir:
 
     Attributes:
       store: the folder or URL that ``--workdir`` names.
-      folder: the same folder; for a URL, the local folder that mirrors it.
-      checkpoints: folder that Orbax writes to, in ``store`` if possible. Otherwise in ``folder``,
-        and checkpoints are copied from there.
+      folder: the local folder; for a URL, a local mirror.
+      checkpoints: folder that Orbax writes to: in ``store`` if possible, otherwise in ``folder``,
+        from which checkpoints are copied to the store.
     """
 
     def __init__(self, name: str | Path):
@@ -59,7 +59,7 @@ class Workdir:
         self.store: AnyPath
         if url:
             self.folder, self.store = cached_folder(url, "train"), remote_path(url)
-        else:  # resolved, as a link may be repointed during the run
+        else:  # resolved, because a link can be changed during the run
             self.folder = self.store = local_path(name).resolve()
             _check_name(self.folder)
         self._copies_checkpoints = bool(url) and not url.startswith("gs://")
@@ -72,7 +72,8 @@ class Workdir:
         self.checkpoints, self._token = root / "checkpoints", ""
 
     def share_token(self) -> None:
-        """Write a token that all processes must find, to check that they share the work directory.
+        """Write a token to check that all processes share the work directory.
+
         Another run that starts there replaces the token.
         """
 
@@ -106,8 +107,9 @@ class Workdir:
             )
 
     def pull(self) -> None:
-        """Mirror the URL to the local folder, unless this machine was the last to write there. In
-        that case, the local folder may hold files that could not be copied.
+        """Mirror the URL to the local folder, unless this machine was the last to write to the URL.
+
+        In that case, the local folder can hold files that could not be copied.
         """
         if self.folder is self.store or _token(self.store) == (_token(self.folder) or None):
             return
@@ -116,12 +118,12 @@ class Workdir:
             mirror_checkpoints(self.store / "checkpoints", self.checkpoints)
 
     def push_files(self) -> None:
-        """Mirror the local folder to the URL, without checkpoints."""
+        """Mirror the local folder to the URL, except checkpoints."""
         if self.folder is not self.store:
             self._push(mirror_small_files, self.folder, self.store)
 
     def push_checkpoints(self) -> None:
-        """Mirror the local checkpoints to the URL, unless Orbax writes them there.
+        """Mirror the local checkpoints to the URL, unless Orbax writes them there directly.
 
         Call ``push_files`` first: a resumed run drops log entries after its checkpoint.
         """
@@ -153,7 +155,7 @@ def _check_name(folder: Path) -> None:
 
 
 def _token(place: AnyPath) -> str:
-    """Return the token of a work directory, or '' if missing."""
+    """Return the token of a work directory, or '' if it is missing."""
     path = place / _TOKEN
     try:
         if not isinstance(path, Path):
@@ -169,11 +171,11 @@ def _token(place: AnyPath) -> str:
 def claimed(
     workdir: Workdir, config: Config, *, allow_changes: bool = False
 ) -> Iterator[int | None]:
-    """Claim and lock ``workdir`` for a run with this config while the context lasts. Yields the
-    step of the newest intact checkpoint, or None. Newer or incomplete checkpoints are deleted.
+    """Claim and lock ``workdir`` for a run with this config until the context exits.
 
-    With ``allow_changes``, the run may resume with different values of ``changeable`` settings. A
-    folder without a checkpoint is reused, with its corpora.
+    Yields the step of the newest intact checkpoint, or None. Deletes newer and incomplete
+    checkpoints. With ``allow_changes``, the run can resume with different values of ``changeable``
+    settings. A folder without a checkpoint is reused, with its corpora.
 
     Raises:
       UserError: the folder is in use by another run, holds a run with another config or an imported
@@ -207,7 +209,7 @@ def claimed(
         if newest is None:
             write_atomically(folder / "config.json", to_json(config))
         else:
-            # the checkpoint's own config, as config.json may have been edited
+            # the checkpoint's own config, because config.json can have been edited
             theirs = config_of(workdir.checkpoints / checkpoint_name(newest))
             differences = differences_on_resume(theirs, config)
             _check_changes(workdir.store, differences, allow_changes=allow_changes)
@@ -223,7 +225,7 @@ def _delete_other_checkpoints(folder: AnyPath, kept: list[int]) -> None:
 
 
 def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_changes: bool) -> None:
-    """Raise ``UserError`` unless the run may resume with these changed settings."""
+    """Raise ``UserError`` unless the run can resume with these changed settings."""
     if not differences:
         return
     fields = fields_that_differ(differences)
