@@ -16,8 +16,7 @@ from transformer_jax.sharding import parameter_name
 def learning_rate_schedule(
     config: OptimizerConfig, d_model: int, steps: int | None = None
 ) -> optax.Schedule:
-    """Build a learning-rate schedule: linear warm-up, then decay; by default equation 3 of the
-    paper.
+    """Build a learning-rate schedule with linear warm-up and decay (default: equation 3).
 
     Equation 3 is d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5). The config can set
     another peak or decay. The paper counts steps from 1 and optax from 0, so the schedule adds 1.
