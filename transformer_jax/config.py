@@ -291,7 +291,8 @@ class DataConfig(Section, prefix="data."):
     """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
     cache: str = ""
-    """Folder for tokenized corpora; '': `corpus` in the work directory. Runs can share a folder."""
+    """Folder for tokenized corpora; '': `corpus` in the work directory. Several runs can share a
+    folder."""
     workers: Count = 0
     """Number of processes for tokenization; 0: one per CPU core."""
 
@@ -426,7 +427,7 @@ class DecodingConfig(Section, prefix="decoding."):
     """c in the length penalty: 5 in the paper; 0 in Marian, CTranslate2, fairseq and transformers,
     which divide by length^alpha."""
     max_extra_length: ExtraLength = 50
-    """Maximum number of tokens by which a translation may exceed its source."""
+    """Maximum number of tokens by which a translation can exceed its source."""
     min_length: Count = 0
     """Minimum number of tokens in a translation."""
     no_repeat_ngram: Count = 0
@@ -436,9 +437,9 @@ class DecodingConfig(Section, prefix="decoding."):
     temperature: PositiveFloat = 1.0
     """sample: divide logits by this value. Values below 1 make likely tokens more likely."""
     top_k: Count = 0
-    """sample: sample only from the k most likely tokens; 0: from all."""
+    """sample: draw only from the k most likely tokens; 0: from all."""
     top_p: TopP = 1.0
-    """sample: sample only from the smallest set of most likely tokens whose total probability is at
+    """sample: draw only from the smallest set of most likely tokens whose total probability is at
     least p; 1: from all."""
     seed: Seed = 0
     """sample: random seed. The samples of a line do not depend on its batch."""

@@ -145,7 +145,7 @@ class _Worker:
 
     def send(self, task: TokenizeJob | tuple[int, Pairs]) -> None:
         with _death_reported():
-            # ``send`` would cause a warning in Python 3.13 if the worker dies.
+            # ``send`` would trigger a warning in Python 3.13 if the worker dies.
             self._connection.send_bytes(pickle.dumps(task))
 
     def result(self) -> TokenizedChunk:

@@ -102,7 +102,7 @@ def _call(kernel: Any, arrays: Any, mask_B1TS: Any, outs: Any, interpret: bool) 
     warps = 2 if max(T, S) <= 32 else 4 if max(T, S) <= 64 else 8
     return pl.pallas_call(
         partial(kernel, T, S),
-        grid=(arrays[0].shape[3], B),  # heads of a row in sequence: they are adjacent in memory
+        grid=(arrays[0].shape[3], B),  # heads vary fastest, because they are adjacent in memory
         in_specs=[
             pl.BlockSpec((None, None, block[T], block[S]), lambda h, b: (b, 0, 0, 0)),
             *(part(*each) for each in parts),

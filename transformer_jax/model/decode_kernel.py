@@ -82,7 +82,7 @@ def _call(kernel: Any, sentences: Any, beams: Any, caches: Any, interpret: bool)
 
     return pl.pallas_call(
         partial(kernel, W),
-        grid=(H, B),  # heads of a sentence in sequence: they are adjacent in memory
+        grid=(H, B),  # heads vary fastest, because they are adjacent in memory
         in_specs=[*map(of_sentence, sentences), *map(of_beams, beams), *map(of_cache, caches)],
         out_specs=[of_beams(out), *map(of_cache, written)],
         out_shape=[out, *written],

@@ -70,8 +70,7 @@ def kept(shape: tuple[int, ...], rate: float, key: jax.Array) -> jax.Array:
     words, because interleaving the quarters would cost a sixth of a training step on a TPU.
     """
     *leading, last = shape
-    # Splitting a key yields two random words per call of the generator, ``jax.random.bits`` only
-    # one.
+    # Splitting a key gives two random words per generator call; ``jax.random.bits`` gives one.
     words = jax.random.key_data(jax.random.split(key, (*leading, -(-last // 4))))
     halves = [half for i in range(2) for half in (words[..., i], words[..., i] >> 16)]
     quarters = [half.astype(jnp.uint16) >= threshold(rate) for half in halves]

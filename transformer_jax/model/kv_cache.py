@@ -59,7 +59,7 @@ class DecoderCache:
     def replace_rows(self, rows_R: jax.Array, fresh: DecoderCache) -> DecoderCache:
         """Put the R new sentences of ``fresh`` into rows ``rows_R``.
 
-        Rows equal to B are skipped. Only the source arrays of ``fresh`` are used. Old
+        Row indices equal to B are skipped. Only the source arrays of ``fresh`` are used. Old
         self-attention keys stay but are masked. Old values are set to 0, because an infinite value
         times a weight of 0 would be NaN.
         """

@@ -15,7 +15,7 @@ from transformer_jax.model.dropout import DropoutKey, dropout, mask_key
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalization over the last axis, computed in float32. Keeps the input's dtype."""
+    """Layer normalization over the last axis, computed in float32. Returns the input's dtype."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6, use_bias: bool = True):
         """Initialize the scale to 1 and the bias to 0."""

@@ -39,7 +39,7 @@ _BATCHES_BETWEEN_POLLS = 20  # while translating
 class Evaluator:
     """Evaluation of parameters on the dev set and the test set.
 
-    All processes must call the same methods in the same order and get the same results.
+    Every process must call the same methods in the same order, and gets the same results.
     """
 
     def __init__(self, run: Prepared, *, poll: Callable[[], None] = lambda: None):

@@ -36,7 +36,7 @@ Parameters = Any  # nested dict of float32 arrays, as returned by nnx.to_pure_di
 class TrainState:
     """Training state. A step depends only on this state, the config and the corpus."""
 
-    step: jax.Array  # int32: number of steps done, and so the index of the next step
+    step: jax.Array  # int32: number of completed steps, and index of the next one
     parameters: Parameters
     optimizer: Any  # optax state
     ema: Parameters | None  # moving average of the parameters, if configured
