@@ -368,8 +368,7 @@ def run(tmp_path, joint, make, capsys):
 def test_program_writes_a_whole_folder(run, tmp_path) -> None:
     status, said = run("ctranslate2")
     assert (
-        status == 0
-        and "out for ctranslate2. For differences in search, see docs/interop.md" in said
+        status == 0 and "out for ctranslate2. See docs/interop.md for differences in search" in said
     )
     files = ["config.json", "generation_config.json", "model.bin", "shared_vocabulary.json"]
     files += ["source.spm", "target.spm"]

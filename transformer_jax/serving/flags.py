@@ -103,7 +103,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
 
 def _check_values(a: Arguments) -> None:
     if not a.workdir:
-        raise UserError("--workdir is missing; expected a work directory created by train.py.")
+        raise UserError("--workdir is missing; expected a work directory written by train.py.")
     if not 0 < a.port < 65536:
         raise UserError(f"port is {a.port}; expected 1 to 65535.")
     for name in ("max_queue", "max_characters", "timeout"):
