@@ -149,7 +149,7 @@ def test_flags_of_a_page_exist(page: str, files: tuple[str, ...], called: str) -
 
 
 def test_table_3_is_that_of_its_config() -> None:
-    """Rows, and the paper's figures."""
+    """Rows and the paper's results."""
     documented = {
         row: (int(size), float(ppl), float(bleu)) for row, _, size, _, ppl, bleu in TABLE_3
     }

@@ -1,4 +1,4 @@
-"""Figures: contents, and the program that draws them."""
+"""Figures: contents, and the plotting program."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from transformer_jax.sharding import make_mesh
 
 
 class Chip(SimpleNamespace):
-    """A TPU that is not here."""
+    """A fake TPU device."""
 
     __hash__ = object.__hash__
 

@@ -34,7 +34,7 @@ PAIRS = [("one two three", "eins zwei drei"), ("four five", "vier fünf"), ("six
 
 
 def changed(row: str, base: Config) -> dict[str, object]:
-    """The settings that a row changes."""
+    """Settings that a row changes."""
     old, new = flatten(base), flatten(change(row, base))
     return {name: value for name, value in new.items() if value != old[name]}
 
@@ -115,7 +115,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def translators() -> dict[ModelConfig, Translator]:
-    """Those of earlier rows, for rows that train otherwise but whose models are the same."""
+    """Compiled functions of earlier rows with the same model."""
     return {}
 
 

@@ -27,7 +27,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
 def help_on(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> Callable[[], str]:
-    """What train.py prints for ``--help``."""
+    """Output of ``train.py --help``."""
 
     def print_help() -> str:
         with pytest.raises(SystemExit) as end:

@@ -88,7 +88,7 @@ def test_the_package_is_imported_from_the_wheel(installed: Path, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a small model of random weights."""
+    """A run with a small random model."""
     folder = tmp_path_factory.mktemp("run")
     tokenizer = train_tokenizer(LINES)
     write_served_run(folder, Translator(make_model(tokenizer), tokenizer, CONFIG))

@@ -37,7 +37,7 @@ from transformer_jax.decoding.translator import Translator
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compare translations of a file with a slow search, or with themselves in other company."""
+    """Compare translations of a file with a slow search, or across batches."""
 
     workdir: str
     """Work directory of a training run."""
@@ -56,7 +56,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Run one check and print what came of it."""
+    """Run one check and print its result."""
     translator = Translator.from_workdir(
         arguments.workdir,
         beam_size=arguments.beam_size,
@@ -78,7 +78,7 @@ def main(arguments: Arguments) -> None:
 
 
 def agreement(engine: Engine, sentences: list[Sentence]) -> None:
-    """Line by line against the plain search."""
+    """Compare each line with the pure-Python search."""
     config, model = engine.config, engine.model
     start = time.perf_counter()
     found = engine.search([each._replace(wanted=config.beam_size) for each in sentences])
@@ -159,7 +159,7 @@ class WholePass:
 
 
 def independence(engine: Engine, sentences: list[Sentence], batch_sizes: tuple[int, ...]) -> None:
-    """The same sentences in other company."""
+    """Translate the same sentences in different batches."""
     order = np.random.default_rng(0).permutation(len(sentences))
     first: list[list[Hypothesis]] | None = None
     for batch_size in batch_sizes:

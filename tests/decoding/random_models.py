@@ -28,7 +28,7 @@ def lines_of_words(count: int) -> list[str]:
 
 
 def train_tokenizer(lines: list[str]) -> Tokenizer:
-    """Of lower-case sources and upper-case targets."""
+    """A tokenizer for lowercase sources and uppercase targets."""
     pairs = ((line, line.upper()) for line in lines)
     return Tokenizer.train(pairs, TokenizerConfig(vocab_size=50, algorithm="unigram"))
 

@@ -24,7 +24,7 @@ LogProbs = Callable[[Tokens], np.ndarray]
 
 
 class Hypothesis(NamedTuple):
-    """A finished one."""
+    """A finished hypothesis."""
 
     tokens: Tokens
     """EOS included."""
@@ -38,7 +38,7 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a search may write and how it is ranked."""
+    """Constraints of a search and its length penalty."""
 
     max_length: int
     """EOS included; at the last position only EOS is allowed, whatever the other rules say. 0:
@@ -92,7 +92,7 @@ class Rules:
 
 
 def ngrams(tokens: Tokens, n: int) -> list[Tokens]:
-    """All n tokens in a row."""
+    """All n-grams of a sequence."""
     return [tokens[start : start + n] for start in range(len(tokens) - n + 1)]
 
 
@@ -162,7 +162,7 @@ def every_hypothesis(log_probs: LogProbs, rules: Rules) -> list[Hypothesis]:
 
 
 def keeps_rules(tokens: Tokens, rules: Rules) -> bool:
-    """Is this whole sequence, EOS included, one that a search may find?"""
+    """Whether a search may return this sequence (EOS included)."""
     text, end, n = tokens[:-1], len(tokens) - 1, rules.no_repeat_ngram
     if tokens[-1] != EOS or EOS in text or PAD in text or len(tokens) > rules.max_length:
         return False

@@ -28,7 +28,7 @@ start_toys = jax.jit(chains.start, static_argnames="beam_size")
 
 
 class ToyModel:
-    """The chains as a model."""
+    """The Markov chains as a model."""
 
     def start_cache(self, sentence_B, *, beam_size):
         return start_toys(sentence_B, beam_size=beam_size)

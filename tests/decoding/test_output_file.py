@@ -150,7 +150,7 @@ def test_a_device_keeps_nothing():
 
 @pytest.mark.parametrize("count", [1, 3, 4, 30])
 def test_shards_joined_are_the_whole(kind, tmp_path, count):
-    """By the commands of docs/decoding.md."""
+    """Shards joined with the commands of docs/decoding.md."""
     source, arguments = kind
     run(source, tmp_path / "whole", **arguments)
     for i in range(count):

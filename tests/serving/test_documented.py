@@ -21,7 +21,7 @@ FORM = "application/x-www-form-urlencoded"
 
 
 class Curl(NamedTuple):
-    """What a command asks."""
+    """A request of a curl command."""
 
     path: str
     body: str

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def latest(workdir: Path) -> int:
-    """The last step that was logged."""
+    """The last logged step."""
     return max((entry["step"] for entry in entries(workdir)), default=0)
 
 

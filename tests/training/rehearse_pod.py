@@ -90,11 +90,11 @@ class Pod:
                 )
 
     def said(self, number: int) -> str:
-        """What a process has written so far."""
+        """Output of a process so far."""
         return self.logs[number].read_text()
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait for something while all processes run."""
+        """Wait for a condition while all processes run."""
         end = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             for number, process in enumerate(self.processes):
@@ -108,13 +108,13 @@ class Pod:
         return [process.wait(end - time.monotonic()) for process in self.processes]
 
     def kill(self) -> None:
-        """End what is left."""
+        """Stop the remaining processes."""
         for process in self.processes:
             process.kill()
 
 
 class Rehearsal:
-    """The steps, in order."""
+    """The steps of the rehearsal, in order."""
 
     def __init__(self, folder: Path, emulator: subprocess.Popen[bytes]):
         self.folder, self.emulator = folder, emulator

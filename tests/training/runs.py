@@ -121,7 +121,7 @@ def numbered(coordinator: str, count: int, number: int) -> tuple[str, ...]:
 
 
 def ends(processes: list[subprocess.Popen[str]], *, within: float = 300) -> list[str]:
-    """What they said, when all have ended."""
+    """Output of all processes, once they have exited."""
     return [process.communicate(timeout=within)[1] for process in processes]
 
 
@@ -171,13 +171,13 @@ def entries(workdir: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 
 def saving(workdir: Path) -> bool:
-    """Whether a checkpoint is begun and not complete."""
+    """Whether an incomplete checkpoint exists."""
     folders = (workdir / "checkpoints").glob("*")
     return any(not (folder / "manifest.json").exists() for folder in folders)
 
 
 def final_state(config: Config, workdir: Path) -> Any:
-    """Everything in the last checkpoint."""
+    """The state in the last checkpoint."""
     with prepare(config, workdir, devices=ONE) as run:
         assert run.checkpoints.steps()
         return jax.tree.map(np.asarray, run.state)

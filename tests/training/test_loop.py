@@ -376,7 +376,7 @@ def test_packed_rows_and_sampled_subwords_train(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_checkpoint_keeps_its_tokenizer(tmp_path: Path) -> None:
-    """Also with other settings of the training."""
+    """Also with different training settings."""
     config, written = no_evaluation(tiny()), set()
     for warmup_steps in (1, 2):
         optimizer = dataclasses.replace(config.optimizer, warmup_steps=warmup_steps)
