@@ -1,4 +1,4 @@
-"""Dropout and its random keys in a forward pass."""
+"""Dropout, and its random keys in a forward pass."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class DecoderCache:
     keys_transposed: bool = struct.field(pytree_node=False)  # keys are [B, H, K, L]
 
     def reorder(self, parents_BW: jax.Array) -> DecoderCache:
-        """Make beam w continue beam ``parents_BW[b, w]``."""
+        """Let beam w continue beam ``parents_BW[b, w]``."""
         ancestors_BWT = jnp.take_along_axis(self.ancestors_BWT, parents_BW[:, :, None], axis=1)
         return dataclasses.replace(self, ancestors_BWT=ancestors_BWT)
 

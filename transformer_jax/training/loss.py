@@ -278,7 +278,7 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _divergence(log_probs_LV: jax.Array, probs_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each row's KL divergence and its gradient with respect to the logits.
+    """Return the KL divergence of each row, and its gradient with respect to the logits.
 
     The first half of the rows holds p and gives KL(p, q); the second half holds q and gives
     KL(q, p).

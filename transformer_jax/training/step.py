@@ -232,7 +232,7 @@ def loss_and_sums(
     graph: Any,
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
-    """Compute the summed loss of a batch, and all sums. Without a key: no dropout, no R-Drop."""
+    """Compute the total loss of a batch and its sums. Without a key: no dropout, no R-Drop."""
     r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
