@@ -65,6 +65,7 @@ def merged_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Arra
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
 def _attention(interpret: bool, *arrays_and_mask: Any) -> jax.Array:
     *arrays, mask_B1TS = arrays_and_mask
     B, T, _, H, _ = arrays[0].shape
@@ -72,6 +73,7 @@ def _attention(interpret: bool, *arrays_and_mask: Any) -> jax.Array:
     return _call(_forward_kernel, arrays, mask_B1TS, [out], interpret)[0][:, :, 0]
 
 
+@partial(jax.jit, static_argnums=0)
 def _backward(interpret: bool, residuals: Any, d_out_BTHK: jax.Array) -> tuple[Any, ...]:
     *arrays, mask_B1TS = residuals
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]

@@ -63,6 +63,7 @@ def attend_to_source(
     return _call(_source_kernel, sentences, (q_BWHK,), source, interpret)[0]
 
 
+@partial(jax.jit, static_argnums=(0, 4))  # traced and lowered once for all layers
 def _call(kernel: Any, sentences: Any, beams: Any, caches: Any, interpret: bool) -> list[Any]:
     """Run one program per sentence and head. Returns [B, W, H, K] and the updated caches."""
     B, W, H, _ = beams[0].shape

@@ -70,6 +70,7 @@ def _residual_norm(settings: _Settings, *arrays: Any) -> jax.Array:
     return _forward(settings, *arrays)[0]
 
 
+@partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
 def _forward(settings: _Settings, *arrays: Any) -> tuple[jax.Array, Any]:
     x_L4C, _, _, scale_4C, _ = arrays
     mask = jax.ShapeDtypeStruct((len(x_L4C), 1, scale_4C.shape[1]), jnp.uint8)
@@ -78,6 +79,7 @@ def _forward(settings: _Settings, *arrays: Any) -> tuple[jax.Array, Any]:
     return out_L4C, (sum_L4C, packed_L1C, scale_4C)
 
 
+@partial(jax.jit, static_argnums=0)
 def _backward(settings: _Settings, residuals: Any, d_out_L4C: jax.Array) -> tuple[Any, ...]:
     sum_L4C, _, scale_4C = residuals
     shards = gpu.row_shards(settings.mesh)
