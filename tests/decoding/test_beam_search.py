@@ -166,7 +166,7 @@ def test_reported_scores_are_those_of_the_forced_output():
             assert score == pytest.approx(expected / ((5 + len(tokens)) / 6) ** 0.6, abs=1e-4)
 
 
-def test_neighbours_do_not_matter():
+def test_neighbors_do_not_matter():
     logits = random_chain(3, sentences=12, length=8, vocab=10)
     limits = np.array([8, 1, 3, 8, 5, 2, 8, 7, 6, 4, 8, 1])
     together = found_in(logits, beam_size=3, max_lengths=limits)
@@ -225,7 +225,7 @@ def test_impossible_tokens_never_give_nan():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbours(value):
+def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbors(value):
     logits = random_chain(9, sentences=3, length=6, vocab=10)
     expected = found_in(logits, beam_size=2)
     logits[1, 2] = value

@@ -73,7 +73,7 @@ def engine():
 
 @pytest.mark.cpu("elsewhere sums may be taken in another order")
 def test_the_same_in_any_company():
-    """To the last bit, whichever shapes the neighbours are encoded in and whichever blocks of the
+    """To the last bit, whichever shapes the neighbors are encoded in and whichever blocks of the
     caches they need.
     """
     config = DecodingConfig(**{**vars(CONFIG), "batch_size": 9, "max_source_length": 80})

@@ -108,7 +108,7 @@ def test_seeds_choose_the_samples():
     assert one[0] != other[0] and one[1] == other[1]
 
 
-def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbours():
+def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbors():
     with_nan = TOYS.copy()
     with_nan[0, 1:] = np.nan
     limit_B = np.array([LENGTH, LENGTH])

@@ -263,7 +263,7 @@ def test_each_dropout_drops_by_itself(rate: str) -> None:
 
 def test_learned_positions_end_with_a_clear_error() -> None:
     with pytest.raises(
-        UserError, match=r"has 13 positions; expected at most 12: model.max_positions is 12"
+        UserError, match=r"has 13 positions; expected at most 12, the number of learned positions"
     ):
         run(build(**VARIANTS["learned, deep encoder"]), tokens(1, 13), tokens(1, 3))
 

@@ -71,8 +71,8 @@ class Embedding(nnx.Module):
         else:
             raise UserError(
                 f"A sequence has {num_positions} positions; expected at most "
-                f"{self.position_matrix.shape[0]}: model.max_positions is "
-                f"{self.position_matrix.shape[0]}, the number of learned positions."
+                f"{self.position_matrix.shape[0]}, the number of learned positions "
+                "(model.max_positions)."
             )
         # Padding at the end of a packed row can be longer than any sentence. Its positions are
         # clipped, because NaN would spread even if masked.

@@ -27,25 +27,25 @@ class LayerNorm(nnx.Module):
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Normalize, then multiply by the scale and add the bias."""
         shape = (1,) * (x_BLD.ndim - 1) + (-1,)
-        y = self.normalised(x_BLD.astype(jnp.float32)) * self.scale[...].reshape(shape)
+        y = self.normalized(x_BLD.astype(jnp.float32)) * self.scale[...].reshape(shape)
         if self.bias is not None:
             y += self.bias[...].reshape(shape)
         return y.astype(x_BLD.dtype)
 
-    def normalised(self, x_BLD: jax.Array) -> jax.Array:
+    def normalized(self, x_BLD: jax.Array) -> jax.Array:
         """Normalize to mean 0 and variance 1 over D."""
-        return _normalised(x_BLD, self.epsilon)
+        return _normalized(x_BLD, self.epsilon)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _normalised(x_BLD: jax.Array, epsilon: float) -> jax.Array:
+def _normalized(x_BLD: jax.Array, epsilon: float) -> jax.Array:
     """Normalize to mean 0 and variance 1 over D; the backward pass reuses the statistics."""
     mean_BL1, inverse_BL1 = _statistics(x_BLD, epsilon)
     return (x_BLD - mean_BL1) * inverse_BL1
 
 
-@_normalised.defjvp
-def _normalised_jvp(
+@_normalized.defjvp
+def _normalized_jvp(
     epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     [x_BLD], [dx_BLD] = primals, tangents
@@ -72,7 +72,7 @@ class RMSNorm(LayerNorm):
         """Initialize the scale to 1."""
         super().__init__(d_model, epsilon=epsilon, use_bias=False)
 
-    def normalised(self, x_BLD: jax.Array) -> jax.Array:
+    def normalized(self, x_BLD: jax.Array) -> jax.Array:
         """Normalize to mean square 1 over D."""
         mean_BL1 = jnp.square(x_BLD).mean(axis=-1, keepdims=True)
         return x_BLD * jax.lax.rsqrt(mean_BL1 + self.epsilon)

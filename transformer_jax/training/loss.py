@@ -271,9 +271,9 @@ def _max_and_sum_of_exp(x_LV: jax.Array) -> tuple[jax.Array, jax.Array]:
     lowest = jnp.float32(jnp.finfo(jnp.float32).min)
     # Joining costs more than an exponential, and a thread reads 8 neighbors in one instruction.
     width = math.gcd(x_LV.shape[1], 8)
-    neighbours = [x_LV[:, i::width] for i in range(width)]
-    top = reduce(jnp.maximum, neighbours, lowest)
-    total = sum(jnp.exp(x - top) for x in neighbours)
+    neighbors = [x_LV[:, i::width] for i in range(width)]
+    top = reduce(jnp.maximum, neighbors, lowest)
+    total = sum(jnp.exp(x - top) for x in neighbors)
     return jax.lax.reduce((top, total), (lowest, jnp.float32(0)), join, (1,))
 
 

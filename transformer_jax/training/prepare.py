@@ -257,7 +257,7 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
         pairs[name] = list(texts[name].pairs())
         if not pairs[name]:
             raise UserError(
-                f"data.{name} has no pairs; expected at least one, or data.{name}.kind none."
+                f"data.{name} has no pairs; expected at least one, or set data.{name}.kind to none."
             )
     if "dev" in pairs:
         pairs["dev"] = pairs["dev"][: training.bleu_sentences] if training.bleu_every else []
