@@ -82,6 +82,7 @@ clean:  ## remove .venv, caches and build output; runs/ and data/ stay
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip  # Python 3.11 brings one that takes more than twice as long
 	$(PIP) -r requirements.txt
 	@touch $@
 

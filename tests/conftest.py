@@ -5,6 +5,7 @@ persistent compilation cache.
 import atexit
 import gc
 import hashlib
+import importlib
 import os
 import shutil
 import signal
@@ -101,6 +102,19 @@ os.environ |= {
 STARTED = [str(Path(__file__).with_name("started")), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, STARTED))
 
+# What tests import is compiled to bytecode when it is first imported, for 13 s of CPU time. Workers
+# begin with different packages, so that few are compiled twice.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests read only folders that they wrote
+PACKAGES = (
+    ("transformer_jax.training.loop", "hypothesis", "chex"),
+    ("torch", "transformers.models.marian.modeling_marian"),
+    ("matplotlib.pyplot", "fastapi.testclient", "playwright.sync_api", "nbclient"),
+)
+if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
+    for number in range(len(PACKAGES)):
+        for name in PACKAGES[(int(worker) + number) % len(PACKAGES)]:
+            with suppress(ImportError):
+                importlib.import_module(name)
 
 import jax  # noqa: E402  reads the settings above
 import pytest  # noqa: E402

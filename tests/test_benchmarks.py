@@ -68,13 +68,14 @@ def test_commands_here_and_in_another_checkout(tmp_path: Path) -> None:
 
 
 def test_training(tmp_path: Path) -> None:
+    """Ours as in another checkout; by itself it is among the toy sizes below."""
     small = ["--config", str(tmp_path / "tiny.py"), "--pairs", "4", "--length", "6", "--steps", "2"]
-    engines = ["--engines", "ours", "torch_eager", "--against", str(ROOT)]
+    engines = ["--engines", "torch_eager", "--against", str(ROOT)]
     table = benchmark(tmp_path, "train", *small, *engines)
-    assert set(table) == {"ours", "torch_eager", "against"}
+    assert set(table) == {"torch_eager", "against"}
     for figures in table.values():
         assert figures["target tokens/s"] > 0 and figures["ms a step"] > 0 and figures["gb"] > 0
-    assert table["ours"]["compiling, s"] > 0
+    assert table["against"]["compiling, s"] > 0
 
 
 def test_decoding_agrees_with_other_engines(tmp_path: Path) -> None:
@@ -168,6 +169,7 @@ def test_toy_sizes_of_the_accelerator_benchmarks(
         assert max(figures[name] for name in ("out", "dq", "dk", "dv")) < 0.01  # bfloat16
     figures = tables["train_base_2"]["ours"]
     assert figures["target tokens/s"] == 2 * figures["tokens/s per device"] > 0
+    assert figures["compiling, s"] > 0
     assert tables["bart_32"]["batch 4, ours"]["tokens"] == 4 * 5  # of the fixed length
 
 

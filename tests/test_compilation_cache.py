@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,23 +47,27 @@ def run(*, limit: int = 0, **environment: str) -> tuple[str, str]:
 HIT = "/jax/compilation_cache/cache_hits"
 
 
-def test_the_second_start_finds_what_the_first_compiled(tmp_path: Path) -> None:
-    folder = tmp_path / "transformer_jax" / "compiled"
-    out, err = run(XDG_CACHE_HOME=str(tmp_path))
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's cache folder after one start."""
+    home = tmp_path_factory.mktemp("home")
+    out, err = run(XDG_CACHE_HOME=str(home))
     assert HIT not in out and not err
-    assert list(folder.glob("*-cache"))
-    out, err = run(XDG_CACHE_HOME=str(tmp_path))
+    assert list((home / "transformer_jax" / "compiled").glob("*-cache"))
+    return home
+
+
+def test_the_second_start_finds_what_the_first_compiled(filled: Path) -> None:
+    out, err = run(XDG_CACHE_HOME=str(filled))
     assert HIT in out and not err
-    out, _ = run(JAX_COMPILATION_CACHE_DIR=str(folder))
-    assert HIT in out
-    out, _ = run(XDG_CACHE_HOME=str(tmp_path), JAX_ENABLE_COMPILATION_CACHE="false")
+    out, _ = run(XDG_CACHE_HOME=str(filled), JAX_ENABLE_COMPILATION_CACHE="false")
     assert HIT not in out
 
 
-def test_jax_own_setting_is_respected(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    run(XDG_CACHE_HOME=str(tmp_path / "ours"), JAX_COMPILATION_CACHE_DIR=str(theirs))
-    assert list(theirs.glob("*-cache")) and not (tmp_path / "ours").exists()
+def test_jax_own_setting_is_respected(filled: Path, tmp_path: Path) -> None:
+    theirs = filled / "transformer_jax" / "compiled"
+    out, _ = run(XDG_CACHE_HOME=str(tmp_path / "ours"), JAX_COMPILATION_CACHE_DIR=str(theirs))
+    assert HIT in out and not (tmp_path / "ours").exists()
 
 
 def test_the_default_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +114,9 @@ def test_a_full_disk_costs_only_the_cache(tmp_path: Path) -> None:
     assert err.count("\n") == 1 and out
 
 
-def test_a_damaged_entry_is_compiled_again_with_a_warning(tmp_path: Path) -> None:
-    run(XDG_CACHE_HOME=str(tmp_path))
-    entries = list((tmp_path / "transformer_jax" / "compiled").glob("*-cache"))
-    assert entries
-    for entry in entries:
+def test_a_damaged_entry_is_compiled_again_with_a_warning(filled: Path, tmp_path: Path) -> None:
+    shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
+    for entry in (tmp_path / "transformer_jax" / "compiled").glob("*-cache"):
         entry.write_bytes(entry.read_bytes()[:100])
     out, err = run(XDG_CACHE_HOME=str(tmp_path))
     assert HIT not in out and "Error reading persistent compilation cache entry" in err

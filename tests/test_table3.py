@@ -113,32 +113,57 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(PAIRS, TokenizerConfig(vocab_size=40))
 
 
+def small(row: str, tokenizer: Tokenizer) -> Config:
+    """A row on a model of one layer, or from two layers where the row changes their number."""
+    base = tiny(average=1)
+    layers = 2 if row.startswith("C-N") else 1
+    model = dataclasses.replace(base.model, d_model=32, num_heads=8, num_layers=layers)
+    config = change(row, dataclasses.replace(base, model=model))
+    vocabulary = {"vocab_size": tokenizer.target.vocab_size}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **vocabulary),
+        decoding=DecodingConfig(beam_size=2, max_extra_length=3, batch_size=2),
+    )
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_has_parameters_of_its_sizes(row: str, tokenizer: Tokenizer) -> None:
+    config = small(row, tokenizer)
+    functions = make_step_functions(config, make_mesh(MeshConfig(), ONE))
+    parameters, model = functions.abstract_state.parameters, config.model
+    layers = parameters["encoder"]["layers"]
+    assert len(layers) == len(parameters["decoder"]["layers"]) == model.num_layers
+    shapes = [
+        layers[0]["self_attention"]["query"]["kernel"].shape,
+        layers[0]["feed_forward"]["inner"]["kernel"].shape,
+    ]
+    heads = model.num_heads, model.head_width_k
+    assert shapes == [(model.d_model, *heads), (model.d_model, model.d_ff)]
+
+
+# One for each setting that rows change, the far end where it goes both ways.
+TRAINED = ["base", "A-h1", "A-h32", "B-dk16", "C-N2", "C-dmodel256", "C-dff1024"]
+TRAINED += ["D-drop0.2", "D-ls0.0", "E", "big"]
+
+
 @pytest.fixture(scope="module")
 def translators() -> dict[ModelConfig, Translator]:
     """Compiled functions of earlier rows with the same model."""
     return {}
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", TRAINED)
 def test_a_row_trains_resumes_and_translates(
     row: str,
     tokenizer: Tokenizer,
     translators: dict[ModelConfig, Translator],
     tmp_path: Path,
 ) -> None:
-    """One layer of 8 heads (from two layers to 1, 1 and 3 where these are the row's) takes a step,
-    is saved, restored to the same next step, and translates.
+    """One layer of 8 heads (another number where it is the row's) takes a step, is saved, restored
+    to the same next step, and translates.
     """
-    layers = 2 if row.startswith("C-N") else 1
-    small = tiny(0.1 if row in ("base", "D-drop0.2") else 0.0, average=1)
-    vocabulary = {"vocab_size": tokenizer.target.vocab_size}
-    model = dataclasses.replace(small.model, d_model=32, num_heads=8, num_layers=layers)
-    config = change(row, dataclasses.replace(small, model=model))
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, **vocabulary),
-        decoding=DecodingConfig(beam_size=2, max_extra_length=3, batch_size=2),
-    )
+    config = small(row, tokenizer)
     functions = make_step_functions(config, make_mesh(MeshConfig(), ONE))
     batch = Batch(*np.random.default_rng(0).integers(4, 40, (2, 8, 6), dtype=np.int32))
     (tmp_path / "config.json").write_text(to_json(config))

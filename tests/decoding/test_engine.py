@@ -254,11 +254,11 @@ def test_fewer_hypotheses_are_the_first_of_more(settings):
         assert some == [its[:wanted] for its in every]
 
 
-@pytest.mark.devices(4)
-@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.devices(3)
+@pytest.mark.parametrize("rows", [4, 20])
 def test_devices_share_the_sentences(engine, rows):
     config = dataclasses.replace(CONFIG, batch_size=rows)
-    each = [Engine([make_model(0)], config, device=device) for device in jax.devices()[:4]]
+    each = [Engine([make_model(0)], config, device=device) for device in jax.devices()[:3]]
     searched = set()
     for device, one in enumerate(each):
 
@@ -268,7 +268,7 @@ def test_devices_share_the_sentences(engine, rows):
 
         one.seat = seat
     assert tokens(search_together(each, SENTENCES)) == tokens(engine.search(SENTENCES))
-    assert len(searched) == min(4, -(-len(SENTENCES) // rows))
+    assert len(searched) == min(3, -(-len(SENTENCES) // rows))
     assert search_together(each, []) == []
 
 

@@ -201,9 +201,11 @@ def test_corrected_text_gets_a_tokenizer_of_its_own(
     train(config("right"), tmp_path / "run", devices=ONE)
     second = Tokenizer.load(tmp_path / "run")
     assert first.source.encode(["xy"])[0].count(3) and not second.source.encode(["xy"])[0].count(3)
-    # From the first checkpoint on the text is what it was.
-    with pytest.raises(UserError, match="The training text differs"):
-        train(config("wrong"), tmp_path / "run", devices=ONE)
+    # From the first checkpoint on the text is what it was, also in the same file.
+    (tmp_path / "right" / "text").write_text((tmp_path / "wrong" / "text").read_text())
+    for name in ("wrong", "right"):
+        with pytest.raises(UserError, match="The training text differs"):
+            train(config(name), tmp_path / "run", devices=ONE)
     assert Tokenizer.load(tmp_path / "run").fingerprint == second.fingerprint
 
 

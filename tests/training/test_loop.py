@@ -26,7 +26,6 @@ from transformer_jax.checkpoint import choose_checkpoints, complete_steps, load_
 from transformer_jax.config import (
     BatchConfig,
     Config,
-    DataConfig,
     MeshConfig,
     OptimizerConfig,
     PairsConfig,
@@ -100,17 +99,33 @@ def test_work_directory_holds_what_is_promised(finished: Path) -> None:
     assert complete_steps(finished / "checkpoints")[-3:] == [20, 25, 30]
 
 
-def test_killed_at_any_moment_the_run_ends_in_the_same_bits(finished: Path, tmp_path: Path) -> None:
+def test_killed_or_stopped_at_any_moment_the_run_ends_in_the_same_bits(
+    finished: Path, tmp_path: Path
+) -> None:
     workdir, cache = tmp_path / "run", finished.parent / "cache"
-    moments = {
-        "a save": lambda: saving(workdir),
-        "step 23": lambda: any(entry["step"] >= 23 for entry in entries(workdir)),
-    }
-    for what, reached in moments.items():
-        process = command(workdir, cache, whole())
-        wait_for(reached, process, what)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+
+    def newest() -> int:
+        return max((entry["step"] for entry in entries(workdir)), default=0)
+
+    process = command(workdir, cache, whole())
+    wait_for(lambda: saving(workdir), process, "a save")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    killed_at = newest()
+    process = command(workdir, cache, whole())
+    wait_for(lambda: newest() > killed_at, process, "another step")
+    process.terminate()
+    process.terminate()  # a group's signal may come twice
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["stopped_by"] == "SIGTERM" and summary["steps"] < 30
+    assert complete_steps(workdir / "checkpoints")[-1] == summary["steps"]
+    assert "Run the same command again" in errors
+    process = command(workdir, cache, whole())
+    wait_for(lambda: newest() >= 23, process, "step 23")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
     process = command(workdir, cache, whole())
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
@@ -150,9 +165,14 @@ def test_parameters_split_over_devices_change_nothing(finished: Path, tmp_path: 
     )
 
 
-def test_entries_of_several_steps_are_their_means(finished: Path, tmp_path: Path) -> None:
-    train(no_evaluation(whole(steps=12, log_every=4)), tmp_path / "run", devices=ONE)
-    single, several = entries(finished)[:12], entries(tmp_path / "run")
+def test_entries_of_several_steps_are_their_means(tmp_path: Path) -> None:
+    for log_every in (1, 4):
+        train(
+            no_evaluation(tiny(steps=12, log_every=log_every, checkpoint_every=12)),
+            tmp_path / str(log_every),
+            devices=ONE,
+        )
+    single, several = entries(tmp_path / "1"), entries(tmp_path / "4")
     assert [entry["step"] for entry in several] == [4, 8, 12]
     for group, entry in zip((single[:4], single[4:8], single[8:]), several, strict=True):
         losses = [each["loss"] for each in group]
@@ -176,34 +196,6 @@ def test_the_best_checkpoint_by_bleu_is_kept(tmp_path: Path) -> None:
         summary = train(config, tmp_path / "run", devices=ONE)
     assert (summary["best_dev_bleu"], summary["best_step"]) == (9.0, 4)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [4, 8]
-
-
-def test_sigterm_saves_and_tells_how_to_go_on(finished: Path, tmp_path: Path) -> None:
-    workdir, cache = tmp_path / "run", finished.parent / "cache"
-    process = command(
-        workdir, cache, tiny(steps=100_000, eval_every=100_000, checkpoint_every=100_000)
-    )
-    wait_for(lambda: len(entries(workdir)) > 3, process, "step 3")
-    process.terminate()
-    process.terminate()  # a group's signal may come twice
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, errors
-    summary = json.loads((workdir / "summary.json").read_text())
-    assert summary["stopped_by"] == "SIGTERM"
-    assert complete_steps(workdir / "checkpoints") == [summary["steps"]]
-    assert "Run the same command again" in errors
-
-
-def test_changed_training_text_is_refused(tmp_path: Path) -> None:
-    lines = "".join(f"{a} {b}\n" for a in range(40) for b in range(5))
-    (tmp_path / "text").write_text(lines)
-    pairs = PairsConfig("text", ("text",), ("text",))
-    data = DataConfig(root=str(tmp_path), train=pairs, max_source_length=64, max_target_length=64)
-    config = dataclasses.replace(tiny(steps=1), data=data, tokenizer=TokenizerConfig(vocab_size=30))
-    train(config, tmp_path / "run", devices=ONE)
-    (tmp_path / "text").write_text(lines.replace("7", "8"))
-    with pytest.raises(UserError, match="The training text differs"):
-        train(config, tmp_path / "run", devices=ONE)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:

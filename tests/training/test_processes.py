@@ -31,7 +31,7 @@ from transformer_jax.checkpoint import complete_steps
 from transformer_jax.config import Config, PairsConfig, Processes
 from transformer_jax.errors import UserError
 
-WHOLE = tiny(dropout=0.1, steps=12, eval_every=12, bleu_every=0, checkpoint_every=3)
+WHOLE = tiny(dropout=0.1, steps=12, eval_every=12, bleu_every=0, checkpoint_every=4)
 STEPS = no_evaluation(WHOLE)
 ONE_PROCESS = jax.devices()[:2]  # of the runs to compare with
 
@@ -114,27 +114,6 @@ def test_killed_together_resumed_together_or_alone(finished: Path, tmp_path: Pat
     np.testing.assert_allclose(one, several, rtol=1e-5)
 
 
-def saved_and_ended(
-    both: list[subprocess.Popen[str]], workdir: Path, number: signal.Signals
-) -> str:
-    """What process 0 says when a signal to process 1 after step 3 has ended both."""
-    wait_for(lambda: len(entries(workdir)) > 3, both[0], "step 3")
-    both[1].send_signal(number)
-    said = ends(both, within=60)
-    assert [process.returncode for process in both] == [128 + signal.SIGTERM] * 2, "\n".join(said)
-    assert (
-        complete_steps(workdir / "checkpoints")[-1]
-        == json.loads((workdir / "summary.json").read_text())["steps"]
-    )
-    assert "Run the same command again" in said[0]
-    return said[0]
-
-
-def test_ctrl_c_in_one_saves_and_ends_both(finished: Path, tmp_path: Path) -> None:
-    both = two(tmp_path / "run", finished.parent / "cache", endless())
-    saved_and_ended(both, tmp_path / "run", signal.SIGINT)
-
-
 def endless(**training: Any) -> Config:
     training = {"steps": 100_000, "checkpoint_every": 1000} | training
     return dataclasses.replace(STEPS, training=dataclasses.replace(STEPS.training, **training))
@@ -212,11 +191,18 @@ def test_flags_that_do_not_go_together(settings: Processes, message: str) -> Non
 @pytest.mark.cpu("the programs that it starts run on CPUs")
 def test_two_begin_from_another_run_and_end_together(finished: Path, tmp_path: Path) -> None:
     """One process reads the checkpoints' names for both, and neither waits for the other in vain.
-    SIGTERM to one saves and ends both.
+    Ctrl-C in one saves and ends both (test_object_store.py sends SIGTERM).
     """
-    both = two(tmp_path / "run", finished.parent / "cache", endless(start_from=str(finished)))
-    said = saved_and_ended(both, tmp_path / "run", signal.SIGTERM)
-    assert "Starting from the parameters of" in said
+    workdir = tmp_path / "run"
+    both = two(workdir, finished.parent / "cache", endless(start_from=str(finished)))
+    wait_for(lambda: len(entries(workdir)) > 3, both[0], "step 3")
+    both[1].send_signal(signal.SIGINT)
+    said = ends(both, within=60)
+    assert [process.returncode for process in both] == [128 + signal.SIGTERM] * 2, "\n".join(said)
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert complete_steps(workdir / "checkpoints")[-1] == summary["steps"]
+    assert "Starting from the parameters of" in said[0]
+    assert "Run the same command again" in said[0]
     train(endless(start_from=str(finished), steps=2), tmp_path / "alone", devices=ONE_PROCESS)
     several, one = (
         [entry["loss"] for entry in entries(tmp_path / name)][:2] for name in ("run", "alone")

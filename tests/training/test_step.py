@@ -46,7 +46,7 @@ CONFIG = Config(
         d_ff=32,
         num_heads=8,
         num_layers=1,
-        dropout=0.1,
+        dropout=0.0,
         dtype="float32",
     ),
     data=DataConfig(max_source_length=16, max_target_length=16),
@@ -54,6 +54,8 @@ CONFIG = Config(
     optimizer=OptimizerConfig(warmup_steps=10),
     training=TrainingConfig(steps=10),
 )
+# Drawing dropout is a third of what is compiled for a step.
+DROPPING = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.1))
 
 
 def batch(seed: int = 0, rows: int = 16) -> Batch:
@@ -92,7 +94,7 @@ def losses_of(run: StepFunctions, steps: int = 4) -> tuple[list[float], TrainSta
 
 @pytest.fixture(scope="module")
 def on_one_device() -> list[float]:
-    return losses(CONFIG, 1)[0]
+    return losses(DROPPING, 1)[0]
 
 
 def test_numbers_of_three_steps() -> None:
@@ -124,10 +126,10 @@ def test_numbers_of_three_steps() -> None:
 
 def test_seeds_share_a_compiled_step() -> None:
     """In one process, and in the compilation cache, where the program's text is the key."""
-    steps = [step_functions(dataclasses.replace(CONFIG, seed=seed)) for seed in (0, 7)]
+    steps = [step_functions(dataclasses.replace(DROPPING, seed=seed)) for seed in (0, 7)]
     assert steps[0].train_step is steps[1].train_step
-    config = StepConfig.of(dataclasses.replace(CONFIG, seed=7))
-    steps[1] = shared_functions.__wrapped__(config, make_mesh(CONFIG.mesh, ONE))
+    config = StepConfig.of(dataclasses.replace(DROPPING, seed=7))
+    steps[1] = shared_functions.__wrapped__(config, make_mesh(DROPPING.mesh, ONE))
     texts = {each.train_step.lower(each.abstract_state, batch()).as_text() for each in steps}
     assert len(texts) == 1
     run = steps[0]
@@ -136,8 +138,8 @@ def test_seeds_share_a_compiled_step() -> None:
     assert float(of_0.sums.nll) != float(of_7.sums.nll)  # dropout differs
 
 
-# Each axis alone, each pair, all three; all devices, or fewer than there are.
-MESHES = [(2, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+# Each axis alone and all three; all devices, or fewer than there are.
+MESHES = [(2, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
 
 
 # So many that beside one layer's output for them all parameters are little.
@@ -155,7 +157,7 @@ def compiled_step(run: StepFunctions, rows: int) -> str:
 def test_losses_are_those_of_one_device(
     mesh: tuple[int, int, int], on_one_device: list[float]
 ) -> None:
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(*mesh))
+    config = dataclasses.replace(DROPPING, mesh=MeshConfig(*mesh))
     several, state = losses(config, int(np.prod(mesh)))
     np.testing.assert_allclose(several, on_one_device, rtol=1e-5)
     kernel = state.parameters["encoder"]["layers"][0]["feed_forward"]["inner"]["kernel"]
@@ -167,7 +169,7 @@ def test_losses_are_the_same_on_devices_in_another_order(on_one_device: list[flo
     """As on real machines, where a mesh follows the topology, and on two slices."""
     mesh = MeshConfig(2, 2, 2, slices=2)
     devices = [jax.devices()[number] for number in (6, 3, 0, 5, 2, 7, 4, 1)]
-    run = make_step_functions(dataclasses.replace(CONFIG, mesh=mesh), make_mesh(mesh, devices))
+    run = make_step_functions(dataclasses.replace(DROPPING, mesh=mesh), make_mesh(mesh, devices))
     np.testing.assert_allclose(losses_of(run)[0], on_one_device, rtol=1e-5)
 
 
@@ -264,9 +266,7 @@ def test_fsdp_leaves_each_device_its_share() -> None:
 
 
 def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
-    run = step_functions(
-        dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
-    )
+    run = step_functions(CONFIG)
     state = start(run)
     first = None
     for _ in range(30):
@@ -279,11 +279,10 @@ def test_training_lowers_the_loss_of_a_repeated_batch() -> None:
     ("devices", "accumulate_steps"), [(1, 4), pytest.param(4, 2, marks=pytest.mark.devices(4))]
 )
 def test_accumulation_changes_nothing(devices: int, accumulate_steps: int) -> None:
-    plain = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
     parts = dataclasses.replace(
-        plain, optimizer=dataclasses.replace(plain.optimizer, accumulate_steps=accumulate_steps)
+        CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, accumulate_steps=accumulate_steps)
     )
-    whole_losses, whole = losses(plain, 1)
+    whole_losses, whole = losses(CONFIG, 1)
     part_losses, split = losses(parts, devices)
     np.testing.assert_allclose(part_losses, whole_losses, rtol=1e-5)
     jax.tree.map(
@@ -308,8 +307,7 @@ def test_each_microbatch_draws_its_own_dropout() -> None:
 @pytest.fixture(scope="module")
 def two_rows_alone() -> tuple[StepMetrics, LossSums]:
     """What a step finds on two rows, and an evaluation after it."""
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
-    run = step_functions(config)
+    run = step_functions(CONFIG)
     state, metrics = run.train_step(start(run), batch(rows=2))
     return metrics, run.eval_step(state.parameters, batch(rows=2))
 
@@ -317,11 +315,9 @@ def two_rows_alone() -> tuple[StepMetrics, LossSums]:
 @pytest.mark.parametrize(
     ("devices", "accumulate_steps", "segments"),
     [
-        (1, 1, False),
         (1, 4, False),
         (1, 4, True),
         pytest.param(8, 1, False, marks=pytest.mark.devices(8)),
-        pytest.param(8, 1, True, marks=pytest.mark.devices(8)),
     ],
 )
 def test_empty_rows_change_nothing(
@@ -333,9 +329,8 @@ def test_empty_rows_change_nothing(
     """Even where a microbatch or a device has no others; nor does it to say that each row is one
     sentence.
     """
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0))
-    optimizer = dataclasses.replace(config.optimizer, accumulate_steps=accumulate_steps)
-    run = step_functions(dataclasses.replace(config, optimizer=optimizer), devices)
+    optimizer = dataclasses.replace(CONFIG.optimizer, accumulate_steps=accumulate_steps)
+    run = step_functions(dataclasses.replace(CONFIG, optimizer=optimizer), devices)
     padded = Batch(*(np.pad(side, ((0, 14), (0, 0))) for side in batch(rows=2)[:2]))
     if segments:
         padded = Batch(*padded[:2], *((side != 0).astype(np.int32) for side in padded[:2]))
@@ -412,10 +407,10 @@ def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
 
 
 def test_remat_gives_the_same_gradients() -> None:
-    remat = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, remat=True))
+    remat = dataclasses.replace(DROPPING, model=dataclasses.replace(DROPPING.model, remat=True))
     (state, _), (plain, _) = (
         step_functions(each).train_step(start(step_functions(each)), batch())
-        for each in (remat, CONFIG)
+        for each in (remat, DROPPING)
     )
     chex.assert_trees_all_close(state.optimizer, plain.optimizer, rtol=1e-4, atol=1e-6)
 
@@ -445,7 +440,7 @@ def test_weight_decay_acts_on_matrices_only() -> None:
 
 
 def test_dropout_differs_between_steps_and_rows() -> None:
-    run = step_functions(CONFIG)
+    run = step_functions(DROPPING)
     same = Batch(*(np.repeat(side[:1], 16, axis=0) for side in batch()[:2]))
     state = run.init()
     first = float(run.train_step(run.init(), same)[1].sums.nll)
@@ -462,7 +457,7 @@ def test_r_drop_compares_two_draws_of_dropout() -> None:
 
     def run(r_drop: float, steps: int) -> list[StepMetrics]:
         training = dataclasses.replace(CONFIG.training, label_smoothing=0.0, r_drop=r_drop)
-        run = step_functions(dataclasses.replace(CONFIG, training=training), 2)
+        run = step_functions(dataclasses.replace(DROPPING, training=training), 2)
         state, found = start(run), []
         for _ in range(steps):
             state, metrics = run.train_step(state, batch())
@@ -583,7 +578,7 @@ def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
     needs, not every layer, nor what dropout keeps.
     """
     model = dataclasses.replace(
-        CONFIG.model,
+        DROPPING.model,
         vocab_size=256,
         d_model=64,
         d_ff=256,
@@ -591,7 +586,7 @@ def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
         attention_dropout=0.1,
         feed_forward_dropout=0.1,
     )
-    config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(*mesh))
+    config = dataclasses.replace(DROPPING, model=model, mesh=MeshConfig(*mesh))
     crossing = collectives(compiled_step(step_functions(config, 8), ROWS))
     layer_mb = ROWS / 8 * 16 * model.d_model * 4 / 1e6  # what one hands on, on one device
     assert sum(figures["mb"] for figures in crossing.values()) < layer_mb
