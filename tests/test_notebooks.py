@@ -30,9 +30,11 @@ def test_notebooks_run(tmp_path: Path) -> None:
     for path in NOTEBOOKS:
         cells += nbformat.read(path, as_version=4).cells
         cells.append(nbformat.v4.new_code_cell("%reset -f"))
-    for cell in cells:  # a tenth of the training shows that it runs
+    for cell in cells:  # a tenth of the training, with half the layers, shows that it runs
         cell.source = re.sub(
-            r"(steps|_every)=(\d+)", lambda m: f"{m[1]}={int(m[2]) // 10}", cell.source
+            r"(steps=|_every=|step in range\()(\d+)",
+            lambda m: f"{m[1]}{int(m[2]) // 10}",
+            cell.source.replace("num_layers=2", "num_layers=1"),
         )
     alone = {
         # this clone, whatever is installed

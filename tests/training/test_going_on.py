@@ -71,23 +71,26 @@ def test_interruptions_change_nothing_of_what_is_averaged(
     chex.assert_trees_all_equal(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
 
 
-def test_an_evaluation_that_a_signal_puts_off_is_made_up_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = changed(
-        tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig()
-    )
-    whole = train(config, tmp_path / "whole", devices=ONE)
-    with monkeypatch.context() as patch:
-        interrupted_at((3,), patch)
-        train(config, tmp_path / "run", devices=ONE)
-    assert entries(tmp_path / "run", "dev") == [] and complete_steps(
-        tmp_path / "run" / "checkpoints"
-    ) == [3]
-    resumed = train(config, tmp_path / "run", devices=ONE)
+EVALUATED = changed(
+    tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig()
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The summary of a whole run of ``EVALUATED``, and its work directory."""
+    workdir = tmp_path_factory.mktemp("uninterrupted")
+    return train(EVALUATED, workdir, devices=ONE), workdir
+
+
+def made_up_for(run: Path, uninterrupted: tuple[dict[str, Any], Path]) -> None:
+    """Check that step 3 of a run was saved and not evaluated, and that resuming evaluates it."""
+    assert entries(run, "dev") == [] and complete_steps(run / "checkpoints") == [3]
+    resumed = train(EVALUATED, run, devices=ONE)
+    whole, workdir = uninterrupted
     losses = [
-        [(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")]
-        for run in ("whole", "run")
+        [(entry["step"], entry["dev_loss"]) for entry in entries(each, "dev")]
+        for each in (workdir, run)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 2
     assert (whole["best_step"], whole["best_dev_loss"]) == (
@@ -96,12 +99,19 @@ def test_an_evaluation_that_a_signal_puts_off_is_made_up_for(
     )
 
 
-def test_a_signal_cuts_an_evaluation_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_a_signal_puts_off_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: tuple[dict[str, Any], Path]
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupted_at((3,), patch)
+        train(EVALUATED, tmp_path / "run", devices=ONE)
+    made_up_for(tmp_path / "run", uninterrupted)
+
+
+def test_a_signal_cuts_an_evaluation_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: tuple[dict[str, Any], Path]
+) -> None:
     """Nothing of it is left; resuming makes up for it."""
-    config = changed(
-        tiny(steps=6, eval_every=3, checkpoint_every=6, bleu_every=0), "data", test=PairsConfig()
-    )
-    whole = train(config, tmp_path / "whole", devices=ONE)
     dev, polls = Evaluator.dev, []
 
     def interrupted(self: Evaluator, *given: Any, **named: Any) -> Any:
@@ -112,22 +122,10 @@ def test_a_signal_cuts_an_evaluation_short(tmp_path: Path, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "dev", interrupted)
-        summary = train(config, tmp_path / "run", devices=ONE)
+        summary = train(EVALUATED, tmp_path / "run", devices=ONE)
     assert (summary["stopped_by"], summary["steps"]) == ("SIGTERM", 3)
     assert len(polls) == 1 and "best_step" not in summary
-    assert entries(tmp_path / "run", "dev") == [] and complete_steps(
-        tmp_path / "run" / "checkpoints"
-    ) == [3]
-    resumed = train(config, tmp_path / "run", devices=ONE)
-    losses = [
-        [(entry["step"], entry["dev_loss"]) for entry in entries(tmp_path / run, "dev")]
-        for run in ("whole", "run")
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 2
-    assert (whole["best_step"], whole["best_dev_loss"]) == (
-        resumed["best_step"],
-        resumed["best_dev_loss"],
-    )
+    made_up_for(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.devices(2)
