@@ -54,8 +54,10 @@ def _plain(hidden: jax.Array, matrix: jax.Array, target: jax.Array, epsilon: flo
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("epsilon", [0.0, 0.1])
-@pytest.mark.parametrize("max_logits", [1, 2 * B * V, 3 * B * V, 10**6, None])
+@pytest.mark.parametrize(
+    ("epsilon", "max_logits"),
+    [(0.0, 3 * B * V), *((0.1, each) for each in (1, 2 * B * V, 3 * B * V, 10**6, None))],
+)
 def test_value_and_gradient_equal_the_plain_loss(epsilon: float, max_logits: int | None) -> None:
     hidden, matrix, target = _inputs()
 
