@@ -24,7 +24,7 @@ BRANCHES := tests/interop tests/parsing tests/serving tests/test_benchmarks.py t
 # Python compiles modules when they are first imported; few of those installed are. Container images
 # often set this variable, which makes each program compile all its modules again.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(RUN) -m pip install -qq --disable-pip-version-check --no-compile
 
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
