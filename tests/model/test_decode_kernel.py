@@ -20,7 +20,7 @@ from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine
 from transformer_jax.model import decode_kernel
 from transformer_jax.model.kv_cache import DecoderCache, empty_cache
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, with_cast_weights
 
 TINY = ModelConfig(vocab_size=40, d_model=16, d_ff=24, num_heads=2, num_layers=2, dtype="float32")
 # B, W, H, d_k, d_v, T, S
@@ -75,9 +75,12 @@ def _arrays(shape: tuple[int, ...], dtype: Any) -> tuple[Any, list[jax.Array]]:
     return cache, [normal(B, W, H, K) for K in (d_k, d_k, d_v)]
 
 
-def _step(cache: DecoderCache, arrays: list[jax.Array]) -> tuple[Any, Any, DecoderCache]:
+def _step(
+    cache: DecoderCache, arrays: list[jax.Array], *, merged: bool = False
+) -> tuple[Any, Any, DecoderCache]:
     [layer] = cache.layers()
-    out_BWHK, of_source_BWHK = layer.to_history(*arrays), layer.to_source(arrays[0])
+    projected = [jnp.concatenate(arrays, axis=-1)] if merged else arrays
+    out_BWHK, of_source_BWHK = layer.to_history(*projected), layer.to_source(arrays[0])
     return out_BWHK, of_source_BWHK, cache.append([layer])
 
 
@@ -95,7 +98,8 @@ def test_kernels_equal_attention_to_blocks(
     unseen = ~slots_TW.any(axis=1).reshape(len(slots_TW), 1, T * W, 1)
     left = jax.tree.map(lambda x: jnp.where(unseen, jnp.inf, x), cache.history)
     request.getfixturevalue("interpreted")
-    found = jax.jit(_step)(dataclasses.replace(cache, history=left), arrays)
+    step = jax.jit(partial(_step, merged=arrays[0].shape == arrays[2].shape))
+    found = step(dataclasses.replace(cache, history=left), arrays)
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == jnp.float32 else {"atol": 0.03}
     for x, y in zip(found[:2], expected[:2], strict=True):
         assert x.dtype == y.dtype == dtype
@@ -110,17 +114,20 @@ def test_kernels_equal_attention_to_blocks(
     jax.tree.map(np.testing.assert_array_equal, *after)
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"d_k": 16, "d_v": 16, "attention_bias": True}, {"d_k": 16, "d_v": 4}], ids=str
+)
 @pytest.mark.usefixtures("interpreted")
-def test_cached_steps_with_kernels_equal_teacher_forcing() -> None:
+def test_cached_steps_with_kernels_equal_teacher_forcing(changes: dict[str, Any]) -> None:
     """Rows of several lengths, whatever earlier sentences have left in them."""
-    model = random_transformer(TINY)
+    model = random_transformer(dataclasses.replace(TINY, **changes))
     source, target = np.random.default_rng(0).integers(4, 40, (2, 3, 37), np.int32)
     source[1, 4:] = 0
     logits = jax.jit(model)(source, target)
     cache = model.start_cache(model.encode(source), source != 0, beam_size=2, max_length=50)
     left = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), cache.history)
     cache = dataclasses.replace(cache, history=left)
-    step, last = jax.jit(model.decode_step), np.full((3, 2), 1, np.int32)
+    step, last = jax.jit(with_cast_weights(model).decode_step), np.full((3, 2), 1, np.int32)
     for t in range(37):
         scores, cache = step(last, cache)
         np.testing.assert_allclose(scores[:, 1], logits[:, t], rtol=1e-5, atol=1e-5)
@@ -155,7 +162,9 @@ def test_kernels_are_chosen_by_widths_beam_and_device(monkeypatch: pytest.Monkey
     assert _kernels() == 0
 
 
-def test_a_search_on_an_h200_has_one_loop_of_steps_and_copies_no_cache(h200: jax.Device) -> None:
+def test_a_search_on_an_h200_has_one_loop_of_steps_and_copies_no_cache_and_no_weights(
+    h200: jax.Device,
+) -> None:
     config = dataclasses.replace(TINY, dtype="bfloat16", vocab_size=600, d_model=64)
     with compile_for.running_on("gpu", [h200]):
         engine = Engine(Transformer(config, rngs=nnx.Rngs(0)), DecodingConfig(batch_size=8))
@@ -170,3 +179,5 @@ def test_a_search_on_an_h200_has_one_loop_of_steps_and_copies_no_cache(h200: jax
     shapes = {x.shape for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4}
     names = [name for name in every if "fused" not in name]
     assert not hlo.copied(every, names, shapes)
+    weights = [x for each in every.values() for x in each.values() if x.type.startswith("bf16")]
+    assert "concatenate" not in {x.kind for x in weights}  # merged before the loop

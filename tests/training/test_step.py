@@ -610,7 +610,7 @@ def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return kernel(*given, **settings, interpret=True)
 
     for module, name in (
-        (attention_kernel, "merged_attention"),
+        (attention_kernel, "short_attention"),
         (norm_kernel, "residual_norm"),
     ):
         monkeypatch.setattr(module, name, partial(interpreted, name, getattr(module, name)))

@@ -140,13 +140,11 @@ class Projection(nnx.Einsum):
             self.bias = nnx.Param(jnp.zeros(shape[inputs:], param_dtype))
 
 
-def _merge(x_BLD: jax.Array, *projections: Projection) -> jax.Array:
-    """Compute several projections of the same shape in one matmul: [B, L, X, H, K]."""
-    dtype = projections[0].dtype
-    kernel_DXHK = jnp.stack([p.kernel[...].astype(dtype) for p in projections], axis=1)
-    out_BLXHK = jnp.einsum("BLD,DXHK->BLXHK", x_BLD.astype(dtype), kernel_DXHK)
-    biases = [p.bias[...] for p in projections if p.bias is not None]
-    return out_BLXHK + jnp.stack(biases)[None, None].astype(dtype) if biases else out_BLXHK
+def merge(*projections: Projection) -> Projection:
+    """Merge projections of the same shape into one, with results side by side in the last axis."""
+    merged = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *projections)
+    merged.kernel_shape = merged.kernel.shape  # nnx.Einsum reads the bias's shape there
+    return merged
 
 
 class MultiHeadAttention(nnx.Module):
@@ -188,6 +186,7 @@ class MultiHeadAttention(nnx.Module):
         self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.value = projection("BLD,DHK->BLHK", (d_model, num_heads, d_v))
         self.output = projection("BLHK,HKD->BLD", (num_heads, d_v, d_model), inputs=2)
+        self.merged: Projection | None = nnx.data(None)  # see ``merge_projections``
         self.dropout = dropout
         self.sow_weights = False
 
@@ -244,12 +243,23 @@ class MultiHeadAttention(nnx.Module):
         """Attend with the fused kernel, using one matmul for all projections of each input."""
         *inputs, mask_BHTS = inputs_and_mask
         if self.key.kernel.shape != self.value.kernel.shape:
-            return attention_kernel.short_attention(*self._projected(*inputs), mask_BHTS)
-        if len(inputs) == 1:
-            arrays = [_merge(inputs[0], self.query, self.key, self.value)]
+            arrays: tuple[jax.Array, ...] = self._projected(*inputs)
+        elif len(inputs) == 1:
+            arrays = (merge(self.query, self.key, self.value)(inputs[0]),)
         else:
-            arrays = [_merge(inputs[0], self.query), _merge(inputs[1], self.key, self.value)]
-        return attention_kernel.merged_attention(*arrays, mask_BHTS)
+            arrays = self.query(inputs[0]), merge(self.key, self.value)(inputs[1])
+        return attention_kernel.short_attention(*arrays, mask_BHTS)
+
+    def merge_projections(self) -> None:
+        """Let ``projected`` compute one matmul, with weights that are merged here."""
+        if self.key.kernel.shape == self.value.kernel.shape:
+            self.merged = merge(self.query, self.key, self.value)
+
+    def projected(self, x_BLD: jax.Array) -> tuple[jax.Array, ...]:
+        """Project to queries, keys and values, merged into one array or not."""
+        if self.merged is not None:
+            return (self.merged(x_BLD),)
+        return self._projected(x_BLD)
 
     def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Project the memory to keys and values, both [B, S, H, K], for the KV cache."""

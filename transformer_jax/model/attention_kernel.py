@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 
-from transformer_jax.model.gpu import load, runs_kernels, sharded, splits, store
+from transformer_jax.model.gpu import load, parts, runs_kernels, sharded, splits, store
 from transformer_jax.sharding import BATCH_AXES
 
 # Score of a masked position. It is finite, so a fully masked row (padding) does not become NaN.
@@ -41,26 +41,16 @@ def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
     )
 
 
-def short_attention(
-    q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_B1TS: Any, *, interpret: bool = False
-) -> jax.Array:
-    """Compute fused attention over up to 128 tokens. Head widths: powers of two, at least 16."""
-    arrays = (x[:, :, None] for x in (q_BTHK, k_BSHK, v_BSHK))
-    return merged_attention(*arrays, mask_B1TS, interpret=interpret)
-
-
 @jax.named_scope("dot_product_attention")
-def merged_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Array:
-    """Compute fused attention from merged projections.
+def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Array:
+    """Compute fused attention over up to 128 tokens. Head widths: powers of two, at least 16.
 
-    One to three arrays [B, L, X, H, K] hold queries, keys and values, in this order, X of them per
-    array. Their gradients have the same layout. The last argument is the mask. Each device in the
-    training step's mesh computes its own rows and heads. ``interpret`` runs the kernels on any
-    device.
+    One to three arrays [B, L, H, K] hold queries, keys and values (``gpu.parts``). Their gradients
+    have the same layout. The last argument is the mask. Each device in the training step's mesh
+    computes its own rows and heads. ``interpret`` runs the kernels on any device.
     """
     rows, heads = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, None, "tensor")
-    merged = PartitionSpec(BATCH_AXES, None, None, "tensor")
-    mesh, specs = jax.sharding.get_abstract_mesh(), (*[merged] * (len(arrays_and_mask) - 1), rows)
+    mesh, specs = jax.sharding.get_abstract_mesh(), (*[heads] * (len(arrays_and_mask) - 1), rows)
     return sharded(mesh, partial(_attention, interpret), specs, heads)(*arrays_and_mask)
 
 
@@ -68,71 +58,66 @@ def merged_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Arra
 @partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers
 def _attention(interpret: bool, *arrays_and_mask: Any) -> jax.Array:
     *arrays, mask_B1TS = arrays_and_mask
-    B, T, _, H, _ = arrays[0].shape
-    out = jax.ShapeDtypeStruct((B, T, 1, H, arrays[-1].shape[-1]), arrays[-1].dtype)
-    return _call(_forward_kernel, arrays, mask_B1TS, [out], interpret)[0][:, :, 0]
+    inputs = parts(arrays)
+    v, _, width = inputs[2]
+    out = jax.ShapeDtypeStruct((*arrays[0].shape[:3], width), v.dtype)
+    return _call(_forward_kernel, inputs, mask_B1TS, [out], interpret)[0]
 
 
 @partial(jax.jit, static_argnums=0)
 def _backward(interpret: bool, residuals: Any, d_out_BTHK: jax.Array) -> tuple[Any, ...]:
     *arrays, mask_B1TS = residuals
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    arrays.append(d_out_BTHK[:, :, None])
-    return *_call(_backward_kernel, arrays, mask_B1TS, outs, interpret), None
+    inputs = [*parts(arrays), (d_out_BTHK, 0, d_out_BTHK.shape[3])]
+    return *_call(_backward_kernel, inputs, mask_B1TS, outs, interpret), None
 
 
 _attention.defvjp(lambda *arguments: (_attention(*arguments), arguments[1:]), _backward)
 
 
-def _call(kernel: Any, arrays: Any, mask_B1TS: Any, outs: Any, interpret: bool) -> Any:
+def _call(kernel: Any, inputs: Any, mask_B1TS: Any, outs: Any, interpret: bool) -> Any:
     """Run one program per row and head. Block sizes are powers of two, at least 16.
 
-    The kernel reads each of the X parts of an array separately, but writes whole arrays.
+    The kernel reads each part of an array separately, but writes whole arrays.
     """
     B, _, T, S = mask_B1TS.shape
     block = {length: max(16, pl.next_power_of_2(length)) for length in (T, S)}
-    parts = [(x, i) for x in arrays for i in range(x.shape[2])]
 
-    def part(x: Any, i: int) -> pl.BlockSpec:
-        shape = None, block[x.shape[1]], None, None, x.shape[4]
-        return pl.BlockSpec(shape, lambda h, b: (b, 0, i, h, 0))
-
-    def whole(x: Any) -> pl.BlockSpec:
-        shape = None, block[x.shape[1]], x.shape[2], None, x.shape[4]
-        return pl.BlockSpec(shape, lambda h, b: (b, 0, 0, h, 0))
+    def part(x: Any, i: int, width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, block[x.shape[1]], None, width), lambda h, b: (b, 0, h, i))
 
     warps = 2 if max(T, S) <= 32 else 4 if max(T, S) <= 64 else 8
     return pl.pallas_call(
         partial(kernel, T, S),
-        grid=(arrays[0].shape[3], B),  # heads vary fastest, because they are adjacent in memory
+        grid=(outs[0].shape[2], B),  # heads vary fastest, because they are adjacent in memory
         in_specs=[
             pl.BlockSpec((None, None, block[T], block[S]), lambda h, b: (b, 0, 0, 0)),
-            *(part(*each) for each in parts),
+            *(part(*each) for each in inputs),
         ],
-        out_specs=[*map(whole, outs)],
+        out_specs=[part(x, 0, x.shape[3]) for x in outs],
         out_shape=outs,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
-    )(mask_B1TS.astype(jnp.int8), *(x for x, _ in parts))
+    )(mask_B1TS.astype(jnp.int8), *(x for x, _, _ in inputs))
 
 
 def _forward_kernel(T: int, S: int, mask_ref: Any, *refs: Any) -> None:
     q_TK, k_SK, v_SK = map(_load, refs, (T, S, S))
     weights_TS, _ = _weights(q_TK, k_SK, mask_ref, T, S)
-    _store(refs[3], 0, _dot(weights_TS.astype(v_SK.dtype), v_SK, (1, 0)), T)
+    _store((refs[3], 0, v_SK.shape[1]), _dot(weights_TS.astype(v_SK.dtype), v_SK, (1, 0)), T)
 
 
 def _backward_kernel(T: int, S: int, mask_ref: Any, *refs: Any) -> None:
     q_TK, k_SK, v_SK, d_out_TK = map(_load, refs, (T, S, S, T))
     weights_TS, allowed_TS = _weights(q_TK, k_SK, mask_ref, T, S)
-    d_q, d_k, d_v = ((ref, i) for ref in refs[4:] for i in range(ref.shape[1]))
-    _store(*d_v, _dot(weights_TS.astype(v_SK.dtype), d_out_TK, (0, 0)), S)
+    d_q, d_k, d_v = parts(refs[4:])
+    _store(d_v, _dot(weights_TS.astype(v_SK.dtype), d_out_TK, (0, 0)), S)
     d_weights_TS = _dot(d_out_TK, v_SK, (1, 1))
     mean_T = (weights_TS * d_weights_TS).sum(axis=1)
     d_scores_TS = weights_TS * (d_weights_TS - mean_T[:, None]) * q_TK.shape[1] ** -0.5
     d_scores_TS = jnp.where(allowed_TS, d_scores_TS, 0.0).astype(q_TK.dtype)
-    _store(*d_q, _dot(d_scores_TS, k_SK, (1, 0)), T)
-    _store(*d_k, _dot(d_scores_TS, q_TK, (0, 0)), S)
+    _store(d_q, _dot(d_scores_TS, k_SK, (1, 0)), T)
+    _store(d_k, _dot(d_scores_TS, q_TK, (0, 0)), S)
 
 
 def _weights(q_TK: Any, k_SK: Any, mask_ref: Any, T: int, S: int) -> tuple[jax.Array, jax.Array]:
@@ -157,9 +142,9 @@ def _load(ref: Any, rows: int, columns: int | None = None) -> jax.Array:
     return load(ref, _inside(ref.shape, rows, columns or ref.shape[1]))
 
 
-def _store(ref: Any, i: int, x_LK: jax.Array, rows: int) -> None:
-    """Store part i of a block [L, X, K]."""
-    store(ref.at[:, jnp.int32(i)], x_LK, _inside(x_LK.shape, rows, x_LK.shape[1]))
+def _store(part: tuple[Any, int, int], x_LK: jax.Array, rows: int) -> None:
+    ref, i, width = part
+    store(ref.at[:, pl.ds(i * width, width)], x_LK, _inside(x_LK.shape, rows, width))
 
 
 def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from transformer_jax.model.attention_kernel import MASKED
-from transformer_jax.model.gpu import runs_kernels
+from transformer_jax.model.gpu import parts, runs_kernels
 
 POSITIONS = 16  # positions per iteration; divides the number of positions in a cache
 
@@ -35,8 +35,7 @@ def takes(q_BWHK: Any, v_BHLK: Any) -> bool:
 
 
 def attend_to_history(
-    q_BWHK: jax.Array,
-    own: Sequence[jax.Array],
+    arrays_BWHK: Sequence[jax.Array],
     history: Sequence[jax.Array],
     ancestors_BWT: jax.Array,
     position_B: jax.Array,
@@ -45,12 +44,12 @@ def attend_to_history(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Attend from each hypothesis to its history and its newest token: [B, W, H, K].
 
-    ``own`` holds the newest keys and values, [B, W, H, K]. Also returns ``history``, the keys and
-    values [B, H, T * W, K], with the newest ones written in place. ``interpret`` runs the kernel on
-    any device.
+    One to three arrays hold the newest queries, keys and values (``gpu.parts``). Also returns
+    ``history``, keys and values [B, H, T * W, K], with the newest ones written in place.
+    ``interpret`` runs the kernel on any device.
     """
-    sentences, beams = (position_B, ancestors_BWT), (q_BWHK, *own)
-    out, *history = _call(_history_kernel, sentences, beams, history, interpret)
+    sentences = position_B, ancestors_BWT
+    out, *history = _call(_history_kernel, sentences, arrays_BWHK, history, interpret)
     return out, tuple(history)
 
 
@@ -60,23 +59,24 @@ def attend_to_source(
     """Attend from each hypothesis to the source's keys and values, [B, H, S, K]: [B, W, H, K]."""
     ends_1S = jnp.arange(1, mask_BS.shape[1] + 1, dtype=jnp.int32)[None]
     sentences = jnp.where(mask_BS, ends_1S, 0).max(axis=1), mask_BS.astype(jnp.int8)
-    return _call(_source_kernel, sentences, (q_BWHK,), source, interpret)[0]
+    return _call(_source_kernel, sentences, [q_BWHK], source, interpret)[0]
 
 
 @partial(jax.jit, static_argnums=(0, 4))  # traced and lowered once for all layers
-def _call(kernel: Any, sentences: Any, beams: Any, caches: Any, interpret: bool) -> list[Any]:
+def _call(kernel: Any, sentences: Any, arrays: Any, caches: Any, interpret: bool) -> list[Any]:
     """Run one program per sentence and head. Returns [B, W, H, K] and the updated caches."""
-    B, W, H, _ = beams[0].shape
-    out = jax.ShapeDtypeStruct((B, W, H, caches[1].shape[3]), beams[0].dtype)
+    (B, W, H, width), K = arrays[0].shape, caches[1].shape[3]
+    out = jax.ShapeDtypeStruct((B, W, H, K), arrays[0].dtype)
+    beams = parts(arrays) if kernel is _history_kernel else [(*arrays, 0, width)]
     written = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches[: len(beams) - 1]]
 
     def of_sentence(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda h, b: (b, *[0] * (x.ndim - 1)))
 
-    def of_beams(x: Any) -> pl.BlockSpec:
+    def of_beams(_: Any, i: int, width: int) -> pl.BlockSpec:
         # The number of hypotheses in a program must be a power of two.
-        shape = None, pl.next_power_of_2(W), None, x.shape[3]
-        return pl.BlockSpec(shape, lambda h, b: (b, 0, h, 0))
+        shape = None, pl.next_power_of_2(W), None, width
+        return pl.BlockSpec(shape, lambda h, b: (b, 0, h, i))
 
     def of_cache(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *x.shape[2:]), lambda h, b: (b, h, 0, 0))
@@ -84,13 +84,17 @@ def _call(kernel: Any, sentences: Any, beams: Any, caches: Any, interpret: bool)
     return pl.pallas_call(
         partial(kernel, W),
         grid=(H, B),  # heads vary fastest, because they are adjacent in memory
-        in_specs=[*map(of_sentence, sentences), *map(of_beams, beams), *map(of_cache, caches)],
-        out_specs=[of_beams(out), *map(of_cache, written)],
+        in_specs=[
+            *map(of_sentence, sentences),
+            *(of_beams(*each) for each in beams),
+            *map(of_cache, caches),
+        ],
+        out_specs=[of_beams(out, 0, K), *map(of_cache, written)],
         out_shape=[out, *written],
         input_output_aliases={len([*sentences, *beams]) + i: 1 + i for i in range(len(written))},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-    )(*sentences, *beams, *caches)
+    )(*sentences, *(x for x, _, _ in beams), *caches)
 
 
 def _history_kernel(W: int, position_ref: Any, ancestors_ref: Any, *refs: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -53,6 +53,16 @@ def sharded(
     if mesh.size <= 1:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
+
+
+def parts(arrays: Sequence[Any]) -> list[tuple[Any, int, int]]:
+    """Return queries, keys and values, each as its array, number and width.
+
+    One to three arrays hold them in this order. Parts of one array are equally wide and lie side by
+    side in its last axis.
+    """
+    counts = {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(arrays)]
+    return [(x, i, x.shape[-1] // n) for x, n in zip(arrays, counts, strict=True) for i in range(n)]
 
 
 def rows_inside(shape: tuple[int, ...], count: int) -> jax.Array | None:

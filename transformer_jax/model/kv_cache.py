@@ -17,6 +17,7 @@ from flax import struct
 
 from transformer_jax.model import decode_kernel
 from transformer_jax.model.attention_kernel import MASKED
+from transformer_jax.model.gpu import parts
 
 _NOT_WRITTEN = -1
 # End positions of the blocks (self-attention, cross-attention). Blocks after position 64 are as
@@ -142,8 +143,14 @@ class LayerAttention:
     source: tuple[Block, ...]
     own: Block | None = None  # newest keys and values, not yet in the history
 
-    def to_history(self, q_BWHK: jax.Array, k_BWHK: jax.Array, v_BWHK: jax.Array) -> jax.Array:
-        """Attend from the newest tokens to the cached tokens and to themselves."""
+    def to_history(self, *arrays_BWHK: jax.Array) -> jax.Array:
+        """Attend from the newest tokens to the cached tokens and to themselves.
+
+        One to three arrays hold queries, keys and values (``gpu.parts``).
+        """
+        q_BWHK, k_BWHK, v_BWHK = (
+            x[..., i * width : (i + 1) * width] for x, i, width in parts(arrays_BWHK)
+        )
         self.own = own = k_BWHK, v_BWHK
         cache = self.cache
 
@@ -155,7 +162,7 @@ class LayerAttention:
 
         def kernel_step(block: Block) -> Any:
             step = decode_kernel.attend_to_history
-            return step(q_BWHK, own, block, cache.ancestors_BWT, cache.position_B)
+            return step(arrays_BWHK, block, cache.ancestors_BWT, cache.position_B)
 
         if not decode_kernel.takes(q_BWHK, v_BWHK):
             return plain(*self.history)

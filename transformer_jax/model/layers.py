@@ -210,8 +210,7 @@ class DecoderLayer(nnx.Module):
             attention = self.self_attention
             if cache is None:
                 return attention(y_BTD, None, self_mask_BHTT, dropout_key=keys)
-            q_BTHK, own_BTHK = attention.query(y_BTD), attention.keys_values(y_BTD)
-            return attention.output(cache.to_history(q_BTHK, *own_BTHK))
+            return attention.output(cache.to_history(*attention.projected(y_BTD)))
 
         def attend_to_memory(y_BTD: jax.Array) -> jax.Array:
             attention = self.cross_attention

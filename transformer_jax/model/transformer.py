@@ -295,6 +295,9 @@ def with_cast_weights(model: Transformer) -> Transformer:
             for parameter in (module.kernel, module.bias):
                 if parameter is not None:
                     parameter.set_value(parameter[...].astype(module.dtype))
+    if jax.default_backend() == "gpu":  # its decoding kernel reads merged projections
+        for layer in model.decoder.layers:
+            layer.self_attention.merge_projections()
     matrix_VD = model.output_matrix_VD.astype(compute_dtype(model.config))
     model.softmax_matrix = nnx.data(nnx.Param(matrix_VD))
     return model
