@@ -47,10 +47,10 @@ def test_objects_give_text_and_prefix():
         ("", "line 3 is not valid JSON"),
         ("[" * 100_000, "line 3 is not valid JSON"),
         ("9" * 5000, r"line 3 is not valid JSON \(Exceeds the limit \(4300 digits\)"),
-        ("[1]", "line 3 is a JSON list; expected an object with the field 'text'"),
+        ("[1]", "line 3 is a JSON list; expected an object with a 'text' field"),
         (
             '{"source": "x", "id": 1}',
-            "line 3 has no field 'text'.*--text-field.*Fields of this line: source, id",
+            "line 3 has no 'text' field.*--text-field.*Fields of this line: source, id",
         ),
         ("{}", "Fields of this line: none"),
         ('{"text": 5}', "line 3: field 'text' is 5; expected text"),

@@ -175,7 +175,7 @@ def test_every_shape_is_compiled_once(model, tokenizer, caplog):
     with caplog.at_level("INFO"):
         for _ in range(2):
             scorer.score(zip(LINES, TARGETS, strict=True))
-    assert 1 <= caplog.text.count("Compiling scoring for") <= 3
+    assert 1 <= caplog.text.count("Compiling the scoring function for") <= 3
     assert [padded_length(n, 16) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [
         16,
         16,

@@ -40,7 +40,7 @@ def alignment(
     tokens: tuple[Sequence[int], Sequence[int]],
     weights_TS: np.ndarray,
 ) -> Alignment:
-    """Build the alignment of (source, target) texts from their token ids and attention weights."""
+    """Align a (source, target) pair of texts, given their token ids and attention weights."""
     sides, words = [], []
     for text, ids, side in zip(texts, tokens, (tokenizer.source, tokenizer.target)):
         sides.append(tuple(side.tokens(ids)))
@@ -56,7 +56,7 @@ def alignment(
 
 
 def word_numbers(tokens: Sequence[str], words: Iterable[Sequence[str]]) -> list[int]:
-    """Map each token of a text to the index (from 0) of the word in which it ends.
+    """Map each token of a text to the zero-based index of the word in which it ends.
 
     Words are separated by whitespace. Normalization can split a word or remove it, so ``words``
     holds the tokens of each word encoded on its own. Together they spell the same characters as

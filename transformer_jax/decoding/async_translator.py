@@ -59,13 +59,13 @@ class Entry:
 
 
 class LiveRows:
-    """Rows of an engine for sentences that arrive over time. Not thread-safe.
+    """An engine's batch rows, filled with sentences as they arrive. Not thread-safe.
 
-    Hypotheses are the same as from ``Engine.search``. Scores can differ by rounding errors, because
+    Produces the same hypotheses as ``Engine.search``. Scores can differ by rounding errors, because
     XLA sums in a different order when there are fewer rows.
 
     Attributes:
-      busy: sentences that occupy rows, by number.
+      busy: sentences that occupy rows, keyed by sentence number.
     """
 
     def __init__(self, engine: Engine, bucket: Bucket):
@@ -95,8 +95,8 @@ class LiveRows:
         rows are idle, running sentences are decoded until enough of them finish. The steps after
         the assignment stop early once a block of sentences is done.
 
-        Sets the results of futures (an empty list if the model's logits were NaN), and frees the
-        rows of canceled futures.
+        Resolves the futures of finished sentences (with an empty list if logits were NaN). Frees
+        the rows of canceled futures.
         """
         entered = dict(zip(self._numbers, entries, strict=False))
         self.busy |= entered
@@ -138,9 +138,7 @@ class Workers:
     """
 
     def __init__(self, engines: Sequence[Engine]):
-        """Prepare a search thread for each of ``engines``, which have the same model and settings
-        on different devices.
-        """
+        """Prepare one search thread per engine. The engines differ only in their devices."""
         self.failure: SearchFailed | None = None
         self._searches = [
             [_sets_of_rows(engine, bucket) for bucket in engine.buckets] for engine in engines
@@ -175,7 +173,7 @@ class Workers:
             thread.join()
 
     def submit(self, sentence: Sentence) -> Future[list[Hypothesis]]:
-        """Submit a sentence. Returns a future for its hypotheses, as from ``Engine.search``."""
+        """Submit a sentence. Returns a future for its hypotheses (see ``Engine.search``)."""
         entry = Entry(sentence)
         with self._changed:
             if self.failure:
@@ -222,8 +220,8 @@ class Workers:
             self.stop(str(error))
 
     def _take_turns(self, sets: list[LiveRows], waiting: list[Entry], *, may_step: bool) -> None:
-        """Assign waiting sentences to the smallest set of rows that can hold all sentences
-        (otherwise to the largest set), then run steps in every set.
+        """Assign waiting sentences to the smallest set of rows that can hold all sentences in
+        progress (otherwise to the largest set), then run steps in every set.
         """
         num_sentences = len(waiting) + sum(len(rows.busy) for rows in sets)
         chosen = next((rows for rows in sets if rows.bucket.rows >= num_sentences), sets[-1])
@@ -261,15 +259,15 @@ def _sets_of_rows(engine: Engine, bucket: Bucket) -> list[LiveRows]:
 class AsyncTranslator:
     """Translator for many concurrent tasks, with continuous batching.
 
-    A line's translation has the same tokens as from ``Translator``, no matter when the line arrives
-    or which other lines are in progress.
+    For each line, produces the same tokens as ``Translator``, no matter when the line arrives or
+    which other lines are in progress.
 
     Attributes:
       config: search settings; ``batch_size`` is the number of rows across all devices.
       translator: a ``Translator`` with the same settings and devices.
-      workers: search threads, with counts of rows and of waiting sentences.
-      num_lines: lines translated so far.
-      num_tokens: tokens in the best translations of these lines.
+      workers: the search threads; they also count rows and waiting sentences.
+      num_lines: number of lines translated so far.
+      num_tokens: number of tokens in the best translations of these lines.
     """
 
     def __init__(
@@ -335,8 +333,8 @@ class AsyncTranslator:
         alignments: bool = False,
         turns: asyncio.Semaphore | None = None,
     ) -> list[Translation]:
-        """Translate a line. Returns its translations, best first, as from ``Translator.stream``;
-        ``alignments`` adds alignments as from ``Scorer.align``.
+        """Translate a line. Returns its translations, best first (see ``Translator.stream``).
+        ``alignments`` adds alignments (see ``Scorer.align``).
 
         The semaphore ``turns`` limits how many segments are searched at once (default: half of the
         rows). Lines that share a semaphore thus leave rows for other lines. Canceling the task
@@ -373,5 +371,5 @@ class AsyncTranslator:
         return await asyncio.wrap_future(self._aligning.submit(self._scorer.align, pairs))
 
     def new_turns(self) -> asyncio.Semaphore:
-        """Create a semaphore that limits the lines sharing it to half of the rows."""
+        """Create a semaphore. Lines that share it use at most half of the rows."""
         return asyncio.Semaphore(max(1, self.config.batch_size // 2))

@@ -28,7 +28,7 @@ _attention_weights = nnx.jit(Transformer.attention_weights)
 
 @dataclass(frozen=True)
 class SentenceAttention:
-    """A sentence, its translation, and the attention weights of every layer and head, float32.
+    """A sentence, its translation, and the float32 attention weights of every layer and head.
 
     EOS is the last token. Each row of weights sums to 1.
     """
@@ -56,7 +56,7 @@ class SentenceAttention:
         }[kind]
 
     def save(self, output: str | Path) -> None:
-        """Save the fields in a NumPy file (.npz), named without their shape suffixes."""
+        """Save the fields to a NumPy file (.npz), under their names without shape suffixes."""
         names = {name.partition("_")[0]: value for name, value in vars(self).items()}
         buffer = io.BytesIO()
         np.savez_compressed(buffer, **names)
@@ -106,7 +106,7 @@ def sentence_attention(
 
 
 def _padded(name: str, tokens: Sequence[int], longest: int) -> jax.Array:
-    """Append EOS and pad to one of a few lengths, which limits compilations; int [1, L]."""
+    """Append EOS and pad to one of a few lengths, to limit compilations. Returns int [1, L]."""
     length = len(tokens) + 1
     if length > longest:
         raise UserError(f"{name} has {length} tokens, EOS included; expected at most {longest}.")

@@ -1,6 +1,6 @@
 """Beam search (section 6.1 of the paper).
 
-Shape letters are as in ``search.py``.
+For shape letters, see ``search.py``.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class BeamSearch(Method):
     likely token until EOS.
 
     A sentence is done when no live hypothesis can still rank among its ``wanted_B`` best.
-    Log-probabilities only fall and the length penalty only grows, so the best live log-probability
-    divided by the length penalty at the maximum length is an upper bound.
+    Log-probabilities never increase and the length penalty never decreases, so the best live
+    log-probability divided by the length penalty at the maximum length is an upper bound.
 
     Finished hypotheses are ranked by log-probability / ``length_divisor``.
     """
@@ -89,8 +89,8 @@ class BeamSearch(Method):
         return state._replace(live=live, finished=finished, done_B=done_B), parents_BW
 
     def _candidates(self, state: SearchState, scores: NextToken) -> tuple[Array, Array, Array]:
-        """Find the 2W best continuations of each sentence: parent beam, token and log-probability,
-        each [B, 2W].
+        """Find the 2W best continuations of each sentence. Returns their parent beams, tokens and
+        log-probabilities, each [B, 2W].
 
         Within a beam, logits rank tokens in the same order as log-probabilities. Log-probabilities
         over the whole vocabulary are therefore never materialized.

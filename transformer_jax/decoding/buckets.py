@@ -1,4 +1,4 @@
-"""Length buckets: the few shapes for which searches are compiled."""
+"""Length buckets, which limit the number of shapes to compile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sentence(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """One compiled search, for sentences of similar lengths."""
+    """The shape of one compiled search, for sentences of similar length."""
 
     lengths: tuple[int, ...]
     """Padded source lengths for the encoder, EOS included. The last length is the capacity of the
@@ -72,7 +72,9 @@ def bucket_of(buckets: Sequence[Bucket], sentence: Sentence) -> Bucket:
 def in_blocks(
     buckets: Sequence[Bucket], sentences: Mapping[int, Sentence]
 ) -> Iterator[tuple[Bucket, list[dict[int, Sentence]]]]:
-    """Yield each bucket and its sentences in blocks of one padded length, longest first."""
+    """Yield each bucket with its blocks of sentences, longest first. All sentences of a block have
+    the same padded length.
+    """
     in_order = sorted(sentences, key=lambda number: -len(sentences[number].tokens))
     for bucket, its in groupby(in_order, key=lambda n: bucket_of(buckets, sentences[n])):
         blocks = list[dict[int, Sentence]]()
@@ -85,8 +87,8 @@ def in_blocks(
 def make_block(
     bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
 ) -> tuple[np.ndarray, Block]:
-    """Pad the source tokens of numbered sentences to one length, and create their ``Block`` without
-    a cache. ``longest_target`` maps a source length to the maximum target length.
+    """Pad the source tokens of numbered sentences to the same length. Returns their ``Block``,
+    without a cache. ``longest_target`` maps a source length to the maximum target length.
     """
     size, capacity = bucket.block_size, bucket.lengths[-1]
     length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])

@@ -1,6 +1,6 @@
 """Constraints on the next token, for beam search and sampling.
 
-Shape letters are as in ``search.py``.
+For shape letters, see ``search.py``.
 """
 
 from __future__ import annotations

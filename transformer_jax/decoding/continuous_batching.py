@@ -1,11 +1,12 @@
 """Continuous batching: when a sentence is done, a waiting sentence takes its row.
 
 A static batch runs until its longest sentence is done. ``RowSearch.seat`` refills rows as soon as
-sentences finish. It is one compiled function with two callers. ``Engine.search`` passes it a file
-block by block and reads all results at the end. ``Workers`` passes it the sentences that have
-arrived and reads results every few steps.
+sentences finish. It is compiled once and has two callers. ``Engine.search`` passes it all sentences
+of a file, block by block, and reads the results at the end. ``Workers`` passes it the sentences
+that have arrived and reads results every few steps.
 
-Shape letters are as in ``search.py``, with Q sentences in a block and R rows refilled at a time.
+For shape letters, see ``search.py``. In addition, Q is the number of sentences in a block, and R is
+the number of rows refilled at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +31,10 @@ NOBODY = -1
 
 
 class Block(NamedTuple):
-    """Sentences that need rows. Q is the first axis of every leaf, and the last positions may be
-    empty.
-    """
+    """Waiting sentences. Q is the first axis of every leaf. The last entries may be empty."""
 
     number_Q: Any
-    """Sentence number at each position, or NOBODY."""
+    """Number of each sentence, or NOBODY for an empty entry."""
     limit_Q: Any
     prefix_QP: Any
     seed_Q: Any
@@ -48,7 +47,7 @@ class Rows(NamedTuple):
     """Rows of a batch with running or finished sentences. B is the first axis of every leaf."""
 
     number_B: Array
-    """Sentence number in each row, or NOBODY."""
+    """Number of the sentence in each row, or NOBODY."""
     state: SearchState
     cache: Any
 
@@ -86,11 +85,12 @@ class RowSearch:
         Then run up to ``most`` steps, stopping early once ``enough`` more sentences (or all) are
         done.
 
-        Returns the rows, the results of the sentences that the block replaced (Q positions), and
-        the number of steps.
+        Returns the rows, the results of the (up to Q) sentences that the block replaced, and the
+        number of steps.
 
-        Refilling waits until 1/16 of the rows are idle (1/8 on a GPU), or enough rows for the rest
-        of the block. The loops have no branches, because a branch would copy the caches.
+        Refilling waits until 1/16 of the rows are idle (1/8 on a GPU), or until enough rows are
+        idle for the rest of the block. The loops have no branches, because a branch would copy the
+        caches.
         """
         B = len(rows.number_B)
         least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
@@ -145,7 +145,7 @@ class _Carry(NamedTuple):
 
 
 def _hand_over(carry: _Carry, entering: Rows, num_sentences: Array) -> _Carry:
-    """Refill up to R idle rows: move their results out and the next sentences in."""
+    """Refill up to R idle rows: copy their results out and the next sentences in."""
     number_B, state, cache = carry.stepped.rows
     B, Q = len(number_B), len(entering.number_B)
     R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))

@@ -12,7 +12,8 @@ _ROWS_OF_A_CORE = 16
 
 
 def devices_for_rows(rows: int) -> list[jax.Device]:
-    """Choose devices to share ``rows``, with at least 1 row per accelerator or 16 per CPU device.
+    """Choose the devices to divide ``rows`` among: at least 1 row per accelerator, or 16 per CPU
+    device.
 
     If JAX is not initialized yet, each CPU core becomes a device. A single device for all cores is
     up to 10% slower (docs/performance.md).

@@ -135,7 +135,7 @@ class _Compiled(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _compiled(search: _Search) -> _Compiled:
-    """Jit the functions that all engines with this search share, on any device."""
+    """Jit the functions that all engines with the same search share, whatever their device."""
     return _Compiled(
         jax.jit(search.start_cache, static_argnames="bucket"),
         jax.jit(
@@ -300,7 +300,7 @@ def search_together(
     engines: Sequence[Engine], sentences: Sequence[Sentence]
 ) -> list[list[Hypothesis]]:
     """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
-    engines than it takes to give every sentence a row.
+    engines than needed to give every sentence a row.
     """
     engines[0].check(sentences)
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))

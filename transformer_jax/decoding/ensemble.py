@@ -1,6 +1,6 @@
 """Ensemble decoding with several Transformers.
 
-Shape letters are as in ``model/attention.py`` and ``search.py``.
+For shape letters, see ``model/attention.py`` and ``search.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformer_jax.model.transformer import Transformer, with_cast_weights
 
 @struct.dataclass
 class EnsembleCache:
-    """The caches of all models, with the methods of ``DecoderCache``."""
+    """The caches of all models. Has the same methods as ``DecoderCache``."""
 
     caches: tuple[DecoderCache, ...]
 
@@ -40,7 +40,7 @@ class EnsembleCache:
 
 
 class Ensemble(nnx.Module):
-    """Averages the probabilities of several models, with the methods of ``Transformer``."""
+    """Averages the probabilities of several models. Has the same methods as ``Transformer``."""
 
     def __init__(self, models: Sequence[Transformer]):
         """Raise ``UserError`` if ``models`` is empty or their vocabulary sizes differ."""
@@ -62,7 +62,7 @@ class Ensemble(nnx.Module):
         return tuple(model.hidden(source_BS, target_BT) for model in self.models)
 
     def logits(self, hidden: tuple[Array, ...]) -> Array:
-        """Return the logarithms of the mean probabilities, float32 [B, T, V]."""
+        """Return the logarithms of the mean probabilities as float32 [B, T, V]."""
         each = zip(self.models, hidden, strict=True)
         return _log_mean([model.logits(hidden_BTD) for model, hidden_BTD in each])
 
@@ -78,7 +78,7 @@ class Ensemble(nnx.Module):
     def start_cache(
         self, memories: tuple[Array, ...], source_mask_BS: Array, **sizes: int
     ) -> EnsembleCache:
-        """Create an empty cache; ``sizes`` are as in ``Transformer.start_cache``."""
+        """Create an empty cache. For ``sizes``, see ``Transformer.start_cache``."""
         each = zip(self.models, memories, strict=True)
         return EnsembleCache(
             tuple(model.start_cache(memory, source_mask_BS, **sizes) for model, memory in each)

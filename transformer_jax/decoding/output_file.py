@@ -30,7 +30,7 @@ def open_output(
     of the file can be incomplete.
 
     Args:
-      path: file, device or named pipe; None: stdout.
+      path: file, device or named pipe; None means stdout.
       resume: keep the complete sentences in the file; otherwise the file is overwritten.
       numbered: a sentence may have several lines, ``number ||| ...``.
 

@@ -55,12 +55,13 @@ class Files(Section):
     format: Literal["text", "jsonl"] = "text"
     """text: one sentence per line. jsonl: one JSON object per line; its other fields are kept."""
     text_field: str = "text"
-    """JSONL: the field to translate. A field `prefix` forces the beginning of the translation."""
+    """JSONL: the field to translate. If a line has a `prefix` field, its translation begins with
+    that text."""
     resume: bool = False
     """Keep the complete sentences already in --output and continue after them."""
     shard: str = "0/1"
-    """i/n: translate only lines i, i + n, i + 2n, ... (counted from 0). This splits the input among
-    n processes."""
+    """i/n: translate only lines i, i + n, i + 2n, ... (counting from 0). This splits the input
+    among n processes."""
     window: Positive | None = None
     """Number of lines to read before translating them; use 1 if a program waits for each output
     line. Default: 1 at a terminal, otherwise 100 batches."""
@@ -102,12 +103,13 @@ class Evaluation:
     """Target language (de, fr, ...): --reference also prints BLEU as in the paper, on Moses tokens
     with compounds split. Default: the run's training.bleu_language."""
     score: str | None = None
-    """File of targets, one per input line: print their log-probabilities instead of translating."""
+    """File of targets, one per input line. Prints their log-probabilities instead of
+    translating."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Translate lines of text with a trained model: one output line for each input line."""
+    """Translate text line by line with a trained model, one output line per input line."""
 
     workdir: tuple[str, ...] = ()
     """Path or URL of a work directory or of one of its checkpoints. Several work directories form
@@ -125,8 +127,8 @@ class Arguments:
 
 
 def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
-    """Parse and check the flags. Returns the flags and the config of the first run, whose search
-    settings they override.
+    """Parse and check the flags. Returns the flags and the first run's config, with its search
+    settings overridden by the flags.
 
     Work directories at URLs are copied to this machine first; the returned flags have local paths.
 

@@ -32,14 +32,14 @@ class Request:
     prefix: str = ""
     """Text that the translation must begin with."""
     number: int = 0
-    """Line number, used in messages and as the sampling seed. 0: the line's position in the stream,
-    from 1.
+    """Line number, used in messages and as the sampling seed. 0 stands for the line's position in
+    the stream, counting from 1.
     """
 
 
 @dataclass(frozen=True)
 class Record(Request):
-    """One line of the input; its number is its position in the whole input, from 1."""
+    """One line of the input; its number is its position in the whole input, counting from 1."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the input JSON object."""
@@ -59,10 +59,10 @@ class Translation:
     log_prob: float
     """Natural log-probability of all tokens, EOS included."""
     length: int
-    """Number of tokens, including one EOS per segment of an over-long line."""
+    """Number of tokens, including one EOS per segment of an overlong line."""
     tokens: tuple[str, ...] = ()
     """Vocabulary tokens without the last EOS: ``length - 1`` tokens. EOS separates the segments of
-    an over-long line.
+    an overlong line.
     """
     token_log_probs: tuple[float, ...] = ()
     """Log-probability of each token given the previous tokens, including EOS: ``length`` values."""
@@ -91,12 +91,12 @@ def read_records(
     """Read the records of a file (optionally ``.gz``) or a stream, lazily.
 
     Args:
-      shard: i of n: lines i, i + n, i + 2n, ...
-      targets: file with the target of each line.
+      shard: (i, n) reads only lines i, i + n, i + 2n, ..., counting from 0.
+      targets: file with a target for each line.
 
     Raises:
-      UserError: a line is not UTF-8, or (in JSONL) not an object with the field; the input and
-        ``targets`` have different numbers of lines. The message has the line number.
+      UserError: a line is not UTF-8, or (in JSONL) is not an object with the field; the input and
+        ``targets`` have different numbers of lines. The message includes the line number.
     """
     name = str(source if isinstance(source, str | Path) else getattr(source, "name", "the input"))
     pairs = zip_longest(read_lines(source), read_lines(targets) if targets else ())
@@ -122,12 +122,12 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
     if not isinstance(values, dict):
         raise UserError(
             f"{where} is a JSON {type(values).__name__}; "
-            f"expected an object with the field {text_field!r}."
+            f"expected an object with a {text_field!r} field."
         )
     if text_field not in values:
         names = ", ".join(list(values)[:20]) or "none"
         raise UserError(
-            f"{where} has no field {text_field!r}; choose another with --text-field. "
+            f"{where} has no {text_field!r} field; choose another with --text-field. "
             f"Fields of this line: {names}."
         )
     # Exported tables give every line all fields, so a prefix may be null.
@@ -141,7 +141,7 @@ def _from_json(record: Record, where: str, text_field: str) -> Record:
 def blocks(items: Iterable[T], size: int) -> Iterator[list[T]]:
     """Group items into blocks of ``size``, lazily.
 
-    A ``UserError`` while reading is raised after the preceding items are yielded.
+    If reading raises a ``UserError``, the preceding items are yielded first.
     """
     block: list[T] = []
     try:
@@ -164,7 +164,7 @@ class Results(Section):
 
     nbest: Positive = 1
     """Number of translations per sentence. If more than 1, each is a line `number ||| translation
-    ||| score`, best first; in JSONL, the field `hypotheses` lists them. Sampling draws this many
+    ||| score`, best first; in JSONL, the `hypotheses` field lists them. Sampling draws this many
     unless --beam-size is larger.
     """
     alignments: Literal["hard", "soft"] | None = None
@@ -192,9 +192,9 @@ class Results(Section):
     def json(self, record: Record, translations: Sequence[Translation]) -> list[str]:
         """Return a line of JSON with the fields of the input object and ``OUTPUT_FIELDS``.
 
-        A hard alignment is a string of pairs i-j: word i of the source (split at whitespace, from
-        0) and word j of the translation. A soft alignment is a matrix with a row for each of
-        ``tokens`` and a column for each of ``source_tokens``, EOS included.
+        A hard alignment is a string of pairs i-j: word i of the source and word j of the
+        translation, split at whitespace and counting from 0. A soft alignment is a matrix with a
+        row for each of ``tokens`` and a column for each of ``source_tokens``, EOS included.
         """
         fields = list(map(self._fields, translations))
         hypotheses = {"hypotheses": fields} if self.nbest > 1 else {}

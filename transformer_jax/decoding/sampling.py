@@ -1,4 +1,4 @@
-"""Sampling: independent draws from the model's distribution. Shape letters: see ``search.py``."""
+"""Sampling from the model's distribution. For shape letters, see ``search.py``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _LOWEST = -1e6  # lowest logit of a possible token; its probability rounds to 0
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Method):
-    """Sampling of ``num_samples`` translations per sentence, sorted by score; duplicates are
-    possible.
+    """Draws ``num_samples`` translations per sentence, sorted by score. Duplicates are possible.
 
     Reported log-probabilities are the model's own: at temperature 1 and over the whole vocabulary.
     """
@@ -38,7 +37,7 @@ class Sampling(Method):
     greedy decoding.
     """
     top_k: int = 0
-    """Draw only from the k most likely tokens (Fan et al., 2018); 0: from all tokens."""
+    """Draw only from the k most likely tokens (Fan et al., 2018). 0 draws from all tokens."""
     top_p: float = 1.0
     """Nucleus sampling, applied after ``top_k``: draw from the smallest set of most likely tokens
     whose total probability reaches p (Holtzman et al., 2020).
@@ -87,7 +86,7 @@ class Sampling(Method):
         return state, None
 
     def _keys(self, state: SearchState) -> Array:
-        """Make random keys that depend on sentence, sample and position, but not on the row."""
+        """Make random keys that depend on the sentence, sample and position, but not on the row."""
         start = jax.random.key(self.seed)
 
         def key(sentence: Array, position: Array, number: Array) -> Array:

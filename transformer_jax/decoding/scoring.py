@@ -42,8 +42,8 @@ class Scorer:
     64 tokens, or fewer longer pairs. Each shape is compiled once per device.
 
     Attributes:
-      longest: maximum length of a sentence in tokens, EOS included: 4,096, or the number of learned
-        positions if smaller.
+      longest: maximum length of a sentence in tokens, EOS included; 4,096 or, if smaller, the
+        number of learned positions.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Scorer:
         self._weights_BTS = jax.jit(self._align_batch, static_argnames="layer")
 
     def score(self, pairs: Iterable[tuple[str, str]]) -> list[Translation]:
-        """Score (source, target) pairs, in order. Returns each target as a ``Translation`` with its
-        log-probabilities, EOS included.
+        """Score (source, target) pairs. Returns each target, in order, as a ``Translation`` with
+        its log-probabilities, EOS included.
 
         An empty line is scored as a single EOS. A pair with a sentence of more than ``longest``
         tokens gets NaN scores and a warning.
@@ -131,10 +131,10 @@ class Scorer:
     def align_tokens(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, layer: int = -1
     ) -> list[np.ndarray | None]:
-        """Return the soft alignment of each pair, float32 [T, S], with EOS last on both sides. Row
-        t is the attention of target token t over the source. A pair that is too long gets None.
+        """Return each pair's soft alignment as float32 [T, S], with EOS last on both sides. Row t
+        is the attention of target token t over the source. A pair that is too long gets None.
 
-        Weights are the mean over the heads of decoder layer ``layer`` (and over the models); each
+        Weights are averaged over the heads of decoder layer ``layer`` (and over the models). Each
         row sums to 1.
 
         Raises:
@@ -155,7 +155,8 @@ class Scorer:
         self, run: Callable[..., jax.Array], pairs: Sequence[tuple[Tokens, Tokens]]
     ) -> list[np.ndarray | None]:
         """Call ``run(parameters, source_BL, target_BL)`` with batches of pairs of similar length.
-        Returns its rows in the order of ``pairs``. A pair that is too long gets None and a warning.
+        Returns the result rows in the order of ``pairs``. A pair that is too long gets None and a
+        warning.
         """
         lengths = [1 + max(map(len, pair)) for pair in pairs]
         padded = {
@@ -189,20 +190,24 @@ class Scorer:
     def _score_batch(
         self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array
     ) -> jax.Array:
-        logger.info("Compiling scoring for %d pairs of up to %d tokens.", *source_BS.shape)
+        logger.info(
+            "Compiling the scoring function for %d pairs of up to %d tokens.", *source_BS.shape
+        )
         model = nnx.merge(self._graph, parameters)
         return _label_log_probs(model, model.hidden(source_BS, target_BT), target_BT)
 
     def _align_batch(
         self, parameters: Any, source_BS: jax.Array, target_BT: jax.Array, *, layer: int
     ) -> jax.Array:
-        logger.info("Compiling alignment for %d pairs of up to %d tokens.", *source_BS.shape)
+        logger.info(
+            "Compiling the alignment function for %d pairs of up to %d tokens.", *source_BS.shape
+        )
         model = nnx.merge(self._graph, parameters)
         return model.cross_attention(source_BS, target_BT, layer)
 
 
 def _label_log_probs(model: Any, hidden: Any, target_BT: jax.Array) -> jax.Array:
-    """Compute each target token's log-probability, float32 [B, T], a few positions at a time."""
+    """Compute target log-probabilities, a few positions at a time. Returns float32 [B, T]."""
 
     def at_position(position: tuple[Any, jax.Array]) -> jax.Array:
         hidden, target_B = position

@@ -221,13 +221,13 @@ def search(
       max_length: length of the result's arrays; static under ``jax.jit``.
       prefix_BP: tokens that the targets must begin with, padded with -1 or PAD. Their
         log-probabilities count toward the scores, unlike in t5x.
-      seed_B: seed of each sentence for ``Sampling`` (default: its row).
+      seed_B: seed of each sentence for ``Sampling`` (default: its index in the batch).
       reorder: ``reorder(cache, parents_BW)`` makes beam w of sentence b continue beam
         ``parents_BW[b, w]``. The default gathers axis 1 of every leaf.
 
     Raises:
-      UserError: a beam wider than the vocabulary, a token id outside it, a ``max_length`` below 1;
-        arrays or results of ``step_fn`` with wrong shapes.
+      UserError: the beam is wider than the vocabulary; a token id is outside it; ``max_length`` is
+        below 1; an array or a result of ``step_fn`` has the wrong shape.
     """
     if max_length < 1:
         raise UserError(f"max_length is {max_length}; expected at least 1.")

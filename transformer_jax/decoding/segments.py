@@ -1,4 +1,4 @@
-"""Splitting of over-long lines into segments, and joining of the segments' translations."""
+"""Splits overlong lines into segments and joins the segments' translations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split(line: str, limit: int, tokenizer: Tokenizer) -> list[list[int]]:
     """Split a line into segments of at most ``limit`` source tokens. Each segment has as many whole
     sentences as fit.
 
-    An over-long sentence is split between words, and an over-long word in its middle. A tag at the
+    An overlong sentence is split between words, and an overlong word in the middle. A tag at the
     beginning of the line, such as ``>>deu<<``, is repeated before each segment.
     """
     tag, rest = tokenizer.source.split_tag(line)

@@ -1,4 +1,4 @@
-"""Translation of text: one translation for each line, in input order."""
+"""Translates text: one translation per line, in input order."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Translator:
         devices: Sequence[jax.Device] = (),
         **chosen: Any,
     ) -> Self:
-        """Load the model of a training run, or an ensemble, with options of ``load_models``."""
+        """Load the model of a training run, or an ensemble. See ``load_models`` for ``chosen``."""
         return cls(*load_models(workdir, **chosen), devices=devices)
 
     @property
@@ -106,12 +106,12 @@ class Translator:
     def stream(
         self, lines: Iterable[str | Request], *, num_hypotheses: int = 1, window: int | None = None
     ) -> Iterator[list[Translation]]:
-        """Translate lines in order, each into its ``num_hypotheses`` best translations, best first
-        (at least one, possibly fewer).
+        """Translate lines in order. Yields the ``num_hypotheses`` best translations of each line
+        (possibly fewer, but at least one), best first.
 
         Reads and translates ``window`` lines at a time (default: 100 batches). An empty line gives
         one empty translation. So does a line for which the search finds no translation, with a
-        warning and scores of NaN. A line of more than ``config.max_source_length`` tokens, EOS
+        warning and NaN scores. A line of more than ``config.max_source_length`` tokens, EOS
         included, is translated in segments, with a warning.
 
         Raises:

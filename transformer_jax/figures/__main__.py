@@ -45,9 +45,9 @@ class Arguments:
     tokens, as in figures 3 to 5 of the paper.
     """
     layers: tuple[int, ...] = ()
-    """Layer numbers, from 1; -1 is the last. Default: all."""
+    """Layers, numbered from 1; -1 is the last. Default: all."""
     heads: tuple[int, ...] = ()
-    """Head numbers, from 1. Default: all."""
+    """Heads, numbered from 1. Default: all."""
     only: tuple[int, ...] = ()
     """For --style lines: draw only the lines from these tokens in the left column, numbered from 1.
     Default: all.

@@ -35,10 +35,12 @@ def attention_maps(
     Args:
       queries, keys: T and S tokens.
       weights_NHTS: attention weights of N layers and H heads. All maps share one color scale.
-      layers, heads: numbers from 1, as in the paper; -1 is the last. Default: all.
+      layers, heads: layers and heads to draw, numbered from 1 as in the paper; -1 is the last.
+        Default: all.
 
     Raises:
-      UserError: invalid layer or head, wrong shape of weights, or matplotlib is not installed.
+      UserError: a layer or head is invalid, the weights have the wrong shape, or matplotlib is not
+        installed.
     """
     layers, heads = _selected(weights_NHTS, queries, keys, layers, heads)
     largest = weights_NHTS[np.ix_(layers, heads)].max()
@@ -74,8 +76,8 @@ def attention_lines(
     color, and each layer has two columns of tokens.
 
     Args:
-      only: numbers of the queries to draw, from 1; -1 is the last. Default: all.
-      queries, keys, weights_NHTS, layers, heads: as in ``attention_maps``.
+      only: queries to draw, numbered from 1; -1 is the last. Default: all.
+      queries, keys, weights_NHTS, layers, heads: see ``attention_maps``.
     """
     layers, heads, only = _selected(weights_NHTS, queries, keys, layers, heads, only)
     largest = weights_NHTS[np.ix_(layers, heads, only)].max()
@@ -142,7 +144,8 @@ def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Fig
 
 
 def save_picture(figure: Figure, output: str | Path) -> None:
-    """Write a figure as .svg, .png or .pdf. SVG text stays text and uses the viewer's fonts.
+    """Write a figure as .svg, .png or .pdf. SVG files store text as text, displayed in the viewer's
+    fonts.
 
     Raises:
       UserError: ``output`` has an unsupported suffix.
@@ -171,7 +174,7 @@ def _figure(width: float, height: float) -> Figure:
 def _selected(
     weights_NHTS: np.ndarray, queries: Sequence[str], keys: Sequence[str], *numbers: Sequence[int]
 ) -> list[list[int]]:
-    """Convert numbers of layers, heads and queries (from 1) to indices (from 0). Default: all."""
+    """Convert layer, head or query numbers, which start at 1, to indices. Default: all."""
     shape = weights_NHTS.shape
     if len(shape) != 4 or shape[2:] != (len(queries), len(keys)) or not weights_NHTS.size:
         raise UserError(

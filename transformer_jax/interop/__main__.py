@@ -22,7 +22,7 @@ logger = logging.getLogger("transformer_jax.interop")
 
 @dataclass(frozen=True)
 class Export:
-    """Export a trained model to another library: weights, vocabulary and search settings."""
+    """Export a trained model's weights, vocabulary and search settings to another library."""
 
     workdir: str
     """Work directory of a training run, or the folder of one of its checkpoints."""
@@ -93,9 +93,9 @@ def _import(task: Import) -> None:
 
 @contextmanager
 def _new_folder(name: str, flag: str) -> Iterator[Path]:
-    """Create a folder for the caller to fill, and delete it after an error.
+    """Create a folder for the caller to fill; delete it if an error occurs.
 
-    Raises ``UserError``, which names ``flag``, if the folder is not empty.
+    Raises a ``UserError`` that names ``flag`` if the folder is not empty.
     """
     folder = Path(name).expanduser()
     if "://" in name or (folder.exists() and any(folder.iterdir())):

@@ -55,7 +55,7 @@ def export_huggingface(
     """Write ``model`` to the existing ``folder``.
 
     ``MarianMTModel.from_pretrained`` and ``MarianTokenizer.from_pretrained`` load it. Token ids are
-    unchanged. Raises ``UserError``, which names the field, if the model differs from OPUS-MT in
+    unchanged. Raises a ``UserError`` that names the field if the model differs from OPUS-MT in
     anything other than sizes, dropout and activation.
     """
     with needs_extra("interop"):

@@ -1,4 +1,4 @@
-"""Import of OPUS-MT models from Hugging Face MarianMT folders."""
+"""Imports OPUS-MT models from Hugging Face MarianMT folders."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def import_huggingface(folder: Path) -> tuple[Config, Transformer, Tokenizer]:
     model computes the same function.
 
     Raises:
-      UserError: a missing, unexpected or unsupported file, setting or tensor.
+      UserError: a file, setting or tensor is missing, unexpected or unsupported.
     """
     theirs = _read_config(folder / "config.json")
     rows = _read_rows(folder / "vocab.json", theirs)
@@ -118,7 +118,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
-    """Read tokens in the order of our ids, with their ids in ``file`` (-1: missing)."""
+    """Map tokens, in the order of our ids, to their ids in ``file`` (-1 if missing)."""
     ids = _read_json(file)
     size = theirs["vocab_size"]
     if sorted(ids.values()) != list(range(size)):
@@ -143,7 +143,7 @@ def _read_rows(file: Path, theirs: dict[str, Any]) -> dict[str, int]:
 
 
 def _read_weights(folder: Path, shape: ModelConfig) -> Weights:
-    """Read plain weights, with dimensions in our order."""
+    """Read plain weights, with the d_model dimensions in our order."""
     tensors, kept = _read_tensors(folder), OTHERS["target_embedding.matrix"]
     for alias in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
         if f"{alias}.weight" in tensors:  # files store the tied matrix under any of these names

@@ -69,7 +69,7 @@ class TorchModules(NamedTuple):
     target_embedding: nn.Embedding
     output: nn.Linear
     positions: str | tuple[Tensor, Tensor]
-    """As in ``from_torch``."""
+    """See ``from_torch``."""
 
 
 def from_torch(
@@ -88,16 +88,16 @@ def from_torch(
     1 (BOS), 2 (EOS) and 3 (UNK).
 
     Args:
-      source_embedding: the module or its matrix [V, D].
+      source_embedding: a ``torch.nn.Embedding``, or its matrix [V, D].
       target_embedding: the same for the target (default: the source embedding).
       output: projection from decoder output to logits; default: the target embedding's matrix.
         Tied matrices stay tied.
       positions: positional encoding of the PyTorch code: ``interleaved`` or ``split`` sinusoids
         (``sinusoidal_positions``), a learned table [L, D], or a (source, target) pair of tables.
-      dtype: as in ``ModelConfig``.
+      dtype: see ``ModelConfig``.
 
     Raises:
-      UserError: an unsupported class, setting or shape, with its location.
+      UserError: a class, setting or shape is unsupported. The message includes its location.
     """
     fields = _read_settings(transformer)
     ends, tied = _read_ends(source_embedding, target_embedding, output)
@@ -230,7 +230,7 @@ def _read_settings(transformer: nn.Transformer) -> dict[str, Any]:
 
 
 def _check_classes(transformer: nn.Transformer) -> None:
-    """Raise ``UserError``, with the location, for a module of an unsupported class."""
+    """Raise a ``UserError`` that names the module if its class is unsupported."""
     from torch import nn
 
     like = nn.Transformer(2, 2, 1, 1, 2, batch_first=True, device="meta")
@@ -246,7 +246,7 @@ def _check_classes(transformer: nn.Transformer) -> None:
             )
         if getattr(module, "add_zero_attn", False):
             raise UserError(
-                f"add_zero_attn is True in {place}; expected False. True is not supported."
+                f"add_zero_attn is True in {place}, which is not supported; expected False."
             )
 
 
@@ -264,7 +264,7 @@ def _in_common(setting: str, found: Mapping[str, Any]) -> Any:
 
 
 def _activations() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Map our names of activations to PyTorch functions, for activations in both libraries."""
+    """Map our activation names to PyTorch functions, for activations that both libraries have."""
     from torch.nn import functional as F
 
     tanh = partial(F.gelu, approximate="tanh")
@@ -287,8 +287,8 @@ def _activation_name(place: str, function: Callable[[Tensor], Tensor]) -> str:
 
 
 def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of the embeddings and the output layer, by their names in ``_OTHERS``, and
-    the value of ``tie_embeddings``.
+    """Return the tensors of the embeddings and the output layer, keyed by their names in
+    ``_OTHERS``, and the value of ``tie_embeddings``.
     """
     from torch import Tensor, nn
 
@@ -313,7 +313,7 @@ def _read_ends(source: Any, target: Any, output: Any) -> tuple[dict[str, Tensor]
 
 
 def _read_positions(positions: Any, *, shared: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read ``ModelConfig`` fields and learned tables. ``shared``: both sides use one embedding."""
+    """Read ``ModelConfig`` fields and learned tables. If ``shared``, there is one embedding."""
     if positions in ("interleaved", "split"):
         return {"positions": positions}, {}
     if isinstance(positions, str):

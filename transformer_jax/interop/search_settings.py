@@ -1,4 +1,4 @@
-"""Conversion of search settings to and from transformers and CTranslate2."""
+"""Converts search settings to and from transformers, and to CTranslate2."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def for_ctranslate2(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 def from_transformers(
     settings: Mapping[str, Any], tokens: Mapping[int, str], file: Path
 ) -> DecodingConfig:
-    """Convert search settings of transformers to a ``DecodingConfig``.
+    """Convert search settings from transformers to a ``DecodingConfig``.
 
     Args:
       settings: values by name, read from ``file``; None means the default.
@@ -77,7 +77,7 @@ def from_transformers(
       file: used in error messages.
 
     Raises:
-      UserError: an unsupported setting or value.
+      UserError: a setting or value is unsupported.
     """
     forbidden = settings.get("bad_words_ids") or []
     for name, value in settings.items():

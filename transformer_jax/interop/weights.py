@@ -46,10 +46,10 @@ _ORDER = list(_PARTS)
 
 
 class Library(NamedTuple):
-    """Weight names of a library. Kernels are [O, I]."""
+    """A library's weight names. Its kernels are [O, I]."""
 
     parts: Mapping[str, str]
-    """Names as in ``_PARTS``, prefixed with the side where the sides differ."""
+    """Names for the keys of ``_PARTS``, prefixed with the side where the sides differ."""
     layer: str
     """Prefix of names in a layer, with {side} and {number}."""
     norm: tuple[str, str] = ("weight", "bias")
@@ -68,7 +68,7 @@ CTRANSLATE2 = Library(
 
 
 def to_library(weights: Weights, library: Library, others: Mapping[str, str]) -> Weights:
-    """Convert plain weights to weights of ``library``. ``others`` has names outside the layers."""
+    """Convert plain weights to weights of ``library``. ``others`` maps names outside the layers."""
     tensors = {}
     for theirs, ours in _names(weights, library, others).items():
         shares = [_transposed(name, weights[name]) for name in ours]
@@ -135,8 +135,8 @@ def model_of(weights: Weights, config: ModelConfig) -> Transformer:
 
 
 def with_position_tables(weights: Weights, config: ModelConfig, length: int) -> Weights:
-    """Add the position tables of source and target to ``weights``: sinusoids of ``length``
-    positions, or all learned positions.
+    """Add the source and target position tables to ``weights``: sinusoids of ``length`` positions,
+    or all learned positions.
     """
     table_LD = weights.get(_TARGET)
     if table_LD is None:

@@ -51,14 +51,14 @@ class BracketScore(NamedTuple):
 
 
 def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScore:
-    """Score trees like EVALB with Collins' parameters, for sentences of any length.
+    """Score trees as EVALB does with Collins' parameters, but for sentences of any length.
 
     Punctuation (gold tags , : `` '' .) is removed from both trees, along with constituents that
     contain only punctuation. ADVP and PRT count as the same label. Duplicate constituents count
     separately.
 
     Raises:
-        UserError: no sentences, different numbers of sentences, or different words.
+        UserError: there are no sentences, or the two inputs differ in length or words.
     """
     totals, golds, parsed = BracketScore(0, 0, 0, 0, 0), 0, 0
     for right, parse in zip_longest(gold, parses):
@@ -75,10 +75,10 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
         totals = BracketScore(*map(sum, zip(totals, found)))
     if golds != parsed:
         raise UserError(
-            f"There are {golds} gold trees and {parsed} to score; expected equal numbers."
+            f"There are {golds} gold trees but {parsed} trees to score; expected one per gold tree."
         )
     if not golds:
-        raise UserError("There are no trees to score; expected at least one.")
+        raise UserError("There are no gold trees; expected at least one, with a tree to score.")
     return totals
 
 

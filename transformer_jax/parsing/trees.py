@@ -1,4 +1,4 @@
-"""Parse trees: reading from a treebank, and linearization as target sequences (section 6.3).
+"""Parse trees, read from a treebank and linearized as target sequences (section 6.3).
 
 Sequences follow Vinyals et al. (2015): ``(S (NP XX )NP (VP XX (NP XX XX )NP )VP XX )S``, with XX
 for each word.
@@ -106,7 +106,8 @@ def read_parses(file: str | Path) -> Iterator[Parse]:
     tags (NP-SBJ-1 becomes NP). ``( )`` is the tree of an empty line.
 
     Raises:
-        UserError: invalid format, with file and line; not UTF-8.
+        UserError: the file has an invalid format or is not UTF-8. The message includes the line
+          number.
     """
     line = opened = 0
     path = list[_Node]()

@@ -56,7 +56,7 @@ def page(runs: Sequence[Run]) -> bytes:
 
 
 def _curves(runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
-    """Yield titles, images and alt texts."""
+    """Yield the title, image and alt text of each figure."""
     for title, (train, dev, scale) in _CURVES.items():
         curves, said = [], []
         for place, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""Reading of a run's files. The report lists missing and corrupt files instead of failing."""
+"""Reads a run's files. The report lists missing and corrupt files instead of failing."""
 
 from __future__ import annotations
 

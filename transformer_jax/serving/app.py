@@ -128,9 +128,9 @@ class App:
         """Parse a request: JSON, or form data and query parameters.
 
         Raises:
-          UserError: an invalid field, or text that is not UTF-8.
-          Refused: a cross-site request (otherwise any web page could use a local server); a body
-            that is too large; an unsupported content type.
+          UserError: a field is invalid, or the text is not UTF-8.
+          Refused: the request is cross-site (any web page could otherwise use a local server), its
+            body is too large, or its content type is unsupported.
         """
         site = request.headers.get("sec-fetch-site")  # sent over HTTPS and to localhost only
         origin, host = request.headers.get("origin"), request.headers.get("host")
@@ -156,7 +156,7 @@ class App:
             field = [*first["loc"], "The request"][0]
             raise UserError(f"{field}: {first['msg']}; got {shown(first['input'])}.") from None
         except UnicodeError:
-            raise UserError("The form or a query parameter is not UTF-8; expected UTF-8.") from None
+            raise UserError("The form or a query parameter is not valid UTF-8.") from None
 
     async def _body(self, request: Request) -> bytes:
         limit = self.service.max_characters * _BYTES_A_CHARACTER + _BYTES_BESIDES

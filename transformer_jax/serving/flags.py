@@ -56,12 +56,13 @@ class Arguments:
     port: int = 8000
     """TCP port."""
     max_queue: int = 1024
-    """Maximum number of sentences in progress. Requests beyond it get 503; a single request with
-    more gets 413."""
+    """Maximum number of sentences in progress. Requests beyond this limit get status 503; a single
+    request with more sentences gets 413."""
     max_characters: int = 20_000
-    """Maximum characters in a request; longer requests get 413."""
+    """Maximum number of characters in a request; longer requests get status 413."""
     timeout: float = 60.0
-    """Maximum seconds from the start of a request to its response; slower requests get 503."""
+    """Maximum number of seconds from the start of a request to its response; slower requests get
+    status 503."""
     average: int | None = None
     """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
     at the end of training; for a checkpoint's folder, only that checkpoint.
@@ -75,7 +76,7 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     """Parse and check the flags. Returns the flags and the models to serve.
 
     Raises:
-        UserError: an invalid value, a missing run, or two models for one language pair.
+        UserError: a value is invalid, a run is missing, or two models have the same language pair.
     """
     arguments = parse_flags(Arguments, argv)
     arguments = replace(arguments, workdir=tuple(flag_values(argv, "workdir")))

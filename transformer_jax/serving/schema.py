@@ -26,12 +26,16 @@ class Query(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     q: str | list[str] = Field(description="A text or a list of texts.", examples=["A man sleeps."])
-    source: str = Field("auto", description="Source language; auto: the only one for the target.")
+    source: str = Field(
+        "auto", description="Source language; can be auto if only one fits the target."
+    )
     target: str = Field(description="Target language.", examples=["de"])
     format: Literal["text"] = Field("text", description="HTML is not supported.")
-    alternatives: int = Field(0, ge=0, description="Number of alternatives, below the beam size.")
+    alternatives: int = Field(
+        0, ge=0, description="Number of alternatives, less than the beam size."
+    )
     api_key: str = Field("", description="Ignored.")
-    prefix: str = Field("", description="Forced start of each text's translation.")
+    prefix: str = Field("", description="Text that each translation begins with.")
     details: bool = Field(False, description="Also return scores and tokens.")
     attention: bool = Field(False, description="Also return details and attention weights.")
     split: bool = Field(True, description="Whether to split texts into sentences.")

@@ -51,7 +51,7 @@ class Service:
     """All served models and the request limits.
 
     Attributes:
-      num_accepted: accepted sentences that are not yet translated.
+      num_accepted: number of accepted sentences that are not yet translated.
     """
 
     def __init__(
@@ -101,15 +101,15 @@ class Service:
         given = f"source is {shown(query.source)} and target is {shown(query.target)}"
         known = ", ".join(map(str, self.models))
         if pairs:
-            raise UserError(f"{given}; expected a source language because several fit: {known}.")
+            raise UserError(f"{given}; expected a source language because several match: {known}.")
         raise UserError(f"{given}; expected one of {known}.")
 
     def begin(self, query: Query) -> Answering:
         """Check a query, split its texts into sentences and start translating them.
 
         Raises:
-          UserError: an invalid or unsupported field.
-          Refused: too many characters or sentences, or the server is busy.
+          UserError: a field is invalid or unsupported.
+          Refused: there are too many characters or sentences, or the server is busy.
         """
         if self.status != "ok":
             raise Refused(503, FAILED if self.status == "failed" else _COMPILING)
