@@ -75,7 +75,7 @@ def bracket_score(gold: Iterable[Parse], parses: Iterable[Parse]) -> BracketScor
         totals = BracketScore(*map(sum, zip(totals, found)))
     if golds != parsed:
         raise UserError(
-            f"There are {golds} gold trees but {parsed} trees to score; expected one per gold tree."
+            f"There are {golds} gold trees and {parsed} to score; expected the same number of each."
         )
     if not golds:
         raise UserError("There are no gold trees; expected at least one, with a tree to score.")

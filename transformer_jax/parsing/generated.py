@@ -96,7 +96,7 @@ def recombined(parses: Iterable[Parse], seed: int, *, share: float = 0.3) -> Ite
         for place, key in enumerate(_kinds(parse)):
             alike[key].append((number, place))
     if not whole:
-        raise UserError("No trees found; expected at least one to take constituents from.")
+        raise UserError("No trees found; expected some to take constituents from.")
     while True:
         tree = draw.choice(whole)
         for _ in range(round(share * len(tree.constituents))):
