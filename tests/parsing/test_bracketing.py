@@ -68,7 +68,7 @@ def test_other_words_and_other_numbers_of_trees_are_refused() -> None:
         bracket_score([tree(GOLD)] * 2, [tree(GOLD), other])
     with pytest.raises(UserError, match="There are 3 gold trees and 1 to score"):
         bracket_score([tree(GOLD)] * 3, [tree(GOLD)])
-    with pytest.raises(UserError, match="no trees"):
+    with pytest.raises(UserError, match="There are no gold trees"):
         bracket_score([], [])
 
 

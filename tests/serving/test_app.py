@@ -218,7 +218,7 @@ def test_what_is_no_json_is_refused(server: Server, body) -> None:
 )
 def test_forms_that_are_not_utf_8_are_refused(server: Server, path, body, kind) -> None:
     reply = server.request("POST", path, body, content_type=kind)
-    assert reply.status == 400 and "not UTF-8" in reply.json["error"], reply
+    assert reply.status == 400 and "not valid UTF-8" in reply.json["error"], reply
     utf_8 = body.replace(b"%FC", b"%C3%BC").replace(b"\xfc", b"\xc3\xbc")
     path = path.replace("%FC", "%C3%BC")
     reply = server.request("POST", path, utf_8, content_type=kind)
