@@ -102,15 +102,16 @@ os.environ |= {
 STARTED = [str(Path(__file__).with_name("started")), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, STARTED))
 
-# What tests import is compiled to bytecode when it is first imported, for 13 s of CPU time. Workers
-# begin with different packages, so that few are compiled twice.
+# What tests import is compiled to bytecode when it is first imported, for 13 s of CPU time. Where
+# all tests run, workers begin with different packages, so that few are compiled twice.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests read only folders that they wrote
 PACKAGES = (
     ("transformer_jax.training.loop", "hypothesis", "chex"),
     ("torch", "transformers.models.marian.modeling_marian"),
     ("matplotlib.pyplot", "fastapi.testclient", "playwright.sync_api", "nbclient"),
 )
-if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
+worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+if worker and os.environ.get("ALL_TESTS") == "True":
     for number in range(len(PACKAGES)):
         for name in PACKAGES[(int(worker) + number) % len(PACKAGES)]:
             with suppress(ImportError):
@@ -148,6 +149,13 @@ for entry in [] if "PYTEST_XDIST_WORKER" in os.environ else COMPILED.glob("*/*-c
         if max(entry.stat().st_atime, entry.stat().st_mtime) < time.time() - 7 * 86400:
             entry.unlink()
 exchange_compiled()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell pytest's workers whether they run all tests, on CPUs: a GPU's libraries are JAX's."""
+    os.environ["ALL_TESTS"] = str(
+        config.args == config.getini("testpaths") and DEVICE.platform == "cpu"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
