@@ -155,7 +155,7 @@ def test_the_url_is_the_truth_unless_this_machine_wrote_last(saved, store, tmp_p
     checkpoint(other, 5, "array 5")
     push(other)
     for work in (saved.check_token, saved.push_files, saved.push_checkpoints):
-        with pytest.raises(UserError, match="Another run has started in memory:"):
+        with pytest.raises(UserError, match="another run has started in memory:"):
             work()
     saved.pull()
     assert files(saved.folder) == files(other.folder)
@@ -168,7 +168,7 @@ def test_the_url_is_the_truth_unless_this_machine_wrote_last(saved, store, tmp_p
 
 def test_a_run_stops_when_another_starts_at_its_url(tmp_path, monkeypatch):
     with (
-        pytest.raises(UserError, match="Another run has started in memory:"),
+        pytest.raises(UserError, match="another run has started in memory:"),
         prepare(run(6), URL, devices=ONE) as first,
     ):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other machine"))
@@ -198,7 +198,7 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
     assert before == ParallelText(here, str(tmp_path)).fingerprint
     store.pipe_file("/bucket/text/a.en.gz", gzip.compress(b"changed"))
     assert ParallelText(there).fingerprint != before
-    with pytest.raises(UserError, match="matches no file"):
+    with pytest.raises(UserError, match="does not match any files"):
         ParallelText(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
     with pytest.raises(
         UserError, match="File 'memory://bucket/text' is not a regular file; expected a text file"

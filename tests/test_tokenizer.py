@@ -173,7 +173,7 @@ def test_sampling_has_sentencepieces_distribution():
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
 def test_a_vocabulary_larger_than_the_text_supports(algorithm, joint):
     with pytest.raises(
-        UserError, match=r"tokenizer\.vocab_size = 5000 .*training text.* value <= \d+"
+        UserError, match=r"5000 tokens .tokenizer\.vocab_size. .*training text.* value <= \d+"
     ) as raised:
         train(algorithm, joint, vocab_size=5000)
     most = int(str(raised.value).split("value <= ")[1].strip(" ."))
@@ -182,7 +182,7 @@ def test_a_vocabulary_larger_than_the_text_supports(algorithm, joint):
 
 def test_a_vocabulary_smaller_than_the_alphabet():
     with pytest.raises(
-        UserError, match=r"tokenizer\.vocab_size = 9 .*character_coverage.*required_chars"
+        UserError, match=r"9 tokens .tokenizer\.vocab_size. .*character_coverage.*required_chars"
     ):
         train(vocab_size=9)
 
@@ -192,7 +192,7 @@ def test_a_vocabulary_smaller_than_the_alphabet():
 def test_empty_training_text(joint, pairs):
     with pytest.raises(
         UserError,
-        match=r"is empty; .* Check data.train|SentencePiece cannot learn .* training text",
+        match=r"is empty, .* Check data.train|SentencePiece cannot learn .* training text",
     ):
         train(joint=joint, pairs=pairs)
 
@@ -299,7 +299,7 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
 @pytest.mark.parametrize("symbols", [("",), ("a b",), ("<a>", "<a>"), ("<a>", "</s>")])
 def test_wrong_user_defined_symbols(symbols):
     with pytest.raises(
-        UserError, match="user_defined_symbols is .* expected distinct words without white space"
+        UserError, match="user_defined_symbols is .* expected distinct words without whitespace"
     ):
         TokenizerConfig(user_defined_symbols=symbols)
 

@@ -53,14 +53,14 @@ def load_model(
     """Load the trained model from a work directory or one of its checkpoints.
 
     Args:
-      path: a work directory or a checkpoint folder. From a work directory, loads the checkpoints
+      path: a work directory or a checkpoint folder. For a work directory, loads the checkpoints
         chosen at the end of training (``averaged_steps`` in summary.json) or, before that, the last
         checkpoint.
-      average: number of checkpoints to average: the newest one that ``path`` selects, and scheduled
-        checkpoints before it (section 6.1).
+      average: number of checkpoints to average (section 6.1): the newest one selected by ``path``
+        and the scheduled checkpoints before it.
 
     Raises:
-      UserError: a checkpoint is missing or corrupt, or there are fewer than ``average``.
+      UserError: a checkpoint is missing or corrupt, or fewer than ``average`` checkpoints exist.
     """
     chosen = choose_checkpoints(local_path(path), average=average)
     workdir = chosen[0].parents[1]
@@ -82,10 +82,10 @@ def save_model(
 
     Args:
       workdir: the new folder; it must not contain checkpoints.
-      config: settings to save. Their ``model`` is replaced by ``model.config``.
+      config: settings to save. ``model.config`` replaces their ``model`` field.
 
     Raises:
-      FileExistsError: the folder has a checkpoint of step 0.
+      FileExistsError: the folder already has a checkpoint for step 0.
     """
     workdir, config = local_path(workdir), dataclasses.replace(config, model=model.config)
     path = workdir / "checkpoints" / checkpoint_name(0)
@@ -101,8 +101,8 @@ def save_model(
 def choose_checkpoints(path: Path, *, average: int | None = None) -> list[Path]:
     """Return the folders of the checkpoints that ``load_model`` averages, newest first.
 
-    Takes the same arguments as ``load_model`` and raises the same errors. All checkpoints are
-    intact.
+    Takes the same arguments as ``load_model`` and raises the same errors. All returned checkpoints
+    are intact.
     """
     if average is not None and average < 1:
         raise UserError(f"average is {average}; expected at least 1.")
@@ -145,10 +145,10 @@ def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
 
 
 def up_to(chosen: P, folders: Sequence[P], most: int, every: int) -> list[P]:
-    """Return ``chosen`` and the scheduled checkpoints before it, newest first, at most ``most``.
+    """Return up to ``most`` checkpoints, newest first: ``chosen`` and scheduled ones before it.
 
-    Checkpoints at multiples of ``every`` steps are scheduled. Checkpoints from interruptions and
-    evaluations are left out, so interruptions do not change a run's result.
+    Checkpoints at multiples of ``every`` steps are scheduled. Checkpoints saved for an interruption
+    or an evaluation are excluded, so interruptions do not change a run's result.
     """
     older = folders[folders.index(chosen) + 1 :]
     return [chosen, *[path for path in older if int(path.name) % every == 0][: most - 1]]
@@ -173,7 +173,7 @@ def load_parameters(checkpoints: Sequence[AnyPath]) -> Any:
 def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
     """Yield the average of the first n checkpoints, for n = 1, 2, and so on.
 
-    Each checkpoint is read once. ``load_parameters`` describes the averages.
+    Each checkpoint is read once. See ``load_parameters`` for what is averaged.
     """
     abstract = abstract_model(config_of(checkpoints[0]).model).parameters
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
@@ -248,7 +248,7 @@ def write_manifest(
 
 
 def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
-    """Return the content of a checkpoint's manifest, empty if it is not JSON."""
+    """Return the contents of a checkpoint's manifest, empty if it is not JSON."""
     try:
         content = json.loads((checkpoint / MANIFEST).read_text())
     except ValueError:
@@ -262,7 +262,7 @@ def _manifest(checkpoint: AnyPath) -> dict[str, Any]:
 
 
 def delete_checkpoint(checkpoint: AnyPath) -> None:
-    """Delete a checkpoint, manifest first, so a partial deletion never looks like a checkpoint."""
+    """Delete a checkpoint, manifest first, so a half-deleted one does not look complete."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     remove_folder(checkpoint)
 
@@ -280,14 +280,14 @@ def newest_intact(checkpoints: AnyPath) -> int | None:
         log.warning("Checkpoint %s is corrupt (%s); trying the previous checkpoint.", path, reason)
     if steps:
         raise UserError(
-            f"All {len(steps)} checkpoints in {checkpoints} are corrupt; expected at least one "
-            "intact checkpoint. Restore one from a backup, or start in another --workdir."
+            f"All {len(steps)} checkpoints in {checkpoints} are corrupt. Restore one from a "
+            "backup, or start over in another --workdir."
         )
     return None
 
 
 def corruption(checkpoint: AnyPath) -> str:
-    """Return the reason why a checkpoint is corrupt, or an empty string if it is intact."""
+    """Return the reason a checkpoint is corrupt, or an empty string if it is intact."""
     content = _manifest(checkpoint)
     if content.pop("checksum", None) != zlib.crc32(json.dumps(content).encode()):
         return f"{MANIFEST} has changed since it was saved"

@@ -1,4 +1,4 @@
-"""Shared code of the command-line programs: flags, help, logging, signals, exit status."""
+"""Code shared by the command-line programs: flags, help, logging, signals, exit status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPILING = "compiling"
 
 
 class _Stderr(logging.Handler):
-    """Handler that writes to the current ``sys.stderr``, which a progress bar can replace."""
+    """Log handler that writes to the current ``sys.stderr``, which a progress bar can replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -33,7 +33,7 @@ class _Stderr(logging.Handler):
 
 
 def run_program(work: Callable[[], int | None]) -> int:
-    """Run a program's main function and return its exit status. The program must exit right after.
+    """Run a program's main function and return its exit status. The program must then exit.
 
     The status is the return value of ``work`` (0 for None), 2 on invalid input (``UserError`` or
     ``OSError``, printed as one line), 130 on Ctrl-C, and 141 if stdout was closed, for example by
@@ -102,9 +102,9 @@ def parse_flags(
 
 
 def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """Return defaults for the fields ``config`` and ``settings`` of a program's arguments.
+    """Return defaults for the ``config`` and ``settings`` fields of a program's arguments.
 
-    ``config`` is the value of ``--config``, and ``settings`` the config loaded from it. Without
+    ``config`` is the value of ``--config``, and ``settings`` is the config loaded from it. Without
     ``--config``, they are "" and ``Config()``.
     """
     name = "".join(flag_values(argv, "config")[-1:])
@@ -112,7 +112,7 @@ def config_in_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flag_values(argv: Sequence[str], name: str) -> list[str]:
-    """Return all values of the flag ``--name``, which can be repeated.
+    """Return all values of the ``--name`` flag, which can be repeated.
 
     Other flags are parsed later, because their defaults can depend on these values.
     """

@@ -18,10 +18,11 @@ _PROBE_BYTES = 2**20
 def keep_compiled() -> None:
     """Enable the persistent compilation cache. Call this before anything is compiled.
 
-    The cache is in ``compiled`` in ``storage.cache_folder()``, or in $JAX_COMPILATION_CACHE_DIR if
-    set. Several processes can share it. A process that finds an incomplete or corrupt entry warns
-    and recompiles. The cache grows until the user deletes it: JAX's size limit needs a lock for
-    every entry, and with that limit jax 0.10 writes nothing to a folder that has older entries.
+    The cache is the ``compiled`` folder in ``storage.cache_folder()``, or
+    $JAX_COMPILATION_CACHE_DIR if that is set. Several processes can share it. A process that finds
+    an incomplete or corrupt entry warns and recompiles. The cache grows until the user deletes it:
+    JAX's size limit needs a lock for every entry, and under that limit, jax 0.10 does not write to
+    a folder that contains older entries.
     """
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return

@@ -35,10 +35,10 @@ class ModelConfig(Section, prefix="model."):
     """Architecture of the Transformer (paper sections 3 and 6.2; symbols as in Table 3)."""
 
     vocab_size: Positive = 37_000
-    """Size V of the target vocabulary, or of the shared vocabulary. Training takes it from the
-    tokenizer; set tokenizer.vocab_size instead."""
+    """Size V of the target vocabulary, or of the shared vocabulary. Training sets it from the
+    tokenizer; use tokenizer.vocab_size instead."""
     source_vocab_size: Positive | None = None
-    """Size of the source vocabulary if it is separate; None: one shared vocabulary. Training takes
+    """Size of the source vocabulary if it is separate; None: one shared vocabulary. Training sets
     it from the tokenizer."""
     d_model: Positive = 512
     """Width of embeddings and sub-layer outputs."""
@@ -61,7 +61,8 @@ class ModelConfig(Section, prefix="model."):
     feed_forward_dropout: Probability = 0.0
     """Dropout after the activation of the feed-forward layer (not in the paper)."""
     norm: Literal["post", "pre"] = "post"
-    """Layer norm after each residual sum (post, as in the paper) or before each sub-layer (pre)."""
+    """Layer norm after each residual connection (post, as in the paper) or before each sub-layer
+    (pre)."""
     final_norm: bool | None = None
     """Add a final norm to the encoder and to the decoder; None: only if model.norm is pre.
     PyTorch's nn.Transformer always has both."""
@@ -70,11 +71,11 @@ class ModelConfig(Section, prefix="model."):
     norm_epsilon: PositiveFloat = 1e-6
     """Epsilon added to the variance in each norm. PyTorch and most imported models use 1e-5."""
     norm_bias: bool = True
-    """Add a bias in each layer norm."""
+    """Add a bias to each layer norm."""
     attention_bias: bool = False
     """Add biases to the four attention projections (fairseq, Marian and BERT do)."""
     feed_forward_bias: bool = True
-    """Add biases in the feed-forward layers (equation 2)."""
+    """Add biases to the feed-forward layers (equation 2)."""
     activation: Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu"] = "relu"
     """Activation of the feed-forward layers. gelu is exact (erf); gelu_tanh approximates it. swiglu
     adds a third matrix, the gate; reduce d_ff by a third to keep the same number of parameters."""
@@ -97,9 +98,9 @@ class ModelConfig(Section, prefix="model."):
     TPU (mixed precision). Parameters, softmax, norm statistics and the loss are always float32. In
     Python, jnp.float32 and jnp.bfloat16 also work."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
-    """Precision of float32 matmuls on GPU and TPU, with JAX's names. GPU: TF32 (10-bit mantissa)
-    unless highest. TPU: one, three or six bfloat16 passes. Has no effect on bfloat16 matmuls or on
-    the CPU."""
+    """Precision of float32 matmuls on GPU and TPU, using JAX's names. GPUs use TF32 (10-bit
+    mantissa) unless this is highest. TPUs use one, three or six bfloat16 passes. It does not affect
+    bfloat16 matmuls or the CPU."""
     remat: bool = False
     """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
     memory at the cost of about a third more computation."""
@@ -170,7 +171,7 @@ class ModelConfig(Section, prefix="model."):
 
 @dataclass(frozen=True)
 class TokenizerConfig(Section, prefix="tokenizer."):
-    """SentencePiece vocabulary and its training."""
+    """SentencePiece tokenizer and its training."""
 
     vocab_size: VocabSize = 37_000
     """Number of tokens per vocabulary, including the four special tokens."""
@@ -194,8 +195,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
     max_training_sentences: Positive = 5_000_000
     """Maximum number of sentences to train SentencePiece on, spread evenly over the text."""
     sampling: Fraction = 0.0
-    """BPE-dropout: probability of dropping a merge (usually 0.1); 0: off. Requires algorithm
-    bpe."""
+    """BPE-dropout: probability of dropping a merge (usually 0.1); 0: off. Requires the bpe
+    algorithm."""
     sampled_epochs: Positive = 8
     """With sampling: number of stored segmentations of the training text. Epoch e uses segmentation
     e modulo this number."""
@@ -214,7 +215,7 @@ class TokenizerConfig(Section, prefix="tokenizer."):
         yield (
             "user_defined_symbols",
             len(new) == len(symbols) and all(symbol.split() == [symbol] for symbol in symbols),
-            "distinct words without white space, other than the built-in <pad>, <s>, </s>, <unk>",
+            "distinct words without whitespace, other than the built-in <pad>, <s>, </s>, <unk>",
         )
         yield (
             "target_model",
@@ -234,7 +235,7 @@ class PairsConfig(Section):
 
     kind: Literal["text", "tfds", "numbers", "none"] = "text"
     """Parallel text files, a dataset from TensorFlow Datasets, generated number names, or no data.
-    Files ending in .gz are decompressed while reading."""
+    Files ending in .gz are decompressed as they are read."""
     source: tuple[str, ...] = ()
     """text: source-language files. tfds: one dataset name, such as wmt14_translate/de-en. A file
     name can be a URL or a glob, such as train-*.en.gz or s3://bucket/train-*.en.gz. A glob expands
@@ -268,7 +269,7 @@ class PairsConfig(Section):
 
     @property
     def is_given(self) -> bool:
-        """True if the dataset is configured. Kinds text and tfds need a source."""
+        """True if the dataset is configured. The kinds text and tfds require a source."""
         return self.kind == "numbers" or (self.kind != "none" and bool(self.source))
 
 
@@ -312,8 +313,8 @@ class BatchConfig(Section, prefix="batch."):
     """Global batch size: number of source tokens and of target tokens per step, including padding
     (25,000 each in the paper)."""
     buckets: Positive = 8
-    """bucketed: number of buckets, each for one (source length, target length). More buckets mean
-    less padding, but each is compiled separately."""
+    """bucketed: number of buckets, each padded to one (source length, target length). More buckets
+    mean less padding, but each is compiled separately."""
     row_length: Positive = 256
     """packed: number of tokens per row on the side (source or target) with more tokens in the
     corpus. The other side's rows are shorter in proportion."""
@@ -334,9 +335,9 @@ class OptimizerConfig(Section, prefix="optimizer."):
     peak_learning_rate: PositiveFloat | None = None
     """Learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5."""
     beta1: Fraction = 0.9
-    """Adam's decay of the first moment."""
+    """Adam's decay rate for the first moment."""
     beta2: Fraction = 0.98
-    """Adam's decay of the second moment."""
+    """Adam's decay rate for the second moment."""
     epsilon: PositiveFloat = 1e-9
     """Adam's epsilon."""
     weight_decay: NonNegative = 0.0
@@ -358,8 +359,8 @@ class TrainingConfig(Section, prefix="training."):
     steps: Positive = 100_000
     """Number of optimizer steps."""
     start_from: str = ""
-    """Fine-tuning: a work directory or checkpoint folder to take the tokenizer and initial
-    parameters from (averaged as in decode.py for a work directory); '': train from scratch."""
+    """Fine-tuning: a work directory or checkpoint folder that provides the tokenizer and initial
+    parameters (averaged as in decode.py if it is a work directory); '': train from scratch."""
     label_smoothing: Fraction = 0.1
     """Label smoothing (epsilon_ls in section 5.4)."""
     r_drop: NonNegative = 0.0
@@ -376,7 +377,7 @@ class TrainingConfig(Section, prefix="training."):
     bleu_sentences: Positive = 1000
     """Number of sentences to translate, from the start of the dev set."""
     bleu_tokenize: Literal["13a", "none", "intl", "char", "zh", "ja-mecab", "ko-mecab"] = "13a"
-    """sacreBLEU's tokenizer; none: the text is already tokenized and scored as is."""
+    """sacreBLEU's tokenizer; none: the text is already tokenized and is scored as is."""
     bleu_language: str = ""
     """Target language (de, fr, ...). If set, test sets are also scored with BLEU as in the paper
     (Moses tokenization, compounds split); '': only sacreBLEU's BLEU."""
@@ -394,7 +395,7 @@ class TrainingConfig(Section, prefix="training."):
     select_by: Literal["loss", "bleu"] = "loss"
     """Dev-set metric for selecting the best checkpoint and for early stopping."""
     patience: Count = 0
-    """Early stopping after this many evaluations without improvement (select_by); 0: off."""
+    """Early stopping after this many evaluations without improvement in select_by; 0: off."""
     max_bad_steps: Positive = 10
     """Steps with a non-finite loss or gradient are skipped and counted. Training stops after this
     many in a row."""
@@ -437,18 +438,18 @@ class DecodingConfig(Section, prefix="decoding."):
     temperature: PositiveFloat = 1.0
     """sample: divide logits by this value. Values below 1 make likely tokens more likely."""
     top_k: Count = 0
-    """sample: draw only from the k most likely tokens; 0: from all."""
+    """sample: draw only from the k most likely tokens; 0: from all tokens."""
     top_p: TopP = 1.0
     """sample: draw only from the smallest set of most likely tokens whose total probability is at
-    least p; 1: from all."""
+    least p; 1: from all tokens."""
     seed: Seed = 0
     """sample: random seed. The samples of a line do not depend on its batch."""
     max_source_length: LineLength = 256
     """Maximum source length in tokens, including EOS. Longer lines are translated in segments, with
     a warning."""
     batch_size: Positive = 32
-    """Number of sentences decoded at a time, over all devices. Sources longer than 128 tokens use a
-    quarter of this number, sources longer than 512 tokens a sixteenth."""
+    """Number of sentences decoded at a time, across all devices. It is divided by 4 for sources
+    longer than 128 tokens and by 16 for sources longer than 512 tokens."""
 
     def rules(self) -> Iterator[Rule]:
         yield (
@@ -487,7 +488,7 @@ class Processes(Section, prefix="processes."):
     num_processes: Positive | None = None
     """Number of processes."""
     process_id: Count | None = None
-    """Index of this process, from 0."""
+    """Index of this process, counting from 0."""
     start_timeout: Positive = 300
     """Maximum number of seconds to wait at startup for all processes to connect."""
 
@@ -505,7 +506,7 @@ class Config(Section):
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     seed: Seed = 0
-    """Random seed of parameter initialization, data order, and dropout."""
+    """Random seed for parameter initialization, data order, and dropout."""
 
     def rules(self) -> Iterator[Rule]:
         model, decay = self.model, self.optimizer.decay

@@ -36,7 +36,7 @@ Rule = tuple[str, bool, str]
 class Section:
     """Base class for settings dataclasses. Checks the fields, then ``rules``, on construction.
 
-    Raises ``UserError`` with the name of the invalid field, after the class's ``prefix``.
+    Raises ``UserError`` that names the invalid field, preceded by the class's ``prefix``.
     """
 
     _prefix = ""
@@ -62,7 +62,7 @@ class Section:
 
 
 def _expected(value: Any, allowed: Any) -> str | None:
-    """Return the expectation that ``value`` violates, or None if it is valid."""
+    """Return a description of the allowed values, or None if ``value`` is valid."""
     origin, arguments = typing.get_origin(allowed), typing.get_args(allowed)
     if origin is Annotated:
         kind, interval, words = arguments

@@ -53,12 +53,13 @@ def start(settings: Processes) -> None:
             return
     elif address is None or count is None or number is None:
         raise UserError(
-            f"--coordinator-address is {address}, --num-processes {count}, --process-id {number}; "
-            "pass all three flags, or only --distributed on a cluster that JAX supports."
+            f"--coordinator-address is {address}, --num-processes is {count} and --process-id is "
+            f"{number}; pass all three flags, or only --distributed on a cluster that JAX supports."
         )
     elif not 0 <= number < count:
         raise UserError(
-            f"--process-id is {number}; expected 0 to {count - 1}, less than --num-processes."
+            f"--process-id is {number}; expected 0 to {count - 1}, because --num-processes is "
+            f"{count}."
         )
     elif not re.fullmatch(r".+:\d+", address):
         raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
@@ -118,7 +119,7 @@ def is_first() -> bool:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Gather a JSON-serializable value from every process, in the order of process ids."""
+    """Gather a JSON-serializable value from every process, ordered by process id."""
     if jax.process_count() == 1:
         return [value]
     folder, client = f"transformer_jax/{next(_numbers)}", _client()
@@ -131,7 +132,8 @@ def from_all(value: Any) -> list[Any]:
 def together() -> Iterator[None]:
     """Wait at the end of this context until all processes reach it.
 
-    If one process fails in it, all others raise ``UserError`` with its id and error message.
+    If one process fails inside the context, all others raise ``UserError`` with its id and error
+    message.
     """
     try:
         yield

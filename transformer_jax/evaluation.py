@@ -14,7 +14,7 @@ from transformer_jax.errors import UserError, needs_extra, shown
 
 @dataclass(frozen=True)
 class Score:
-    """A corpus-level score. Prints in sacreBLEU's format, with all details for comparison."""
+    """A corpus-level score. Prints in sacreBLEU's format, including the signature."""
 
     name: str
     """Metric name: BLEU or chrF2."""
@@ -36,7 +36,7 @@ class Evaluation:
     bleu: Score
     chrf: Score
     exact_match: float
-    """Fraction of lines that equal their reference, 0 to 1."""
+    """Fraction of lines that equal their reference, from 0 to 1."""
     paper_bleu: Score | None = None
     """BLEU as in the paper, if a language was given."""
 
@@ -89,7 +89,7 @@ def paper_bleu(
 
     Args:
       language: code of the target language, such as ``"de"``.
-      tokenized: the text is already tokenized; only split compounds.
+      tokenized: the text is already tokenized, so only compounds are split.
 
     Raises:
       UserError: different numbers of lines, nothing to score, or an unsupported language.

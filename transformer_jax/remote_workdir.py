@@ -1,8 +1,8 @@
-"""Copying work directories between object stores and this machine.
+"""Copies work directories between object stores and this machine.
 
-fsspec accesses the store, so any URL that it supports works: s3://, gs://, az:// and others. A
-checkpoint's manifest is copied last, because a folder without a manifest is not a checkpoint.
-Tokenized corpora are not copied.
+Object stores are accessed through fsspec, so any URL that it supports works: s3://, gs://, az://
+and others. A checkpoint's manifest is copied last, because a folder without a manifest is not a
+checkpoint. Tokenized corpora are not copied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GRACE_SECONDS = 3600.0  # another reader can still be loading a checkpoint that
 
 
 def local_workdir(workdir: str | Path) -> Path:
-    """Return a local folder for reading a work directory or checkpoint. Copies URLs first."""
+    """Return a local folder for reading a work directory or checkpoint. A URL is copied first."""
     if not is_url(str(workdir)):
         return existing_folder(workdir)
     url, _, step = str(workdir).rstrip("/").partition("/checkpoints/")

@@ -3,8 +3,8 @@
 Mesh axes: ``data`` splits the batch; ``fsdp`` splits the batch and every large parameter with its
 optimizer state; ``tensor`` splits heads and d_ff. The computation is the same on any mesh; XLA adds
 the communication. During a step, parameters are all-gathered along ``fsdp`` in the data type of
-matmuls (``gathered``), and gradients are reduce-scattered (``scattered``). Otherwise XLA would also
-shard the layers' computation along ``fsdp`` and communicate activations.
+matmuls (``gathered``), and gradients are reduce-scattered (``scattered``). Otherwise, XLA would
+also shard the layers' computation along ``fsdp`` and communicate activations.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def check_rows(mesh: Mesh, row_multiple: int, accumulate_steps: int = 1) -> None:
-    """Raise ``UserError`` unless rows of batches and microbatches divide evenly over devices."""
+    """Raise ``UserError`` unless the rows of each microbatch divide evenly over the devices."""
     product, names = mesh.shape["data"] * mesh.shape["fsdp"], "mesh.data x mesh.fsdp"
     value = str(product)
     if accumulate_steps > 1:
@@ -181,7 +181,7 @@ def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> Name
                     divided = "num_heads and model.d_ff" if axis == "tensor" else "d_model"
                     raise UserError(
                         f"mesh.{axis} is {mesh.shape[axis]}; expected a divisor of "
-                        f"model.{divided} ({name} has {size} along that axis)."
+                        f"model.{divided} ({name} has size {size} along that axis)."
                     )
             return NamedSharding(mesh, spec)
     return replicated(mesh)

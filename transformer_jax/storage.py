@@ -129,7 +129,7 @@ def patiently(path: AnyPath, access: Callable[[], T]) -> T:
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replace a file's content. Readers see either the old or the new content, even on a crash."""
+    """Replace a file's content. Even after a crash, readers see either the old or the new one."""
     content = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or named pipe cannot be replaced
         path.write_bytes(content)
@@ -153,7 +153,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy a file within or between stores. Readers of ``target`` never see a partial file."""
+    """Copy a local or remote file. Readers of ``target`` never see a partial file."""
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
     writing = _replacing(target) if isinstance(target, Path) else target.open("wb")
@@ -162,7 +162,7 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
 
 def copy_folder(source: AnyPath, target: AnyPath, *, last: str) -> None:
-    """Copy all files in a folder. Copy ``last``, which marks the folder as complete, at the end."""
+    """Copy all files in a folder. ``last``, which marks the folder as complete, is copied last."""
     for name in sorted(files_in(source), key=lambda name: name == last):
         copy_file(source / name, target / name)
 

@@ -19,8 +19,8 @@ _TAG = re.compile("(?:>>.*?<<)?")
 class SubwordModel:
     """A SentencePiece model. Its pieces are the vocabulary, with PAD, BOS, EOS and UNK first.
 
-    With a separate ``vocabulary``, as in MarianMT, each piece gets its id from there. A line can
-    then begin with a tag such as ``>>deu<<``, which is one token.
+    With a separate ``vocabulary``, as in MarianMT, each piece gets its id from that vocabulary. A
+    line can then begin with a tag such as ``>>deu<<``, which is one token.
     """
 
     def __init__(self, model: bytes, vocabulary: Sequence[str] = ()) -> None:
@@ -91,8 +91,8 @@ class SubwordModel:
         for token in tokens:
             if token not in self._ids:
                 raise UserError(
-                    f"{field} has {token!r}; expected tokens in the target vocabulary ('▁' starts "
-                    "a word)."
+                    f"{field} contains {token!r}; expected tokens in the target vocabulary ('▁' "
+                    "starts a word)."
                 )
         return self.ids(tokens)
 
@@ -116,7 +116,7 @@ def with_symbols(model: bytes, symbols: Sequence[str]) -> bytes:
             proto.pieces.add(piece=symbol, type=proto.SentencePiece.USER_DEFINED)
         elif pieces[symbol].type != proto.SentencePiece.USER_DEFINED:
             raise UserError(
-                f"tokenizer.user_defined_symbols has {symbol!r}, which is already a "
+                f"tokenizer.user_defined_symbols contains {symbol!r}, which is already a "
                 "regular or special token in the vocabulary; choose another name."
             )
     return proto.SerializeToString()

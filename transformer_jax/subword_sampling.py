@@ -1,9 +1,9 @@
 """Random segmentation for subword regularization: BPE-dropout with a reproducible seed.
 
-SentencePiece can also sample, but it adds a random salt to each process's generator (as of 0.2.3),
-so a seed does not reproduce a segmentation. Here, pieces and scores come from SentencePiece, and
-random numbers from ``random.Random``. Words are segmented separately, because no piece in our
-models crosses a space.
+SentencePiece can also sample, but (as of 0.2.3) it salts each process's generator randomly, so a
+seed does not reproduce a segmentation. Here, pieces and scores come from SentencePiece, and random
+numbers from ``random.Random``. Words are segmented separately, because no piece in our models
+crosses a space.
 """
 
 from __future__ import annotations

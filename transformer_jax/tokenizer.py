@@ -184,7 +184,7 @@ def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
     first = next(given, None)
     if first is None:
         raise UserError(
-            f"The {what} is empty; expected sentences to train the tokenizer on. Check data.train."
+            f"The {what} is empty, so the tokenizer cannot be trained. Check data.train."
         )
     model = io.BytesIO()
     try:
@@ -207,7 +207,7 @@ def _learn(lines: Iterable[str], config: TokenizerConfig, what: str) -> bytes:
         )
     except RuntimeError as error:
         raise UserError(
-            f"SentencePiece cannot learn tokenizer.vocab_size = {config.vocab_size} tokens with "
-            f"tokenizer.character_coverage = {config.character_coverage} from the {what}: {error}"
+            f"SentencePiece cannot learn {config.vocab_size} tokens (tokenizer.vocab_size) from "
+            f"the {what} with tokenizer.character_coverage = {config.character_coverage}: {error}"
         ) from None
     return model.getvalue()

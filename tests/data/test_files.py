@@ -48,12 +48,12 @@ def test_a_file_whose_name_looks_like_a_glob(folder):
         (folder / f"a[1]*.{language}").write_text("literally\n")
     config = PairsConfig("text", ("a[1]*.en",), ("a[1]*.de",))
     assert list(read_pairs(config, str(folder))) == [("literally", "literally")]
-    with pytest.raises(UserError, match="matches no file"):
+    with pytest.raises(UserError, match="does not match any files"):
         ParallelText(PairsConfig("text", *[("a[1].en",)] * 2), str(folder))
 
 
 def test_globs_that_match_nothing_or_not_alike(folder):
-    with pytest.raises(UserError, match=r"'none-\*.en' matches no file; expected at least one"):
+    with pytest.raises(UserError, match=r"'none-\*.en' does not match any files"):
         ParallelText(PairsConfig("text", ("none-*.en",), ("part-*.de",)), str(folder))
     (folder / "part-c.de").unlink()
     message = r"'part-\*.en' matches 3 file\(s\) and target 'part-\*.de' matches 2; expected equal"

@@ -59,7 +59,7 @@ def test_lines_of_files(tmp_path):
     # as in files
     assert list(read_lines(io.BytesIO(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo"))) == ["one", "\ufefftwo"]
     with pytest.raises(
-        UserError, match=r"the input, line 2: byte 3 is not valid UTF-8; expected UTF-8 text"
+        UserError, match=r"the input, line 2: byte 3 is not valid UTF-8. Fix the line"
     ):
         list(read_lines(io.BytesIO(b"ok\nab\xff\n")))
 
@@ -125,7 +125,7 @@ def test_invalid_utf8_names_the_line(tmp_path):
     config = text(tmp_path, b"a\nb\xff\nc\nd\n", b"A\nB\nC\n\xc3\x28\n")
     with pytest.raises(
         UserError,
-        match=r"train\.en, line 2: byte 2 is not valid UTF-8; .* `iconv -c -t UTF-8`",
+        match=r"train\.en, line 2: byte 2 is not valid UTF-8. .* `iconv -c -t UTF-8`",
     ):
         read(config, tmp_path)
 

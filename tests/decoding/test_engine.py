@@ -348,7 +348,7 @@ def test_settings_are_checked_without_a_model(tokenizer):
 
     refuse(f"beam_size is {size + 1}; expected at most {size}", beam_size=size + 1)
     check_decoding(DecodingConfig(method="sample", beam_size=size + 1), tokenizer)
-    refuse("decoding.suppress has 'qqq'", suppress=("A", "qqq"))
+    refuse("decoding.suppress contains 'qqq'", suppress=("A", "qqq"))
     refuse(
         "decoding.suppress has '</s>', but without it every translation has the maximum",
         suppress=("A", "</s>"),

@@ -319,7 +319,7 @@ def test_what_a_format_cannot_express_is_refused_by_field(
 def test_a_piece_to_suppress_must_be_one(form, tmp_path, joint, make) -> None:
     config, model = make(joint)
     config = dataclasses.replace(config, decoding=DecodingConfig(suppress=("qqq",)))
-    message = "decoding.suppress has 'qqq'; expected tokens in the target vocabulary"
+    message = "decoding.suppress contains 'qqq'; expected tokens in the target vocabulary"
     with pytest.raises(UserError, match=message):
         export(form, tmp_path / form, config, model, joint)
 

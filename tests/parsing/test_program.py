@@ -125,7 +125,7 @@ def test_a_restored_file_appears_whole_or_not_at_all(treebank: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("prepare --trees {0}/*.tree --output {0}/x", "matches no file; expected at least one"),
+        ("prepare --trees {0}/*.tree --output {0}/x", "does not match any files"),
         ("prepare --trees {0}/none.mrg --output {0}/x", "none.mrg"),
         (
             "prepare --trees {0}/b.mrg --output {0}/x --skip 2",

@@ -147,7 +147,10 @@ def test_other_batches_need_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixt
     # what was refused left nothing behind
     assert train(config, tmp_path, devices=ONE)["steps"] == 4
     assert train(smaller, tmp_path, devices=ONE, allow_changes=True)["steps"] == 6
-    assert "resumes with different settings" in caplog.text and "batch.tokens: 1024" in caplog.text
+    assert (
+        "Resuming the run with different settings" in caplog.text
+        and "batch.tokens: 1024" in caplog.text
+    )
     before, after = entries(tmp_path)[3], entries(tmp_path)[4:]
     assert before["step"] == 4 and [entry["step"] for entry in after] == [5, 6]
     assert train(smaller, tmp_path, devices=ONE)["steps"] == 6  # from now on they are this run's
@@ -319,7 +322,7 @@ def test_a_model_edited_in_the_work_directory_is_refused(tmp_path: Path) -> None
     train(config, tmp_path, devices=ONE)
     edited = changed(load_config_file(tmp_path / "config.json"), "model", d_ff=64)
     (tmp_path / "config.json").write_text(to_json(edited))
-    with pytest.raises(UserError, match=r"another config(?s:.*)model.d_ff: 32 in .*, 64 now"):
+    with pytest.raises(UserError, match=r"a different config(?s:.*)model.d_ff: 32 in .*, 64 now"):
         train(edited, tmp_path, devices=ONE)
     assert train(config, tmp_path, devices=ONE)["steps"] == 1  # which mends the file
     assert load_config_file(tmp_path / "config.json").model.d_ff == 32

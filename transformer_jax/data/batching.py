@@ -1,11 +1,11 @@
-"""Batch plan: the pairs of each step, as a pure function of (corpus, config, seed, step).
+"""Batch plan: the pairs in each step's batch, as a pure function of (corpus, config, seed, step).
 
 An epoch contains every pair once. Rows are grouped into buckets, one for each batch shape. In the
 bucketed layout, a row holds one pair. Buckets are filled from the shortest to the longest pairs,
-each with a whole number of batches. In the packed layout, a row holds several pairs, and all rows
-are in one bucket. Empty rows pad the batches of the last bucket. Each epoch permutes the rows of
-each bucket, splits them into batches, and shuffles all batches, so every epoch has the same number
-of batches of each shape. With K stored segmentations, epoch e uses segmentation e mod K.
+and each one holds a whole number of batches. In the packed layout, a row holds several pairs, and
+all rows are in one bucket. Empty rows pad the batches of the last bucket. Each epoch permutes the
+rows of each bucket, splits them into batches, and shuffles all batches, so every epoch has the same
+number of batches of each shape. With K stored segmentations, epoch e uses segmentation e mod K.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _OF_BATCHES, _OF_ROWS, _OF_PACKING = range(3)
 class Batch(NamedTuple):
     """Batch of sentence pairs, int32. Sequences end with EOS and are padded with PAD = 0.
 
-    Targets have no BOS. Segment ids number the pairs in a row from 1, with 0 for padding. Both are
-    None if every row holds one pair. Rows can be empty (all PAD).
+    Targets have no BOS. Segment ids number the pairs in a row from 1, with 0 for padding. Both
+    segment arrays are None if every row holds one pair. Rows can be empty (all PAD).
     """
 
     source_BS: Array
@@ -56,12 +56,12 @@ class BatchPlan:
         """Choose batch shapes and build rows. Takes seconds for ten million pairs.
 
         Raises ``UserError`` if the corpus is empty, the token budget is too small for
-        ``row_multiple`` of the longest rows, or (packed) a sentence is longer than a row.
+        ``row_multiple`` rows of the maximum length, or (packed) a sentence is longer than a row.
         """
         if not corpus.num_pairs:
             raise UserError(
-                "The corpus has no pairs; expected at least one. Check its files and the length "
-                "limits in data."
+                "The corpus has no pairs. Check its files and the limits data.max_source_length "
+                "and data.max_target_length."
             )
         self.packed, limits = config.layout == "packed", (config.tokens, config.row_multiple)
         self._corpus, self._seed = corpus, seed
@@ -160,7 +160,7 @@ def _grouped(group_N: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:
-    """Draw a random permutation of range(n), int32, the same on all platforms and NumPy releases.
+    """Draw a random permutation of range(n), int32, identical on all platforms and NumPy releases.
 
     Sorts random integers whose low bits are the indices. NumPy keeps the raw bits of PCG64 stable,
     but not ``permutation``.

@@ -61,8 +61,8 @@ def fill_buckets(
 
     In each of K segmentations, pairs are sorted by bucket, then by length, and split into batches.
     The longest pairs of a bucket that do not fill a batch move to the next bucket, and widths are
-    adjusted to the pairs. In the last bucket, index N (no pair) pads the batches. ``batch_rows``
-    explains ``tokens`` and ``multiple``.
+    adjusted to the pairs. In the last bucket, index N (no pair) pads the batches. See
+    ``batch_rows`` for ``tokens`` and ``multiple``.
     """
     _, K, N = lengths_2KN.shape
     S_b, T_b = np.array(widths).T
@@ -124,7 +124,7 @@ def batch_rows(S: int, T: int, tokens: int, multiple: int) -> int:
     if rows := tokens // longest // multiple * multiple:
         return rows
     raise UserError(
-        f"batch.tokens is {tokens}; expected at least {longest * multiple}, for "
+        f"batch.tokens is {tokens}; expected at least {longest * multiple}, to fit "
         f"batch.row_multiple = {multiple} rows of {longest} tokens. Raise it, or lower "
         "batch.row_multiple or the row length (data.max_source_length and data.max_target_length "
         "or, if packed, batch.row_length)."

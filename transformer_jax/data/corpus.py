@@ -2,8 +2,8 @@
 
 Text is tokenized once, into the folder ``<directory>/<fingerprint>``. The fingerprint depends on
 the text and all relevant settings. The arrays are memory-mapped. The folder is written under a
-temporary name and renamed when complete. Its manifest has a checksum for each array, to verify
-copies of the folder.
+temporary name and renamed when complete. Its manifest has a checksum for each array, which is used
+to verify copies of the folder.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Corpus:
         return (len(self.sides[0].offsets) - 1) // self.num_samples
 
     def lengths(self) -> np.ndarray:
-        """Return source and target lengths, including EOS: int32 [2, K, N]."""
+        """Return source and target lengths, including EOS, as int32 [2, K, N]."""
         lengths = np.stack([np.diff(offsets).astype(np.int32) for _, offsets in self.sides])
         return lengths.reshape(2, self.num_pairs, self.num_samples).swapaxes(1, 2)
 
@@ -218,8 +218,8 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
     if not num_tokens["source"]:
         raise UserError(
             f"No sentence pairs remain after filtering the {num_read:,} pairs in "
-            f"{shown(text.config.source or text.config.kind)}; expected at least one. Check the "
-            "text, or raise data.max_source_length and data.max_target_length."
+            f"{shown(text.config.source or text.config.kind)}. Check the text, or "
+            "raise data.max_source_length and data.max_target_length."
         )
     fingerprint = job.fingerprint(text)
     manifest = {

@@ -36,8 +36,8 @@ def expanded(name: str, root: str = "") -> list[AnyPath]:
     if not files:
         start = f" Relative names start from data.root = {root!r}." if root else ""
         raise UserError(
-            f"{name!r} matches no file; expected at least one. In a glob, * matches any "
-            f"characters, ? one character, [ab] either a or b, and ** any folders.{start}"
+            f"{name!r} does not match any files. In a glob, * matches any characters, ? matches "
+            f"one character, [ab] matches a or b, and ** matches any folders.{start}"
         )
     return files
 

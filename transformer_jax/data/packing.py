@@ -1,11 +1,12 @@
-"""Packing of several sentence pairs into each row, with source and target nearly full.
+"""Sequence packing: several sentence pairs per row, with source and target nearly full.
 
 A row has S source and T target positions, and a pair uses some of each, so this is bin packing in
-two dimensions. Pairs are dealt like cards, from long to short, one pair per row in each round. The
+two dimensions. Pairs are dealt like cards, longest first, one pair per row in each round. The
 longest pairs of a round go to the emptiest rows. With many pairs per row, row totals become
-similar, and the short pairs of the last rounds fill the gaps. A round takes a few array operations,
-so millions of pairs take seconds. All arithmetic uses integers, so the result is the same on every
-machine. Every row holds pairs of all lengths, so batches have similar contents.
+similar, and the short pairs of the last rounds fill the gaps. A round takes only a few array
+operations, so packing millions of pairs takes seconds. All arithmetic uses integers, so the result
+is the same on every machine. Every row holds pairs of all lengths, so batches have similar
+contents.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _deal(
     row_N: np.ndarray,
     first: int,
 ) -> np.ndarray:
-    """Deal the pairs ``left`` (long to short) to new rows, numbered from ``first``.
+    """Deal the remaining pairs ``left`` (longest first) to new rows, numbered from ``first``.
 
     Returns the pairs that did not fit.
     """

@@ -32,7 +32,7 @@ _NUMBERS_DEFAULT = 100_000
 
 
 class ParallelText:
-    """Sentence pairs of the dataset in a ``PairsConfig``.
+    """Sentence pairs of the dataset that a ``PairsConfig`` describes.
 
     File names are expanded once, on construction. Relative names and globs start from ``root``. For
     TFDS, ``root`` is the folder of prepared datasets. Files are hashed while they are read.
@@ -141,7 +141,7 @@ def read_pairs(config: PairsConfig, root: str = "") -> Iterator[tuple[str, str]]
     """Yield the (source, target) sentences of a dataset, in order.
 
     Relative file names and globs start from ``root``. For TFDS, ``root`` is the folder of prepared
-    datasets. Missing files raise an error immediately, invalid lines when they are read.
+    datasets. Missing files raise an error immediately; invalid lines raise one when they are read.
     """
     return ParallelText(config, root).pairs()
 
@@ -197,8 +197,8 @@ def _decoded(stream: Iterable[bytes], name: str) -> Iterator[str]:
             text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8; expected UTF-8 "
-                "text. Fix the line, or remove all invalid bytes with `iconv -c -t UTF-8`."
+                f"{name}, line {number}: byte {error.start + 1} is not valid UTF-8. Fix the line, "
+                "or remove all invalid bytes with `iconv -c -t UTF-8`."
             ) from None
         yield text
 

@@ -88,7 +88,7 @@ class TokenizeJob:
     def _passes(self, pairs: Pairs, lengths: list[np.ndarray]) -> np.ndarray:
         """Return the mask of pairs that pass the filters in every segmentation, bool [N].
 
-        So all segmentations have the same pairs.
+        As a result, all segmentations have the same pairs.
         """
         lengths_2NK = np.stack(lengths).reshape(2, len(pairs), self.num_samples)
         filled_N = np.array([bool(source.strip() and target.strip()) for source, target in pairs])
@@ -98,7 +98,7 @@ class TokenizeJob:
 
 
 def flatten(sequences: Iterable[Sequence[int]], dtype: np.dtype) -> Flat:
-    """Concatenate sequences, each with EOS. Returns the tokens and the int32 lengths with EOS."""
+    """Append EOS to each sequence and concatenate them. Returns the tokens and int32 lengths."""
     sequences = list(sequences)
     lengths = np.array([len(sequence) + 1 for sequence in sequences], np.int32)
     ended = chain.from_iterable(chain(sequence, (EOS_ID,)) for sequence in sequences)
@@ -114,7 +114,7 @@ def _chunks(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, Pairs]]:
 def tokenized(
     pairs: Iterable[tuple[str, str]], job: TokenizeJob
 ) -> Generator[TokenizedChunk, None, None]:
-    """Tokenize pairs and yield the chunks in order. Uses worker processes for several chunks."""
+    """Tokenize pairs and yield the chunks in order. Uses workers if there are several."""
     chunks, workers = _chunks(pairs), job.data.workers or num_cores()
     head = list(islice(chunks, workers))
     if len(head) > 1:
@@ -128,7 +128,7 @@ class _Worker:
     """Process that tokenizes one chunk at a time.
 
     It exits when this object is closed or the parent process exits. ``multiprocessing`` is
-    unsuitable: forking is unsafe with JAX's threads, and spawning imports the main program.
+    unsuitable: forking is unsafe with JAX's threads, and spawning imports the main program again.
     """
 
     def __init__(self) -> None:
@@ -168,14 +168,14 @@ def _death_reported() -> Iterator[None]:
         yield
     except (EOFError, OSError):  # the worker closed the pipe
         raise UserError(
-            "A tokenization process died. If memory ran out, lower data.workers."
+            "A tokenization process died. If it ran out of memory, lower data.workers."
         ) from None
 
 
 def _tokenized_by_workers(
     chunks: Iterable[tuple[int, Pairs]], job: TokenizeJob, workers: int
 ) -> Generator[TokenizedChunk, None, None]:
-    """Send chunks to workers in turn. A worker gets its next chunk once its result is received."""
+    """Send chunks to workers in turn. A worker gets a new chunk after its result is received."""
     everyone: list[_Worker] = []
     busy: deque[_Worker] = deque()
     try:

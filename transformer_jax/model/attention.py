@@ -1,6 +1,6 @@
 """Masks, scaled dot-product attention and multi-head attention (paper section 3.2).
 
-Array names end in their shapes. The whole package uses these letters:
+Array names end with their shapes. The whole package uses these letters:
 
     B batch    S source length    T target length    L any length
     D d_model  H heads            K head width (d_k or d_v)    F d_ff
@@ -63,7 +63,7 @@ def dot_product_attention(
     dropout_key: DropoutKey = None,
     module: nnx.Module | None = None,
 ) -> jax.Array:
-    """Compute softmax(q k^T / sqrt(d_k)) v (equation 1): [B, T, H, K] with K = d_v.
+    """Compute softmax(q k^T / sqrt(d_k)) v (equation 1). Returns [B, T, H, K] with K = d_v.
 
     Args:
       mask_BHTS: bool, True where attention is allowed; axes B, H and T can be 1. None allows all
@@ -199,10 +199,10 @@ class MultiHeadAttention(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Attend from the queries to the memory, or to the queries if it is None: [B, T, D].
+        """Attend from the queries to the memory (None: to the queries). Returns [B, T, D].
 
-        The mask is the same as in ``dot_product_attention``. If the attribute ``sow_weights`` is
-        True, ``nnx.capture`` collects the attention weights.
+        The mask has the same format as in ``dot_product_attention``. If the attribute
+        ``sow_weights`` is True, ``nnx.capture`` collects the attention weights.
         """
         inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
         dropped = self.dropout > 0 and dropout_key is not None

@@ -1,4 +1,4 @@
-"""Fused attention for short sequences on a GPU: Pallas kernels for forward and backward pass.
+"""Fused GPU attention for short sequences: Pallas kernels for the forward and backward passes.
 
 XLA compiles unfused attention into transposes and many tiny matmuls. These kernels read queries,
 keys and values in the layout of the merged projections and write only the results. Each program

@@ -1,7 +1,7 @@
-"""Attention of a decoding step on a GPU: Pallas kernels for the history and the source.
+"""Attention in a decoding step on a GPU: Pallas kernels for the history and the source.
 
-Each program handles all hypotheses of one sentence and head. It reads only positions that the
-sentence has. ``kv_cache._attend_to_blocks`` is the reference implementation.
+Each program handles all hypotheses of one sentence and head. It reads only the positions that the
+sentence uses. ``kv_cache._attend_to_blocks`` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def takes(q_BWHK: Any, v_BHLK: Any) -> bool:
-    """Return True if the kernels support this device, beam size and these head widths.
+    """Return True if the kernels support this device, beam size and head widths.
 
     Head widths must be powers of two, and a beam's queries must fit into a program's registers.
     """
@@ -42,7 +42,7 @@ def attend_to_history(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Attend from each hypothesis to its history and its newest token: [B, W, H, K].
+    """Attend from each hypothesis to its history and its newest token. Returns [B, W, H, K].
 
     One to three arrays hold the newest queries, keys and values (``gpu.parts``). Also returns
     ``history``, keys and values [B, H, T * W, K], with the newest ones written in place.
@@ -56,7 +56,7 @@ def attend_to_history(
 def attend_to_source(
     q_BWHK: jax.Array, source: Sequence[jax.Array], mask_BS: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """Attend from each hypothesis to the source's keys and values, [B, H, S, K]: [B, W, H, K]."""
+    """Attend to the source's keys and values [B, H, S, K]. Returns [B, W, H, K]."""
     ends_1S = jnp.arange(1, mask_BS.shape[1] + 1, dtype=jnp.int32)[None]
     sentences = jnp.where(mask_BS, ends_1S, 0).max(axis=1), mask_BS.astype(jnp.int8)
     return _call(_source_kernel, sentences, [q_BWHK], source, interpret)[0]

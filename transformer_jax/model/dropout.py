@@ -1,4 +1,4 @@
-"""Dropout, and its random keys in a forward pass."""
+"""Dropout and its random keys."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def dropout(x: jax.Array, rate: float, key: DropoutKey) -> jax.Array:
 
 
 def kept(shape: tuple[int, ...], rate: float, key: jax.Array) -> jax.Array:
-    """Draw the mask of elements to keep, bool with this shape.
+    """Draw the mask of elements to keep, a bool array of this shape.
 
     Each element uses 16 random bits, half a word. Each quarter of the last axis uses its own half
     words, because interleaving the quarters would cost a sixth of a training step on a TPU.

@@ -1,4 +1,4 @@
-"""Shared code of the GPU kernels: hardware support, sharding, loads and stores, random bits."""
+"""Code shared by the GPU kernels: hardware support, sharding, loads and stores, random bits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def draw_mask(words_ref: Any, shape: tuple[int, ...], rate: float) -> jax.Array:
     """Draw the same mask as ``dropout.kept``, int32 [L, 1, C]. Bit i is for quarter i of a row.
 
     Args:
-      words_ref: uint32: the two words of the key, and the counter for this device's first row.
+      words_ref: uint32, the two words of the key and the counter for this device's first row.
     """
     L, _, C = shape
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 2))

@@ -198,8 +198,8 @@ def empty_cache(
 
     Args:
       cross: cross-attention keys and values of each layer, [B, S, H, K].
-      source_capacity: number of source positions to pad S to. Results stay the same, bit-exactly on
-        a CPU.
+      source_capacity: number of source positions to pad S to. Padding does not change results; on a
+        CPU, they are bit-identical.
     """
     batch, length = source_mask_BS.shape
     multiple = decode_kernel.POSITIONS
@@ -238,7 +238,7 @@ def empty_cache(
 def _attend_to_blocks(
     q_BWHK: jax.Array, blocks: Sequence[Block], mask_BHWL: jax.Array, own: Block | None = None
 ) -> jax.Array:
-    """Attend (equation 1) from each hypothesis to its visible cached positions: [B, W, H, K].
+    """Attend (equation 1) to each hypothesis's visible cached positions. Returns [B, W, H, K].
 
     Keys are [B, H, K, L]. In self-attention, ``own`` holds the newest keys and values, which are
     not in the cache yet: the cache is read before it is written, so XLA can update it in place.

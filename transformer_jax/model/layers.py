@@ -52,7 +52,7 @@ class Embedding(nnx.Module):
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
     ) -> jax.Array:
-        """Embed tokens at these positions: [B, L, D]. Axes of ``positions_BL`` can be 1.
+        """Embed tokens at these positions. Returns [B, L, D]. Axes of ``positions_BL`` can be 1.
 
         Args:
           num_positions: exclusive upper bound for all positions outside padding.
@@ -127,7 +127,7 @@ class FeedForward(nnx.Module):
 
     @jax.named_scope("feed_forward")
     def __call__(self, x_BLD: jax.Array, *, dropout_key: DropoutKey = None) -> jax.Array:
-        """Apply the network at every position: [B, L, D]."""
+        """Apply the network at every position. Returns [B, L, D]."""
         activation, hidden_BLF = _ACTIVATIONS[self.activation], self.inner(x_BLD)
         if self.gate is None:
             hidden_BLF = activation(hidden_BLF)

@@ -1,4 +1,4 @@
-"""Fused dropout, residual sum and layer norm on a GPU: Pallas kernels for both passes.
+"""Fused dropout, residual addition and layer norm: forward and backward Pallas GPU kernels.
 
 XLA reads the rows several times: for statistics, for results, and for the gradients of scale and
 bias. These kernels read them once. The forward kernel draws the mask of ``dropout.kept`` and stores
@@ -43,7 +43,7 @@ def residual_norm(
 ) -> jax.Array:
     """Compute LayerNorm(x + Dropout(y)). D must be a power of two.
 
-    ``epsilon`` is the epsilon of the norm. Each device in the training step's mesh computes its own
+    ``epsilon`` is added to the variance. Each device in the training step's mesh computes its own
     rows. ``interpret`` runs the kernels on any device.
     """
     mesh = jax.sharding.get_abstract_mesh()

@@ -15,7 +15,7 @@ from transformer_jax.model.dropout import DropoutKey, dropout, mask_key
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalization over the last axis, computed in float32. Returns the input's dtype."""
+    """Layer normalization over the last axis, computed in float32. Output has the input's dtype."""
 
     def __init__(self, d_model: int, *, epsilon: float = 1e-6, use_bias: bool = True):
         """Initialize the scale to 1 and the bias to 0."""
@@ -94,7 +94,7 @@ class Residual(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig):
-        """Build from norm, dropout and the config fields of ``make_norm``."""
+        """Build from norm, dropout and the config fields that ``make_norm`` uses."""
         self.norm = make_norm(config)
         self.pre = config.norm == "pre"
         self.dropout = config.dropout
@@ -106,7 +106,7 @@ class Residual(nnx.Module):
         *,
         dropout_key: DropoutKey = None,
     ) -> jax.Array:
-        """Apply the sublayer with dropout, residual sum and norm: [B, L, D]."""
+        """Apply the sublayer with dropout, residual connection and norm. Returns [B, L, D]."""
         y_BLD = sublayer(self.norm(x_BLD) if self.pre else x_BLD)
         return self._joined(x_BLD, y_BLD, dropout_key)
 

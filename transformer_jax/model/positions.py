@@ -26,7 +26,7 @@ def sinusoidal_positions(length: int, d_model: int, *, layout: str = "interleave
 
 
 def segment_positions(segments_BL: jax.Array) -> jax.Array:
-    """Return positions within each segment, int32 [B, L]: 0 1 2 0 1 for segments 1 1 1 2 2."""
+    """Return positions within each segment, int32 [B, L]. Segments 1 1 1 2 2 give 0 1 2 0 1."""
     index_1L = jnp.arange(segments_BL.shape[1], dtype=jnp.int32)[None]
     is_start_BL = jnp.pad(segments_BL[:, 1:] != segments_BL[:, :-1], ((0, 0), (1, 0)))
     return index_1L - jax.lax.cummax(jnp.where(is_start_BL, index_1L, 0), axis=1)

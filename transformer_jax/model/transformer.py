@@ -119,7 +119,7 @@ class Transformer(nnx.Module):
         target_BT: jax.Array,
         **options: Any,
     ) -> jax.Array:
-        """Compute logits of each target token, given source and earlier tokens: float32 [B, T, V].
+        """Compute each target token's logits from the source and earlier tokens, float32 [B, T, V].
 
         Takes the same arguments as ``hidden``.
         """
@@ -181,7 +181,7 @@ class Transformer(nnx.Module):
         )
 
     def cross_attention(self, source_BS: jax.Array, target_BT: jax.Array, layer: int) -> jax.Array:
-        """Compute cross-attention weights of a decoder layer, averaged over heads: [B, T, S]."""
+        """Compute a decoder layer's cross-attention weights [B, T, S], averaged over heads."""
         return self.attention_weights(source_BS, target_BT).cross[layer].mean(axis=1)
 
     def encode(
@@ -287,7 +287,7 @@ def abstract_model(config: ModelConfig) -> AbstractModel:
 def with_cast_weights(model: Transformer) -> Transformer:
     """Copy the model for a decoding loop, with matrices stored in ``compute_dtype``.
 
-    Outputs are bit-identical. Without this, XLA would cast every matrix in each step on a GPU.
+    Outputs are bit-identical. Without this copy, XLA on a GPU would cast every matrix in each step.
     """
     model = nnx.clone(model)
     for _, module in nnx.iter_modules(model):

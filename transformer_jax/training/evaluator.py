@@ -88,7 +88,7 @@ class Evaluator:
     def choose(self) -> list[AnyPath]:
         """Choose the checkpoints to average for the run's model, newest first.
 
-        ``training.average`` is their number; ``auto`` selects the number with the lowest dev loss.
+        ``training.average`` sets how many; ``auto`` selects the number with the lowest dev loss.
         """
         run, training = self._run, self._run.config.training
         steps = from_first(run.checkpoints.steps)

@@ -36,7 +36,7 @@ _STUCK_SECONDS = 600.0
 class TrainingError(RuntimeError):
     """Error that ends training. The run can resume from its last checkpoint.
 
-    Causes: a loss that stays non-finite, running out of memory, or lost contact with other
+    Causes: a loss that stays non-finite, running out of memory, or losing contact with the other
     processes.
     """
 
@@ -60,8 +60,8 @@ def train(
         run must keep its config.
 
     Raises:
-      UserError: settings or input are invalid, or there is no disk space for the first or last
-        checkpoint.
+      UserError: settings or input are invalid, or there is not enough disk space for the first or
+        last checkpoint.
       TrainingError: the loss stays non-finite, memory runs out, or contact with other processes is
         lost.
     """
@@ -84,7 +84,7 @@ def train(
 
 
 class _Watch:
-    """Watchdog of a run.
+    """Watchdog for a run.
 
     Adds the current activity to errors from JAX's runtime. If ``poll`` is not called for 10
     minutes, writes the tracebacks of all threads to stderr.

@@ -201,7 +201,7 @@ def _num_chunks(settings: _Settings, positions: int, vocab_size: int, d_model: i
     """Return the number of chunks for this many positions on a device.
 
     On a CPU, a small chunk stays in the cache, but each chunk reads and writes V x D matrices.
-    Accelerators need thousands of positions at a time: for short chunks, XLA would split the
+    Accelerators need thousands of positions at a time: with short chunks, XLA would split the
     matmuls and pad the vocabulary.
     """
     logits = positions * vocab_size

@@ -22,16 +22,16 @@ def learning_rate_schedule(
     another peak or decay. The paper counts steps from 1 and optax from 0, so the schedule adds 1.
 
     Args:
-      steps: total number of training steps, at which linear or cosine decay ends.
+      steps: total number of training steps. Linear or cosine decay ends at the last one.
 
     Raises:
-      UserError: linear or cosine decay without steps after the warm-up.
+      UserError: linear or cosine decay has no steps left after warm-up.
     """
     peak = config.peak_learning_rate or d_model**-0.5 * config.warmup_steps**-0.5
     if config.decay in ("linear", "cosine") and (steps is None or steps <= config.warmup_steps):
         raise UserError(
             f"training.steps is {steps}; expected more than optimizer.warmup_steps = "
-            f"{config.warmup_steps}, because optimizer.decay {config.decay} ends at the last step."
+            f"{config.warmup_steps}, because {config.decay} decay ends at the last step."
         )
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
@@ -71,7 +71,7 @@ def make_optimizer(
 
 
 def _matrices(parameters: Any) -> Any:
-    """Return a mask that selects matrices. It excludes biases, even with a head axis."""
+    """Return a mask that selects matrices. Biases are excluded, even those with a head axis."""
 
     def is_matrix(path: tuple[Any, ...], parameter: Any) -> bool:
         return parameter.ndim > 1 and parameter_name(path).rpartition(".")[2] != "bias"

@@ -104,8 +104,8 @@ def prepare(
     together, and they get the same result.
 
     Raises:
-      UserError: a problem with settings, text or work directory that would stop training later. The
-        config of an earlier run is not changed.
+      UserError: the settings, text or work directory have a problem that would stop training later.
+        The config of an earlier run is not changed.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEWEST_FILES:
@@ -240,7 +240,8 @@ def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> No
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:
     """Open the texts, and load the dev and test pairs that training will translate.
 
-    Missing or invalid input is reported here, before hours of preparing the training text.
+    Missing or invalid input is reported here, before the hours that preparing the training text can
+    take.
     """
     data, training = config.data, config.training
     if not data.train.is_given:
@@ -257,7 +258,7 @@ def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pai
         pairs[name] = list(texts[name].pairs())
         if not pairs[name]:
             raise UserError(
-                f"data.{name} has no pairs; expected at least one, or set data.{name}.kind to none."
+                f"data.{name} has no pairs. Check its files, or set data.{name}.kind to none."
             )
     if "dev" in pairs:
         pairs["dev"] = pairs["dev"][: training.bleu_sentences] if training.bleu_every else []
@@ -270,7 +271,7 @@ def prepare_tokenizer(
     """Load the newest checkpoint's tokenizer, or create one if no checkpoint exists.
 
     A new tokenizer comes from the checkpoints to start from, or is trained on the text. The file
-    ``tokenizer.origin`` records the settings, and the text or tokenizer, that it was made from.
+    ``tokenizer.origin`` records the settings, and the text or tokenizer, that it was created from.
     Until the first checkpoint, changing any of these creates a new tokenizer.
     """
     folder, tokenizer = place.folder, None
@@ -358,9 +359,8 @@ def _start_checkpoints(config: Config) -> list[Path]:
     ours = dataclasses.replace(theirs, model=config.model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
-            f"training.start_from is {name!r}, whose model settings differ from this run's; "
-            f"expected the same settings. Use --config {name}/config.json. "
-            + fields_that_differ(fixed, where=f"in {name}")
+            f"training.start_from is {name!r}, but its model settings differ from this run's. "
+            f"Use --config {name}/config.json. " + fields_that_differ(fixed, where=f"in {name}")
         )
     return chosen
 

@@ -1,4 +1,4 @@
-"""Training progress besides the train state: totals, best evaluation, early stopping."""
+"""Training progress outside the train state: totals, best evaluation, early stopping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint saving in the background with Orbax, retention, and restoring.
+"""Background checkpoint saving with Orbax, retention, and restoring.
 
 ``checkpoint.py`` describes the format.
 """
@@ -93,7 +93,7 @@ class Checkpoints:
         return patiently(self.folder, lambda: complete_steps(self.folder))
 
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
-        """Restore the checkpoint of a step with the shardings of ``abstract_state``.
+        """Restore a step's checkpoint with the same shardings as ``abstract_state``.
 
         Raises:
           UserError: another version of the program wrote the checkpoint.
@@ -113,7 +113,7 @@ class Checkpoints:
         if self.failure and not self.steps():
             raise UserError(
                 f"The first checkpoint could not be saved in {self.folder}: {self.failure}. "
-                "Training stops because there is no checkpoint to resume from. Free disk space "
+                "Stopping because there is no checkpoint to resume from. Free disk space "
                 "and run the same command again to start from scratch."
             )
         self._workdir.check_token()
@@ -165,7 +165,7 @@ def _try(push: Callable[[], None]) -> None:
     try:
         push()
     except UserError as error:
-        log.warning("%s Training continues; the next checkpoint will retry.", error)
+        log.warning("%s Training continues and will retry at the next checkpoint.", error)
 
 
 def _parts(state: TrainState) -> dict[str, Any]:

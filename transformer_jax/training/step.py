@@ -232,7 +232,7 @@ def loss_and_sums(
     graph: Any,
     mesh: Mesh,
 ) -> tuple[jax.Array, LossSums]:
-    """Compute the total loss of a batch and its sums. Without a key: no dropout, no R-Drop."""
+    """Compute a batch's total loss and its sums. Without a key, dropout and R-Drop are off."""
     r_drop = 0.0 if dropout_key is None else config.r_drop
     if r_drop:  # duplicate each row, for two dropout masks
         batch = jax.tree.map(lambda x: jnp.stack([x, x], axis=1).reshape(-1, *x.shape[1:]), batch)
@@ -288,7 +288,7 @@ def accumulated_gradients(
 def moving_average(
     ema: Parameters | None, parameters: Parameters, decay: float, good_steps: jax.Array
 ) -> Parameters | None:
-    """Update the exponential moving average (EMA) after ``good_steps`` updates, if there is one.
+    """Update the exponential moving average (EMA), if enabled, after ``good_steps`` updates.
 
     The decay starts low, so the random initial parameters are soon forgotten.
     """

@@ -51,7 +51,7 @@ class Workdir:
       store: the folder or URL that ``--workdir`` names.
       folder: the local folder; for a URL, a local mirror.
       checkpoints: folder that Orbax writes to: in ``store`` if possible, otherwise in ``folder``,
-        from which checkpoints are copied to the store.
+        from which checkpoints are copied to ``store``.
     """
 
     def __init__(self, name: str | Path):
@@ -92,8 +92,8 @@ class Workdir:
             while _token(self.store) != self._token:
                 if time.monotonic() > end:
                     raise UserError(
-                        f"{self.store} is not shared by all processes: the file {_TOKEN} of "
-                        f"process 0 did not appear within {_TOKEN_SECONDS:.0f} s; choose a "
+                        f"{self.store} is not shared by all processes: process 0's file "
+                        f"{_TOKEN} did not appear within {_TOKEN_SECONDS:.0f} s; choose a "
                         "shared folder or a gs:// URL."
                     )
                 time.sleep(0.2)
@@ -102,8 +102,8 @@ class Workdir:
         """Raise ``UserError`` if another run has started in the same work directory."""
         if _token(self.store) != self._token:
             raise UserError(
-                f"Another run has started in {self.store}. This run stops; choose another "
-                "--workdir for it."
+                f"Stopping because another run has started in {self.store}. Restart this run with "
+                "a different --workdir."
             )
 
     def pull(self) -> None:
@@ -118,7 +118,7 @@ class Workdir:
             mirror_checkpoints(self.store / "checkpoints", self.checkpoints)
 
     def push_files(self) -> None:
-        """Mirror the local folder to the URL, except checkpoints."""
+        """Mirror the local folder to the URL, except for checkpoints."""
         if self.folder is not self.store:
             self._push(mirror_small_files, self.folder, self.store)
 
@@ -149,8 +149,8 @@ def _check_name(folder: Path) -> None:
         str(folder).encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"workdir is {str(folder)!r}, which has characters outside this locale's encoding; "
-            "set PYTHONUTF8=1 in the environment, or choose an ASCII name."
+            f"workdir is {str(folder)!r}, which contains characters outside this locale's "
+            "encoding; set PYTHONUTF8=1 in the environment, or choose an ASCII name."
         ) from None
 
 
@@ -186,7 +186,7 @@ def claimed(
     others = [e for e in folder.iterdir() if not e.name.startswith(".") and e.name != "corpus"]
     if others and folder is workdir.store and not (folder / "config.json").exists():
         raise UserError(
-            f"{str(folder)!r} is not empty and has no config.json; expected a new folder or a "
+            f"{str(folder)!r} is not empty but has no config.json; expected a new folder or a "
             "work directory."
         )
     with ExitStack() as stack:
@@ -201,8 +201,8 @@ def claimed(
         steps = complete_steps(workdir.checkpoints)
         if 0 in steps:
             raise UserError(
-                f"{str(workdir.store)!r} holds an imported model, which training does not modify. "
-                f"To fine-tune it, pass --training.start-from {workdir.store} and another "
+                f"{str(workdir.store)!r} contains an imported model, which training does not "
+                f"modify. To fine-tune it, pass --training.start-from {workdir.store} and another "
                 "--workdir."
             )
         newest = newest_intact(workdir.checkpoints)
@@ -233,7 +233,7 @@ def _check_changes(workdir: AnyPath, differences: list[Difference], *, allow_cha
     if not (changeable and allow_changes):
         flag = ", or --allow-changes" if changeable else ""
         raise UserError(
-            f"{str(workdir)!r} holds a run with another config; use another --workdir, or the "
-            f"same settings{flag}. {fields}"
+            f"{str(workdir)!r} contains a run with a different config. Use another --workdir or "
+            f"the same settings{flag}. {fields}"
         )
-    log.warning("The run resumes with different settings. %s", fields)
+    log.warning("Resuming the run with different settings. %s", fields)
