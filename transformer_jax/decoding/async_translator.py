@@ -197,7 +197,7 @@ class Workers:
 
     @property
     def num_rows(self) -> int:
-        """Maximum number of sentences in progress, over all devices and buckets."""
+        """Maximum number of sentences in progress, across all devices and buckets."""
         return len(self._searches) * sum(bucket.rows for bucket in self._waiting)
 
     def _work(self, searches: list[list[LiveRows]]) -> None:

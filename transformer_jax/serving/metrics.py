@@ -24,7 +24,7 @@ class SearchMetrics(Collector):
             ("sentences_accepted", "Sentences in progress.", service.num_accepted),
             ("sentences_waiting", "Waiting sentences.", sum(each.num_waiting for each in searches)),
             ("rows_busy", "Rows in use.", sum(each.num_busy for each in searches)),
-            ("rows", "Total rows of all searches.", sum(each.num_rows for each in searches)),
+            ("rows", "Total rows across all searches.", sum(each.num_rows for each in searches)),
         ):
             yield GaugeMetricFamily(f"transformer_{name}", said, value)
         for name, said, field in (
