@@ -6,6 +6,7 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from random_models import make_model
@@ -41,13 +42,14 @@ def live_rows(engine):
 
 
 def search_live(rows, sentences, wanted, *, seed):
-    """Each sentence's hypotheses; the order in which they come, the moments at which they do and
-    the numbers of steps are random, and so are those who leave and come again.
+    """Each sentence's hypotheses. The order in which they come, the moments at which they do, the
+    numbers of rows and of steps are random, and so are those who leave and come again.
     """
     chance, length_of = random.Random(seed), rows.bucket.length_of
     waiting = chance.sample(range(len(sentences)), len(sentences))
     entries, left = {}, 0
     while waiting or rows.busy:
+        rows.resize(max(len(rows.busy), chance.randint(1, CONFIG.batch_size)))
         if waiting and chance.random() < 0.7:
             length = length_of(sentences[waiting[0]])
             same = [i for i in waiting if length_of(sentences[i]) == length]
@@ -80,7 +82,7 @@ def search_live(rows, sentences, wanted, *, seed):
 def test_every_sentence_gets_what_the_engine_gives_it(num_models, settings):
     config = dataclasses.replace(CONFIG, **settings)
     models = [make_model(Vocabulary, seed=seed) for seed in (8, 9)[:num_models]]
-    engine = Engine(models, config)
+    engine = Engine(models, config, device=jax.devices()[0] if num_models > 1 else None)
     rows = live_rows(engine)
     compiled = engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size()
     of_seeds = [
@@ -100,6 +102,13 @@ def test_every_sentence_gets_what_the_engine_gives_it(num_models, settings):
 
 def wanted_by(seed, config):
     return [1 + (i + seed) % config.beam_size for i in range(len(SENTENCES))]
+
+
+def test_sentences_move_to_the_fewest_rows_that_hold_them():
+    rows = live_rows(Engine([make_model(Vocabulary)], CONFIG))
+    for count, expected in [(0, 1), (1, 1), (2, 2), (3, 4), (5, 8), (9, 8), (4, 4)]:
+        rows.resize(count)
+        assert rows.bucket.rows == len(rows._rows.number_B) == rows.num_idle == expected
 
 
 def test_a_cancelled_sentence_leaves_its_row():

@@ -89,6 +89,16 @@ def test_flags_of_the_search_go_to_all_models(workdir, tmp_path) -> None:
         (["--workdir", "W", "W"], "both translate en-de; expected one model per language pair"),
         (["--workdir", "W", "--workdir", "W"], "both translate en-de"),
         (["--workdir", "W", "--method", "sample"], "method is sample; expected beam"),
+        (
+            ["--workdir", "W", "--temperature", "0.5"],
+            "temperature is 0.5; expected 1.0. Use decode.py",
+        ),
+        (["--workdir", "W", "--top-k", "9"], "top_k is 9; expected 0. Use decode.py to sample"),
+        (
+            ["--workdir", "W", "--top-p", "0.9"],
+            "top_p is 0.9; expected 1.0",
+        ),
+        (["--workdir", "W", "--seed", "3"], "seed is 3; expected 0. Use decode.py to sample"),
         (["--workdir", "W", "--languages", "en-de", "fr-de"], "2 pairs for 1 work directories"),
         (
             ["--workdir", "W", "--languages", "english-german"],

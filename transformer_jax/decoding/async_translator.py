@@ -24,7 +24,7 @@ import numpy as np
 from transformer_jax.config import DecodingConfig
 from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_of
-from transformer_jax.decoding.continuous_batching import Found
+from transformer_jax.decoding.continuous_batching import Block, Found, resized
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
 from transformer_jax.decoding.ensemble import Ensemble
@@ -40,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Decoding steps between checks for new sentences.
 _STEPS = 8
-# Steps take longer with more rows, so each bucket has sets of 1 row, 1/4 of its rows, and all its
-# rows. New sentences go to the smallest set that can hold every unfinished sentence.
-_SHARES = (4, 1)
 _ALIGNED_TOGETHER = 4
 
 
@@ -65,14 +62,20 @@ class LiveRows:
     XLA sums in a different order when there are fewer rows.
 
     Attributes:
+      bucket: the engine's bucket with the current number of rows.
       busy: sentences that occupy rows, keyed by sentence number.
     """
 
     def __init__(self, engine: Engine, bucket: Bucket):
-        self._engine, self.bucket = engine, bucket
+        self._engine = engine
+        # On a CPU a step's time is proportional to the number of rows; elsewhere it hardly grows.
+        factor = 2 if jax.default_backend() == "cpu" else 8
+        counts = {max(1, bucket.rows // factor**i) for i in range(8)}
+        self._sizes = [bucket._replace(rows=count) for count in sorted(counts)]
+        self.bucket, self._rows = self._sizes[0], engine.new_rows(self._sizes[0])
         self.busy: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._rows = engine.new_rows(bucket)
+        self._nobody = dict[Bucket, Block]()
 
     @property
     def num_idle(self) -> int:
@@ -81,12 +84,26 @@ class LiveRows:
 
     def compile(self) -> None:
         """Compile every function that the search uses."""
-        self._nobody = self._engine.encode(self.bucket, {})
-        for length in self.bucket.lengths:
-            entry = Entry(Sentence([0] * (length - 1)))
-            self.turn([entry], 0)
-            entry.future.cancel()
-            self.turn([], 0)
+        with ThreadPoolExecutor() as together:
+            list(together.map(self._compile, self._sizes))
+
+    def _compile(self, bucket: Bucket) -> None:
+        engine, self._nobody[bucket] = self._engine, self._engine.encode(bucket, {})
+        rows = engine.new_rows(bucket)
+        for length in bucket.lengths:
+            block = engine.encode(bucket, {0: Sentence([0] * (length - 1))})
+            rows, _ = engine.seat(bucket, rows, block, most=1, enough=1)
+        engine.results(rows)
+        for other in self._sizes:
+            resized(rows, other.rows)
+
+    def resize(self, count: int) -> None:
+        """Move the sentences to the smallest number of rows that holds ``count`` sentences, or to
+        the largest.
+        """
+        bucket = next((each for each in self._sizes if each.rows >= count), self._sizes[-1])
+        if bucket != self.bucket:
+            self.bucket, self._rows = bucket, resized(self._rows, bucket.rows)
 
     def turn(self, entries: Sequence[Entry], most: int) -> None:
         """Assign rows to new sentences, then run up to ``most`` decoding steps.
@@ -100,7 +117,7 @@ class LiveRows:
         """
         entered = dict(zip(self._numbers, entries, strict=False))
         self.busy |= entered
-        block = self._nobody
+        block = self._nobody[self.bucket]
         if entered:
             sentences = {number: entry.sentence for number, entry in entered.items()}
             block = self._engine.encode(self.bucket, sentences)
@@ -110,8 +127,7 @@ class LiveRows:
         self._answer(self._engine.results(rows))
         gone = [number for number, entry in self.busy.items() if entry.future.cancelled()]
         if gone:
-            done_B = np.asarray(rows.state.done_B) | np.isin(rows.number_B, gone)
-            done_B = jax.device_put(done_B, rows.state.done_B.sharding)
+            done_B = rows.state.done_B | np.isin(rows.number_B, gone)
             rows = rows._replace(state=rows.state._replace(done_B=done_B))
         for number in gone:
             del self.busy[number]
@@ -141,7 +157,7 @@ class Workers:
         """Prepare one search thread per engine. The engines differ only in their devices."""
         self.failure: SearchFailed | None = None
         self._searches = [
-            [_sets_of_rows(engine, bucket) for bucket in engine.buckets] for engine in engines
+            [LiveRows(engine, bucket) for bucket in engine.buckets] for engine in engines
         ]
         self._waiting: dict[Bucket, list[Entry]] = {bucket: [] for bucket in engines[0].buckets}
         self._unfinished: set[Future[list[Hypothesis]]] = set()
@@ -152,7 +168,7 @@ class Workers:
         """Compile everything, then start the search threads."""
         with ThreadPoolExecutor() as together:
             for searches in self._searches:  # later GPUs reuse what the first one compiled
-                list(together.map(LiveRows.compile, chain(*searches)))
+                list(together.map(LiveRows.compile, searches))
         for searches in self._searches:
             self._threads.append(threading.Thread(target=self._work, args=[searches], daemon=True))
             self._threads[-1].start()
@@ -193,48 +209,36 @@ class Workers:
     @property
     def num_busy(self) -> int:
         """Number of occupied rows."""
-        return sum(len(rows.busy) for searches in self._searches for rows in chain(*searches))
+        return sum(len(rows.busy) for rows in chain(*self._searches))
 
     @property
     def num_rows(self) -> int:
         """Maximum number of sentences in progress, across all devices and buckets."""
         return len(self._searches) * sum(bucket.rows for bucket in self._waiting)
 
-    def _work(self, searches: list[list[LiveRows]]) -> None:
-        every = list(chain(*searches))
+    def _work(self, searches: list[LiveRows]) -> None:
         try:
             while self.failure is None:
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: self.failure or self.num_waiting or any(x.busy for x in every)
+                        lambda: self.failure or self.num_waiting or any(x.busy for x in searches)
                     )
-                work = [
-                    (sets, waiting)
-                    for sets, waiting in zip(searches, self._waiting.values(), strict=True)
-                    if waiting or any(rows.busy for rows in sets)
-                ]
-                for sets, waiting in work:
-                    self._take_turns(sets, waiting, may_step=len(work) == 1)
+                alike = zip(searches, zip(*self._searches), self._waiting.values(), strict=True)
+                work = [each for each in alike if each[2] or each[0].busy]
+                for rows, every, waiting in work:
+                    # As few rows as hold this device's share of the sentences.
+                    num_sentences = len(waiting) + sum(len(each.busy) for each in every)
+                    rows.resize(max(len(rows.busy), -(-num_sentences // len(every))))
+                    block = self._next_block(rows, waiting, may_step=len(work) == 1)
+                    rows.turn(block, 0 if block and waiting else _STEPS)
         except Exception as error:
             logger.exception("The search failed and must be restarted.")
             self.stop(str(error))
 
-    def _take_turns(self, sets: list[LiveRows], waiting: list[Entry], *, may_step: bool) -> None:
-        """Assign waiting sentences to the smallest set of rows that can hold all sentences in
-        progress (otherwise to the largest set), then run steps in every set.
-        """
-        num_sentences = len(waiting) + sum(len(rows.busy) for rows in sets)
-        chosen = next((rows for rows in sets if rows.bucket.rows >= num_sentences), sets[-1])
-        block = self._next_block(chosen, waiting, may_step=may_step)
-        for rows in sets:
-            entries = block if rows is chosen else []
-            if entries or rows.busy:
-                rows.turn(entries, 0 if entries and waiting else _STEPS)
-
     def _next_block(self, rows: LiveRows, waiting: list[Entry], *, may_step: bool) -> list[Entry]:
         """Take the oldest waiting sentence and others of its padded length, at most one per idle
-        row. If no other bucket has work, a full block may need more rows than are idle, because
-        ``turn`` then frees rows.
+        row. If all rows are in use and no other bucket has work, a full block may need more rows
+        than are idle, because ``turn`` then frees rows.
         """
         with self._changed:
             waiting[:] = [entry for entry in waiting if not entry.future.cancelled()]
@@ -243,17 +247,11 @@ class Workers:
             size, length_of = rows.bucket.block_size, rows.bucket.length_of
             length = length_of(waiting[0].sentence)
             block = [entry for entry in waiting if length_of(entry.sentence) == length][:size]
-            if len(block) < size or not may_step:
+            if len(block) < size or not (may_step and rows.bucket in self._waiting):
                 del block[rows.num_idle :]
             for entry in block:
                 waiting.remove(entry)
             return block
-
-
-def _sets_of_rows(engine: Engine, bucket: Bucket) -> list[LiveRows]:
-    """Create the sets of rows for a bucket, smallest first."""
-    counts = sorted({1, *(max(1, bucket.rows // n) for n in _SHARES)})
-    return [LiveRows(engine, bucket._replace(rows=count)) for count in counts]
 
 
 class AsyncTranslator:

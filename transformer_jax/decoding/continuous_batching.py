@@ -12,6 +12,7 @@ the number of rows refilled at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -130,6 +131,17 @@ class RowSearch:
         reorder = type(cache).reorder
         state, cache = take_step(self.method, self.step, state, cache, reorder=reorder)
         return _Stepped(Rows(number_B, state, cache), stepped.num_steps + 1)
+
+
+@partial(jax.jit, static_argnames="count")
+def resized(rows: Rows, count: int) -> Rows:
+    """Move the running sentences to ``count`` rows, which must be enough."""
+    B, place_R = len(rows.number_B), jnp.arange(count)
+    running_first_B = jnp.argsort(rows.state.done_B, stable=True)
+    from_R = running_first_B[jnp.minimum(place_R, B - 1)]
+    number_R, state, cache = jax.tree.map(lambda x: x[from_R], rows)
+    number_R = jnp.where(place_R < B, number_R, NOBODY)
+    return Rows(number_R, state._replace(done_B=state.done_B | (place_R >= B)), cache)
 
 
 class _Stepped(NamedTuple):

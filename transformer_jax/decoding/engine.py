@@ -267,6 +267,8 @@ class Engine:
     def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Block:
         """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
         source_QS, block = make_block(bucket, sentences, self._search.longest_target)
+        # ``rows`` makes no difference; this way all numbers of rows share the compiled encoders.
+        bucket = bucket._replace(rows=len(source_QS))
         return block._replace(cache=self._compiled.encode(self._weights, source_QS, bucket=bucket))
 
     def seat(

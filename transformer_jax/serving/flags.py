@@ -94,10 +94,12 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
         )
     served = []
     for folder, pair, config in zip(folders, pairs, configs, strict=True):
-        search = replace(config.decoding, method="beam")
-        search = parse_flags(Arguments, argv, defaults={"search": search}).search
-        if search.method != "beam":
-            raise UserError(f"method is {search.method}; expected beam. Use decode.py to sample.")
+        run = replace(config.decoding, method="beam")
+        search = parse_flags(Arguments, argv, defaults={"search": run}).search
+        for name in ("method", "temperature", "top_k", "top_p", "seed"):
+            value, expected = getattr(search, name), getattr(run, name)
+            if value != expected:
+                raise UserError(f"{name} is {value}; expected {expected}. Use decode.py to sample.")
         served.append(Served(str(folder), pair, search))
     return arguments, served
 
