@@ -38,8 +38,8 @@ from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Decoding steps between checks for new sentences.
-_STEPS = 8
+# Decoding steps between checks for new sentences, and of one row, whose steps are short.
+_STEPS, _STEPS_OF_ONE = 8, 32
 _ALIGNED_TOGETHER = 4
 
 
@@ -230,7 +230,8 @@ class Workers:
                     num_sentences = len(waiting) + sum(len(each.busy) for each in every)
                     rows.resize(max(len(rows.busy), -(-num_sentences // len(every))))
                     block = self._next_block(rows, waiting, may_step=len(work) == 1)
-                    rows.turn(block, 0 if block and waiting else _STEPS)
+                    most = max(_STEPS, _STEPS_OF_ONE // rows.bucket.rows)
+                    rows.turn(block, 0 if block and waiting else most)
         except Exception as error:
             logger.exception("The search failed and must be restarted.")
             self.stop(str(error))
