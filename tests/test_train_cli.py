@@ -82,6 +82,10 @@ NAMED_AT_ONCE = [
     ),
     ("--data.train.source a --data.train.target b", "File 'a' does not exist"),
     (f"{NUMBERS} --workdir /dev/null/w", "'/dev/null/w'"),
+    (
+        f"{NUMBERS} --mesh.fsdp 64",
+        "-1 x 64 x 1; expected a product of [0-9]+, the number of devices",
+    ),
     (f"{NUMBERS} --workdir .", "is not empty but has no config.json"),
     (f"{TRAIN} --training.bleu-tokenize ko-mecab", "BLEU tokenizer 'ko-mecab'"),
     (f"{TRAIN} --training.bleu-language german", "bleu_language is 'german'; expected .* de, "),

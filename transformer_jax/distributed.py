@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 import jax
@@ -39,7 +40,8 @@ def start(settings: Processes) -> None:
 
     Raises:
       UserError: incompatible flags, a cluster that JAX does not support, a coordinator that does
-        not respond, or no device of the type in JAX_PLATFORMS.
+        not respond, no device of the type in JAX_PLATFORMS, or only a CPU although a JAX plugin is
+        installed.
     """
     timeout = settings.start_timeout
     address, count, number = explicit = (
@@ -84,6 +86,14 @@ def start(settings: Processes) -> None:
             ) from None
         find_devices()  # waits for the devices of all processes
     counts = jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
+    plugins = [plugin.name for plugin in entry_points(group="jax_plugins")]
+    if plugins and jax.default_backend() == "cpu" and not os.environ.get("JAX_PLATFORMS"):
+        raise UserError(
+            f"Process {counts[0]} of {counts[1]} finds only its CPU, but JAX's plugin "
+            f"{', '.join(plugins)} is installed; expected a device for each process. Start at most "
+            "one process for each device (nvidia-smi lists NVIDIA GPUs, CUDA_VISIBLE_DEVICES hides "
+            "some), or set JAX_PLATFORMS=cpu to train on CPUs."
+        )
     log.info("Process %d of %d; %d of %d devices.", *counts)
 
 

@@ -37,5 +37,6 @@ def find_devices() -> list[jax.Device]:
             f"JAX_PLATFORMS is {asked!r}, but JAX cannot find such a device: {reason}. Installed "
             f"plugins: {', '.join(plugins) or 'none, so JAX can only use the CPU'}. Install the "
             f"device's driver (nvidia-smi lists NVIDIA GPUs) and JAX's plugin: pip install "
-            f"'jax[{extra}]'. To run on the CPU, set JAX_PLATFORMS=cpu or unset it."
+            f"'jax[{extra}]'. Start at most one process for each device. To run on the CPU, set "
+            "JAX_PLATFORMS=cpu or unset it."
         ) from None

@@ -141,15 +141,19 @@ def gathered(parameters: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
 
 
 def whole(parameters: Any, mesh: Mesh) -> Any:
-    """Constrain parameters or gradients to be unsharded along ``fsdp``.
+    """Constrain embeddings or their gradients to be unsharded along ``fsdp``.
 
     On one device, returns them without a constraint, which would keep XLA from adding gradients in
     place.
     """
-    if mesh.size == 1:
-        return parameters
-    shardings = jax.tree.map(_without_fsdp, state_shardings(parameters, mesh))
-    return jax.lax.with_sharding_constraint(parameters, shardings)
+
+    def constrain(path: tuple[Any, ...], x: jax.Array, kept: NamedSharding) -> jax.Array:
+        if mesh.size > 1 and parameter_name(path).endswith("matrix"):
+            x = jax.lax.with_sharding_constraint(x, _without_fsdp(kept))
+        return x
+
+    shardings = state_shardings(parameters, mesh)
+    return jax.tree_util.tree_map_with_path(constrain, parameters, shardings)
 
 
 def scattered(gradients: Any, mesh: Mesh) -> Any:

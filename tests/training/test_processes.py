@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -184,6 +185,21 @@ def test_processes_that_do_not_find_each_other_say_so() -> None:
     ],
 )
 def test_flags_that_do_not_go_together(settings: Processes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        distributed.start(settings)
+
+
+@pytest.mark.cpu("it finds a CPU")
+def test_a_process_that_finds_no_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several; one process may use its CPU."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    plugin = SimpleNamespace(name="xla_cuda13")
+    monkeypatch.setattr(distributed, "entry_points", lambda group: [plugin])
+    settings = Processes(False, "localhost:1", 1, 0)
+    distributed.start(settings)  # JAX_PLATFORMS is cpu
+    monkeypatch.delenv("JAX_PLATFORMS")
+    distributed.start(Processes())
+    message = "Process 0 of 1 finds only its CPU, but JAX's plugin xla_cuda13 is installed"
     with pytest.raises(UserError, match=message):
         distributed.start(settings)
 
