@@ -4,8 +4,7 @@ Trains on the names of the multiples of 7 below 10,000, then samples from the mo
 
     python examples/language_model.py
 
-prints ten of 500 samples, then how many of the 500 are names of numbers below 10,000, and how many
-of these are new.
+prints ten of 500 samples, how many of the 500 name a number below 10,000, and how many are new.
 """
 
 import jax
@@ -46,9 +45,7 @@ def train_step(model: LanguageModel, optimizer: nnx.Optimizer, tokens_BL: jax.Ar
 
 
 def draw(model: LanguageModel, number: int, length: int) -> jax.Array:
-    """Draw ``number`` samples [N, L]. The cache holds all tokens so far, so each step recomputes
-    their hidden states.
-    """
+    """Draw ``number`` samples [N, L]. The cache is all tokens; each step recomputes the states."""
 
     def step_fn(tokens_BW, cache_BWL):
         lengths_BW1 = (cache_BWL != tj.PAD_ID).sum(axis=2, keepdims=True)

@@ -104,8 +104,8 @@ NAMED_AT_ONCE = [
     ),
 ]
 NAMED_BEFORE_TRAINING = [
-    (f"{NUMBERS} --batch.tokens 10", "batch.tokens is 10; expected at least [0-9]+, for batch"),
-    (f"{NUMBERS} --decoding.suppress no-such-token", "decoding.suppress has 'no-such-token'"),
+    (f"{NUMBERS} --batch.tokens 10", "batch.tokens is 10; expected at least [0-9]+, to fit batch"),
+    (f"{NUMBERS} --decoding.suppress no-such-token", "decoding.suppress contains 'no-such-token'"),
     (
         f"{NUMBERS} --training.start-from nowhere",
         "training.start_from is '.*nowhere': .* is not a folder; expected a work directory",

@@ -125,11 +125,14 @@ def test_a_restored_file_appears_whole_or_not_at_all(treebank: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("prepare --trees {0}/*.tree --output {0}/x", "does not match any files"),
+        (
+            "prepare --trees {0}/*.tree --output {0}/x",
+            "matches no file; expected at least one file",
+        ),
         ("prepare --trees {0}/none.mrg --output {0}/x", "none.mrg"),
         (
             "prepare --trees {0}/b.mrg --output {0}/x --skip 2",
-            "b.mrg after the first 2; expected at least one",
+            "b.mrg after the first 2; expected trees in Penn format",
         ),
         ("prepare --trees {0}/b.mrg --output {0}/x --take 0", "take is 0; expected 1 or more"),
         (

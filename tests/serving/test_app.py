@@ -405,7 +405,7 @@ def test_limits_say_what_is_allowed(strict: Server) -> None:
 def test_too_much_to_do_and_too_long_answers_are_refused(
     strict: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rows in strict.service.models[Pair("en", "de")].workers._searches[0][0]:
+    for rows in strict.service.models[Pair("en", "de")].workers._searches[0]:
         turn = partial(LiveRows.turn, rows, most=1)
         slowly = partial(lambda its, entries, most: time.sleep(0.2) or its(entries), turn)
         monkeypatch.setattr(rows, "turn", slowly)
@@ -447,7 +447,7 @@ def test_before_compiling_and_after_a_failure_nothing_is_translated(translator) 
             def fail(*_):
                 raise RuntimeError("out of memory")
 
-            for rows in model.workers._searches[0][0]:
+            for rows in model.workers._searches[0]:
                 rows.turn = fail
             reply = server.ask(q="one")
             assert reply.status == 503 and "Restart the server" in reply.json["error"]

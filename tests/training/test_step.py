@@ -646,5 +646,5 @@ def test_losses_are_the_same_with_kernels_on_several_devices(
     plain = losses(config, 1)
     traced = request.getfixturevalue("interpreted_kernels")
     together = losses(dataclasses.replace(config, mesh=MeshConfig(2, 2, 2)), 8)
-    assert traced == {"merged_attention", "residual_norm"} and together != plain
+    assert traced == {"short_attention", "residual_norm"} and together != plain
     np.testing.assert_allclose(together, plain, rtol=2e-3)
