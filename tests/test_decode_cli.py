@@ -205,7 +205,7 @@ def test_unknown_flags(workdir, capsys):
 
 
 # What loading and compiling log.
-_QUIET = r"(Training in .* has not ended.*\n|.*: .*checkpoint.*\.\n|Compiling .*\n)*"
+_QUIET = r"(Training in .* has not finished.*\n|.*: .*checkpoint.*\.\n|Compiling .*\n)*"
 
 
 def _start(workdir, *flags):

@@ -140,7 +140,7 @@ def _chosen_at_the_end(workdir: Path, folders: list[Path]) -> list[Path]:
         if summary["steps"] == int(folders[0].name) and "averaged_steps" in summary:
             return [workdir / "checkpoints" / checkpoint_name(s) for s in summary["averaged_steps"]]
     if int(folders[0].name):  # not an imported model
-        log.info("Training in %s has not ended; using its last checkpoint.", workdir)
+        log.info("Training in %s has not finished; using its last checkpoint.", workdir)
     return folders[:1]
 
 

@@ -350,7 +350,7 @@ def test_settings_are_checked_without_a_model(tokenizer):
     check_decoding(DecodingConfig(method="sample", beam_size=size + 1), tokenizer)
     refuse("decoding.suppress contains 'qqq'", suppress=("A", "qqq"))
     refuse(
-        "decoding.suppress has '</s>', but without it every translation has the maximum",
+        "decoding.suppress contains '</s>', but without it every translation has the maximum",
         suppress=("A", "</s>"),
     )
 

@@ -333,7 +333,7 @@ def test_the_end_chooses_what_is_averaged(
     with monkeypatch.context() as patch:
         patch.setattr(Signals, "stop_after", lambda self, step: self._handle(15, None) or True)
         assert "averaged_steps" not in train(config, tmp_path, devices=ONE)
-    assert names() == [1] and "has not ended" in caplog.text
+    assert names() == [1] and "has not finished" in caplog.text
     summary = train(config, tmp_path, devices=ONE)
     assert next(remaining, None) is None and summary["averaged_steps"] == names() == averaged
     described = "average of 2 checkpoints, {1} to {0}" if len(averaged) > 1 else "checkpoint {}"

@@ -154,7 +154,7 @@ def _fill_rows(
 
 
 def _grouped(group_N: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return members sorted by group, int32 [N], and group boundaries, int32 [groups + 1]."""
+    """Return indices sorted by group, int32 [N], and group boundaries, int32 [groups + 1]."""
     ends = np.cumsum(np.bincount(group_N, minlength=groups), dtype=np.int32)
     return np.argsort(group_N, kind="stable").astype(np.int32), np.append(np.int32(0), ends)
 

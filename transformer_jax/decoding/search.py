@@ -148,7 +148,7 @@ class Method(ABC):
         seed_B: Array,
         wanted_B: Array | None = None,
     ) -> SearchState:
-        """Return the initial search state. A sentence with ``limit_B`` 0 is not searched. Beam
+        """Return the initial search state. Sentences whose ``limit_B`` is 0 are skipped. Beam
         search stops once it has the ``wanted_B`` best hypotheses (default: W); any others may not
         be the best.
         """

@@ -70,8 +70,8 @@ def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, .
     if EOS_ID in suppress:
         [end] = tokenizer.target.tokens([EOS_ID])
         raise UserError(
-            f"decoding.suppress has {end!r}, but without it every translation has the maximum "
-            "length; expected other tokens (for longer translations, set decoding.min_length)."
+            f"decoding.suppress contains {end!r}, but without it every translation has the "
+            "maximum length. Remove it; for longer translations, set decoding.min_length."
         )
     if config.method == "beam" and config.beam_size > tokenizer.target.vocab_size:
         raise UserError(

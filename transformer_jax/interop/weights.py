@@ -49,11 +49,13 @@ class Library(NamedTuple):
     """A library's weight names. Its kernels are [O, I]."""
 
     parts: Mapping[str, str]
-    """Names for the keys of ``_PARTS``, prefixed with the side where the sides differ."""
+    """The library's name for each key of ``_PARTS``. If the encoder and the decoder use different
+    names, the key starts with ``encoder.`` or ``decoder.``."""
     layer: str
-    """Prefix of names in a layer, with {side} and {number}."""
+    """Format string for the prefix of a layer's weight names: {side} is the encoder or the decoder,
+    {number} is the index of the layer."""
     norm: tuple[str, str] = ("weight", "bias")
-    """Names of scale and bias in a norm. Other modules use weight and bias."""
+    """Names of a norm's scale and bias. Other modules use weight and bias."""
 
 
 HUGGING_FACE = Library(

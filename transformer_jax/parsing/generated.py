@@ -32,9 +32,9 @@ class Language:
     """A made-up context-free language with random rules and words, drawn from ``seed``.
 
     Each of eight labels has five rules: a single word, or a word with one or two constituents
-    around it. Each rule has sixty words of its own, just as transitive and intransitive verbs are
-    different words. The words therefore determine the attachment. By chance, some words belong to
-    two rules. A rule's k-th word has a frequency roughly proportional to 1/k (Zipf's law).
+    around it. Each rule has its own sixty words, much as transitive and intransitive verbs
+    differ, so the words determine the attachment. By chance, some words belong to two rules. A
+    rule's k-th word has a frequency roughly proportional to 1/k (Zipf's law).
     """
 
     def __init__(self, seed: int) -> None:

@@ -79,7 +79,7 @@ def bracket_symbols(labels: str) -> tuple[str, ...]:
 
 
 def with_numbers(words: Sequence[str]) -> list[str]:
-    """Return the source of a numbered sequence: #0 John #1 barks."""
+    """Put its number before each word: #0 John #1 barks."""
     return [token for n, word in enumerate(words) for token in (f"#{n}", word)]
 
 

@@ -101,7 +101,9 @@ class App:
         async with asyncio.timeout(self.timeout):
             query = await self._query(request)
         if not isinstance(query.q, str):
-            raise UserError("q is a list; expected one text. Use /translate for several texts.")
+            raise UserError(
+                "q is a list; expected a single string. Use /translate to translate a list."
+            )
         return StreamingResponse(
             self._events(self.service.begin(query)),
             media_type="text/event-stream",

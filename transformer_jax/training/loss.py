@@ -63,7 +63,8 @@ def smoothed_cross_entropy(
       hidden_BTD: decoder output; matmuls use its data type.
       matrix_VD: softmax weights, float32.
       target_BT: token ids to predict; positions with PAD_ID are ignored.
-      max_logits: approximate number of logits per device and chunk; None: the backend's default.
+      max_logits: approximate number of logits per chunk on each device. None: the backend's
+        default.
       logits_dtype: data type of stored logits; all sums are float32. None: hidden_BTD's type on
         accelerators, float32 on CPUs. Ties are more common in bfloat16; ``correct`` also counts
         labels that tie for the highest logit.

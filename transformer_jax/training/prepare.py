@@ -231,7 +231,7 @@ def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> No
     with together():
         if lacking := missing():
             raise UserError(
-                f"The tokenized corpora {', '.join(lacking)} of process 0 are corrupt or missing "
+                f"Process 0's tokenized corpora ({', '.join(lacking)}) are corrupt or missing "
                 f"in {here}; use the same data.cache in all processes, or a separate folder "
                 "on each machine."
             )

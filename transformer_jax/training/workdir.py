@@ -65,8 +65,8 @@ class Workdir:
         self._copies_checkpoints = bool(url) and not url.startswith("gs://")
         if self._copies_checkpoints and jax.process_count() > 1:
             raise UserError(
-                f"workdir is {url!r} with {jax.process_count()} processes; choose a gs:// URL or "
-                "a folder that all processes share."
+                f"workdir is {url!r}, which does not work with {jax.process_count()} processes; "
+                "use a gs:// URL or a folder that all processes share."
             )
         root: AnyPath = self.folder if self._copies_checkpoints else self.store
         self.checkpoints, self._token = root / "checkpoints", ""
