@@ -478,7 +478,7 @@ class MeshConfig(Section, prefix="mesh."):
 
 @dataclass(frozen=True)
 class Processes(Section, prefix="processes."):
-    """Connection between the processes of a run. It is not saved with the other settings."""
+    """Communication between a run's processes. Not saved with the other settings."""
 
     distributed: bool = False
     """Join a multi-process run that JAX detects from the cluster environment (Slurm, Open MPI,

@@ -89,7 +89,7 @@ def start(settings: Processes) -> None:
     plugins = [plugin.name for plugin in entry_points(group="jax_plugins")]
     if plugins and jax.default_backend() == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         raise UserError(
-            f"Process {counts[0]} of {counts[1]} finds only its CPU, but JAX's plugin "
+            f"Process {counts[0]} of {counts[1]} found only a CPU, although the JAX plugin "
             f"{', '.join(plugins)} is installed; expected a device for each process. Start at most "
             "one process for each device (nvidia-smi lists NVIDIA GPUs, CUDA_VISIBLE_DEVICES hides "
             "some), or set JAX_PLATFORMS=cpu to train on CPUs."

@@ -199,7 +199,7 @@ def test_a_process_that_finds_no_gpu_says_so(monkeypatch: pytest.MonkeyPatch) ->
     distributed.start(settings)  # JAX_PLATFORMS is cpu
     monkeypatch.delenv("JAX_PLATFORMS")
     distributed.start(Processes())
-    message = "Process 0 of 1 finds only its CPU, but JAX's plugin xla_cuda13 is installed"
+    message = "Process 0 of 1 found only a CPU, although the JAX plugin xla_cuda13 is installed"
     with pytest.raises(UserError, match=message):
         distributed.start(settings)
 

@@ -27,11 +27,11 @@ def load_batches(
     start: int = 0,
     stop: int | None = None,
 ) -> Generator[Batch, None, None]:
-    """Prefetch the batches of steps ``start`` to ``stop`` - 1 (None: no end) as jax arrays.
+    """Prefetch batches for steps ``start`` to ``stop`` - 1 (None: no end) as jax arrays.
 
     ``sharding`` splits the rows of [B, L] arrays over devices. Each process builds only the rows
     for its own devices. With None, whole batches go to the default device. An error in a batch is
-    raised when that batch is requested. The threads end after the last batch, after an error, and
+    raised when that batch is requested. The threads exit after the last batch, after an error, and
     on ``close``.
     """
     steps = range(start, sys.maxsize if stop is None else stop)

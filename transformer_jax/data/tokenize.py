@@ -72,7 +72,7 @@ class TokenizeJob:
         return [np.dtype(np.uint16 if size <= 2**16 else np.int32) for size in sizes]
 
     def tokenize(self, number: int, pairs: Pairs) -> TokenizedChunk:
-        """Tokenize and filter one chunk. Its number is part of the random seeds."""
+        """Tokenize and filter one chunk. Random seeds include its ``number``."""
         sides = []
         for i, side in enumerate((self.tokenizer.source, self.tokenizer.target)):
             lines, versions = [pair[i] for pair in pairs], []

@@ -203,7 +203,7 @@ class Workers:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sentences waiting for a row."""
+        """Number of sentences waiting for a batch row."""
         return sum(map(len, self._waiting.values()))
 
     @property

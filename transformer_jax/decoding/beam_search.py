@@ -1,6 +1,6 @@
 """Beam search (section 6.1 of the paper).
 
-For shape letters, see ``search.py``.
+For the shape letters (B, W, ...), see ``search.py``.
 """
 
 from __future__ import annotations

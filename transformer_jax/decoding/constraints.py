@@ -1,6 +1,6 @@
 """Constraints on the next token, for beam search and sampling.
 
-For shape letters, see ``search.py``.
+For the shape letters (B, W, ...), see ``search.py``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ sentences finish. It is compiled once and has two callers. ``Engine.search`` pas
 of a file, block by block, and reads the results at the end. ``Workers`` passes it the sentences
 that have arrived and reads results every few steps.
 
-For shape letters, see ``search.py``. In addition, Q is the number of sentences in a block, and R is
-the number of rows refilled at a time.
+For the shape letters (B, W, ...), see ``search.py``. In addition, Q is the number of sentences in a
+block, and R is the number of rows refilled at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOBODY = -1
 
 
 class Block(NamedTuple):
-    """Waiting sentences. Q is the first axis of every leaf. The last entries may be empty."""
+    """Sentences waiting for rows. Q is the first axis of every leaf. The last may be empty."""
 
     number_Q: Any
     """Number of each sentence, or NOBODY for an empty entry."""

@@ -283,7 +283,7 @@ class Engine:
         return _results(rows)
 
     def new_rows(self, bucket: Bucket) -> Rows:
-        """Create idle rows on the device."""
+        """Create idle batch rows on the device."""
         return self._idle_rows(self._weights, bucket=bucket)
 
     def lowered(

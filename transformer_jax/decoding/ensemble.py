@@ -1,6 +1,6 @@
 """Ensemble decoding with several Transformers.
 
-For shape letters, see ``model/attention.py`` and ``search.py``.
+For the shape letters (B, W, ...), see ``model/attention.py`` and ``search.py``.
 """
 
 from __future__ import annotations

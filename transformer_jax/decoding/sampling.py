@@ -1,4 +1,4 @@
-"""Sampling from the model's distribution. For shape letters, see ``search.py``."""
+"""Sampling from the model's distribution. For the shape letters (B, W, ...), see ``search.py``."""
 
 from __future__ import annotations
 

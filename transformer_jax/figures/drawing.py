@@ -119,7 +119,7 @@ def attention_lines(
 
 
 def positions_picture(table_LD: np.ndarray) -> Figure:
-    """Draw position vectors, such as ``sinusoidal_positions``: red below 0, blue above."""
+    """Plot positional encodings, such as ``sinusoidal_positions``: red below 0, blue above."""
     if table_LD.ndim != 2 or not table_LD.size:
         raise UserError(f"table_LD has shape {table_LD.shape}; expected (length, d_model).")
     figure = _figure(7, 4)

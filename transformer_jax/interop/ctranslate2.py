@@ -82,7 +82,7 @@ def export_ctranslate2(
 
 
 def _spec(shape: ModelConfig) -> Any:
-    """Create an empty model of this shape. Raises ``UserError`` for unsupported settings."""
+    """Create a model without weights. Raises ``UserError`` for unsupported settings."""
     check_fields(shape, "CTranslate2", encoder_window=(None,))
     with needs_extra("interop"):
         from ctranslate2.specs import common_spec, transformer_spec

@@ -43,7 +43,7 @@ def takes(q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, mask_BHTS: Any) -> bool:
 
 @jax.named_scope("dot_product_attention")
 def short_attention(*arrays_and_mask: Any, interpret: bool = False) -> jax.Array:
-    """Compute fused attention over up to 128 tokens. Head widths: powers of two, at least 16.
+    """Compute fused attention over up to 128 tokens. K must be a power of two, at least 16.
 
     One to three arrays [B, L, H, K] hold queries, keys and values (``gpu.parts``). Their gradients
     have the same layout. The last argument is the mask. Each device in the training step's mesh

@@ -52,10 +52,10 @@ class Embedding(nnx.Module):
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, *, num_positions: int
     ) -> jax.Array:
-        """Embed tokens at these positions. Returns [B, L, D]. Axes of ``positions_BL`` can be 1.
+        """Embed tokens at these positions. Returns [B, L, D]. ``positions_BL`` may broadcast.
 
         Args:
-          num_positions: exclusive upper bound for all positions outside padding.
+          num_positions: exclusive upper bound for the positions of real tokens.
 
         Raises:
           UserError: there are more positions than learned embeddings.

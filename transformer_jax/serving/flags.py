@@ -116,7 +116,7 @@ def _check_values(a: Arguments) -> None:
 
 
 def _pairs(a: Arguments, configs: Sequence[Config]) -> list[Pair]:
-    """Return the language pair of each model. Raises ``UserError`` if two are equal."""
+    """Return the language pair of each model. Raises ``UserError`` for duplicate pairs."""
     if a.languages and len(a.languages) != len(configs):
         raise UserError(
             f"languages has {len(a.languages)} pairs for {len(configs)} work directories; "

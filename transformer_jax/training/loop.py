@@ -243,7 +243,7 @@ class _Loop:
             raise Interrupted
 
     def _read_figures(self) -> None:
-        """Read the last step's metrics if not done yet, and log them if due."""
+        """Read the last step's metrics, unless already read, and log them if due."""
         if self._unread is None:
             return
         step, metrics, self._unread = self._step, jax.device_get(self._unread), None

@@ -206,9 +206,9 @@ def _tokenized(
 
 
 def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> None:
-    """Give every process the corpora that process 0 built, in the local folder ``here``.
+    """Make process 0's corpora available to every process in the local folder ``here``.
 
-    Hosts that cannot read the folder of process 0 copy the corpora through the work directory.
+    Hosts that cannot read process 0's folder copy the corpora through the work directory.
     """
     found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
     there = place.store / "corpus"

@@ -163,7 +163,7 @@ class Reporter:
 class _Board:
     """TensorBoard event file.
 
-    tensorboardX's ``SummaryWriter`` is not used, because its thread ends at the first disk error
+    tensorboardX's ``SummaryWriter`` is not used, because its thread dies on the first disk error
     and later writes block forever.
     """
 
