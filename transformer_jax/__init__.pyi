@@ -35,7 +35,7 @@ from .errors import UserError, needs_extra, shown
 from .evaluation import bleu, chrf
 from .model.attention import MultiHeadAttention, attention_mask, dot_product_attention
 from .model.kv_cache import DecoderCache
-from .model.layers import DecoderLayer, EncoderLayer, FeedForward, use_matmul_precision
+from .model.layers import DecoderLayer, EncoderLayer, FeedForward
 from .model.positions import sinusoidal_positions
 from .model.transformer import Decoder, Embedding, Encoder, Transformer
 from .remote_workdir import local_workdir
@@ -122,6 +122,5 @@ __all__ = [
     "smoothed_cross_entropy",
     "state_shardings",
     "train",
-    "use_matmul_precision",
     "write_atomically",
 ]

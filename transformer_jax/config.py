@@ -97,10 +97,6 @@ class ModelConfig(Section, prefix="model."):
     """Dtype of matmuls and of activations between layers; auto: float32 on CPU, bfloat16 on GPU and
     TPU (mixed precision). Parameters, softmax, norm statistics and the loss are always float32. In
     Python, jnp.float32 and jnp.bfloat16 also work."""
-    matmul_precision: Literal["default", "high", "highest"] = "default"
-    """Precision of float32 matmuls on GPU and TPU, using JAX's names. GPUs use TF32 (10-bit
-    mantissa) unless this is highest. TPUs use one, three or six bfloat16 passes. It does not affect
-    bfloat16 matmuls or the CPU."""
     remat: bool = False
     """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
     memory at the cost of about a third more computation."""

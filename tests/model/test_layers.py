@@ -1,62 +1,17 @@
-"""Layers: matmul precision and activations."""
+"""Layers: activations."""
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from reference import against_reference
-from runs import ONE
 
-from transformer_jax.config import Config, DataConfig, ModelConfig, PairsConfig
-from transformer_jax.config_io import to_json
-from transformer_jax.decoding.__main__ import main as decode
-from transformer_jax.errors import UserError
-from transformer_jax.model.layers import FeedForward, relu, use_matmul_precision
-from transformer_jax.training.loop import train
-
-
-@pytest.fixture
-def restored_matmul_precision() -> Iterator[None]:
-    before = jax.config.jax_default_matmul_precision
-    yield
-    jax.config.update("jax_default_matmul_precision", before)
-
-
-def test_float32_products_are_exact_where_that_is_asked_for(
-    restored_matmul_precision: None,
-) -> None:
-    """On a GPU the default is TF32, which misses this by far."""
-    x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
-    jax.config.update("jax_default_matmul_precision", "high")
-    use_matmul_precision("default")
-    assert jax.config.jax_default_matmul_precision == "high"  # as it was
-    use_matmul_precision("highest")
-    np.testing.assert_allclose(jnp.asarray(x) @ x, x.astype(np.float64) @ x, atol=1e-4)
-
-
-def test_training_and_decoding_set_the_precision(
-    restored_matmul_precision: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before they fail, here for want of text and of a checkpoint."""
-    missing = DataConfig(train=PairsConfig("text", source=("missing",), target=("missing",)))
-    config = Config(model=ModelConfig(matmul_precision="highest"), data=missing)
-    (tmp_path / "lines").write_text("one")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(to_json(config))
-    flags = ["--workdir", str(tmp_path / "run"), "--input", str(tmp_path / "lines")]
-    for run in (lambda: train(config, tmp_path / "new", devices=ONE), lambda: decode(flags)):
-        jax.config.update("jax_default_matmul_precision", "high")
-        with suppress(UserError):
-            assert run() == 2
-        assert jax.config.jax_default_matmul_precision == "highest"
+from transformer_jax.config import ModelConfig
+from transformer_jax.model.layers import FeedForward, relu
 
 
 def test_relu_is_jax_relu_with_gradient_0_at_0() -> None:

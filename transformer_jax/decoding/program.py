@@ -189,7 +189,7 @@ def decode(argv: Sequence[str]) -> None:
         check_bleu(tokenize, language)  # fail before hours of work
         references = list(islice(read_lines(asked.reference), shard[0], None, shard[1]))
     size = _size(files.input)
-    answers = _load(arguments, config)
+    answers = _load(arguments)
     sys.set_int_max_str_digits(0)  # fields that are passed through may have long numbers
     records = read_records(
         files.input or sys.stdin.buffer,
@@ -225,7 +225,7 @@ def _size(file: str | None) -> int:
     return Path(file).stat().st_size if file and Path(file).is_file() else 0
 
 
-def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], Answers]:
+def _load(arguments: Arguments) -> Callable[[Iterator[Record]], Answers]:
     """Load the models. Returns a function that yields each record with its translations, best
     first, or with its scored target.
     """
@@ -234,10 +234,8 @@ def _load(arguments: Arguments, config: Config) -> Callable[[Iterator[Record]], 
     from transformer_jax.decoding.scoring import Scorer
     from transformer_jax.decoding.trained_models import load_models
     from transformer_jax.decoding.translator import Translator
-    from transformer_jax.model.layers import use_matmul_precision
 
     keep_compiled()
-    use_matmul_precision(config.model.matmul_precision)
     results, search = arguments.results, arguments.search
     size = arguments.files.window or 100 * search.batch_size
     devices = tuple(devices_for_rows(search.batch_size))

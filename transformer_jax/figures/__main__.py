@@ -66,11 +66,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> None:
     task = parse_flags(Arguments, argv)
     # Import late, so that flags are checked before JAX is loaded.
-    from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
+    from transformer_jax import Translator, keep_compiled, sentence_attention
 
     keep_compiled()
     translator = Translator.from_workdir(task.workdir, average=task.average, batch_size=1)
-    use_matmul_precision(translator.model.config.matmul_precision)
     attention = sentence_attention(translator, task.text, target=task.target)
     if task.output.endswith(".npz"):
         attention.save(task.output)

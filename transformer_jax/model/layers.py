@@ -25,15 +25,6 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     return jnp.dtype(config.dtype)
 
 
-def use_matmul_precision(precision: str) -> None:
-    """Set the precision of float32 matmuls in this process (``ModelConfig.matmul_precision``).
-
-    ``default`` keeps JAX's setting.
-    """
-    if precision != "default":
-        jax.config.update("jax_default_matmul_precision", precision)
-
-
 class Embedding(nnx.Module):
     """Token embeddings times sqrt(d_model), plus positional encodings (sections 3.4 and 3.5)."""
 

@@ -12,7 +12,7 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
     """Translate ``number`` lines of the dev set, and compute attention for ``texts`` (default: the
     first line). Failures are added to ``run.problems``.
     """
-    from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
+    from transformer_jax import Translator, keep_compiled, sentence_attention
 
     keep_compiled()
     try:
@@ -21,7 +21,6 @@ def take_samples(run: Run, number: int, texts: Sequence[str]) -> None:
         if not sources and not texts:
             return
         translator = Translator.from_workdir(run.workdir, batch_size=8)
-        use_matmul_precision(translator.model.config.matmul_precision)
         run.translations.update(zip(pairs, translator.translate(sources)))
         for text in texts or sources[:1]:
             run.attention[text] = sentence_attention(translator, text)

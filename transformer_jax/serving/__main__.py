@@ -71,7 +71,7 @@ def _serve(argv: list[str]) -> None:
 def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
     import jax
 
-    from transformer_jax import AsyncTranslator, keep_compiled, use_matmul_precision
+    from transformer_jax import AsyncTranslator, keep_compiled
     from transformer_jax.serving.service import Service
 
     keep_compiled()
@@ -83,8 +83,6 @@ def _load(arguments: Arguments, served: Sequence[Served]) -> Service:
             average=arguments.average,
             **vars(search),
         )
-        model = models[pair].translator.model
-        use_matmul_precision(model.config.matmul_precision)  # the same for all models
         log.info("%s: %s from %s", pair, models[pair].translator, workdir)
     return Service(models, max_queue=arguments.max_queue, max_characters=arguments.max_characters)
 

@@ -86,12 +86,6 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, list[Served]]:
     folders = [local_workdir(workdir) for workdir in arguments.workdir]
     configs = [load_config_file(folder) for folder in folders]
     pairs = _pairs(arguments, configs)
-    precisions = {config.model.matmul_precision for config in configs}
-    if len(precisions) > 1:
-        raise UserError(
-            f"model.matmul_precision is {' and '.join(sorted(precisions))} in these runs; expected "
-            "the same value for all models. Serve them from separate processes."
-        )
     served = []
     for folder, pair, config in zip(folders, pairs, configs, strict=True):
         run = replace(config.decoding, method="beam")

@@ -46,7 +46,6 @@ from transformer_jax.distributed import (
 )
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation import check_bleu
-from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
 from transformer_jax.storage import copy_folder, local_path, patiently, write_atomically
@@ -115,7 +114,6 @@ def prepare(
         )
     settings = flatten(config).items()
     check_agreement({k: v for k, v in settings if not k.startswith(FREE_BETWEEN_PROCESSES)})
-    use_matmul_precision(config.model.matmul_precision)
     mesh = make_mesh(config.mesh, devices)
     config = with_layout(config, mesh.devices.flat[0].platform)
     check_rows(mesh, config.batch.row_multiple, config.optimizer.accumulate_steps)

@@ -39,7 +39,6 @@ _CHANGEABLE = (
     "model.feed_forward_dropout",
     "model.remat",
     "model.dtype",
-    "model.matmul_precision",
 )
 
 FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers")
