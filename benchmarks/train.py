@@ -63,7 +63,7 @@ def model_flops(
     feed_forward = (3 if model.activation == "swiglu" else 2) * D * model.d_ff
     source, target = S.sum(), T.sum()
     encoder_layer = source * (2 * projections + feed_forward)
-    encoder_layer += S @ np.minimum(S, model.encoder_window or np.inf) * heads
+    encoder_layer += S @ S * heads
     # Cross-attention: key and value projections per source token, the rest per target token.
     decoder_layer = target * (3 * projections + feed_forward) + source * projections
     decoder_layer += (T @ T + S @ T) * heads

@@ -84,9 +84,6 @@ class ModelConfig(Section, prefix="model."):
     (tensor2tensor, Marian), or learned embeddings (Table 3, row E)."""
     max_positions: Positive = 1024
     """Number of learned positions. Sinusoidal positions have no limit."""
-    encoder_window: Positive | None = None
-    """Restricted self-attention (section 4, Table 1): each source token attends to this many
-    tokens, centered on itself; None: all tokens."""
     tie_embeddings: Literal["all", "embeddings", "target", "none"] = "all"
     """Weight tying. all: one matrix for source embedding, target embedding and softmax (the paper).
     embeddings: one matrix for both embeddings. target: one matrix for target embedding and softmax.
@@ -122,11 +119,6 @@ class ModelConfig(Section, prefix="model."):
             "tie_embeddings",
             self.source_vocab_size is None or not self.shares_embeddings,
             "'target' or 'none' when source and target have separate vocabularies",
-        )
-        yield (
-            "encoder_window",
-            self.encoder_window is None or self.encoder_window % 2 == 1,
-            "an odd number, because the window is centered on a token",
         )
 
     @property

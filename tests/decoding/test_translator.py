@@ -56,7 +56,7 @@ def forward(model, source_BS, target_BT):
     [
         {"norm": "pre", "positions": "learned", "max_positions": 32},
         {"norm": "pre", "norm_type": "rms", "activation": "swiglu"},
-        {"final_norm": True, "encoder_window": 3},
+        {"final_norm": True},
     ],
 )
 def test_equals_a_plain_search_by_the_whole_forward_pass(tokenizer, settings):

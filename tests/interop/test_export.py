@@ -301,8 +301,6 @@ def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, e
         ("huggingface", {"final_norm": True}, "model.final_norm"),
         ("huggingface", {"norm_type": "rms"}, "model.norm_type"),
         ("huggingface", {"activation": "swiglu"}, "model.activation"),
-        ("huggingface", {"encoder_window": 3}, "model.encoder_window"),
-        ("ctranslate2", {"encoder_window": 3}, "model.encoder_window"),
         ("ctranslate2", {"d_k": 7}, "model.d_k"),
         ("ctranslate2", {"d_v": 7}, "model.d_v"),
     ],

@@ -587,7 +587,6 @@ def test_odd_embeddings_and_positions_are_refused() -> None:
     [
         ({"norm_type": "rms"}, "model.norm_type is 'rms'; expected 'layer'. torch.nn.Tr"),
         ({"activation": "swiglu"}, "model.activation is 'swiglu'; expected 'relu' or 'gelu' or"),
-        ({"encoder_window": 3}, "model.encoder_window is 3; expected None"),
         ({"d_k": 16}, "model.d_k is 16; expected model.d_model / model.num_heads = 32 / 4"),
         ({"d_v": 16}, "model.d_v is 16"),
         ({"num_heads": 5, "d_k": 8, "d_v": 8}, "model.d_k is 8; expected .* = 32 / 5"),

@@ -43,11 +43,10 @@ VARIANTS = {
     },
     "split, remat": {"positions": "split", "remat": True},
     "as nn.Transformer": {"final_norm": True, "attention_bias": True, "activation": "gelu"},
-    "no biases, window": {
+    "no biases": {
         "feed_forward_bias": False,
         "norm_bias": False,
         "tie_embeddings": "embeddings",
-        "encoder_window": 3,
     },
     "modern": {
         "norm": "pre",
@@ -196,7 +195,7 @@ def test_padding_changes_nothing(changes: dict) -> None:
 
 
 def test_packed_rows_equal_separate_rows() -> None:
-    model = build(encoder_window=5)
+    model = build()
     (first, second), targets = tokens(2, 5), tokens(2, 4, seed=9)
     packed = run(
         model,
@@ -226,14 +225,6 @@ def test_packed_rows_may_be_longer_than_the_learned_positions() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
     alone = run(model, rows[1:, :3], rows[1:, :3])
     np.testing.assert_allclose(np.asarray(logits_BTV)[1:, :3], alone, atol=1e-5)
-
-
-def test_an_encoder_window_of_3_sees_one_token_on_either_side() -> None:
-    encode = jax.jit(build(encoder_window=3).encode)
-    source = tokens(1, 7)
-    other = changed(source, (np.s_[0, 3], 35))
-    before, after = (np.asarray(encode(each)) for each in (source, other))
-    np.testing.assert_array_equal((before != after).any(axis=-1)[0], [0, 0, 1, 1, 1, 0, 0])
 
 
 RATES = {"dropout": 0.5, "attention_dropout": 0.2, "feed_forward_dropout": 0.3}

@@ -29,12 +29,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "activation": "swiglu",
         "feed_forward_bias": False,
     },
-    "window": {
+    "gelu": {
         "final_norm": True,
         "norm_bias": False,
         "activation": "gelu",
         "tie_embeddings": "embeddings",
-        "encoder_window": 5,
     },
 }
 variants = pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)

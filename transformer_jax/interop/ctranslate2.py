@@ -19,7 +19,7 @@ from transformer_jax import (
     Transformer,
     needs_extra,
 )
-from transformer_jax.interop.export import check_fields, write_sentencepiece
+from transformer_jax.interop.export import write_sentencepiece
 from transformer_jax.interop.search_settings import for_ctranslate2, length_limits
 from transformer_jax.interop.weights import (
     CTRANSLATE2,
@@ -82,8 +82,7 @@ def export_ctranslate2(
 
 
 def _spec(shape: ModelConfig) -> Any:
-    """Create a model without weights. Raises ``UserError`` for unsupported settings."""
-    check_fields(shape, "CTranslate2", encoder_window=(None,))
+    """Create a model without weights."""
     with needs_extra("interop"):
         from ctranslate2.specs import common_spec, transformer_spec
     names = {

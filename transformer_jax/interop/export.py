@@ -11,10 +11,10 @@ def check_fields(shape: ModelConfig, library: str, **allowed: tuple[object, ...]
     """Raise ``UserError`` for a field whose value ``library`` does not support."""
     for name, values in allowed.items():
         if getattr(shape, name) not in values:
-            instead = "" if library == "CTranslate2" else " Export to ctranslate2 instead."
             raise UserError(
                 f"model.{name} is {getattr(shape, name)!r}; expected "
-                f"{' or '.join(map(repr, values))}. {library} supports no other value.{instead}"
+                f"{' or '.join(map(repr, values))}. {library} supports no other value. "
+                "Export to ctranslate2 instead."
             )
 
 

@@ -71,7 +71,6 @@ def export_huggingface(
         activation=tuple(ACTIVATIONS),
         norm_epsilon=(1e-6, NORM_EPSILON),  # outputs differ by a few 1e-6
         positions=("interleaved",),
-        encoder_window=(None,),
     )
     # MarianMT's sinusoids are the paper's, with all sines first.
     weights = reordered(plain_weights(model), sines_first(shape.d_model))

@@ -148,7 +148,6 @@ def to_torch(model: Transformer) -> TorchModules:
         "torch.nn.Transformer",
         activation=tuple(_activations()),
         norm_type=("layer",),
-        encoder_window=(None,),
     )
     weights = to_library(plain_weights(model), _LIBRARY, _OTHERS)
     tensors = {name: torch.tensor(x) for name, x in weights.items()}

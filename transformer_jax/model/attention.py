@@ -27,28 +27,21 @@ def attention_mask(
     key_segments_BS: jax.Array,
     *,
     causal: bool = False,
-    window: int | None = None,
 ) -> jax.Array:
     """Build the mask that lets each query attend to keys in its own segment.
 
     Args:
       query_segments_BT: int segment ids; 0 is padding, and tokens of one sentence share an id.
-      key_segments_BS: segment ids of the keys. With ``causal`` or ``window``, S = T.
-      causal: also mask keys after the query's position.
-      window: odd number of keys visible to a query, centered on its position (section 4).
+      key_segments_BS: segment ids of the keys.
+      causal: also mask keys after the query's position. Requires S = T.
 
     Returns:
       bool [B, 1, T, S], True where attention is allowed. Axis 1 broadcasts over heads.
     """
     keys_B1S = key_segments_BS[:, None, :]
     mask_BTS = (query_segments_BT[:, :, None] == keys_B1S) & (keys_B1S > 0)
-    length = mask_BTS.shape[-1]
     if causal:
-        mask_BTS &= jnp.tril(jnp.ones((length, length), bool))[None]
-    if window is not None:
-        positions_L = jnp.arange(length)
-        distance_LL = jnp.abs(positions_L[:, None] - positions_L[None])
-        mask_BTS &= (distance_LL <= window // 2)[None]
+        mask_BTS &= jnp.tril(jnp.ones(mask_BTS.shape[1:], bool))[None]
     return mask_BTS[:, None]
 
 

@@ -202,7 +202,7 @@ class Transformer(nnx.Module):
             packed=packed,
             keys=keys,
         )
-        mask_BHSS = attention_mask(segments_BS, segments_BS, window=self.config.encoder_window)
+        mask_BHSS = attention_mask(segments_BS, segments_BS)
         return self.encoder(x_BSD, mask_BHSS, dropout_key=keys)
 
     def _embed(
