@@ -19,7 +19,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.kv_cache import DecoderCache
 from transformer_jax.model.positions import segment_positions
-from transformer_jax.model.transformer import AttentionWeights, Decoder, Encoder, Transformer
+from transformer_jax.model.transformer import AttentionWeights, Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 
 Array = jax.Array | np.ndarray
@@ -346,12 +346,6 @@ def test_token_ids_outside_the_vocabulary_are_found_when_asked_for() -> None:
         assert np.isnan(logits).any()
         assert f"index {wrong} is out of bounds for axis 0 with size 40" in error.get()
         assert check(source, changed(target, (np.s_[0, 2], wrong)))[0].get() is not None
-
-
-def test_a_seed_is_no_rngs() -> None:
-    for module in (Transformer, Encoder, Decoder):
-        with pytest.raises(UserError, match="rngs is 0; expected an nnx.Rngs"):
-            module(TINY, rngs=0)  # type: ignore[arg-type]
 
 
 def test_the_model_imports_no_more_than_flax_does() -> None:

@@ -16,7 +16,7 @@ from reference import against_reference
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import batch_sharding, make_mesh, replicated
-from transformer_jax.training.loss import LossSums, smoothed_cross_entropy
+from transformer_jax.training.loss import LossSums, _loss, _Settings, smoothed_cross_entropy
 
 B, T, D, V = 3, 7, 8, 19
 
@@ -304,10 +304,9 @@ def test_r_drop_wants_pairs_of_rows() -> None:
         smoothed_cross_entropy(hidden, matrix, target, r_drop=1.0)
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("vocab_size", [499, 504])
 @pytest.mark.parametrize("r_drop", [0.0, 2.0])
-def test_bfloat16_logits(vocab_size: int, r_drop: float) -> None:
+def test_bfloat16_logits(vocab_size: int, r_drop: float, backend: str) -> None:
     """Only the logits are rounded: sums and gradients are those of a plain loss of rounded logits.
     Those of exact logits, up to 8 in size here, differ by what 8 bits leave of them: at most
     8 / 2^9 = 0.016 a logit, so twice that for log-probabilities and, relatively, probabilities.
@@ -336,9 +335,8 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float) -> None:
         return ((divergence - wanted * log_p).sum(axis=-1) * real).sum()
 
     def ours(h: jax.Array, m: jax.Array) -> tuple[jax.Array, LossSums]:
-        sums = smoothed_cross_entropy(
-            h, m, target, max_logits=5 * 500, r_drop=r_drop, logits_dtype=jnp.bfloat16
-        )
+        settings = _Settings(0.1, 5 * 500, jnp.dtype(jnp.bfloat16), None, r_drop, backend)
+        sums = _loss(settings, target, (h, m, None))
         return sums.loss, sums
 
     of_ours = jax.jit(jax.grad(ours, argnums=(0, 1), has_aux=True))
@@ -357,9 +355,9 @@ def test_bfloat16_logits(vocab_size: int, r_drop: float) -> None:
     assert int(sums.correct) == int(((label == rounded.max(axis=-1)) & real).sum())
     assert int(sums.tokens) == tokens
     # and from exact logits
-    exact = jax.jit(
-        lambda h, m: smoothed_cross_entropy(h, m, target, r_drop=r_drop, logits_dtype=jnp.float32)
-    )(hidden, matrix)
+    exact = jax.jit(lambda h, m: smoothed_cross_entropy(h, m, target, r_drop=r_drop))(
+        hidden, matrix
+    )
     assert abs(sums.nll - exact.nll) / tokens < 0.032
     assert abs(sums.loss - exact.loss) / tokens < 0.032 * (1 + r_drop)
     _, of_exact = plain(logits)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model import attention_kernel
 from transformer_jax.model.attention_kernel import MASKED
@@ -101,14 +102,10 @@ def _plain_attention(
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK)
 
 
-def check_rngs(rngs: Any) -> None:
-    """Raise ``UserError`` unless ``rngs`` is an ``nnx.Rngs``."""
-    if not isinstance(rngs, nnx.Rngs):
-        raise UserError(f"rngs is {rngs!r}; expected an nnx.Rngs, for example nnx.Rngs(0).")
-
-
 class Projection(nnx.Einsum):
-    """Linear projection with Xavier-uniform weights and an optional bias, computed in ``dtype``."""
+    """Linear projection with float32 Xavier-uniform weights and an optional bias, computed in
+    ``dtype``.
+    """
 
     def __init__(
         self,
@@ -118,19 +115,16 @@ class Projection(nnx.Einsum):
         inputs: int = 1,
         use_bias: bool = False,
         dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         """Create weights of shape ``shape``; ``equation`` contracts their first ``inputs`` axes."""
-        check_rngs(rngs)
         axes = range(len(shape))
         kernel_init = nnx.initializers.variance_scaling(
             1.0, "fan_avg", "uniform", in_axis=axes[:inputs], out_axis=axes[inputs:]
         )
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        super().__init__(equation, shape, **dtypes, kernel_init=kernel_init, rngs=rngs)
+        super().__init__(equation, shape, dtype=dtype, kernel_init=kernel_init, rngs=rngs)
         if use_bias:  # created here, because nnx.Einsum would use a random key for zeros
-            self.bias = nnx.Param(jnp.zeros(shape[inputs:], param_dtype))
+            self.bias = nnx.Param(jnp.zeros(shape[inputs:]))
 
 
 def merge(*projections: Projection) -> Projection:
@@ -153,28 +147,23 @@ class MultiHeadAttention(nnx.Module):
         use_bias: bool = False,
         dropout: float = 0.0,
         dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         """Create the projections. ``d_k`` and ``d_v`` default to ``d_model / num_heads``.
 
-        ``dropout`` is applied to the attention weights.
+        ``dropout`` is applied to the attention weights. Raises ``UserError`` for values that
+        ``ModelConfig`` does not accept.
         """
-        sizes = {"d_model": d_model, "num_heads": num_heads, "d_k": d_k, "d_v": d_v}
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise UserError(f"{name} is {size}; expected at least 1.")
-        if d_model % num_heads and not (d_k and d_v):
-            raise UserError(
-                f"d_model is {d_model}; expected a multiple of num_heads = {num_heads}, or "
-                "explicit d_k and d_v."
-            )
-        if not 0 <= dropout < 1:
-            raise UserError(f"dropout is {dropout}; expected a probability in [0, 1).")
-        d_k, d_v = d_k or d_model // num_heads, d_v or d_model // num_heads
-        projection = partial(
-            Projection, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        config = ModelConfig(
+            d_model=d_model,
+            num_heads=num_heads,
+            d_k=d_k,
+            d_v=d_v,
+            attention_dropout=dropout,
+            positions="learned",  # d_model can then be odd
         )
+        d_k, d_v = config.head_width_k, config.head_width_v
+        projection = partial(Projection, use_bias=use_bias, dtype=dtype, rngs=rngs)
         self.query = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.key = projection("BLD,DHK->BLHK", (d_model, num_heads, d_k))
         self.value = projection("BLD,DHK->BLHK", (d_model, num_heads, d_v))

@@ -11,7 +11,7 @@ from flax import nnx
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.attention import MultiHeadAttention, Projection, check_rngs
+from transformer_jax.model.attention import MultiHeadAttention, Projection
 from transformer_jax.model.dropout import DropoutKey, as_keys, dropout
 from transformer_jax.model.kv_cache import LayerAttention
 from transformer_jax.model.norms import Residual
@@ -72,7 +72,6 @@ class Embedding(nnx.Module):
 
 def embedding_matrix(rows: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
     """Create a float32 parameter [rows, D] drawn from N(0, d_model^-1)."""
-    check_rngs(rngs)
     return nnx.Param(nnx.initializers.normal(d_model**-0.5)(rngs.params(), (rows, d_model)))
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
-from jax.typing import DTypeLike
 
 from transformer_jax.errors import UserError
 from transformer_jax.sharding import BATCH_AXES
@@ -48,7 +47,6 @@ def smoothed_cross_entropy(
     *,
     label_smoothing: float = 0.1,
     max_logits: int | None = None,
-    logits_dtype: DTypeLike | None = None,
     bias_V: jax.Array | None = None,
     mesh: Mesh | None = None,
     r_drop: float = 0.0,
@@ -59,15 +57,15 @@ def smoothed_cross_entropy(
     target positions. The same pass computes the gradient of ``loss``, so logits are not recomputed.
     The gradient of ``nll`` needs another pass.
 
+    Accelerators store logits in hidden_BTD's data type; all sums are float32. Ties are more common
+    in bfloat16; ``correct`` also counts labels that tie for the highest logit.
+
     Args:
       hidden_BTD: decoder output; matmuls use its data type.
       matrix_VD: softmax weights, float32.
       target_BT: token ids to predict; positions with PAD_ID are ignored.
       max_logits: approximate number of logits per chunk on each device. None: the backend's
         default.
-      logits_dtype: data type of stored logits; all sums are float32. None: hidden_BTD's type on
-        accelerators, float32 on CPUs. Ties are more common in bfloat16; ``correct`` also counts
-        labels that tie for the highest logit.
       bias_V: optional softmax biases, float32.
       mesh: device mesh that shards the rows B along ``data`` and ``fsdp``; B must be divisible by
         the number of shards. Loss sums and gradients of matrix and bias are summed over devices
@@ -85,9 +83,7 @@ def smoothed_cross_entropy(
             "with each sentence pair in two consecutive rows."
         )
     backend = jax.default_backend()
-    if logits_dtype is None:
-        logits_dtype = jnp.float32 if backend == "cpu" else hidden_BTD.dtype
-    dtype = jnp.dtype(logits_dtype)
+    dtype = jnp.dtype(jnp.float32) if backend == "cpu" else hidden_BTD.dtype
     settings = _Settings(label_smoothing, max_logits, dtype, mesh, r_drop, backend)
     return _loss(settings, target_BT, (hidden_BTD, matrix_VD, bias_V))
 
