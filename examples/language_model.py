@@ -54,7 +54,7 @@ def draw(model: LanguageModel, number: int, length: int) -> jax.Array:
         last_BWD = (model.hidden(cache_BWL[0])[None] * is_last_BWL[..., None]).sum(axis=2)
         return last_BWD @ model.embedding.matrix[...].T, cache_BWL
 
-    method = tj.Sampling(bos_id=tj.BOS_ID, eos_id=tj.EOS_ID, pad_id=tj.PAD_ID, num_samples=number)
+    method = tj.Sampling(bos_id=tj.BOS_ID, eos_id=tj.EOS_ID, pad_id=tj.PAD_ID, beam_size=number)
     empty_BWL, limit_B = jnp.full((1, number, length), tj.PAD_ID), jnp.array([length])
     return tj.search(method, step_fn, empty_BWL, limit_B=limit_B, max_length=length).tokens_BNL[0]
 

@@ -122,12 +122,13 @@ def assert_same(found, expected):
     ],
 )
 def test_a_wide_beam_finds_the_best_of_all_sequences(possible, length, beam_size, alpha):
-    logits = random_chain(possible, sentences=6, length=length, vocab=beam_size, possible=possible)
-    for chain, found in zip(
-        logits, found_in(logits, beam_size=beam_size, length_penalty=alpha), strict=True
-    ):
-        rules = Rules(max_length=length, length_penalty=alpha)
-        assert_same(found, every_hypothesis(as_model(log_softmax(chain)), rules)[:beam_size])
+    rules = Rules(max_length=length, length_penalty=alpha)
+    for vocab in (beam_size, possible):  # the beam may be wider than the vocabulary
+        logits = random_chain(possible, sentences=6, length=length, vocab=vocab, possible=possible)
+        for chain, found in zip(
+            logits, found_in(logits, beam_size=beam_size, length_penalty=alpha), strict=True
+        ):
+            assert_same(found, every_hypothesis(as_model(log_softmax(chain)), rules)[:beam_size])
 
 
 @pytest.mark.parametrize(("beam_size", "alpha"), [(2, 0.6), (3, 0.0), (3, 1.5), (4, 0.6), (8, 0.6)])
@@ -258,7 +259,6 @@ def test_compiles_once_for_one_shape():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"beam_size": 9}, "beam_size is 9; expected at most 8, the size of the"),
         ({"beam_size": 0}, "beam_size is 0"),
         ({"beam_size": 2, "length_penalty": -1.0}, "length_penalty is -1.0"),
         ({"beam_size": 2, "length_penalty": float("nan")}, "length_penalty is nan"),
@@ -269,10 +269,11 @@ def test_settings_out_of_range(arguments, message):
         found_in(random_chain(0, sentences=2, length=3, vocab=8), **arguments)
 
 
-@pytest.mark.parametrize("name", ["bos_id", "eos_id", "pad_id"])
-@pytest.mark.parametrize("token", [-1, 5, 99])
-def test_token_ids_outside_the_vocabulary(name, token):
-    with pytest.raises(UserError, match=rf"{name} is {token}; expected .* 0\.\.4"):
+@pytest.mark.parametrize(
+    ("name", "token"), [("bos_id", -1), ("eos_id", -1), ("pad_id", -1), ("eos_id", 5)]
+)
+def test_token_ids_out_of_range(name, token):
+    with pytest.raises(UserError, match=rf"{name} is {token}; expected a"):
         search(
             BeamSearch(**{**IDS, name: token}, beam_size=2),
             lambda tokens_BW, cache: (jnp.zeros((1, 2, 5)), cache),
@@ -361,17 +362,12 @@ def _squeezed_step(tokens_BW, cache):
 @pytest.mark.parametrize(
     ("message", "given"),
     [
-        (r"limit_B has shape \(\); expected \[B\]", {"limit_B": 5}),
-        (r"prefix_BP has shape \(3, 1\); expected \[B, P\], where B = 2", {"prefix_BP": [[3]] * 3}),
-        (r"array of the cache has shape \(\); expected \[B, W, \.\.\.\]", {"cache": {"step": 0}}),
+        (r"limit_B has shape \(\); expected 1 axes that begin with \(1,\)", {"limit_B": 5}),
+        (r"prefix_BP has shape \(3, 1\); expected 2 axes .* \(2,\)", {"prefix_BP": [[3]] * 3}),
+        (r"array of the cache has shape \(\); expected any number", {"cache": {"step": 0}}),
         (r"array of the cache has shape \(2, 4\); expected", {"cache": jnp.zeros((2, 4))}),
-        (r"first result of step_fn has shape None.*, then the", {"step_fn": lambda t, c: (c, t)}),
-        (r"first result of step_fn has shape \(2, 2, 1, 5\)", {"step_fn": _squeezed_step}),
-        (r"first result of step_fn has shape \(2, 2\); expected", {"step_fn": lambda t, c: t}),
-        (
-            r"second result of step_fn is \(\(2, 2\), 'int32'\); expected a cache with the same",
-            {"step_fn": lambda t, c: (_toy_step(t, c)[0], t)},
-        ),
+        (r"first result of step_fn, .*, has shape \(\)", {"step_fn": lambda t, c: (c, t)}),
+        (r"first result of step_fn, .*, has shape \(2, 2, 1, 5\)", {"step_fn": _squeezed_step}),
     ],
 )
 def test_shapes_that_do_not_fit(message, given) -> None:
@@ -379,6 +375,12 @@ def test_shapes_that_do_not_fit(message, given) -> None:
     step_fn, cache = arguments.pop("step_fn"), arguments.pop("cache")
     with pytest.raises(UserError, match=message):
         search(BeamSearch(**IDS, beam_size=2), step_fn, cache, max_length=4, **arguments)
+
+
+def test_a_cache_that_changes_its_type() -> None:
+    step_fn, cache = lambda t, c: (_toy_step(t, c)[0], c.astype(float)), jnp.zeros((2, 2), int)
+    with pytest.raises(TypeError, match="input and output must have identical types|equal types"):
+        search(BeamSearch(**IDS, beam_size=2), step_fn, cache, limit_B=[3, 3], max_length=4)
 
 
 def test_a_prefix_ends_at_padding() -> None:

@@ -124,15 +124,9 @@ def test_where_everything_is_forbidden_nothing_is_found():
         ({"min_length": -1}, "min_length is -1"),
         ({"no_repeat_ngram": -2}, "no_repeat_ngram is -2"),
         ({"min_length": math.nan}, "min_length is nan"),
+        ({"suppress": (3, -1)}, "suppress is"),
     ],
 )
 def test_settings_out_of_range(settings, message):
     with pytest.raises(UserError, match=message):
         Constraints(**settings)
-
-
-@pytest.mark.parametrize("token", [-1, 6])
-def test_suppressed_tokens_outside_the_vocabulary(token):
-    toys = random_chains(4, sentences=1, length=LENGTH, vocab=6)
-    with pytest.raises(UserError, match=f"constraints.suppress is {token}; expected .* 0..5"):
-        found_in(toys, Rules(LENGTH, suppress=(3, token)), beam_size=2)

@@ -76,12 +76,12 @@ def search_in_rows(
             limit_Q=np.where(sentences >= 0, limits[known], 0),
             prefix_QP=np.zeros((block_size, 0), np.int32),
             seed_Q=known.astype(np.uint32),
-            wanted_Q=np.full(block_size, method.num_beams),
-            cache=model.start_cache(known, beam_size=method.num_beams),
+            wanted_Q=np.full(block_size, method.beam_size),
+            cache=model.start_cache(known, beam_size=method.beam_size),
         )
 
     nobody = np.zeros(batch_size, np.int32)
-    cache = model.start_cache(nobody, beam_size=method.num_beams)
+    cache = model.start_cache(nobody, beam_size=method.beam_size)
     rows, num_steps = Rows(np.full(batch_size, NOBODY), start(nobody), cache), 0
     found = {}
     firsts = range(0, len(order), block_size)
@@ -108,7 +108,7 @@ def add(found, left):
 
 BEAM = BeamSearch(**IDS, beam_size=3)
 REPEATS = BeamSearch(**IDS, beam_size=3, constraints=Constraints(no_repeat_ngram=1))
-SAMPLES = Sampling(**IDS, num_samples=3, seed=5)
+SAMPLES = Sampling(**IDS, beam_size=3, seed=5)
 
 
 def one_batch(method):

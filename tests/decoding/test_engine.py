@@ -12,12 +12,10 @@ import pytest
 from flax import nnx
 
 from benchmarks import hlo
-from transformer_jax.config import DecodingConfig, ModelConfig, TokenizerConfig
+from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.engine import Engine, Sentence, search_together
-from transformer_jax.decoding.trained_models import check_decoding
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, with_cast_weights
-from transformer_jax.tokenizer import Tokenizer
 
 VOCAB = 40
 MODEL = ModelConfig(
@@ -317,8 +315,6 @@ def test_token_ids_outside_the_vocabulary(engine, sentence, message):
 
 
 def test_settings_that_do_not_fit():
-    with pytest.raises(UserError, match="beam_size is 41; expected at most 40, the size of"):
-        Engine([make_model(0)], DecodingConfig(beam_size=41))
     with pytest.raises(
         UserError,
         match=r"vocabulary sizes are \[\(40, 40\), \(50, 50\)\]; expected one or more",
@@ -328,31 +324,6 @@ def test_settings_that_do_not_fit():
         )
     with pytest.raises(UserError, match=r"vocabulary sizes are \[\]; expected one or more"):
         Engine([], CONFIG)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    pairs = [(letters, letters.upper()) for letters in ("ab cd", "ef gh", "ij kl")]
-    return Tokenizer.train(pairs, TokenizerConfig(vocab_size=36, algorithm="bpe"))
-
-
-def test_settings_are_checked_without_a_model(tokenizer):
-    size = tokenizer.target.vocab_size
-    config = DecodingConfig(suppress=("▁", "A"), beam_size=size)
-    suppress = check_decoding(config, tokenizer)
-    assert tokenizer.target.tokens(suppress) == ["▁", "A"]
-
-    def refuse(message, **settings):
-        with pytest.raises(UserError, match=message):
-            check_decoding(DecodingConfig(**settings), tokenizer)
-
-    refuse(f"beam_size is {size + 1}; expected at most {size}", beam_size=size + 1)
-    check_decoding(DecodingConfig(method="sample", beam_size=size + 1), tokenizer)
-    refuse("decoding.suppress contains 'qqq'", suppress=("A", "qqq"))
-    refuse(
-        "decoding.suppress contains '</s>', but without it every translation has the maximum",
-        suppress=("A", "</s>"),
-    )
 
 
 def _computations_of_a_step(

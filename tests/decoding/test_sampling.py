@@ -22,18 +22,18 @@ LENGTH, VOCAB = 5, 8
 TOYS = random_chains(0, sentences=2, length=LENGTH, vocab=VOCAB)
 
 
-def draw(num_samples, *, toys=TOYS, **settings):
+def draw(beam_size, *, toys=TOYS, **settings):
     batch = len(toys)
     length = toys.shape[1]
     of_sentences = {
         name: settings.pop(name) for name in ("prefix_BP", "seed_B") if name in settings
     }
-    method = Sampling(**{**IDS, "num_samples": num_samples, **settings})
+    method = Sampling(**{**IDS, "beam_size": beam_size, **settings})
     result = jax.jit(
         lambda: search(
             method,
             chains.step(toys),
-            chains.start(jnp.arange(batch), beam_size=num_samples),
+            chains.start(jnp.arange(batch), beam_size=beam_size),
             limit_B=jnp.full(batch, length),
             max_length=length,
             **of_sentences,
@@ -116,7 +116,7 @@ def test_logits_that_are_not_numbers_give_a_score_of_nan_and_leave_the_neighbors
     @jax.jit
     def drawn():
         start = chains.start(jnp.arange(2), beam_size=3)
-        method, step = Sampling(**IDS, num_samples=3), chains.step(with_nan)
+        method, step = Sampling(**IDS, beam_size=3), chains.step(with_nan)
         return search(method, step, start, limit_B=limit_B, max_length=5)
 
     result = jax.device_get(drawn())
@@ -149,7 +149,7 @@ def test_rules_hold_for_samples():
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_k": -1}, "top_k is -1"),
-        ({"num_samples": 0}, "num_samples is 0"),
+        ({"beam_size": 0}, "beam_size is 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"length_penalty": -1.0}, "length_penalty is -1.0"),
         ({"length_offset": float("nan")}, "length_offset is nan"),
@@ -157,4 +157,4 @@ def test_rules_hold_for_samples():
 )
 def test_settings_out_of_range(settings, message):
     with pytest.raises(UserError, match=message):
-        draw(**{"num_samples": 2, **settings})
+        draw(**{"beam_size": 2, **settings})

@@ -328,6 +328,6 @@ def test_no_models_at_all(tokenizer):
         Translator([], tokenizer, CONFIG)
 
 
-def test_a_beam_wider_than_the_vocabulary(model, tokenizer):
-    with pytest.raises(UserError, match="beam_size is 1000; expected at most"):
-        Translator(model, tokenizer, dataclasses.replace(CONFIG, beam_size=1000))
+def test_suppressed_tokens_outside_the_vocabulary(model, tokenizer):
+    with pytest.raises(UserError, match=r"decoding.suppress contains 'qqq'; expected tokens in"):
+        Translator(model, tokenizer, dataclasses.replace(CONFIG, suppress=("qqq",)))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.constraints import IMPOSSIBLE, require_at_least
+from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
     Method,
@@ -21,7 +21,6 @@ from transformer_jax.decoding.search import (
     finish,
     gather_beams,
 )
-from transformer_jax.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +39,6 @@ class BeamSearch(Method):
 
     Finished hypotheses are ranked by log-probability / ``length_divisor``.
     """
-
-    independent = False
-
-    beam_size: int = 4
-
-    def __post_init__(self) -> None:
-        require_at_least(1, beam_size=self.beam_size)
-        super().__post_init__()
-
-    @property
-    def num_beams(self) -> int:
-        """Beam width W."""
-        return self.beam_size
-
-    def check(self, vocab_size: int) -> None:
-        """Raise ``UserError`` if the vocabulary is smaller than the beam or lacks a token id."""
-        super().check(vocab_size)
-        if vocab_size < self.beam_size:
-            raise UserError(
-                f"beam_size is {self.beam_size}; expected at most {vocab_size}, the size of "
-                "the vocabulary."
-            )
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array]:
         """Add one token to every live hypothesis. Returns the state and each beam's parent."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.errors import UserError
+from transformer_jax.config_checks import Count, Section
 
 # Represents log 0. It is finite, so sums and differences are never NaN. Real log-probabilities stay
 # far above half of it.
@@ -18,20 +18,17 @@ IMPOSSIBLE = -1e9
 
 
 @dataclass(frozen=True)
-class Constraints:
+class Constraints(Section):
     """Rules for the next token. Probabilities are not renormalized over the allowed tokens, so
     reported log-probabilities are the model's own.
     """
 
-    min_length: int = 0
+    min_length: Count = 0
     """Minimum number of tokens before EOS."""
-    suppress: tuple[int, ...] = ()
+    suppress: tuple[Count, ...] = ()
     """Tokens that are never generated."""
-    no_repeat_ngram: int = 0
+    no_repeat_ngram: Count = 0
     """Length of n-grams that may not repeat in a hypothesis (Paulus et al., 2017); 0: off."""
-
-    def __post_init__(self) -> None:
-        require_at_least(0, min_length=self.min_length, no_repeat_ngram=self.no_repeat_ngram)
 
     def apply(
         self,
@@ -65,13 +62,6 @@ class Constraints:
             is_early_R = is_free_R1[:, 0] & (position_R < self.min_length)
             logits_RV = logits_RV.at[:, eos_id].min(jnp.where(is_early_R, IMPOSSIBLE, jnp.inf))
         return logits_RV
-
-
-def require_at_least(least: float, **settings: float) -> None:
-    """Raise ``UserError`` unless every setting is at least ``least``."""
-    for name, value in settings.items():
-        if not value >= least:  # rejects NaN too
-            raise UserError(f"{name} is {value}; expected at least {least}.")
 
 
 def _ends_of_repeats(tokens_RL: Array, position_R: Array, n: int) -> Array:

@@ -175,15 +175,14 @@ class Engine:
         device: jax.Device | None = None,
     ):
         """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
-        token ids that ``check_decoding`` returns for ``config``.
+        token ids of ``config.suppress``.
 
         Raises:
-          UserError: the beam is wider than the vocabulary, or the models' vocabularies differ.
+          UserError: the models' vocabularies differ.
         """
         model = as_one(models)
         self.config, self.method = config, _method(config, suppress)
         self._source_size, self._target_size = vocabulary_sizes(model)
-        self.method.check(self._target_size)
         self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size)
@@ -341,12 +340,12 @@ def _method(config: DecodingConfig, suppress: tuple[int, ...]) -> Method:
         "constraints": Constraints(config.min_length, suppress, config.no_repeat_ngram),
         "length_penalty": config.length_penalty,
         "length_offset": config.length_offset,
+        "beam_size": config.beam_size,
     }
     if config.method == "beam":
-        return BeamSearch(**common, beam_size=config.beam_size)
+        return BeamSearch(**common)
     return Sampling(
         **common,
-        num_samples=config.beam_size,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.constraints import IMPOSSIBLE, require_at_least
+from transformer_jax.config_checks import Count, Positive, PositiveFloat, Seed, TopP
+from transformer_jax.decoding.constraints import IMPOSSIBLE
 from transformer_jax.decoding.logits import top_k
 from transformer_jax.decoding.search import (
     Method,
@@ -17,49 +18,34 @@ from transformer_jax.decoding.search import (
     extend,
     finish,
 )
-from transformer_jax.errors import UserError
 
 _LOWEST = -1e6  # lowest logit of a possible token; its probability rounds to 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Method):
-    """Draws ``num_samples`` translations per sentence, sorted by score. Duplicates are possible.
+    """Draws ``beam_size`` translations per sentence, sorted by score. Duplicates are possible.
 
     Reported log-probabilities are the model's own: at temperature 1 and over the whole vocabulary.
     """
 
     independent = True
 
-    num_samples: int = 1
-    temperature: float = 1.0
+    beam_size: Positive = 1
+    temperature: PositiveFloat = 1.0
     """Divisor of the logits; below 1 it favors likely tokens. 0 is invalid; use ``top_k=1`` for
     greedy decoding.
     """
-    top_k: int = 0
+    top_k: Count = 0
     """Draw only from the k most likely tokens (Fan et al., 2018). 0 draws from all tokens."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """Nucleus sampling, applied after ``top_k``: draw from the smallest set of most likely tokens
     whose total probability reaches p (Holtzman et al., 2020).
     """
-    seed: int = 0
+    seed: Seed = 0
     """A sentence's samples depend on this seed and on the sentence's own ``seed_B``, not on other
     sentences.
     """
-
-    def __post_init__(self) -> None:
-        require_at_least(1, num_samples=self.num_samples)
-        super().__post_init__()
-        if not self.temperature > 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(
-                f"temperature is {self.temperature}, top_k is {self.top_k}, top_p is {self.top_p}; "
-                "expected temperature above 0, top_k at least 0 (0: off), and top_p in (0, 1]."
-            )
-
-    @property
-    def num_beams(self) -> int:
-        """Beam width W; sample w stays in beam w."""
-        return self.num_samples
 
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, None]:
         """Add one token to every sample that has not ended."""
@@ -93,7 +79,7 @@ class Sampling(Method):
             of_sentence = jax.random.fold_in(start, sentence)
             return jax.random.fold_in(jax.random.fold_in(of_sentence, number), position)
 
-        numbers_1W = jnp.arange(self.num_samples)[None]
+        numbers_1W = jnp.arange(self.beam_size)[None]
         return jnp.vectorize(key)(
             state.seed_B[:, None], state.position_B[:, None], numbers_1W
         ).ravel()

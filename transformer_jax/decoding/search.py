@@ -13,13 +13,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints, require_at_least
+from transformer_jax.config_checks import Count, NonNegative, Positive, Section
+from transformer_jax.decoding.constraints import IMPOSSIBLE, Constraints
 from transformer_jax.errors import UserError
 
 Cache = Any
@@ -86,37 +87,30 @@ class NextToken(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Method(Section, ABC):
     """Base class of search methods, ``BeamSearch`` and ``Sampling``. Settings are static under
     ``jax.jit``.
     """
 
-    bos_id: int
+    bos_id: Count
     """First decoder input of every target."""
-    eos_id: int
+    eos_id: Count
     """Ends every target."""
-    pad_id: int
+    pad_id: Count
     """Padding after EOS; never generated."""
+    beam_size: Positive = 4
+    """Beam width W; ``Sampling`` draws one sample in each beam."""
     constraints: Constraints = field(default_factory=Constraints)
-    length_penalty: float = 0.6
+    length_penalty: NonNegative = 0.6
     """alpha in the length penalty ((c + length) / (c + 1))^alpha, which divides log-probabilities
     to rank finished hypotheses.
     """
-    length_offset: float = 5.0
+    length_offset: NonNegative = 5.0
     """c in the length penalty."""
 
-    independent: ClassVar[bool]
-    """True if beams never mix. Otherwise the search starts with one empty hypothesis, because
-    others would be duplicates.
-    """
-
-    def __post_init__(self) -> None:
-        require_at_least(0, length_penalty=self.length_penalty, length_offset=self.length_offset)
-
-    @property
-    @abstractmethod
-    def num_beams(self) -> int:
-        """Beam width W."""
+    # True if beams never mix. Otherwise the search starts with one empty hypothesis, because others
+    # would be duplicates.
+    independent = False
 
     @abstractmethod
     def advance(self, state: SearchState, scores: NextToken) -> tuple[SearchState, Array | None]:
@@ -127,17 +121,6 @@ class Method(ABC):
     def divisor(self, lengths: Array) -> Array:
         """Compute the length penalty for hypotheses of these lengths."""
         return length_divisor(lengths, self.length_penalty, self.length_offset)
-
-    def check(self, vocab_size: int) -> None:
-        """Raise ``UserError`` for token ids outside the vocabulary."""
-        ids = [("bos_id", self.bos_id), ("eos_id", self.eos_id), ("pad_id", self.pad_id)]
-        suppressed = [("constraints.suppress", token) for token in self.constraints.suppress]
-        for name, token in ids + suppressed:
-            if not 0 <= token < vocab_size:
-                raise UserError(
-                    f"{name} is {token}; expected a token id in the vocabulary, "
-                    f"0..{vocab_size - 1}."
-                )
 
     def start(
         self,
@@ -152,7 +135,7 @@ class Method(ABC):
         search stops once it has the ``wanted_B`` best hypotheses (default: W); any others may not
         be the best.
         """
-        B, W, L = limit_B.shape[0], self.num_beams, max_length
+        B, W, L = limit_B.shape[0], self.beam_size, max_length
         num_live = W if self.independent else 1
         tokens_BWL = jnp.full((B, W, L), self.pad_id, jnp.int32)
         none_BW, zeros_BWL = jnp.full((B, W), jnp.float32(IMPOSSIBLE)), jnp.zeros((B, W, L))
@@ -226,15 +209,18 @@ def search(
         ``parents_BW[b, w]``. The default gathers axis 1 of every leaf.
 
     Raises:
-      UserError: the beam is wider than the vocabulary; a token id is outside it; ``max_length`` is
-        below 1; an array or a result of ``step_fn`` has the wrong shape.
+      UserError: EOS is outside the vocabulary; an array has the wrong shape.
     """
-    if max_length < 1:
-        raise UserError(f"max_length is {max_length}; expected at least 1.")
     limit_B = jnp.asarray(limit_B)
     B = limit_B.size
     prefix_BP = jnp.zeros((B, 0), jnp.int32) if prefix_BP is None else jnp.asarray(prefix_BP)
-    _check_shapes(step_fn, cache, limit_B, prefix_BP, (B, method.num_beams), reorder)
+    tokens_BW = jax.ShapeDtypeStruct((B, method.beam_size), jnp.int32)
+    _check_shape("limit_B", limit_B, (B,), 1)
+    _check_shape("prefix_BP", prefix_BP, (B,), 2)
+    for leaf in jax.tree.leaves(cache) if reorder is gather_beams else []:
+        _check_shape("An array of the cache", leaf, tokens_BW.shape)
+    logits_BWV, _ = jax.eval_shape(step_fn, tokens_BW, cache)
+    _check_shape("The first result of step_fn, the logits,", logits_BWV, tokens_BW.shape, 3)
     state = method.start(
         jnp.minimum(limit_B, max_length),
         max_length=max_length,
@@ -249,38 +235,13 @@ def search(
     return results(state.finished, method.pad_id)
 
 
-def _check_shapes(
-    step_fn: StepFn,
-    cache: Cache,
-    limit_B: Array,
-    prefix_BP: Array,
-    shape_BW: tuple[int, int],
-    reorder: Reorder,
-) -> None:
-    B, W = shape_BW
-
-    def require(name: str, x: Any, letters: str, begins: tuple[int, ...], ndim: int | None) -> None:
-        shape = getattr(x, "shape", None)
-        if shape is None or shape[: len(begins)] != begins or ndim not in (None, len(shape)):
-            raise UserError(
-                f"{name} has shape {shape}; expected {letters}, where B = {B} and W = {W}."
-            )
-
-    require("limit_B", limit_B, "[B]", (B,), 1)
-    require("prefix_BP", prefix_BP, "[B, P]", (B,), 2)
-    for leaf in map(jnp.asarray, jax.tree.leaves(cache) if reorder is gather_beams else []):
-        letters = "[B, W, ...] (or a custom reorder function)"
-        require("An array of the cache", leaf, letters, (B, W), None)
-    found = jax.eval_shape(step_fn, jax.ShapeDtypeStruct(shape_BW, jnp.int32), cache)
-    logits, after = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    require("The first result of step_fn", logits, "logits [B, W, V], then the cache", (B, W), 3)
-    before, after = (
-        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x).name), x) for x in (cache, after)
-    )
-    if before != after:
+def _check_shape(name: str, x: Any, begins: tuple[int, ...], ndim: int | None = None) -> None:
+    """Check the first axes (sentences, beams) and the number of axes."""
+    shape = getattr(x, "shape", ())
+    if shape[: len(begins)] != begins or ndim not in (None, len(shape)):
         raise UserError(
-            f"The second result of step_fn is {after}; expected a cache with the same structure, "
-            f"shapes and types as its input, {before}."
+            f"{name} has shape {shape}; expected {ndim or 'any number of'} axes that begin with "
+            f"{begins}, the number of sentences and beams."
         )
 
 
@@ -299,7 +260,11 @@ def take_step(
     last_BW = jnp.take_along_axis(tokens_BWL, before_B11, axis=2)[:, :, 0]
     tokens_BW = jnp.where(state.position_B[:, None] == 0, method.bos_id, last_BW)
     logits_BWV, cache = step_fn(tokens_BW, cache)
-    method.check(logits_BWV.shape[-1])
+    if method.eos_id >= logits_BWV.shape[-1]:
+        raise UserError(
+            f"eos_id is {method.eos_id}; expected a token id in the vocabulary of "
+            f"{logits_BWV.shape[-1]} tokens, because no hypothesis could end."
+        )
 
     scores = _next_token(method, state, logits_BWV)
     is_invalid_BW = ~(scores.normalizer_R1 < jnp.inf).reshape(tokens_BW.shape)

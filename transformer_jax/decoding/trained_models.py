@@ -13,7 +13,6 @@ from transformer_jax.decoding.ensemble import Ensemble, as_one, vocabulary_sizes
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
-from transformer_jax.special_ids import EOS_ID
 from transformer_jax.tokenizer import Tokenizer
 
 
@@ -57,25 +56,3 @@ def check_vocabulary(model: Transformer | Ensemble, tokenizer: Tokenizer) -> Non
             f"The tokenizer has {tokens} source and target tokens, but the model has "
             f"{vocabulary_sizes(model)}; expected both from the same training run."
         )
-
-
-def check_decoding(config: DecodingConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Check decoding settings without a model. Returns the token ids of ``config.suppress``.
-
-    Raises:
-      UserError: a suppressed token is EOS or not in the target vocabulary; the beam is wider than
-        the vocabulary.
-    """
-    suppress = tuple(tokenizer.target.require_ids(config.suppress, "decoding.suppress"))
-    if EOS_ID in suppress:
-        [end] = tokenizer.target.tokens([EOS_ID])
-        raise UserError(
-            f"decoding.suppress contains {end!r}, but without it every translation has the "
-            "maximum length. Remove it; for longer translations, set decoding.min_length."
-        )
-    if config.method == "beam" and config.beam_size > tokenizer.target.vocab_size:
-        raise UserError(
-            f"decoding.beam_size is {config.beam_size}; expected at most "
-            f"{tokenizer.target.vocab_size}, the size of the vocabulary."
-        )
-    return suppress

@@ -17,7 +17,7 @@ from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, search
 from transformer_jax.decoding.ensemble import Ensemble, as_one
 from transformer_jax.decoding.records import Request, Translation, blocks, check_text
 from transformer_jax.decoding.segments import joint, split
-from transformer_jax.decoding.trained_models import check_decoding, check_vocabulary, load_models
+from transformer_jax.decoding.trained_models import check_vocabulary, load_models
 from transformer_jax.errors import UserError, shown
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import UNK_ID
@@ -53,7 +53,7 @@ class Translator:
         model = as_one(models)
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
-        suppress = check_decoding(self.config, tokenizer)
+        suppress = tuple(tokenizer.target.require_ids(self.config.suppress, "decoding.suppress"))
         positions = model.config.position_limit
         self._longest_prefix = min(self.config.max_extra_length, positions - 1)
         if self.config.min_length > self._longest_prefix:

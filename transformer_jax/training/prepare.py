@@ -34,7 +34,6 @@ from transformer_jax.data.corpus import (
 )
 from transformer_jax.data.loader import place
 from transformer_jax.data.sources import ParallelText
-from transformer_jax.decoding.trained_models import check_decoding
 from transformer_jax.distributed import (
     check_agreement,
     first_then_others,
@@ -185,7 +184,7 @@ def _tokenized(
         place.pull()
         return Tokenizer.load(place.folder), {}
     tokenizer = prepare_tokenizer(place, config, texts["train"], newest, start)
-    check_decoding(config.decoding, tokenizer)
+    tokenizer.target.require_ids(config.decoding.suppress, "decoding.suppress")  # fail early
     corpora = {
         name: build_corpus(
             text,
