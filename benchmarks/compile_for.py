@@ -173,7 +173,7 @@ def _train_step(config: Config, devices: list[Any], length: int) -> Answer:
 
 def _search(config: Config, device: Any) -> Answer:
     """Compile the search for one device; several devices search independently."""
-    engine = Engine([Transformer(config.model, rngs=nnx.Rngs(0))], config.decoding)
+    engine = Engine(Transformer(config.model, rngs=nnx.Rngs(0)), config.decoding)
     bucket = engine.buckets[0]
     text, figures = _compile(engine.lowered(bucket, SingleDeviceSharding(device)))
     every, rows = computations(text), jax.eval_shape(lambda: engine.new_rows(bucket))

@@ -57,7 +57,7 @@ def main(steps: int = 500, seed: int = 0) -> None:
     new = random_sequences(jax.random.key(seed + 1), 200).tolist()
     sources = [tokens[: tokens.index(tj.EOS_ID)] for tokens in new]
     limits = {"max_source_length": LONGEST + 1, "max_extra_length": 5}
-    engine = tj.Engine([model], tj.DecodingConfig(beam_size=1, **limits))
+    engine = tj.Engine(model, tj.DecodingConfig(beam_size=1, **limits))
     found = engine.search([tj.Sentence(tokens) for tokens in sources])
     copies = [best.tokens for [best] in found]
     print(f"source {sources[0]}\ncopy   {copies[0]}")

@@ -25,6 +25,7 @@ from .decoding.attention_weights import SentenceAttention, sentence_attention
 from .decoding.beam_search import BeamSearch
 from .decoding.constraints import Constraints
 from .decoding.engine import Engine, Hypothesis, Sentence
+from .decoding.ensemble import Ensemble
 from .decoding.records import Request, Translation
 from .decoding.sampling import Sampling
 from .decoding.scoring import Scorer
@@ -70,6 +71,7 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "Engine",
+    "Ensemble",
     "FeedForward",
     "Hypothesis",
     "MeshConfig",

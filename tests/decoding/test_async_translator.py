@@ -10,6 +10,7 @@ import pytest
 from random_models import lines_of_words, make_model, train_tokenizer, write_run
 
 from transformer_jax import AsyncTranslator, Config, DecodingConfig, Request, Scorer, Translator
+from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.errors import UserError
 
 LINES = lines_of_words(30)
@@ -19,12 +20,13 @@ CONFIG = DecodingConfig(beam_size=3, max_extra_length=8, max_source_length=24, b
 @pytest.fixture(scope="module")
 def translator() -> Translator:
     tokenizer = train_tokenizer(LINES)
-    return Translator(make_model(tokenizer), tokenizer, CONFIG)
+    devices = devices_for_rows(CONFIG.batch_size)
+    return Translator(make_model(tokenizer), tokenizer, CONFIG, devices=devices)
 
 
 @pytest.fixture(scope="module")
 def shared(translator: Translator) -> Iterator[AsyncTranslator]:
-    found = AsyncTranslator(translator.model, translator.tokenizer, CONFIG)
+    found = AsyncTranslator(translator)
     found.start()
     yield found
     found.close()

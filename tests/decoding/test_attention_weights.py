@@ -10,6 +10,7 @@ from random_models import lines_of_words, make_model, train_tokenizer
 
 from transformer_jax import (
     DecodingConfig,
+    Ensemble,
     Transformer,
     Translator,
     UserError,
@@ -78,7 +79,7 @@ def test_without_a_target_it_is_what_the_beam_search_finds(translator):
 
 
 def test_an_ensemble_has_no_attention_of_its_own(translator):
-    both = Translator([translator.model] * 2, translator.tokenizer, DECODING)
+    both = Translator(Ensemble([translator.model] * 2), translator.tokenizer, DECODING)
     with pytest.raises(UserError, match="has 2 models; expected one"):
         sentence_attention(both, "one")
 

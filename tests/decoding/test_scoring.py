@@ -12,6 +12,7 @@ from random_models import WORDS, lines_of_words, train_tokenizer
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding import scoring
 from transformer_jax.decoding.buckets import padded_length
+from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.scoring import Scorer
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
@@ -92,9 +93,7 @@ def test_the_score_of_a_translation_is_what_the_search_reported(model, tokenizer
 def test_several_models_score_by_the_mean_of_their_probabilities(model, tokenizer, pairs):
     models = [model, make_model(tokenizer, seed=9)]
     source, target = pairs[0]
-    [log_probs] = Scorer(
-        Translator(models, tokenizer, CONFIG).model, tokenizer, CONFIG
-    ).score_tokens(pairs[:1])
+    [log_probs] = Scorer(Ensemble(models), tokenizer, CONFIG).score_tokens(pairs[:1])
     expected = np.log(np.mean([np.exp(by_hand(each, source, target)) for each in models], axis=0))
     np.testing.assert_allclose(log_probs, expected, atol=1e-5)
 

@@ -135,8 +135,6 @@ def test_n_best(translator):
         assert first.text == several[0].text
         for t in several:
             assert t.score == pytest.approx(t.log_prob / ((5 + t.length) / 6) ** 0.6, rel=1e-5)
-    with pytest.raises(UserError, match="num_hypotheses is 4; expected 1 to"):
-        translator.stream(LINES, num_hypotheses=4)  # at the call
 
 
 @pytest.mark.parametrize("line", ["one two", Request("one two")])
@@ -144,8 +142,6 @@ def test_a_line_is_no_list_of_lines(translator, line):
     for call in (translator.translate, translator.stream):
         with pytest.raises(UserError, match="expected an iterable of lines, such as a list"):
             call(line)
-    with pytest.raises(UserError, match="window is 0; expected 1 or more"):
-        translator.stream([line], window=0)
 
 
 @pytest.mark.parametrize(
@@ -292,10 +288,9 @@ def test_learned_positions_bound_what_may_be_asked(tokenizer):
         Translator(model, tokenizer, CONFIG).translate(
             [Request(WORDS[0], prefix=" ".join(WORDS).upper())]
         )
-    with pytest.raises(
-        UserError, match="min_length is 5; expected less than model.max_positions = 5"
-    ):
-        Translator(model, tokenizer, dataclasses.replace(CONFIG, min_length=5))
+    longer = Translator(model, tokenizer, dataclasses.replace(CONFIG, min_length=5))
+    [[translation]] = longer.stream([WORDS[0]])
+    assert translation.length == 5
 
 
 def test_longer_sources_have_fewer_rows(monkeypatch):
@@ -324,8 +319,6 @@ def test_a_tokenizer_of_another_model(tokenizer):
 def test_no_models_at_all(tokenizer):
     with pytest.raises(UserError, match="workdir is empty; expected one or more"):
         Translator.from_workdir([])
-    with pytest.raises(UserError, match="expected one or more models"):
-        Translator([], tokenizer, CONFIG)
 
 
 def test_suppressed_tokens_outside_the_vocabulary(model, tokenizer):

@@ -14,6 +14,7 @@ from random_models import make_model
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.async_translator import Entry, LiveRows
 from transformer_jax.decoding.engine import Engine, Sentence
+from transformer_jax.decoding.ensemble import Ensemble
 
 VOCAB = 40
 
@@ -82,7 +83,8 @@ def search_live(rows, sentences, wanted, *, seed):
 def test_every_sentence_gets_what_the_engine_gives_it(num_models, settings):
     config = dataclasses.replace(CONFIG, **settings)
     models = [make_model(Vocabulary, seed=seed) for seed in (8, 9)[:num_models]]
-    engine = Engine(models, config, device=jax.devices()[0] if num_models > 1 else None)
+    model = Ensemble(models) if num_models > 1 else models[0]
+    engine = Engine(model, config, device=jax.devices()[0] if num_models > 1 else None)
     rows = live_rows(engine)
     compiled = engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size()
     of_seeds = [
@@ -105,14 +107,14 @@ def wanted_by(seed, config):
 
 
 def test_sentences_move_to_the_fewest_rows_that_hold_them():
-    rows = live_rows(Engine([make_model(Vocabulary)], CONFIG))
+    rows = live_rows(Engine(make_model(Vocabulary), CONFIG))
     for count, expected in [(0, 1), (1, 1), (2, 2), (3, 4), (5, 8), (9, 8), (4, 4)]:
         rows.resize(count)
         assert rows.bucket.rows == len(rows._rows.number_B) == rows.num_idle == expected
 
 
 def test_a_cancelled_sentence_leaves_its_row():
-    rows = live_rows(Engine([make_model(Vocabulary)], CONFIG))
+    rows = live_rows(Engine(make_model(Vocabulary), CONFIG))
     entry = Entry(SENTENCES[3])
     rows.turn([entry], 1)
     assert rows.num_idle == rows.bucket.rows - 1 and not entry.future.done()
@@ -125,7 +127,7 @@ def test_a_cancelled_sentence_leaves_its_row():
 def test_broken_parameters_give_a_sentence_no_hypotheses():
     model = make_model(Vocabulary)
     model.softmax_matrix[...] = model.softmax_matrix[...] * np.nan
-    rows = live_rows(Engine([model], CONFIG))
+    rows = live_rows(Engine(model, CONFIG))
     entry = Entry(SENTENCES[3])
     rows.turn([entry], 3)
     assert entry.future.result(timeout=0) == []

@@ -69,7 +69,7 @@ def _arrays(shape: tuple[int, ...], dtype: Any) -> tuple[Any, list[jax.Array]]:
     cache = dataclasses.replace(
         cache,
         history=jax.tree.map(lambda x: normal(*x.shape), cache.history),
-        ancestors_BWT=jnp.asarray(np.where(is_written, rng.integers(0, W, (B, W, T)), -1)),
+        ancestors_BWT=jnp.asarray(np.where(is_written, rng.integers(1, W + 1, (B, W, T)), 0)),
         position_B=jnp.asarray(position),
     )
     return cache, [normal(B, W, H, K) for K in (d_k, d_k, d_v)]
@@ -94,7 +94,7 @@ def test_kernels_equal_attention_to_blocks(
     expected = jax.jit(lambda *inputs: _step(*inputs))(cache, arrays)
     # whatever slots hold that nobody sees
     W, T = shape[1], shape[5]
-    slots_TW = np.asarray(cache.ancestors_BWT)[:, :, :, None] == np.arange(W)
+    slots_TW = np.asarray(cache.ancestors_BWT)[:, :, :, None] == np.arange(1, W + 1)
     unseen = ~slots_TW.any(axis=1).reshape(len(slots_TW), 1, T * W, 1)
     left = jax.tree.map(lambda x: jnp.where(unseen, jnp.inf, x), cache.history)
     request.getfixturevalue("interpreted")

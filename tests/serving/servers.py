@@ -22,6 +22,7 @@ from random_models import lines_of_words, write_run
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, PairsConfig
 from transformer_jax.decoding.async_translator import AsyncTranslator
+from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.serving.__main__ import UVICORN
 from transformer_jax.serving.app import App
@@ -121,7 +122,8 @@ def answering(app: Any, **settings: Any) -> Iterator[int]:
 def make_model_to_serve(translator: Translator, **settings: Any) -> AsyncTranslator:
     """One with the parameters of ``translator``; ``settings`` replace fields of CONFIG."""
     config = dataclasses.replace(CONFIG, **settings)
-    return AsyncTranslator(translator.model, translator.tokenizer, config)
+    options = {"devices": devices_for_rows(config.batch_size)}
+    return AsyncTranslator(Translator(translator.model, translator.tokenizer, config, **options))
 
 
 def write_served_run(folder: Path, translator: Translator) -> None:

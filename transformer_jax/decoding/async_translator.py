@@ -21,20 +21,15 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from transformer_jax.config import DecodingConfig
 from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_of
 from transformer_jax.decoding.continuous_batching import Block, Found, resized
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
-from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Request, Translation
 from transformer_jax.decoding.scoring import Scorer
-from transformer_jax.decoding.trained_models import load_models
 from transformer_jax.decoding.translator import Translator, numbered_request
-from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
-from transformer_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -262,33 +257,20 @@ class AsyncTranslator:
     which other lines are in progress.
 
     Attributes:
-      config: search settings; ``batch_size`` is the number of rows across all devices.
-      translator: a ``Translator`` with the same settings and devices.
+      translator: the ``Translator``.
+      config: its settings; ``batch_size`` is the number of rows across all devices.
       workers: the search threads; they also count rows and waiting sentences.
       num_lines: number of lines translated so far.
       num_tokens: number of tokens in the best translations of these lines.
     """
 
-    def __init__(
-        self,
-        models: Transformer | Ensemble | Sequence[Transformer],
-        tokenizer: Tokenizer,
-        config: DecodingConfig,
-        *,
-        devices: Sequence[jax.Device] = (),
-    ):
-        """Divide ``config.batch_size`` rows among ``devices`` (default: all).
-
-        Raises:
-          UserError: see ``Translator``.
-        """
-        devices = devices or devices_for_rows(config.batch_size)
-        self.config = config
-        self.translator = Translator(models, tokenizer, config, devices=devices)
-        self.workers = Workers(self.translator.engines)
+    def __init__(self, translator: Translator):
+        """Search with the translator's model, settings and devices."""
+        self.translator, self.config = translator, translator.config
+        self.workers = Workers(translator.engines)
         self.num_lines = self.num_tokens = 0
-        together = replace(config, batch_size=_ALIGNED_TOGETHER)
-        self._scorer = Scorer(models, tokenizer, together)
+        together = replace(self.config, batch_size=_ALIGNED_TOGETHER)
+        self._scorer = Scorer(translator.model, translator.tokenizer, together)
         self._aligning = ThreadPoolExecutor(1, thread_name_prefix="align")
 
     @classmethod
@@ -311,7 +293,7 @@ class AsyncTranslator:
         folder = local_workdir(workdir)
         rows = replace(load_config_file(folder).decoding, **settings).batch_size
         devices = devices_for_rows(rows)  # before JAX is initialized
-        return cls(*load_models(folder, average=average, **settings), devices=devices)
+        return cls(Translator.from_workdir(folder, devices=devices, average=average, **settings))
 
     def start(self) -> None:
         """Compile everything, then start the search threads."""

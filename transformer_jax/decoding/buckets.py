@@ -12,6 +12,7 @@ import numpy as np
 
 from transformer_jax.decoding.continuous_batching import NOBODY, Block
 from transformer_jax.decoding.search import NOT_FORCED
+from transformer_jax.errors import UserError
 from transformer_jax.special_ids import EOS_ID, PAD_ID
 
 
@@ -65,8 +66,16 @@ def make_buckets(longest: int, batch_size: int) -> tuple[Bucket, ...]:
 
 
 def bucket_of(buckets: Sequence[Bucket], sentence: Sentence) -> Bucket:
-    """Find the bucket for a sentence's length."""
-    return next(bucket for bucket in buckets if len(sentence.tokens) < bucket.lengths[-1])
+    """Find the bucket for a sentence's length. Raises ``UserError`` if the sentence is too long."""
+    length = len(sentence.tokens)
+    for bucket in buckets:
+        if length < bucket.lengths[-1]:
+            return bucket
+    raise UserError(
+        f"A sentence has {length} source tokens; expected at most {buckets[-1].lengths[-1] - 1} "
+        "(decoding.max_source_length or, with learned positions, model.max_positions; minus 1 for "
+        "EOS)."
+    )
 
 
 def in_blocks(

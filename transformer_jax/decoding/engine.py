@@ -26,15 +26,9 @@ from transformer_jax.decoding.buckets import (
 )
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import NOBODY, Block, Found, Rows, RowSearch
-from transformer_jax.decoding.ensemble import (
-    Ensemble,
-    as_one,
-    vocabulary_sizes,
-    with_cast_matrices,
-)
+from transformer_jax.decoding.ensemble import Ensemble, with_cast_matrices
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Method, SearchResult, results
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
@@ -71,7 +65,6 @@ class _Search(NamedTuple):
 
     graph: nnx.GraphDef[Any]
     method: Method
-    beam_size: int
     max_extra_length: int
     position_limit: int
 
@@ -87,7 +80,7 @@ class _Search(NamedTuple):
         return model.start_cache(
             model.encode(source_BS),
             source_BS != PAD_ID,
-            beam_size=self.beam_size,
+            beam_size=self.method.beam_size,
             max_length=max_length,
             source_capacity=bucket.lengths[-1],
         )
@@ -123,7 +116,7 @@ class _Search(NamedTuple):
             prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
             seed_B=jnp.zeros(num_rows, jnp.uint32),
         )
-        return Rows(jnp.full(num_rows, NOBODY, jnp.int32), state, cache.cleared())
+        return Rows(jnp.full(num_rows, NOBODY, jnp.int32), state, cache)
 
 
 class _Compiled(NamedTuple):
@@ -168,7 +161,7 @@ class Engine:
 
     def __init__(
         self,
-        models: Transformer | Ensemble | Sequence[Transformer],
+        model: Transformer | Ensemble,
         config: DecodingConfig,
         *,
         suppress: tuple[int, ...] = (),
@@ -176,19 +169,13 @@ class Engine:
     ):
         """Set up the search on ``device`` (default: the parameters' device). ``suppress`` holds the
         token ids of ``config.suppress``.
-
-        Raises:
-          UserError: the models' vocabularies differ.
         """
-        model = as_one(models)
         self.config, self.method = config, _method(config, suppress)
-        self._source_size, self._target_size = vocabulary_sizes(model)
         self._position_limit = model.config.position_limit
         self.longest_source = min(config.max_source_length, self._position_limit)
         self.buckets = make_buckets(self.longest_source, config.batch_size)
         self._device = None if device is None else SingleDeviceSharding(device)
-        self._graph, parameters = nnx.split(model, nnx.Param)
-        self.parameters = parameters
+        self._graph, self.parameters = nnx.split(model, nnx.Param)
 
     @property
     def parameters(self) -> Any:
@@ -209,10 +196,8 @@ class Engine:
         if parameters:
             graph, weights = nnx.split(with_cast_matrices(self.model), nnx.Param)
             self._weights = nnx.to_pure_dict(weights)
-            config = self.config
             self._search = _Search(
-                *(graph, self.method, config.beam_size, config.max_extra_length),
-                self._position_limit,
+                graph, self.method, self.config.max_extra_length, self._position_limit
             )
             self._compiled = _compiled(self._search)
             self._idle_rows = _idle_rows(self._search, self._device)
@@ -224,31 +209,10 @@ class Engine:
 
     def search(self, sentences: Sequence[Sentence]) -> list[list[Hypothesis]]:
         """Find up to ``wanted`` hypotheses for each sentence, best first. A list is empty if the
-        search finds no hypothesis (with a warning if the model's logits were NaN).
-
-        Raises:
-          UserError: a source is too long; token ids are outside the vocabulary.
+        search finds no hypothesis (with a warning if the model's logits were NaN). Raises
+        ``UserError`` if a source is too long.
         """
         return search_together([self], sentences)
-
-    def check(self, sentences: Sequence[Sentence]) -> None:
-        """Raise ``UserError`` for sources that are too long or token ids outside the vocabulary."""
-        for index, sentence in enumerate(sentences):
-            if len(sentence.tokens) >= self.longest_source:
-                raise UserError(
-                    f"Sentence {index} has {len(sentence.tokens)} source tokens; expected at most "
-                    f"{self.longest_source - 1} (decoding.max_source_length or, with learned "
-                    "positions, model.max_positions; minus 1 for EOS)."
-                )
-            for side, tokens, size in (
-                ("source", sentence.tokens, self._source_size),
-                ("prefix", sentence.prefix, self._target_size),
-            ):
-                if len(tokens) and not 0 <= min(tokens) <= max(tokens) < size:
-                    raise UserError(
-                        f"Sentence {index} has {side} tokens from {min(tokens)} to {max(tokens)}; "
-                        f"expected token ids in the vocabulary, 0..{size - 1}."
-                    )
 
     def dispatch(self, sentences: Mapping[int, Sentence]) -> Iterator[Found]:
         """Start the search for numbered sentences, block by block. Yields results that the device
@@ -303,7 +267,6 @@ def search_together(
     """Run ``Engine.search`` on several engines that differ only in their devices. Uses no more
     engines than needed to give every sentence a row.
     """
-    engines[0].check(sentences)
     order = sorted(range(len(sentences)), key=lambda index: -len(sentences[index].tokens))
     if order:
         bucket = bucket_of(engines[0].buckets, sentences[order[0]])
@@ -326,7 +289,8 @@ def search_together(
     if num_nan:
         message = (
             "%d of %d sentences have no result because the model's logits were NaN or infinite. "
-            "The parameters are corrupt, or training diverged."
+            "The parameters are corrupt, training diverged, or token ids are outside the "
+            "vocabulary."
         )
         logger.warning(message, num_nan, len(sentences))
     return found_of

@@ -34,10 +34,6 @@ class EnsembleCache:
         pairs = zip(self.caches, fresh.caches, strict=True)
         return EnsembleCache(tuple(cache.replace_rows(rows_R, new) for cache, new in pairs))
 
-    def cleared(self) -> EnsembleCache:
-        """Return an empty cache with the same capacity."""
-        return EnsembleCache(tuple(cache.cleared() for cache in self.caches))
-
 
 class Ensemble(nnx.Module):
     """Averages the probabilities of several models. Has the same methods as ``Transformer``."""
@@ -90,13 +86,6 @@ class Ensemble(nnx.Module):
         steps = [model.decode_step(tokens_BW, its) for model, its in each]
         log_mean_BWV = _log_mean([logits_BWV for logits_BWV, _ in steps])
         return log_mean_BWV, EnsembleCache(tuple(its for _, its in steps))
-
-
-def as_one(models: Transformer | Ensemble | Sequence[Transformer]) -> Transformer | Ensemble:
-    """Return a single model unchanged, and several models as an ``Ensemble``."""
-    if isinstance(models, Transformer | Ensemble):
-        return models
-    return models[0] if len(models) == 1 else Ensemble(models)
 
 
 def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from flax import nnx
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.alignment import alignment
 from transformer_jax.decoding.buckets import padded_length
-from transformer_jax.decoding.ensemble import Ensemble, as_one
+from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Translation, blocks, check_text
 from transformer_jax.decoding.search import length_divisor
 from transformer_jax.decoding.trained_models import check_vocabulary
@@ -48,7 +48,7 @@ class Scorer:
 
     def __init__(
         self,
-        models: Transformer | Ensemble | Sequence[Transformer],
+        model: Transformer | Ensemble,
         tokenizer: Tokenizer,
         config: DecodingConfig | None = None,
         *,
@@ -59,7 +59,6 @@ class Scorer:
         Raises:
           UserError: model and tokenizer have different vocabulary sizes.
         """
-        model = as_one(models)
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
         self.longest = min(_LONGEST, model.config.position_limit)

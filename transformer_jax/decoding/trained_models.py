@@ -9,7 +9,7 @@ from typing import Any
 
 from transformer_jax.checkpoint import load_model
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.ensemble import Ensemble, as_one, vocabulary_sizes
+from transformer_jax.decoding.ensemble import Ensemble, vocabulary_sizes
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.remote_workdir import local_workdir
@@ -45,7 +45,8 @@ def load_models(
                 "--tokenizer.target-model)."
             )
     decoding = dataclasses.replace(configs[0].decoding, **settings)
-    return as_one(models), tokenizers[0], decoding
+    model = models[0] if len(models) == 1 else Ensemble(models)
+    return model, tokenizers[0], decoding
 
 
 def check_vocabulary(model: Transformer | Ensemble, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ import jax
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.engine import Engine, Hypothesis, Sentence, search_together
-from transformer_jax.decoding.ensemble import Ensemble, as_one
+from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.records import Request, Translation, blocks, check_text
 from transformer_jax.decoding.segments import joint, split
 from transformer_jax.decoding.trained_models import check_vocabulary, load_models
@@ -37,7 +37,7 @@ class Translator:
 
     def __init__(
         self,
-        models: Transformer | Ensemble | Sequence[Transformer],
+        model: Transformer | Ensemble,
         tokenizer: Tokenizer,
         config: DecodingConfig | None = None,
         *,
@@ -47,20 +47,14 @@ class Translator:
         parameters' device).
 
         Raises:
-          UserError: model and tokenizer have different vocabulary sizes; settings are invalid for
-            the model or the tokenizer.
+          UserError: model and tokenizer have different vocabulary sizes; ``config.suppress`` has
+            tokens outside the vocabulary.
         """
-        model = as_one(models)
         check_vocabulary(model, tokenizer)
         self.tokenizer, self.config = tokenizer, config or DecodingConfig()
         suppress = tuple(tokenizer.target.require_ids(self.config.suppress, "decoding.suppress"))
-        positions = model.config.position_limit
-        self._longest_prefix = min(self.config.max_extra_length, positions - 1)
-        if self.config.min_length > self._longest_prefix:
-            raise UserError(
-                f"decoding.min_length is {self.config.min_length}; expected less than "
-                f"model.max_positions = {positions}, the number of learned positions."
-            )
+        positions = model.config.position_limit - 1
+        self._longest_prefix = min(self.config.max_extra_length, positions)
         rows = -(-self.config.batch_size // max(1, len(devices)))
         share = dataclasses.replace(self.config, batch_size=rows)
         self.engines = [
@@ -107,7 +101,7 @@ class Translator:
         self, lines: Iterable[str | Request], *, num_hypotheses: int = 1, window: int | None = None
     ) -> Iterator[list[Translation]]:
         """Translate lines in order. Yields the ``num_hypotheses`` best translations of each line
-        (possibly fewer, but at least one), best first.
+        (at most ``config.beam_size``, at least one), best first.
 
         Reads and translates ``window`` lines at a time (default: 100 batches). An empty line gives
         one empty translation. So does a line for which the search finds no translation, with a
@@ -115,25 +109,17 @@ class Translator:
         included, is translated in segments, with a warning.
 
         Raises:
-          UserError: at the call, ``lines`` is a single line or an argument is out of range; during
-            iteration, a line is not text, or a prefix has unknown tokens or is too long.
+          UserError: at the call, ``lines`` is a single line; during iteration, a line is not text,
+            or a prefix has unknown tokens or is too long.
         """
         if isinstance(lines, str | bytes | Request):
             raise UserError(
                 f"lines is {shown(lines)}; expected an iterable of lines, such as a list."
             )
-        if not 1 <= num_hypotheses <= self.config.beam_size:
-            raise UserError(
-                f"num_hypotheses is {num_hypotheses}; "
-                f"expected 1 to decoding.beam_size = {self.config.beam_size}."
-            )
-        if window is None:
-            window = 100 * self.config.batch_size
-        elif window < 1:
-            raise UserError(f"window is {window}; expected 1 or more.")
         requests = map(numbered_request, lines, count(1))
         prepared = ((request, self.sentences(request, num_hypotheses)) for request in requests)
-        return chain.from_iterable(map(self._translate, blocks(prepared, window)))
+        size = window or 100 * self.config.batch_size
+        return chain.from_iterable(map(self._translate, blocks(prepared, size)))
 
     def _translate(
         self, block: list[tuple[Request, list[Sentence]]]
