@@ -15,7 +15,7 @@ from flax import struct
 
 from transformer_jax.decoding.beam_search import BeamSearch
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import NOBODY, Block, Found, Rows, RowSearch
+from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, seat
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import results, search
 
@@ -44,18 +44,17 @@ results_of = jax.jit(lambda finished: results(finished, chains.PAD))
 @functools.cache
 def compiled(method, model, batch_size):
     """What makes empty rows, and what seats a block."""
-    search_ = RowSearch(method, model.step, LENGTH)
 
     @jax.jit
-    def start(nobody):
-        prefix_BP = np.zeros((batch_size, 0), np.int32)
-        return method.start(nobody, max_length=LENGTH, prefix_BP=prefix_BP, seed_B=nobody)
+    def start(limit_B, seed_B):
+        prefix_BP = np.zeros((len(limit_B), 0), np.int32)
+        return method.start(limit_B, max_length=LENGTH, prefix_BP=prefix_BP, seed_B=seed_B)
 
     @jax.jit
-    def seat(rows, block, most):
-        return search_.seat(rows, block, most, np.int32(batch_size))
+    def seat_block(rows, block, most):
+        return seat(method, model.step, rows, block, most, np.int32(batch_size))
 
-    return start, seat
+    return start, seat_block
 
 
 def search_in_rows(
@@ -65,29 +64,23 @@ def search_in_rows(
     the places in the blocks, the number of steps, and the rows in the end.
     """
     model = model or TOY_MODEL
-    start, seat = compiled(method, model, batch_size)
+    start, seat_block = compiled(method, model, batch_size)
     counts = counts or [block_size] * -(-len(order) // block_size)
 
     def block(sentences):
         sentences = np.array([*sentences, *[NOBODY] * (block_size - len(sentences))], np.int32)
         known = np.maximum(sentences, 0)
-        return Block(
-            number_Q=sentences,
-            limit_Q=np.where(sentences >= 0, limits[known], 0),
-            prefix_QP=np.zeros((block_size, 0), np.int32),
-            seed_Q=known.astype(np.uint32),
-            wanted_Q=np.full(block_size, method.beam_size),
-            cache=model.start_cache(known, beam_size=method.beam_size),
-        )
+        state = start(np.where(sentences >= 0, limits[known], 0), known.astype(np.uint32))
+        return Rows(sentences, state, model.start_cache(known, beam_size=method.beam_size))
 
     nobody = np.zeros(batch_size, np.int32)
     cache = model.start_cache(nobody, beam_size=method.beam_size)
-    rows, num_steps = Rows(np.full(batch_size, NOBODY), start(nobody), cache), 0
+    rows, num_steps = Rows(np.full(batch_size, NOBODY), start(nobody, nobody), cache), 0
     found = {}
     firsts = range(0, len(order), block_size)
     for first, count in [*zip(firsts, counts, strict=True), (0, 0)]:
         its = block(order[first : first + count])
-        rows, left, its_steps = seat(rows, its, np.int32(0 if count else 10**6))
+        rows, left, its_steps = seat_block(rows, its, np.int32(0 if count else 10**6))
         num_steps += int(its_steps)
         add(found, left)
     assert rows.state.done_B.all()
@@ -197,20 +190,14 @@ def test_steps_after_a_block_has_rows(most, enough):
     limits = np.full(SENTENCES, LENGTH)
     limits[:4] = [2, 5, 7, 9]
     method = BeamSearch(**IDS, beam_size=1, constraints=Constraints(min_length=LENGTH))
-    model, number_Q = ToyModel(), np.arange(4)
-    block = Block(
-        number_Q,
-        limits[:4],
-        np.zeros((4, 0), np.int32),
-        number_Q,
-        np.ones(4, np.int32),
-        model.start_cache(number_Q, beam_size=1),
+    model, number_Q = ToyModel(), jnp.arange(4)
+    start, _ = compiled(method, model, 4)
+    cache = model.start_cache(number_Q, beam_size=1)
+    block = Rows(number_Q, start(jnp.asarray(limits[:4]), number_Q), cache)
+    rows = Rows(jnp.full(4, NOBODY), start(jnp.zeros(4, jnp.int32), number_Q), cache)
+    rows, left, num_steps = seat(
+        method, model.step, rows, block, jnp.int32(most), jnp.int32(enough)
     )
-    block = jax.tree.map(jnp.asarray, block)
-    search_ = RowSearch(method, model.step, LENGTH)
-    idle = search_.start(block._replace(limit_Q=jnp.zeros(4, jnp.int32)))
-    rows = Rows(jnp.full(4, NOBODY), idle, block.cache)
-    rows, left, num_steps = search_.seat(rows, block, jnp.int32(most), jnp.int32(enough))
     steps = min(most, {2: 5}.get(enough, 9))
     assert num_steps == steps
     assert rows.state.done_B.tolist() == [steps >= x for x in limits[:4]]

@@ -79,7 +79,7 @@ def test_the_same_in_any_company():
     engine = Engine(make_model(0), config)
     search, exact = engine._search, {"compiler_options": dict(USERS_CODE_GENERATOR)}
     engine._compiled = engine._compiled._replace(
-        encode=jax.jit(search.start_cache, static_argnames="bucket", **exact),
+        encode=jax.jit(search.encode, static_argnames="bucket", **exact),
         seat=jax.jit(search.seat, static_argnames="bucket", **exact),
     )
     sentences = [

@@ -23,7 +23,7 @@ import numpy as np
 
 from transformer_jax.config_io import load_config_file
 from transformer_jax.decoding.buckets import Bucket, Sentence, bucket_of
-from transformer_jax.decoding.continuous_batching import Block, Found, resized
+from transformer_jax.decoding.continuous_batching import Found, Rows, resized
 from transformer_jax.decoding.devices import devices_for_rows
 from transformer_jax.decoding.engine import Engine, Hypothesis, hypotheses
 from transformer_jax.decoding.records import Request, Translation
@@ -70,7 +70,7 @@ class LiveRows:
         self.bucket, self._rows = self._sizes[0], engine.new_rows(self._sizes[0])
         self.busy: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._nobody = dict[Bucket, Block]()
+        self._nobody = dict[Bucket, Rows]()
 
     @property
     def num_idle(self) -> int:

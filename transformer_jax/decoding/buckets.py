@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from transformer_jax.decoding.continuous_batching import NOBODY, Block
+from transformer_jax.decoding.continuous_batching import NOBODY
 from transformer_jax.decoding.search import NOT_FORCED
 from transformer_jax.errors import UserError
 from transformer_jax.special_ids import EOS_ID, PAD_ID
@@ -95,9 +95,10 @@ def in_blocks(
 
 def make_block(
     bucket: Bucket, sentences: Mapping[int, Sentence], longest_target: Callable[[int], int]
-) -> tuple[np.ndarray, Block]:
-    """Pad the source tokens of numbered sentences to the same length. Returns their ``Block``,
-    without a cache. ``longest_target`` maps a source length to the maximum target length.
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Pad the source tokens of numbered sentences to the same length. Returns the tokens, the
+    numbers and arguments of ``Method.start``. ``longest_target`` maps a source length to the
+    maximum target length.
     """
     size, capacity = bucket.block_size, bucket.lengths[-1]
     length = max(map(bucket.length_of, sentences.values()), default=bucket.lengths[0])
@@ -113,7 +114,8 @@ def make_block(
         prefix_QP[place, : len(prefix)] = prefix[: prefix_QP.shape[1]]
         seed_Q[place] = np.uint32(sentence.seed).view(np.int32)
         wanted_Q[place] = sentence.wanted
-    return source_QS, Block(number_Q, limit_Q, prefix_QP, seed_Q.view(np.uint32), wanted_Q, ())
+    start = {"limit_B": limit_Q, "prefix_BP": prefix_QP, "wanted_B": wanted_Q}
+    return source_QS, number_Q, start | {"seed_B": seed_Q.view(np.uint32)}
 
 
 def padded_length(length: int, smallest: int) -> int:

@@ -1,7 +1,7 @@
 """Continuous batching: when a sentence is done, a waiting sentence takes its row.
 
-A static batch runs until its longest sentence is done. ``RowSearch.seat`` refills rows as soon as
-sentences finish. It is compiled once and has two callers. ``Engine.search`` passes it all sentences
+A static batch runs until its longest sentence is done. ``seat`` refills rows as soon as sentences
+finish. It is compiled once and has two callers. ``Engine.search`` passes it all sentences
 of a file, block by block, and reads the results at the end. ``Workers`` passes it the sentences
 that have arrived and reads results every few steps.
 
@@ -11,7 +11,6 @@ block, and R is the number of rows refilled at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,26 +30,16 @@ from transformer_jax.decoding.search import (
 NOBODY = -1
 
 
-class Block(NamedTuple):
-    """Sentences waiting for rows. Q is the first axis of every leaf. The last may be empty."""
-
-    number_Q: Any
-    """Number of each sentence, or NOBODY for an empty entry."""
-    limit_Q: Any
-    prefix_QP: Any
-    seed_Q: Any
-    wanted_Q: Any
-    cache: Any
-    """KV cache of the sentences; only its source part is used."""
-
-
 class Rows(NamedTuple):
-    """Rows of a batch with running or finished sentences. B is the first axis of every leaf."""
+    """Rows of a batch with running or finished sentences, or a block of Q sentences waiting for
+    rows, the last of which may be empty. B or Q is the first axis of every leaf.
+    """
 
     number_B: Array
     """Number of the sentence in each row, or NOBODY."""
     state: SearchState
     cache: Any
+    """KV cache. In a block, only its source part is used."""
 
 
 class Found(NamedTuple):
@@ -60,77 +49,53 @@ class Found(NamedTuple):
     results: SearchResult
 
 
-@dataclass(frozen=True)
-class RowSearch:
-    """A search over the rows of a batch. Each row's result is independent of other rows."""
+def seat(
+    method: Method, step_fn: StepFn, rows: Rows, block: Rows, most: Array, enough: Array
+) -> tuple[Rows, Found, Array]:
+    """Assign a row to every sentence of the block, running steps until enough rows are idle. Then
+    run up to ``most`` steps, stopping early once ``enough`` more sentences (or all) are done.
 
-    method: Method
-    step: StepFn
-    """``step(tokens_BW, cache)``, like ``Transformer.decode_step``."""
-    max_length: int
+    Returns the rows, the results of the (up to Q) sentences that the block replaced, and the number
+    of steps. Each row's result is independent of other rows.
 
-    def start(self, block: Block) -> SearchState:
-        """Return the initial search state for a block's sentences."""
-        return self.method.start(
-            block.limit_Q,
-            max_length=self.max_length,
-            prefix_BP=block.prefix_QP,
-            seed_B=block.seed_Q,
-            wanted_B=block.wanted_Q,
-        )
+    Refilling waits until 1/16 of the rows are idle (1/8 on a GPU), or until enough rows are idle
+    for the rest of the block. The loops have no branches, because a branch would copy the caches.
+    """
+    B = len(rows.number_B)
+    least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
+    num_sentences = (block.number_B != NOBODY).sum()
 
-    def seat(
-        self, rows: Rows, block: Block, most: Array, enough: Array
-    ) -> tuple[Rows, Found, Array]:
-        """Assign a row to every sentence of the block, running steps until enough rows are idle.
-        Then run up to ``most`` steps, stopping early once ``enough`` more sentences (or all) are
-        done.
-
-        Returns the rows, the results of the (up to Q) sentences that the block replaced, and the
-        number of steps.
-
-        Refilling waits until 1/16 of the rows are idle (1/8 on a GPU), or until enough rows are
-        idle for the rest of the block. The loops have no branches, because a branch would copy the
-        caches.
-        """
-        B = len(rows.number_B)
-        least = max(1, B // (8 if jax.default_backend() == "gpu" else 16))
-        num_sentences = (block.number_Q != NOBODY).sum()
-        entering = Rows(block.number_Q, self.start(block), block.cache)
-
-        def hand_over(carry: _Carry) -> _Carry:
-            num_waiting, before = num_sentences - carry.next, carry.stepped
-
-            def goes_on(stepped: _Stepped) -> Array:
-                num_idle = stepped.rows.state.done_B.sum()
-                num_steps = stepped.num_steps - before.num_steps
-                num_done = num_idle - before.rows.state.done_B.sum()
-                seats = num_idle < jnp.minimum(least, num_waiting)
-                advances = (num_steps < most) & (num_done < enough)
-                return (num_idle < B) & jnp.where(num_waiting > 0, seats, advances)
-
-            stepped = jax.lax.while_loop(goes_on, self._step, before)
-            carry = _hand_over(carry._replace(stepped=stepped), entering, num_sentences)
-            return carry._replace(has_advanced=num_waiting == 0)
-
-        carry = _Carry(
-            stepped=_Stepped(rows, jnp.int32(0)),
-            left=Found(jnp.full_like(block.number_Q, NOBODY), entering.state.finished),
-            next=jnp.int32(0),
-            has_advanced=most <= 0,
-        )
-        carry = jax.lax.while_loop(
-            lambda carry: (carry.next < num_sentences) | ~carry.has_advanced, hand_over, carry
-        )
-        left = Found(carry.left.number_R, results(carry.left.results, self.method.pad_id))
-        return carry.stepped.rows, left, carry.stepped.num_steps
-
-    def _step(self, stepped: _Stepped) -> _Stepped:
-        """Decode one token in every row."""
+    def step(stepped: _Stepped) -> _Stepped:
         number_B, state, cache = stepped.rows
-        reorder = type(cache).reorder
-        state, cache = take_step(self.method, self.step, state, cache, reorder=reorder)
+        state, cache = take_step(method, step_fn, state, cache, reorder=type(cache).reorder)
         return _Stepped(Rows(number_B, state, cache), stepped.num_steps + 1)
+
+    def hand_over(carry: _Carry) -> _Carry:
+        num_waiting, before = num_sentences - carry.next, carry.stepped
+
+        def goes_on(stepped: _Stepped) -> Array:
+            num_idle = stepped.rows.state.done_B.sum()
+            num_steps = stepped.num_steps - before.num_steps
+            num_done = num_idle - before.rows.state.done_B.sum()
+            seats = num_idle < jnp.minimum(least, num_waiting)
+            advances = (num_steps < most) & (num_done < enough)
+            return (num_idle < B) & jnp.where(num_waiting > 0, seats, advances)
+
+        stepped = jax.lax.while_loop(goes_on, step, before)
+        carry = _hand_over(carry._replace(stepped=stepped), block, num_sentences)
+        return carry._replace(has_advanced=num_waiting == 0)
+
+    carry = _Carry(
+        stepped=_Stepped(rows, jnp.int32(0)),
+        left=Found(jnp.full_like(block.number_B, NOBODY), block.state.finished),
+        next=jnp.int32(0),
+        has_advanced=most <= 0,
+    )
+    carry = jax.lax.while_loop(
+        lambda carry: (carry.next < num_sentences) | ~carry.has_advanced, hand_over, carry
+    )
+    left = Found(carry.left.number_R, results(carry.left.results, method.pad_id))
+    return carry.stepped.rows, left, carry.stepped.num_steps
 
 
 @partial(jax.jit, static_argnames="count")
@@ -156,15 +121,15 @@ class _Carry(NamedTuple):
     has_advanced: Array
 
 
-def _hand_over(carry: _Carry, entering: Rows, num_sentences: Array) -> _Carry:
+def _hand_over(carry: _Carry, block: Rows, num_sentences: Array) -> _Carry:
     """Refill up to R idle rows: copy their results out and the next sentences in."""
     number_B, state, cache = carry.stepped.rows
-    B, Q = len(number_B), len(entering.number_B)
+    B, Q = len(number_B), len(block.number_B)
     R = min(Q, max(1, B // (4 if jax.default_backend() == "gpu" else 16)))
     rows_R = jnp.argsort(~state.done_B, stable=True)[:R]
     next_R = carry.next + jnp.arange(R)
     is_seated_R = state.done_B[rows_R] & (next_R < num_sentences)
-    new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], entering)
+    new = jax.tree.map(lambda x: x[jnp.minimum(next_R, Q - 1)], block)
     left = jax.tree.map(lambda x: x[rows_R], Found(number_B, state.finished))
     into_R = jnp.where(is_seated_R, rows_R, B)  # index B is out of range, so _put drops it
     rows = Rows(

@@ -25,7 +25,7 @@ from transformer_jax.decoding.buckets import (
     make_buckets,
 )
 from transformer_jax.decoding.constraints import Constraints
-from transformer_jax.decoding.continuous_batching import NOBODY, Block, Found, Rows, RowSearch
+from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, seat
 from transformer_jax.decoding.ensemble import Ensemble, with_cast_matrices
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Method, SearchResult, results
@@ -89,19 +89,30 @@ class _Search(NamedTuple):
         self,
         weights: Any,
         rows: Rows,
-        block: Block,
+        block: Rows,
         most: jax.Array,
         enough: jax.Array,
         bucket: Bucket,
     ) -> tuple[Rows, Found]:
-        """Run ``RowSearch.seat`` with the model."""
+        """Run ``continuous_batching.seat`` with the model."""
         shape = bucket.rows, bucket.lengths[-1]
         logger.info("Compiling the search for %d sentences of up to %d tokens.", *shape)
         step = nnx.merge(self.graph, weights).decode_step
-        longest = self.longest_target(bucket.lengths[-1])
-        search = RowSearch(self.method, step, longest)
-        rows, left, _ = search.seat(rows, block, most, enough)
+        rows, left, _ = seat(self.method, step, rows, block, most, enough)
         return rows, left
+
+    def encode(
+        self,
+        weights: Any,
+        source_QS: jax.Array,
+        number_Q: jax.Array,
+        requests: dict[str, jax.Array],
+        bucket: Bucket,
+    ) -> Rows:
+        """Encode sentences and start their search. ``requests`` are for ``Method.start``."""
+        cache = self.start_cache(weights, source_QS, bucket)
+        longest = self.longest_target(bucket.lengths[-1])
+        return Rows(number_Q, self.method.start(**requests, max_length=longest), cache)
 
     def idle_rows(self, weights: Any, bucket: Bucket) -> Rows:
         """Create idle rows."""
@@ -130,7 +141,7 @@ class _Compiled(NamedTuple):
 def _compiled(search: _Search) -> _Compiled:
     """Jit the functions that all engines with the same search share, whatever their device."""
     return _Compiled(
-        jax.jit(search.start_cache, static_argnames="bucket"),
+        jax.jit(search.encode, static_argnames="bucket"),
         jax.jit(
             search.seat,
             static_argnames="bucket",
@@ -227,17 +238,17 @@ class Engine:
                 yield left
             yield self.results(rows)
 
-    def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Block:
+    def encode(self, bucket: Bucket, sentences: Mapping[int, Sentence]) -> Rows:
         """Encode up to ``bucket.block_size`` numbered sentences of one padded length."""
-        source_QS, block = make_block(bucket, sentences, self._search.longest_target)
+        block = make_block(bucket, sentences, self._search.longest_target)
         # ``rows`` makes no difference; this way all numbers of rows share the compiled encoders.
-        bucket = bucket._replace(rows=len(source_QS))
-        return block._replace(cache=self._compiled.encode(self._weights, source_QS, bucket=bucket))
+        bucket = bucket._replace(rows=bucket.block_size)
+        return self._compiled.encode(self._weights, *block, bucket=bucket)
 
     def seat(
-        self, bucket: Bucket, rows: Rows, block: Block, *, most: int, enough: int
+        self, bucket: Bucket, rows: Rows, block: Rows, *, most: int, enough: int
     ) -> tuple[Rows, Found]:
-        """Run ``RowSearch.seat`` on the device; donates ``rows``."""
+        """Run ``continuous_batching.seat`` on the device; donates ``rows``."""
         limits = np.int32(most), np.int32(enough)
         return self._compiled.seat(self._weights, rows, block, *limits, bucket=bucket)
 
