@@ -26,10 +26,10 @@ from transformer_jax.decoding.buckets import (
 )
 from transformer_jax.decoding.constraints import Constraints
 from transformer_jax.decoding.continuous_batching import NOBODY, Found, Rows, seat
-from transformer_jax.decoding.ensemble import Ensemble, with_cast_matrices
+from transformer_jax.decoding.ensemble import Ensemble
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import Method, SearchResult, results
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, with_cast_weights
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class Engine:
         self._parameters = jax.device_put(parameters, self._device)
         self._weights = {}
         if parameters:
-            graph, weights = nnx.split(with_cast_matrices(self.model), nnx.Param)
+            graph, weights = nnx.split(with_cast_weights(self.model), nnx.Param)
             self._weights = nnx.to_pure_dict(weights)
             self._search = _Search(
                 graph, self.method, self.config.max_extra_length, self._position_limit

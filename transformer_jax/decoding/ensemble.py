@@ -16,7 +16,7 @@ from jax import Array
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.kv_cache import DecoderCache
-from transformer_jax.model.transformer import Transformer, with_cast_weights
+from transformer_jax.model.transformer import Transformer
 
 
 @struct.dataclass
@@ -92,13 +92,6 @@ def vocabulary_sizes(model: Transformer | Ensemble) -> tuple[int, int]:
     """Return the source and target vocabulary sizes."""
     config = model.config
     return config.source_vocab_size or config.vocab_size, config.vocab_size
-
-
-def with_cast_matrices(model: Transformer | Ensemble) -> Transformer | Ensemble:
-    """Return the model with its matrices stored in ``compute_dtype``; see ``with_cast_weights``."""
-    if isinstance(model, Ensemble):
-        return Ensemble([with_cast_weights(each) for each in model.models])
-    return with_cast_weights(model)
 
 
 def _log_mean(logits: Sequence[Array]) -> Array:

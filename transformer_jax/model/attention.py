@@ -188,7 +188,8 @@ class MultiHeadAttention(nnx.Module):
         """
         inputs = (query_BTD,) if memory_BSD is None else (query_BTD, memory_BSD)
         dropped = self.dropout > 0 and dropout_key is not None
-        if dropped or self.sow_weights or not self._has_kernel(*inputs, mask_BHTS):
+        q, k, v = jax.eval_shape(self._projected, *inputs)
+        if dropped or self.sow_weights or not attention_kernel.takes(q, k, v, mask_BHTS):
             out_BTHK = dot_product_attention(
                 *self._projected(*inputs),
                 mask_BHTS,
@@ -208,18 +209,6 @@ class MultiHeadAttention(nnx.Module):
         # Queries come last: gradients are summed in reverse order, which affects rounding.
         k_BSHK, v_BSHK = self.keys_values(inputs[-1])
         return self.query(inputs[0]), k_BSHK, v_BSHK
-
-    def _has_kernel(self, *inputs_and_mask: Any) -> bool:
-        *inputs, mask_BHTS = inputs_and_mask
-        q_BTHK, k_BSHK, v_BSHK = (
-            jax.ShapeDtypeStruct((*x_BLD.shape[:2], *p.kernel.shape[1:]), p.dtype)
-            for p, x_BLD in (
-                (self.query, inputs[0]),
-                (self.key, inputs[-1]),
-                (self.value, inputs[-1]),
-            )
-        )
-        return attention_kernel.takes(q_BTHK, k_BSHK, v_BSHK, mask_BHTS)
 
     def _merged(self, *inputs_and_mask: Any) -> jax.Array:
         """Attend with the fused kernel, using one matmul for all projections of each input."""

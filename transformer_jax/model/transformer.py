@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from transformer_jax.model.layers import (
 from transformer_jax.model.norms import make_norm
 from transformer_jax.model.positions import segment_positions
 from transformer_jax.special_ids import BOS_ID, PAD_ID
+
+M = TypeVar("M", bound=nnx.Module)
 
 
 class AttentionWeights(NamedTuple):
@@ -284,22 +286,25 @@ def abstract_model(config: ModelConfig) -> AbstractModel:
     return AbstractModel(graph, nnx.to_pure_dict(parameters))
 
 
-def with_cast_weights(model: Transformer) -> Transformer:
-    """Copy the model for a decoding loop, with matrices stored in ``compute_dtype``.
+def with_cast_weights(model: M) -> M:
+    """Copy a model (or an ensemble) for a decoding loop, with matrices stored in ``compute_dtype``.
 
     Outputs are bit-identical. Without this copy, XLA on a GPU would cast every matrix in each step.
     """
     model = nnx.clone(model)
-    for _, module in nnx.iter_modules(model):
+    modules = [module for _, module in nnx.iter_modules(model)]
+    for module in modules:
         if isinstance(module, Projection):
             for parameter in (module.kernel, module.bias):
                 if parameter is not None:
                     parameter.set_value(parameter[...].astype(module.dtype))
-    if jax.default_backend() == "gpu":  # its decoding kernel reads merged projections
-        for layer in model.decoder.layers:
-            layer.self_attention.merge_projections()
-    matrix_VD = model.output_matrix_VD.astype(compute_dtype(model.config))
-    model.softmax_matrix = nnx.data(nnx.Param(matrix_VD))
+    for module in modules:
+        if isinstance(module, Transformer):
+            if jax.default_backend() == "gpu":  # its decoding kernel reads merged projections
+                for layer in module.decoder.layers:
+                    layer.self_attention.merge_projections()
+            matrix_VD = module.output_matrix_VD.astype(compute_dtype(module.config))
+            module.softmax_matrix = nnx.data(nnx.Param(matrix_VD))
     return model
 
 
