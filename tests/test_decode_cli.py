@@ -442,11 +442,11 @@ def test_what_other_flags_imply(workdir):
         return checked_flags(["--workdir", str(workdir), *flags])[0].search
 
     assert decoding("--window", "1").batch_size == 1
-    assert decoding("--window", "1", "--batch-size", "4").batch_size == 4
-    assert decoding("--window", "2").batch_size == 4
+    assert decoding("--window", "1", "--batch-size", "4").batch_size == 1
+    assert decoding("--window", "9").batch_size == 4
     assert decoding("--method", "sample").beam_size == 1
     assert decoding("--method", "sample", "--nbest", "3").beam_size == 3
-    assert decoding("--method", "sample", "--beam-size", "2").beam_size == 2
+    assert decoding("--method", "sample", "--beam-size", "2").beam_size == 1
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,3 @@ def flag_values(argv: Sequence[str], name: str) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", nargs="*", action="extend", default=[])
     return vars(parser.parse_known_args(argv)[0])[name]
-
-
-def flags_given(argv: Sequence[str]) -> set[str]:
-    """Return the names of the flags in ``argv``, such as ``model.d-ff``."""
-    flags = (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
-    return {flag.replace("_", "-") for flag in flags}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import tyro
 
-from transformer_jax.cli import flag_values, flags_given, parse_flags
+from transformer_jax.cli import flag_values, parse_flags
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.config_checks import Positive, Rule, Section
 from transformer_jax.config_io import load_config_file
@@ -139,16 +139,15 @@ def checked_flags(argv: Sequence[str]) -> tuple[Arguments, Config]:
     config = load_config_file(workdirs[0]) if workdirs else Config()
     arguments = parse_flags(Arguments, argv, defaults={"search": config.decoding})
     files, results, evaluation = arguments.files, arguments.results, arguments.evaluation
-    search, given = arguments.search, flags_given(argv)
+    search = arguments.search
     if files.window is None and files.input is None and sys.stdin.isatty():
         files = dataclasses.replace(files, window=1)
-    if files.window == 1 and "batch-size" not in given:
-        search = dataclasses.replace(search, batch_size=1)
-    by_default = config.decoding.method == "beam" and "beam-size" not in given
-    if search.method == "sample" and by_default:  # the run's value is a beam width
-        search = dataclasses.replace(search, beam_size=results.nbest)
+    if files.window is not None:
+        search = dataclasses.replace(search, batch_size=min(search.batch_size, files.window))
     if evaluation.score is not None:
         results = dataclasses.replace(results, nbest=1, token_scores=True)
+    if search.method == "sample":
+        search = dataclasses.replace(search, beam_size=results.nbest)
     if results.nbest > search.beam_size:
         raise UserError(
             f"nbest is {results.nbest}; expected at most {search.beam_size}, the value of "

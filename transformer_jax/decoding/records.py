@@ -164,8 +164,8 @@ class Results(Section):
 
     nbest: Positive = 1
     """Number of translations per sentence. If more than 1, each is a line `number ||| translation
-    ||| score`, best first; in JSONL, the `hypotheses` field lists them. Sampling draws this many
-    unless --beam-size is larger.
+    ||| score`, best first; in JSONL, the `hypotheses` field lists them. Sampling draws this many,
+    whatever --beam-size is.
     """
     alignments: Literal["hard", "soft"] | None = None
     """hard: append pairs of source and target words, such as ` ||| 0-0 1-2`, to each translation.
