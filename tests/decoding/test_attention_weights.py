@@ -98,13 +98,3 @@ def test_refused_sentences(translator, text, target, message):
     with pytest.raises(UserError) as error:
         sentence_attention(translator, text, target=target)
     assert str(error.value) == message
-
-
-def test_npz_has_the_tokens_and_all_weights(translator, tmp_path):
-    found = sentence_attention(translator, "one two three")
-    found.save(tmp_path / "a.npz")
-    with np.load(tmp_path / "a.npz") as arrays:
-        assert set(arrays) == {"source", "target", "encoder", "decoder", "cross"}
-        assert (*arrays["source"],) == found.source and (*arrays["target"],) == found.target
-        for kind in ("encoder", "decoder", "cross"):
-            np.testing.assert_array_equal(arrays[kind], found.of(kind)[2])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -20,7 +18,6 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.special_ids import EOS_ID, PAD_ID
-from transformer_jax.storage import write_atomically
 
 _LONGEST = 1024  # memory is quadratic in length
 _attention_weights = nnx.jit(Transformer.attention_weights)
@@ -54,13 +51,6 @@ class SentenceAttention:
             "decoder": (self.target, ("<s>", *self.target[:-1]), self.decoder_NHTT),
             "cross": (self.target, self.source, self.cross_NHTS),
         }[kind]
-
-    def save(self, output: str | Path) -> None:
-        """Save the fields to a NumPy file (.npz), under their names without shape suffixes."""
-        names = {name.partition("_")[0]: value for name, value in vars(self).items()}
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **names)
-        write_atomically(Path(output), buffer.getvalue())
 
 
 def sentence_attention(

@@ -1,17 +1,5 @@
-"""Matplotlib figures of attention, positional encodings and learning rate schedules."""
+"""Matplotlib figures of attention."""
 
-from transformer_jax.figures.drawing import (
-    attention_lines,
-    attention_maps,
-    positions_picture,
-    save_picture,
-    schedule_picture,
-)
+from transformer_jax.figures.drawing import attention_lines, attention_maps, save_picture
 
-__all__ = [
-    "attention_lines",
-    "attention_maps",
-    "positions_picture",
-    "save_picture",
-    "schedule_picture",
-]
+__all__ = ["attention_lines", "attention_maps", "save_picture"]

@@ -26,16 +26,14 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Draw a trained model's attention for a sentence and its translation, or write the weights
-    (docs/decoding.md).
-    """
+    """Draw a trained model's attention for a sentence and its translation (docs/decoding.md)."""
 
     workdir: str
     """Work directory of a training run or imported model, or its URL."""
     text: str
     """Sentence to translate."""
     output: str
-    """File to write: .svg, .png or .pdf for a figure, .npz for all weights as NumPy arrays."""
+    """File to write: .svg, .png or .pdf."""
     target: str | None = None
     """Translation. Default: the best result of beam search."""
     kind: Literal["encoder", "decoder", "cross"] = "cross"
@@ -71,9 +69,6 @@ def _run(argv: list[str] | None) -> None:
     keep_compiled()
     translator = Translator.from_workdir(task.workdir, average=task.average, batch_size=1)
     attention = sentence_attention(translator, task.text, target=task.target)
-    if task.output.endswith(".npz"):
-        attention.save(task.output)
-        return
     draw = partial(attention_lines, only=task.only) if task.style == "lines" else attention_maps
     view = attention.of(task.kind)
     figure = draw(*view, layers=task.layers, heads=task.heads, title=_TITLES[task.kind])

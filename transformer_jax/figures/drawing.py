@@ -1,10 +1,10 @@
-"""Matplotlib figures of attention, positional encodings and learning rate schedules."""
+"""Matplotlib figures of attention."""
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,31 +115,6 @@ def attention_lines(
         title_fontsize=_FONT,
     )
     figure.suptitle(title, **style)
-    return figure
-
-
-def positions_picture(table_LD: np.ndarray) -> Figure:
-    """Plot positional encodings, such as ``sinusoidal_positions``: red below 0, blue above."""
-    if table_LD.ndim != 2 or not table_LD.size:
-        raise UserError(f"table_LD has shape {table_LD.shape}; expected (length, d_model).")
-    figure = _figure(7, 4)
-    axes = figure.subplots()
-    largest = np.abs(table_LD).max()
-    image = axes.imshow(table_LD, vmin=-largest, vmax=largest, cmap="RdBu", aspect="auto")
-    axes.set(xlabel="dimension", ylabel="position")
-    figure.colorbar(image)
-    return figure
-
-
-def schedule_picture(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """Draw learning rate schedules from named curves of (steps, rates); steps begin at 1."""
-    figure = _figure(7, 4)
-    axes = figure.subplots()
-    for name, (steps, rates) in curves.items():
-        axes.plot(steps, rates, label=name)
-    axes.set(xlabel="step", ylabel="learning rate")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.legend()
     return figure
 
 
