@@ -1,5 +1,5 @@
 """Matplotlib figures of attention."""
 
-from transformer_jax.figures.drawing import attention_lines, attention_maps, save_picture
+from transformer_jax.figures.drawing import attention_maps, save_picture
 
-__all__ = ["attention_lines", "attention_maps", "save_picture"]
+__all__ = ["attention_maps", "save_picture"]

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from transformer_jax import parse_flags, run_program
-from transformer_jax.figures.drawing import (
-    attention_lines,
-    attention_maps,
-    save_picture,
-)
+from transformer_jax.figures.drawing import attention_maps, save_picture
 
 _TITLES = {
     "encoder": "encoder self-attention",
@@ -26,7 +21,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Draw a trained model's attention for a sentence and its translation (docs/decoding.md)."""
+    """Draw attention heat maps of a trained model for a sentence (docs/decoding.md)."""
 
     workdir: str
     """Work directory of a training run or imported model, or its URL."""
@@ -38,18 +33,10 @@ class Arguments:
     """Translation. Default: the best result of beam search."""
     kind: Literal["encoder", "decoder", "cross"] = "cross"
     """Encoder self-attention, decoder self-attention, or cross-attention."""
-    style: Literal["maps", "lines"] = "maps"
-    """maps: one heat map per layer and head. lines: for each layer, lines between two columns of
-    tokens, as in figures 3 to 5 of the paper.
-    """
     layers: tuple[int, ...] = ()
     """Layers, numbered from 1; -1 is the last. Default: all."""
     heads: tuple[int, ...] = ()
     """Heads, numbered from 1. Default: all."""
-    only: tuple[int, ...] = ()
-    """For --style lines: draw only the lines from these tokens in the left column, numbered from 1.
-    Default: all.
-    """
     average: int | None = None
     """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
     at the end of training; for a checkpoint's folder, only that checkpoint.
@@ -69,9 +56,9 @@ def _run(argv: list[str] | None) -> None:
     keep_compiled()
     translator = Translator.from_workdir(task.workdir, average=task.average, batch_size=1)
     attention = sentence_attention(translator, task.text, target=task.target)
-    draw = partial(attention_lines, only=task.only) if task.style == "lines" else attention_maps
-    view = attention.of(task.kind)
-    figure = draw(*view, layers=task.layers, heads=task.heads, title=_TITLES[task.kind])
+    figure = attention_maps(
+        *attention.of(task.kind), layers=task.layers, heads=task.heads, title=_TITLES[task.kind]
+    )
     save_picture(figure, task.output)
 
 
