@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, groupby, islice, takewhile
+from itertools import count, groupby, takewhile
 from typing import NamedTuple
 
 import jax
@@ -76,21 +76,6 @@ def bucket_of(buckets: Sequence[Bucket], sentence: Sentence) -> Bucket:
         "(decoding.max_source_length or, with learned positions, model.max_positions; minus 1 for "
         "EOS)."
     )
-
-
-def in_blocks(
-    buckets: Sequence[Bucket], sentences: Mapping[int, Sentence]
-) -> Iterator[tuple[Bucket, list[dict[int, Sentence]]]]:
-    """Yield each bucket with its blocks of sentences, longest first. All sentences of a block have
-    the same padded length.
-    """
-    in_order = sorted(sentences, key=lambda number: -len(sentences[number].tokens))
-    for bucket, its in groupby(in_order, key=lambda n: bucket_of(buckets, sentences[n])):
-        blocks = list[dict[int, Sentence]]()
-        for _, same in groupby(its, key=lambda n: bucket.length_of(sentences[n])):
-            while block := {n: sentences[n] for n in islice(same, bucket.block_size)}:
-                blocks.append(block)
-        yield bucket, blocks
 
 
 def make_block(

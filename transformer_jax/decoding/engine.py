@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,6 @@ from transformer_jax.decoding.buckets import (
     Bucket,
     Sentence,
     bucket_of,
-    in_blocks,
     make_block,
     make_buckets,
 )
@@ -226,10 +225,16 @@ class Engine:
         return search_together([self], sentences)
 
     def dispatch(self, sentences: Mapping[int, Sentence]) -> Iterator[Found]:
-        """Start the search for numbered sentences, block by block. Yields results that the device
-        may still be computing. Each sentence appears in exactly one result.
+        """Start the search for numbered sentences, given longest first. Sentences of a block have
+        the same padded length. Yields results that the device may still be computing. Each sentence
+        appears in exactly one result.
         """
-        for bucket, blocks in in_blocks(self.buckets, sentences):
+        by_bucket = groupby(sentences, key=lambda n: bucket_of(self.buckets, sentences[n]))
+        for bucket, numbers in by_bucket:
+            blocks = list[dict[int, Sentence]]()
+            for _, same in groupby(numbers, key=lambda n: bucket.length_of(sentences[n])):
+                while block := {n: sentences[n] for n in islice(same, bucket.block_size)}:
+                    blocks.append(block)
             rows = self.new_rows(bucket)
             for block in blocks:
                 most = _ALL if block is blocks[-1] else 0

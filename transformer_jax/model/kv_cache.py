@@ -48,7 +48,6 @@ class DecoderCache:
     source_mask_BS: jax.Array  # True for real source tokens
     ancestors_BWT: jax.Array  # int32; 0: not written
     position_B: jax.Array  # int32: number of tokens processed so far
-    max_length: int = struct.field(pytree_node=False)  # capacity in steps, at most T
     keys_transposed: bool = struct.field(pytree_node=False)  # keys are [B, H, K, L]
 
     def reorder(self, parents_BW: jax.Array) -> DecoderCache:
@@ -221,7 +220,6 @@ def empty_cache(
         source_mask_BS=jnp.pad(source_mask_BS, ((0, 0), (0, S - length))),
         ancestors_BWT=jnp.zeros((batch, beam_size, T), jnp.int32),
         position_B=jnp.zeros(batch, jnp.int32),
-        max_length=max_length,
         keys_transposed=keys_transposed,
     )
 

@@ -263,9 +263,9 @@ class Transformer(nnx.Module):
         Returns:
           Logits of the next token, float32 [B, W, V], and the new cache.
         """
-        # A finished sentence can run past the end of the cache, but its values must stay finite.
-        positions_B1 = jnp.minimum(cache.position_B, cache.max_length - 1)[:, None]
-        x_BWD = self.target_embedding(tokens_BW, positions_B1, num_positions=cache.max_length)
+        # A finished sentence can run past the end of the cache; its positions are clipped.
+        longest = min(cache.ancestors_BWT.shape[2], self.config.position_limit)
+        x_BWD = self.target_embedding(tokens_BW, cache.position_B[:, None], num_positions=longest)
         layers = cache.layers()
         hidden_BWD = self.decoder(x_BWD, None, None, None, caches=layers)
         return self.logits(hidden_BWD), cache.append(layers)
