@@ -126,7 +126,7 @@ class _Search(NamedTuple):
             prefix_BP=jnp.zeros((num_rows, longest), jnp.int32),
             seed_B=jnp.zeros(num_rows, jnp.uint32),
         )
-        return Rows(jnp.full(num_rows, NOBODY, jnp.int32), state, cache)
+        return Rows(jnp.full(num_rows, NOBODY, jnp.int32), state, cache.cleared())
 
 
 class _Compiled(NamedTuple):

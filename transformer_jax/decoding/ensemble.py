@@ -34,6 +34,10 @@ class EnsembleCache:
         pairs = zip(self.caches, fresh.caches, strict=True)
         return EnsembleCache(tuple(cache.replace_rows(rows_R, new) for cache, new in pairs))
 
+    def cleared(self) -> EnsembleCache:
+        """Return an empty cache with the same capacity."""
+        return EnsembleCache(tuple(cache.cleared() for cache in self.caches))
+
 
 class Ensemble(nnx.Module):
     """Averages the probabilities of several models. Has the same methods as ``Transformer``."""

@@ -108,8 +108,7 @@ def _history_kernel(W: int, position_ref: Any, ancestors_ref: Any, *refs: Any) -
         positions_1T = i * POSITIONS + jnp.arange(POSITIONS)[None]
         is_seen_WT = is_beam_W1 & (positions_1T < position)
         at = ancestors_ref.at[beams_W1, positions_1T]
-        beams_WT = triton.load(at, mask=is_seen_WT, other=1) - 1  # in the table, from 1
-        slots_WT1 = (positions_1T * W + beams_WT)[:, :, None]
+        slots_WT1 = (positions_1T * W + triton.load(at, mask=is_seen_WT, other=0))[:, :, None]
         rows = slots_WT1, is_seen_WT[:, :, None]
         return _attend(state, q_WK, _load(old_k_ref, *rows), _load(old_v_ref, *rows), is_seen_WT)
 

@@ -19,6 +19,7 @@ from transformer_jax.model import decode_kernel
 from transformer_jax.model.attention_kernel import MASKED
 from transformer_jax.model.gpu import parts
 
+_NOT_WRITTEN = -1
 # End positions of the blocks (self-attention, cross-attention). Blocks after position 64 are as
 # long as all earlier blocks together, because skipping a block also takes time. GPUs use a single
 # block.
@@ -39,14 +40,14 @@ class DecoderCache:
 
     Self-attention keys and values never move: position t of beam w stays in slot t * W + w.
     Reordering beams changes only the small table ``ancestors_BWT``. For each beam and position, it
-    gives the number of the beam, from 1, whose slot holds that position. The beams of a sentence
-    share its cross-attention keys and values. A cache of zeros is empty.
+    gives the beam whose slot holds that position. The beams of a sentence share its cross-attention
+    keys and values.
     """
 
     history: tuple[tuple[Block, ...], ...]  # one per layer
     source: tuple[tuple[Block, ...], ...]
     source_mask_BS: jax.Array  # True for real source tokens
-    ancestors_BWT: jax.Array  # int32; 0: not written
+    ancestors_BWT: jax.Array  # int32; -1: not written
     position_B: jax.Array  # int32: number of tokens processed so far
     keys_transposed: bool = struct.field(pytree_node=False)  # keys are [B, H, K, L]
 
@@ -71,15 +72,23 @@ class DecoderCache:
             history=tuple(tuple((k, put(v, 0)) for k, v in layer) for layer in self.history),
             source=put(self.source, fresh.source),
             source_mask_BS=put(self.source_mask_BS, fresh.source_mask_BS),
-            ancestors_BWT=put(self.ancestors_BWT, 0),
+            ancestors_BWT=put(self.ancestors_BWT, _NOT_WRITTEN),
             position_B=put(self.position_B, 0),
+        )
+
+    def cleared(self) -> DecoderCache:
+        """Return an empty cache of the same capacity. Old entries stay but are masked."""
+        return dataclasses.replace(
+            self,
+            source_mask_BS=jnp.zeros_like(self.source_mask_BS),
+            ancestors_BWT=jnp.full_like(self.ancestors_BWT, _NOT_WRITTEN),
+            position_B=jnp.zeros_like(self.position_B),
         )
 
     def layers(self) -> list[LayerAttention]:
         """Return each layer's attention over the cache in the next step."""
         batch, beam_size, _ = self.ancestors_BWT.shape
-        beams_111W = jnp.arange(1, beam_size + 1)[None, None, None]
-        visible_BWTW = self.ancestors_BWT[..., None] == beams_111W
+        visible_BWTW = self.ancestors_BWT[..., None] == jnp.arange(beam_size)[None, None, None]
         visible_B1WL = visible_BWTW.reshape(batch, 1, beam_size, -1)
         layers = zip(self.history, self.source, strict=True)
         return [LayerAttention(self, visible_B1WL, *each) for each in layers]
@@ -110,7 +119,7 @@ class DecoderCache:
         """Append the newest keys and values of each layer to the cache."""
         _, W, T = self.ancestors_BWT.shape
         is_new_BT = jnp.arange(T)[None] == self.position_B[:, None]
-        beams_1W1 = jnp.arange(1, W + 1, dtype=jnp.int32)[None, :, None]
+        beams_1W1 = jnp.arange(W, dtype=jnp.int32)[None, :, None]
         return dataclasses.replace(
             self,
             # Written after all layers have read it, so XLA's CPU backend does not copy blocks.
@@ -218,7 +227,7 @@ def empty_cache(
         history=blocks(of_history),
         source=blocks(of_source),
         source_mask_BS=jnp.pad(source_mask_BS, ((0, 0), (0, S - length))),
-        ancestors_BWT=jnp.zeros((batch, beam_size, T), jnp.int32),
+        ancestors_BWT=jnp.full((batch, beam_size, T), _NOT_WRITTEN, jnp.int32),
         position_B=jnp.zeros(batch, jnp.int32),
         keys_transposed=keys_transposed,
     )
