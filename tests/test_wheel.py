@@ -69,7 +69,8 @@ def test_programs_run_without_the_clone(installed: Path, tmp_path: Path) -> None
         return run(command, tmp_path, status=status, PYTHONPATH=str(installed))
 
     assert "--input" in program("transformer-decode", "--help")
-    text = program("transformer-train", "--config", "table3:C-N2,multi30k_cpu", "--help", "tokenizer")
+    flags = ["--config", "table3:C-N2,multi30k_cpu", "--help", "tokenizer"]
+    text = program("transformer-train", *flags)
     assert "(default: 8000)" in text  # from a recipe that reads two others
     text = program("transformer-train", "--config", "multi30k", "--workdir", "w", status=2)
     assert "data.root = 'data/multi30k'" in text  # missing; everything else exists
