@@ -1,6 +1,6 @@
-"""Differences in convention: PyTorch or tutorial code that computes something else by one name.
+"""Differences in convention: PyTorch or tutorial code with the same names but other results.
 
-docs/from_the_paper.md has the table. Each test shows a difference and how to remove it.
+Each test shows a difference in the table of docs/from_the_paper.md and how to remove it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RNG = np.random.default_rng(0)
 
 
 def test_layer_norm_by_the_unbiased_deviation() -> None:
-    """The Annotated Transformer divides by std + eps, with D - 1 in the std."""
+    """The Annotated Transformer divides by std + eps, where std divides by D - 1."""
     x_BLD = RNG.standard_normal((2, 5, D), np.float32)
     x = torch.tensor(x_BLD)
     theirs_BLD = ((x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)).numpy()
@@ -83,7 +83,7 @@ def test_label_smoothing_spreads_over_all_tokens() -> None:
 
 
 def test_schedule_counts_steps_from_one() -> None:
-    """LambdaLR counts from 0, where the formula divides by 0: some code takes step 1 twice."""
+    """LambdaLR counts from 0, where the formula divides by 0. Some code uses step 1 twice."""
 
     def rate(step: int) -> float:
         return D**-0.5 * min(step**-0.5, step * 10**-1.5)
@@ -107,7 +107,7 @@ def test_schedule_counts_steps_from_one() -> None:
 
 
 def test_a_query_that_sees_nothing_has_equal_weights_not_nan() -> None:
-    """Masked scores are -1e30 here and -inf in PyTorch; both are 0 beside any other score."""
+    """Masked scores are -1e30 here and -inf in PyTorch. Both give weight 0 beside other scores."""
     q, k, v = (RNG.standard_normal((1, 4, 2, 8), np.float32) for _ in range(3))
     mask_TS = np.tril(np.ones((4, 4), bool))
     mask_TS[0] = False
@@ -126,7 +126,7 @@ def test_a_query_that_sees_nothing_has_equal_weights_not_nan() -> None:
 
 
 def test_angles_of_sinusoids_are_float64() -> None:
-    """In float32, as most PyTorch code has them, they are off by 2e-5 at position 400."""
+    """In float32, as in most PyTorch code, their error is 2e-5 at position 400."""
     width = 512
     exact_D = 400 * 10000.0 ** -(np.arange(0, width, 2) / width)
     half = torch.arange(0, width, 2, dtype=torch.float32)
@@ -137,7 +137,7 @@ def test_angles_of_sinusoids_are_float64() -> None:
 
 
 def test_a_bias_of_the_keys_changes_nothing() -> None:
-    """It adds the same to all scores of a query: attention has no biases here unless asked."""
+    """It shifts all scores of a query equally. Our attention has no biases by default."""
     theirs = nn.MultiheadAttention(D, 4, batch_first=True)
     x_BLD = RNG.standard_normal((2, 5, D), np.float32)
     x = torch.tensor(x_BLD)
@@ -152,7 +152,7 @@ def test_a_bias_of_the_keys_changes_nothing() -> None:
 
 
 def test_gelu_is_by_erf() -> None:
-    """PyTorch's is by erf, JAX's by tanh unless told otherwise; here each has a name."""
+    """PyTorch defaults to erf and JAX to tanh. Each has its own name here."""
     x = np.linspace(-4, 4, 101, dtype=np.float32)
     exact, tanh = F.gelu(torch.tensor(x)), F.gelu(torch.tensor(x), approximate="tanh")
     assert 1e-4 < (exact - tanh).abs().max() < 1e-3
@@ -165,7 +165,7 @@ def test_gelu_is_by_erf() -> None:
 
 
 def test_nn_transformer_has_norms_after_its_stacks_and_dropout_inside_its_layers() -> None:
-    """Post-norm too, where the paper has neither; each has a field."""
+    """With post-norm, too. The paper has neither; each has a field here."""
     transformer = nn.Transformer(8, 2, 1, 1, 8, 0.3, batch_first=True)
     config = from_torch(transformer, torch.zeros(V, 8)).config
     assert (config.norm, config.final_norm) == ("post", True)

@@ -1,4 +1,4 @@
-"""The table of weight names works in both directions."""
+"""The table of weight names maps in both directions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = {"num_layers": 1, "attention_bias": True, "tie_embeddings": "none", "so
 
 
 @pytest.mark.parametrize("library", [HUGGING_FACE, CTRANSLATE2])
-def test_weights_come_back_from_the_names_of_a_library(library, joint, make) -> None:
+def test_round_trip_through_the_names_of_a_library(library, joint, make) -> None:
     config, model = make(joint, **FIELDS)
     weights = plain_weights(model)
     others = {
@@ -31,7 +31,7 @@ def test_weights_come_back_from_the_names_of_a_library(library, joint, make) -> 
         "softmax_bias": "bias",
     }
     tensors = to_library(weights, library, others)
-    joined = 10 if library is CTRANSLATE2 else 0  # 4 of each self-attention, 2 of cross-attention
+    joined = 10 if library is CTRANSLATE2 else 0  # 4 in each self-attention, 2 in cross-attention
     assert len(tensors) == len(weights) - joined
     blank = blank_weights(config.model)
     assert {name: x.shape for name, x in blank.items()} == {n: x.shape for n, x in weights.items()}
@@ -44,7 +44,7 @@ def test_weights_come_back_from_the_names_of_a_library(library, joint, make) -> 
 @pytest.mark.parametrize(
     "fields", [FIELDS, {"norm": "pre"}, {"positions": "learned", "max_positions": 24}]
 )
-def test_plain_weights_become_the_parameters_they_were(fields, joint, make) -> None:
+def test_round_trip_through_plain_weights(fields, joint, make) -> None:
     config, model = make(joint, **fields)
     before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     after = nnx.to_pure_dict(nnx.state(model_of(plain_weights(model), config.model), nnx.Param))
