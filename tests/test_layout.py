@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import transformer_jax
@@ -95,26 +96,25 @@ LONG_FILES = {"transformer_jax/config.py"}
 LONG_FUNCTIONS = {"training.prepare.prepare"}
 
 
-def modules(package: Path) -> dict[str, ast.Module]:
+@cache
+def modules(package: str) -> dict[str, ast.Module]:
     """Syntax trees of a package's modules, by dotted name within the package."""
-    return {
-        ".".join(path.relative_to(package).with_suffix("").parts): ast.parse(path.read_text())
-        for path in sorted(package.rglob("*.py"))
-        if path.name != "__init__.py"
-    }
+    files = [path for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]
+    names = [".".join(path.relative_to(ROOT / package).with_suffix("").parts) for path in files]
+    return {name: ast.parse(path.read_text()) for name, path in zip(names, files)}
 
 
-def imports(name: str, tree: ast.Module, package: str, known: Iterable[str]) -> set[str]:
-    """Modules of ``package`` that a module imports, anywhere in its code."""
+def imports(package: str, name: str) -> set[str]:
+    """Modules of ``package`` that its module ``name`` imports, anywhere in its code."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(modules(package)[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{name} imports by a relative name; expected {package}..."
             found |= {node.module or ""}
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {each.removeprefix(f"{package}.") for each in found} & set(known)
+    return {each.removeprefix(f"{package}.") for each in found} & set(modules(package))
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -123,26 +123,23 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
             yield node
 
 
-LIBRARY = modules(ROOT / "transformer_jax")
-BENCHMARKS = modules(ROOT / "benchmarks")
-
-
 def test_the_trunk_imports_only_earlier_modules() -> None:
-    trunk = {name: tree for name, tree in LIBRARY.items() if name.split(".")[0] not in BRANCHES}
+    library = modules("transformer_jax")
+    trunk = [name for name in library if name.split(".")[0] not in BRANCHES]
     assert sorted(trunk) == sorted(TRUNK)
-    assert not [name for name in LIBRARY if "util" in name], "name a module after what it does"
-    for name, tree in trunk.items():
-        for imported in imports(name, tree, "transformer_jax", LIBRARY):
+    assert not [name for name in library if "util" in name], "name a module after what it does"
+    for name in TRUNK:
+        for imported in imports("transformer_jax", name):
             assert imported in TRUNK, f"{name} imports {imported}, of a branch"
             assert TRUNK.index(imported) < TRUNK.index(name), f"{name} imports {imported}"
 
 
 def test_branches_import_only_public_names_and_their_own_files() -> None:
     graph = {}
-    for name, tree in LIBRARY.items():
+    for name in modules("transformer_jax"):
         branch = name.split(".")[0]
         if branch in BRANCHES:
-            graph[name] = imports(name, tree, "transformer_jax", LIBRARY)
+            graph[name] = imports("transformer_jax", name)
             others = {each for each in graph[name] if each.split(".")[0] != branch}
             assert not others, (
                 f"{name} imports {others}; expected `from transformer_jax import ...`"
@@ -151,9 +148,7 @@ def test_branches_import_only_public_names_and_their_own_files() -> None:
 
 
 def test_benchmarks_have_no_import_cycle() -> None:
-    graph = {
-        name: imports(name, tree, "benchmarks", BENCHMARKS) for name, tree in BENCHMARKS.items()
-    }
+    graph = {name: imports("benchmarks", name) for name in modules("benchmarks")}
     assert graph["train"] == {"in_turn"}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
@@ -170,7 +165,7 @@ def test_files_have_at_most_400_lines() -> None:
 def test_functions_have_at_most_60_lines() -> None:
     long = {
         f"{name}.{function.name}"
-        for name, tree in LIBRARY.items()
+        for name, tree in modules("transformer_jax").items()
         for function in functions(tree)
         if (function.end_lineno or 0) - function.lineno + 1 > 60
     }
@@ -178,7 +173,7 @@ def test_functions_have_at_most_60_lines() -> None:
 
 
 def test_functions_have_at_most_10_parameters() -> None:
-    for name, tree in LIBRARY.items():
+    for name, tree in modules("transformer_jax").items():
         for function in functions(tree):
             given = function.args
             named = [*given.posonlyargs, *given.args, *given.kwonlyargs]

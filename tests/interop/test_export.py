@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers  # its classes are imported on first use, which takes 3 s
 from flax import nnx
-from transformers import MarianMTModel, MarianTokenizer
 
 from transformer_jax import (
     BOS_ID,
@@ -81,8 +81,8 @@ def ctranslate2_of(folder: Path) -> ctranslate2.Translator:
     return ctranslate2.Translator(str(folder), inter_threads=1, intra_threads=1)
 
 
-def marian_of(folder: Path) -> MarianMTModel:
-    model, info = MarianMTModel.from_pretrained(folder, output_loading_info=True)
+def marian_of(folder: Path) -> transformers.MarianMTModel:
+    model, info = transformers.MarianMTModel.from_pretrained(folder, output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")), info
     return model.eval()
 
@@ -187,7 +187,8 @@ def by_transformers(
     folder: Path, tokenizer: Tokenizer, texts: list[str], beam_size: int = 4
 ) -> list[tuple[list[int], float | None]]:
     """Token ids of each translation, and its score if from beam search."""
-    batch = MarianTokenizer.from_pretrained(folder)(texts, return_tensors="pt", padding=True)
+    their_tokenizer = transformers.MarianTokenizer.from_pretrained(folder)
+    batch = their_tokenizer(texts, return_tensors="pt", padding=True)
     given = [[i for i in row if i != PAD_ID] for row in batch.input_ids.tolist()]
     assert given == [[*ids, EOS_ID] for ids in tokenizer.source.encode(texts)]
     found = marian_of(folder).generate(
@@ -319,7 +320,7 @@ def test_search_settings_are_exported(tmp_path, joint, make) -> None:
     decoding = dataclasses.replace(config.decoding, **changes)
     config = dataclasses.replace(config, decoding=decoding)
     folder = export("huggingface", tmp_path / "out", config, model, joint)
-    theirs = MarianMTModel.from_pretrained(folder).generation_config
+    theirs = transformers.MarianMTModel.from_pretrained(folder).generation_config
     assert (theirs.length_penalty, theirs.max_length, theirs.min_new_tokens) == (0.6, 35, 2)
     assert theirs.bad_words_ids == [[PAD_ID], joint.target.ids(["T"])]
     assert theirs.no_repeat_ngram_size == 3
@@ -331,7 +332,8 @@ def test_marian_tokenizer_removes_tags_before_it_tokenizes(tmp_path, lines, make
         TokenizerConfig(vocab_size=48, user_defined_symbols=(">>deu<<",)),
     )
     folder = export("huggingface", tmp_path / "tagged", *make(tagged), tagged)
-    theirs, [ours] = MarianTokenizer.from_pretrained(folder), tagged.source.encode([">>deu<< one"])
+    theirs = transformers.MarianTokenizer.from_pretrained(folder)
+    [ours] = tagged.source.encode([">>deu<< one"])
     assert tagged.source.tokens(ours)[0] == "▁"
     assert theirs(">>deu<< one").input_ids == [*ours[1:], EOS_ID]
 

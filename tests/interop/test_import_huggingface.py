@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+import transformers  # its classes are imported on first use, which takes 3 s
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from transformers import MarianConfig, MarianMTModel, MarianTokenizer
 
 from transformer_jax import checkpoint
 from transformer_jax.checkpoint import load_model
@@ -85,7 +85,7 @@ def marian(tmp_path_factory, lines) -> Path:
     languages = {"source_lang": "en", "target_lang": "de"}
     (folder / "tokenizer_config.json").write_text(json.dumps(languages))
     last = len(names) - 1
-    config = MarianConfig(
+    config = transformers.MarianConfig(
         vocab_size=len(names),
         d_model=16,
         encoder_layers=2,
@@ -102,7 +102,7 @@ def marian(tmp_path_factory, lines) -> Path:
         forced_eos_token_id=0,
         max_position_embeddings=64,
     )
-    model = MarianMTModel(config)
+    model = transformers.MarianMTModel(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -135,8 +135,9 @@ def workdir(marian, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(marian) -> tuple[MarianMTModel, MarianTokenizer]:
-    return MarianMTModel.from_pretrained(marian).eval(), MarianTokenizer.from_pretrained(marian)
+def theirs(marian) -> tuple[transformers.MarianMTModel, transformers.MarianTokenizer]:
+    model = transformers.MarianMTModel.from_pretrained(marian)
+    return model.eval(), transformers.MarianTokenizer.from_pretrained(marian)
 
 
 def _columns(marian: Path, pieces: list[str]) -> list[int]:
@@ -221,7 +222,7 @@ def test_translations_agree(workdir, theirs, lines) -> None:
 
 @pytest.mark.cpu("an imported model computes in bfloat16 elsewhere")
 def test_attention_weights_agree(marian, workdir, theirs, lines) -> None:
-    model = MarianMTModel.from_pretrained(marian, attn_implementation="eager").eval()
+    model = transformers.MarianMTModel.from_pretrained(marian, attn_implementation="eager").eval()
     sides = theirs[1](lines[0]).input_ids, theirs[1](text_target=_target(lines[1])).input_ids
     source, target = sides[0], [model.config.pad_token_id, *sides[1][:-1]]
     with torch.no_grad():
@@ -449,7 +450,7 @@ def test_unsupported_search_settings_are_errors(setting, value, message, marian,
 def test_an_imported_model_survives_export_and_import(workdir, tmp_path, lines) -> None:
     config, model, tokenizer = load_model(workdir)
     export_huggingface(config, model, tokenizer, tmp_path)
-    theirs = MarianTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.MarianTokenizer.from_pretrained(tmp_path)
     again, _, tokenizer_again = import_huggingface(tmp_path)
     texts = [*lines, *map(_target, lines), ">>deu<< one", "漢 Ä zzz"]
     assert [theirs(text).input_ids[:-1] for text in texts] == tokenizer.source.encode(texts)
