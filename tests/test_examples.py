@@ -56,9 +56,9 @@ def test_copy_task(run: Callable[..., str]) -> None:
 
 
 def test_a_vision_transformer_classifies_digits(run: Callable[..., str]) -> None:
-    printed = run("digits_vit", steps=150)
+    printed = run("digits_vit", steps=60)
     [accuracy] = re.findall(r"accuracy on 360 test images: ([\d.]+)%", printed)
-    assert float(accuracy) >= 95
+    assert float(accuracy) >= 80
 
 
 def test_a_language_model_samples_number_names(run: Callable[..., str]) -> None:

@@ -30,9 +30,8 @@ def test_notebooks_run(tmp_path: Path) -> None:
     for path in NOTEBOOKS:
         cells += nbformat.read(path, as_version=4).cells
         cells.append(nbformat.v4.new_code_cell("%reset -f"))
-    for cell in (
-        cells
-    ):  # a tenth of the training steps; the same sizes, so that notebooks share compiled code
+    # A tenth of the training steps, and sizes with which the notebooks share compiled code.
+    for cell in cells:
         source = cell.source.replace("num_layers=2", "num_layers=1")
         source = source.replace("tokens=1024", "tokens=512")
         cell.source = re.sub(
