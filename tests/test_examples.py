@@ -22,16 +22,23 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """``run(name, **arguments of its main)``: the example's output, on one device."""
+    """``run(name, **arguments of its main)``: the example's output, on one device.
+
+    ``num_layers`` replaces the number in its config.
+    """
     one = jax.devices()[:1]
     monkeypatch.setattr(
         transformer_jax, "train", functools.partial(transformer_jax.train, devices=one)
     )
     monkeypatch.setattr("transformer_jax.decoding.devices.find_devices", lambda: one)
 
-    def run(name: str, **arguments: Any) -> str:
+    def run(name: str, num_layers: int | None = None, **arguments: Any) -> str:
         [path] = [path for path in EXAMPLES if path.stem == name]
-        runpy.run_path(str(path))["main"](**arguments)
+        main = runpy.run_path(str(path))["main"]
+        if num_layers:
+            config = dataclasses.replace(main.__globals__["CONFIG"], num_layers=num_layers)
+            main.__globals__["CONFIG"] = config
+        main(**arguments)
         return capsys.readouterr().out
 
     return run
@@ -46,7 +53,7 @@ def test_examples_are_short_and_show_their_command(path: Path) -> None:
 
 
 def test_copy_task(run: Callable[..., str]) -> None:
-    printed = run("copy_task", steps=100)
+    printed = run("copy_task", num_layers=1, steps=100)
     [loss] = re.findall(r"^step 100: loss (.*)$", printed, re.MULTILINE)
     assert float(loss) < 2  # about ln 20 = 3 at first
     source, copy = re.findall(r"^(?:source|copy  ) \[(.*)\]$", printed, re.MULTILINE)
@@ -62,7 +69,7 @@ def test_a_vision_transformer_classifies_digits(run: Callable[..., str]) -> None
 
 
 def test_a_language_model_samples_number_names(run: Callable[..., str]) -> None:
-    printed = run("language_model", steps=60)
+    printed = run("language_model", num_layers=1, steps=60)
     assert len(printed.splitlines()) == 11
     right, new = re.findall(r"\d+", printed.splitlines()[-1].replace("500", ""))
     assert int(right) >= 50 and 0 < int(new) < int(right)

@@ -70,7 +70,7 @@ _train_anywhere = transformer_jax.train
 
 
 def _train(config: Config, workdir: str) -> dict[str, Any]:
-    decoding = DecodingConfig(max_source_length=16, max_extra_length=8, batch_size=8)
+    decoding = DecodingConfig(max_source_length=16, max_extra_length=8, batch_size=2)
     config = dataclasses.replace(config, decoding=decoding)
     return _train_anywhere(config, workdir, devices=jax.devices()[:1])
 

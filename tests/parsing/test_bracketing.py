@@ -2,13 +2,14 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from transformer_jax.errors import UserError
-from transformer_jax.parsing.bracketing import BracketScore, bracket_score
+from transformer_jax.parsing.bracketing import bracket_score
 from transformer_jax.parsing.trees import Parse, from_sequence, read_parses
 
 WORDS = ["John", ",", "has", "a", "dog", "."]
@@ -101,17 +102,16 @@ BY_EVALB = [
 ]
 
 
-def score_of_text(folder: Path, gold: list[str], parses: list[str]) -> BracketScore:
-    for name, trees in (("gold.mrg", gold), ("parses.mrg", parses)):
-        (folder / name).write_text("".join(f"{tree}\n" for tree in trees))
-    return bracket_score(read_parses(folder / "gold.mrg"), read_parses(folder / "parses.mrg"))
+def read(folder: Path, trees: Iterable[str]) -> list[Parse]:
+    (folder / "trees.mrg").write_text("".join(f"{tree}\n" for tree in trees))
+    return list(read_parses(folder / "trees.mrg"))
 
 
 @pytest.mark.parametrize(("gold", "parse", "printed"), BY_EVALB)
 def test_counts_match_the_output_of_evalb(
     tmp_path: Path, gold: str, parse: str, printed: tuple[int, int, int]
 ) -> None:
-    assert score_of_text(tmp_path, [gold], [parse])[:3] == printed
+    assert bracket_score(read(tmp_path, [gold]), read(tmp_path, [parse]))[:3] == printed
 
 
 LABELS = ["S", "NP-SBJ", "NP", "VP", "PP=2", "ADVP", "PRT", "TOP"]
@@ -158,13 +158,14 @@ def test_random_trees_match_the_reference_and_evalb(tmp_path: Path) -> None:
     golds, parses, by_cutting = list[str](), list[str](), list[tuple[int, int, int, int]]()
     for _ in range(300):
         leaves = [f"({leaf})" for leaf in ["NN dog", *draw.choices(LEAVES, k=draw.randint(1, 12))]]
-        gold, parse = random_tree(draw, leaves), random_tree(draw, leaves)
-        a, b = brackets_by_cutting(gold), brackets_by_cutting(parse)
+        golds.append(random_tree(draw, leaves))
+        parses.append(random_tree(draw, leaves))
+        a, b = brackets_by_cutting(golds[-1]), brackets_by_cutting(parses[-1])
         by_cutting.append(((a & b).total(), a.total(), b.total(), int(a == b)))
-        assert score_of_text(tmp_path, [gold], [parse])[:4] == by_cutting[-1], (gold, parse)
-        golds.append(gold)
-        parses.append(parse)
-    score = score_of_text(tmp_path, golds, parses)
+    pairs = list(zip(read(tmp_path, golds), read(tmp_path, parses), strict=True))
+    for (gold, parse), counts in zip(pairs, by_cutting, strict=True):
+        assert bracket_score([gold], [parse])[:4] == counts, (gold, parse)
+    score = bracket_score(*zip(*pairs, strict=True))
     assert score[:4] == tuple(map(sum, zip(*by_cutting, strict=True)))
     # Output of EVALB, compiled from its C source, for the same 300 trees (2026-11-23)
     assert score[:4] == (400, 1290, 1317, 22)  # complete match: 7.33% of 300
