@@ -1,7 +1,10 @@
 """Files, settings, flags, names and links in the documentation exist."""
 
+import contextlib
 import dataclasses
+import functools
 import importlib
+import io
 import pkgutil
 import re
 import runpy
@@ -16,7 +19,7 @@ from flax import nnx
 
 from transformer_jax import Transformer
 from transformer_jax.cli import config_in_flags, parse_flags
-from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.config import Config
 from transformer_jax.config_io import flatten, load_config_file, recipe_path
 from transformer_jax.training.__main__ import Arguments
 
@@ -122,27 +125,31 @@ def test_the_readme_is_short_and_repeats_documented_results() -> None:
     assert len(readme.splitlines()) <= 120
 
 
+@functools.cache
+def _flags(program: str) -> set[str]:
+    """Flags in the help text of a program or subcommand."""
+    name, *task = program.split()
+    is_folder = (ROOT / name.replace(".", "/")).is_dir()
+    main = importlib.import_module(name + ".__main__" * is_folder).main
+    with contextlib.redirect_stdout(io.StringIO()) as text, pytest.raises(SystemExit):
+        main([*task, "--help"])
+    return set(re.findall(r"--([a-z][\w.-]*)", text.getvalue()))
+
+
 @pytest.mark.parametrize(
-    ("page", "files", "called"),
+    ("page", "programs", "command"),
     [
-        ("decoding", ("decoding/program", "decoding/records", "figures/__main__"), "decode.py"),
-        ("serving", ("serving/flags", "decoding/program", "decoding/records"), "transformer-serve"),
+        ("decoding", ("decoding", "figures"), "decode.py"),
+        ("serving", ("serving", "decoding"), "transformer-serve"),
     ],
 )
-def test_flags_on_a_page_exist(page: str, files: tuple[str, ...], called: str) -> None:
-    programs = (ROOT / "transformer_jax" / f"{name}.py" for name in files)
-    fields = [
-        name
-        for file in programs
-        for name in re.findall(r"^    (\w+): .* = ", file.read_text(), re.MULTILINE)
-    ]
-    fields += [field.name for field in dataclasses.fields(DecodingConfig)]
-    flags = {field.replace("_", "-") for field in fields} | {"help"}
+def test_flags_on_a_page_exist(page: str, programs: tuple[str, ...], command: str) -> None:
+    flags = set().union(*(_flags(f"transformer_jax.{program}") for program in programs))
     text = (ROOT / "docs" / f"{page}.md").read_text().replace("\\\n", "")
     text = re.sub(r"srun .*? sh|docker build.*|docker run .* transformer-serve", "", text)
-    commands = "\n".join(line for line in text.split("\n") if called in line or "`--" in line)
+    lines = "\n".join(line for line in text.split("\n") if command in line or "`--" in line)
     # a dot marks a training setting
-    named = set(re.findall(r"--([a-z-]+)(?![a-z.-])", commands))
+    named = set(re.findall(r"--([a-z-]+)(?![a-z.-])", lines))
     assert len(named) > 10 and not named - flags, f"docs/{page}.md names {named - flags}"
 
 
@@ -241,16 +248,10 @@ def _other_commands() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("program", _other_commands())
-def test_flags_of_other_documented_commands_exist(
-    program: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_of_other_documented_commands_exist(program: str) -> None:
     flags = _other_commands()[program]
-    name, *task = program.split()
-    folder = (ROOT / name.replace(".", "/")).is_dir()
-    with pytest.raises(SystemExit):
-        importlib.import_module(name + ".__main__" * folder).main([*task, "--help"])
-    known = set(re.findall(r"--([a-z][\w.-]*)", capsys.readouterr().out))
-    assert flags and not flags - known, f"the documents give {program} --{flags - known}"
+    unknown = flags - _flags(program)
+    assert flags and not unknown, f"the documents give {program} --{unknown}"
 
 
 def test_documented_commands_are_found() -> None:

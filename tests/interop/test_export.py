@@ -142,25 +142,6 @@ def test_logits_agree_with_the_libraries(
 
 
 @pytest.fixture
-def ending(joint, make) -> Callable[..., tuple[Config, Transformer]]:
-    """``ending(seed, drift, **fields of DecodingConfig)``: a model whose sentences end, as its
-    target positions drift toward the output embedding of EOS.
-    """
-
-    def build(seed: int, drift: float, **decoding: Any) -> tuple[Config, Transformer]:
-        fields = {"softmax_bias": True, "tie_embeddings": "none", "num_layers": 1}
-        config, model = make(joint, seed, positions="learned", max_positions=40, **fields)
-        end_D = model.softmax_matrix[...][EOS_ID]
-        table = model.target_embedding.position_matrix
-        steps_L1 = jnp.arange(len(table), dtype=jnp.float32)[:, None] - 4
-        table[...] = table[...] + drift * steps_L1 * (end_D / jnp.linalg.norm(end_D))[None]
-        search = dataclasses.replace(config.decoding, **decoding)
-        return dataclasses.replace(config, decoding=search), model
-
-    return build
-
-
-@pytest.fixture
 def marian(joint, make) -> Callable[..., tuple[Config, Transformer]]:
     """``marian(seed, **fields of DecodingConfig)``: a model like OPUS-MT whose sentences end."""
 
@@ -239,7 +220,7 @@ def test_scores_agree_with_the_libraries_at_length_offset_0(tmp_path, joint, lin
             np.testing.assert_allclose(ours, scores, atol=1e-4)
 
 
-def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, ending) -> None:
+def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, make) -> None:
     """With a length penalty, CTranslate2 stops after beam size x patience finished hypotheses, even
     poor ones. Its default patience of 1 is too early for these models.
     """
@@ -249,8 +230,15 @@ def test_exported_beam_search_is_not_worse_than_greedy(tmp_path, joint, lines, e
         "default": {"patience": 1},
         "exhaustive": {"patience": 50},
     }
+    fields = {"softmax_bias": True, "tie_embeddings": "none", "num_layers": 1}
     for seed in (9, 2):
-        config, model = ending(seed, 0.8, length_penalty=0.6)
+        config, model = make(joint, seed, positions="learned", max_positions=40, **fields)
+        decoding = dataclasses.replace(config.decoding, length_penalty=0.6)
+        config = dataclasses.replace(config, decoding=decoding)
+        # Sentences end, as target positions drift toward the output embedding of EOS.
+        end_D, table = model.softmax_matrix[...][EOS_ID], model.target_embedding.position_matrix
+        steps_L1 = jnp.arange(len(table), dtype=jnp.float32)[:, None] - 4
+        table[...] = table[...] + 0.8 * steps_L1 * (end_D / jnp.linalg.norm(end_D))[None]
         folder = export("ctranslate2", tmp_path / str(seed), config, model, joint)
         scores = {
             name: np.array([x for _, x in by_ctranslate2(folder, joint, lines, **changes)])
