@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import transformer_jax
 from transformer_jax import Config, DecodingConfig
@@ -82,20 +80,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     folder = tmp_path_factory.mktemp("examples")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))  # training enables the compilation cache there
         # Few short sentences on one device: each length, width and device takes a compilation.
         patch.setattr(transformer_jax, "train", _train)
         patch.setattr("transformer_jax.decoding.devices.find_devices", lambda: jax.devices()[:1])
-        try:
-            [training] = TRAINS
-            training.run()
-            for name in set(re.findall(r'"runs/(\w+)"', "".join(block.code for block in OTHERS))):
-                (folder / "runs" / name).symlink_to("toy")
-            yield folder
-        finally:
-            # as in conftest.py
-            jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-            compilation_cache.reset_cache()
+        [training] = TRAINS
+        training.run()
+        for name in set(re.findall(r'"runs/(\w+)"', "".join(block.code for block in OTHERS))):
+            (folder / "runs" / name).symlink_to("toy")
+        yield folder
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=lambda block: f"{block.file.name}:{block.line}")
