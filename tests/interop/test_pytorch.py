@@ -97,10 +97,6 @@ def imported(given: TorchModules) -> Transformer:
     return from_torch(**given._asdict(), dtype="float32")
 
 
-def logits_of(model: Transformer) -> np.ndarray:
-    return np.asarray(jax.jit(lambda: model(SOURCE_BS, TARGET_BT))())
-
-
 def apart(ours: Any, theirs: Any) -> float:
     """Largest difference, relative to the largest value."""
     ours, theirs = (x.detach().numpy() if isinstance(x, Tensor) else x for x in (ours, theirs))
@@ -411,7 +407,9 @@ def test_reference_search_over_their_model_agrees(variant: str, seed: int, beam_
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
-def test_round_trip_through_pytorch(fields: dict[str, Any]) -> None:
+def test_round_trip_through_pytorch(
+    fields: dict[str, Any], logits: Callable[..., np.ndarray]
+) -> None:
     sizes = {"vocab_size": V, "d_model": D, "d_ff": 48, "num_heads": H, "num_layers": 2}
     config = ModelConfig(**(sizes | {"max_positions": 16, "dtype": "float32"} | fields))
     model = random_transformer(config)
@@ -426,7 +424,7 @@ def test_round_trip_through_pytorch(fields: dict[str, Any]) -> None:
         for path, x in nnx.to_flat_state(state)
         if path[-1] == "kernel" or path[-1].endswith("matrix")
     )
-    logits_BTV = logits_of(model)
+    logits_BTV = logits(model, SOURCE_BS, TARGET_BT)
     theirs.eval()
     for gradients in (True, False):  # without gradients, PyTorch may use a fused encoder
         with torch.set_grad_enabled(gradients):
