@@ -59,7 +59,7 @@ def test_label_smoothing_spreads_over_all_tokens() -> None:
     goal[:, PAD_ID] = 0
     goal[target == PAD_ID] = 0
     annotated = -(goal * logits.log_softmax(-1)).sum().item()
-    assert abs(float(ours) / annotated - 1) > 1e-3
+    assert abs(float(ours) - annotated) > 0.01
 
 
 def test_schedule_counts_steps_from_one() -> None:
