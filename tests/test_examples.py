@@ -57,9 +57,9 @@ def test_copy_task(run: Callable[..., str]) -> None:
     [loss] = re.findall(r"^step 100: loss (.*)$", printed, re.MULTILINE)
     assert float(loss) < 2  # about ln 20 = 3 at first
     source, copy = re.findall(r"^(?:source|copy  ) \[(.*)\]$", printed, re.MULTILINE)
-    assert len(source.split(",")) >= len(copy.split(",")) > 1
+    assert len(source.split(",")) > 1 and len(copy.split(",")) > 1
     [exact] = re.findall(r"^(\d+) of 200 new sequences are copied exactly$", printed, re.MULTILINE)
-    assert int(exact) > 5
+    assert int(exact) > 20
 
 
 def test_a_vision_transformer_classifies_digits(run: Callable[..., str]) -> None:
