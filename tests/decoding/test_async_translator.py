@@ -30,7 +30,7 @@ def shared(translator: Translator) -> Iterator[AsyncTranslator]:
     found.close()
 
 
-def test_each_task_gets_its_own_lines_translations(translator, shared) -> None:
+def test_each_task_gets_the_translators_result(translator, shared) -> None:
     long = " ".join(LINES[:6])  # in segments
     lines = [*LINES, "", long, Request("one two", prefix="SIX")]
     count = shared.num_lines
@@ -51,7 +51,7 @@ def test_each_task_gets_its_own_lines_translations(translator, shared) -> None:
     assert shared.num_lines - count >= len(lines)
 
 
-def test_alignments_are_those_of_a_scorer(translator, shared) -> None:
+def test_alignments_equal_the_scorers(translator, shared) -> None:
     [plain] = asyncio.run(shared.translate(LINES[3]))
     assert plain.alignment is None
     [found] = asyncio.run(shared.translate(LINES[3], alignments=True))
@@ -71,12 +71,12 @@ def test_alignments_are_those_of_a_scorer(translator, shared) -> None:
         (Request("one", prefix="日本"), "prefix '日本' has tokens outside the vocabulary"),
     ],
 )
-def test_what_no_line_may_be(shared, line, message) -> None:
+def test_invalid_lines(shared, line, message) -> None:
     with pytest.raises(UserError, match=message):
         asyncio.run(shared.translate(line))
 
 
-def test_checks_name_a_line_only_if_it_has_a_number(translator) -> None:
+def test_errors_name_only_numbered_lines(translator) -> None:
     with pytest.raises(UserError, match=r"^The text: prefix '日本' has"):
         translator.check(Request("one", prefix="日本"))
     with pytest.raises(UserError, match=r"^The text is not valid Unicode"):
@@ -84,7 +84,7 @@ def test_checks_name_a_line_only_if_it_has_a_number(translator) -> None:
     translator.check(Request("one", prefix="SIX"))
 
 
-def test_the_model_of_a_run_with_other_settings(translator, tmp_path) -> None:
+def test_settings_override_those_of_the_run(translator, tmp_path) -> None:
     model = translator.model
     config = Config(model=model.config, decoding=CONFIG)
     write_run(tmp_path, config, translator.tokenizer, {1: model}, best_step=1)
