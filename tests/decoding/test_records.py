@@ -194,8 +194,10 @@ SECOND_ALIGNED = dataclasses.replace(SECOND, alignment=OTHER)
 )
 def test_text_output(settings, translations, lines):
     assert Results(**settings).text(RECORD, translations) == lines
-    if translations == [BEST]:
-        assert Results(**settings).text(RECORD, translations, scores=True) == ["-2.5000"]
+
+
+def test_text_output_of_scores():
+    assert Results().text(RECORD, [BEST], scores=True) == ["-2.5000"]
 
 
 def test_objects_keep_their_fields():

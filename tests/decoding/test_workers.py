@@ -85,7 +85,7 @@ def test_results_equal_the_engines(num_models, settings):
     rows = live_rows(engine)
     compiled = engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size()
     of_seeds = [
-        search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(3)
+        search_live(rows, SENTENCES, wanted_by(seed, config), seed=seed) for seed in range(2)
     ]
     assert compiled == (engine._compiled.encode._cache_size(), engine._compiled.seat._cache_size())
     every = [sentence._replace(wanted=config.beam_size) for sentence in SENTENCES]
