@@ -30,14 +30,12 @@ def restored_matmul_precision() -> Iterator[None]:
     jax.config.update("jax_default_matmul_precision", before)
 
 
-def test_float32_products_are_exact_where_that_is_asked_for(
-    restored_matmul_precision: None,
-) -> None:
-    """On a GPU the default is TF32, which misses this by far."""
+def test_highest_matmul_precision_is_exact(restored_matmul_precision: None) -> None:
+    """On GPUs the default is TF32, whose error is far larger."""
     x = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
     jax.config.update("jax_default_matmul_precision", "high")
     use_matmul_precision("default")
-    assert jax.config.jax_default_matmul_precision == "high"  # as it was
+    assert jax.config.jax_default_matmul_precision == "high"  # unchanged
     use_matmul_precision("highest")
     np.testing.assert_allclose(jnp.asarray(x) @ x, x.astype(np.float64) @ x, atol=1e-4)
 
@@ -45,7 +43,7 @@ def test_float32_products_are_exact_where_that_is_asked_for(
 def test_training_and_decoding_set_the_precision(
     restored_matmul_precision: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before they fail, here for want of text and of a checkpoint."""
+    """Here both fail later, because text and a checkpoint are missing."""
     missing = DataConfig(train=PairsConfig("text", source=("missing",), target=("missing",)))
     config = Config(model=ModelConfig(matmul_precision="highest"), data=missing)
     (tmp_path / "lines").write_text("one")
@@ -59,7 +57,7 @@ def test_training_and_decoding_set_the_precision(
         assert jax.config.jax_default_matmul_precision == "highest"
 
 
-def test_relu_is_jax_relu_with_gradient_0_at_0() -> None:
+def test_relu_equals_jax_relu_with_gradient_0_at_0() -> None:
     x = jnp.array([-2.0, -0.0, 0.0, 1e-30, 3.0, jnp.inf])
     for function in (relu, jax.jit(relu)):
         np.testing.assert_array_equal(function(x), jax.nn.relu(x))
@@ -69,7 +67,7 @@ def test_relu_is_jax_relu_with_gradient_0_at_0() -> None:
     np.testing.assert_array_equal(tangent, [0, 0, 0, 5, 5, 5])
 
 
-def test_swiglu_is_its_formula() -> None:
+def test_swiglu_equals_its_formula() -> None:
     config = ModelConfig(d_model=8, d_ff=6, activation="swiglu", feed_forward_bias=False)
     layer = FeedForward(dataclasses.replace(config, dtype="float32"), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 3, 8))
@@ -84,7 +82,7 @@ def test_swiglu_is_its_formula() -> None:
     )
 
 
-def test_gelu_is_exact_and_gelu_tanh_its_approximation() -> None:
+def test_gelu_is_exact_and_gelu_tanh_approximates_it() -> None:
     x = jnp.linspace(-4, 4, 12)[None, :, None]
 
     def out(activation: Literal["gelu", "gelu_tanh"]) -> np.ndarray:
