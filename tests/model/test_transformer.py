@@ -1,4 +1,4 @@
-"""Properties of the Transformer: causality, padding, packing, cached decoding, parameter counts."""
+"""Transformer: causality, padding, packing, cached decoding, dropout, attention weights."""
 
 import dataclasses
 import functools
