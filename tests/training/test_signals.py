@@ -1,6 +1,5 @@
-"""Ctrl-C and SIGTERM set a flag; their handlers raise nothing."""
+"""Ctrl-C and SIGTERM set a flag; their handlers raise no exceptions."""
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -9,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
-from runs import ONE, no_evaluation, tiny
+from jax.experimental import multihost_utils
+from runs import ONE, changed, no_evaluation, tiny
 
 from transformer_jax.config import MeshConfig, PairsConfig
 from transformer_jax.sharding import make_mesh
@@ -20,7 +21,7 @@ from transformer_jax.training.signals import Interrupted, Signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_sets_a_flag_and_raises_nothing(
+def test_a_signal_sets_a_flag_and_raises_no_exception(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -28,20 +29,37 @@ def test_a_signal_sets_a_flag_and_raises_nothing(
         assert not signals.stop_after(1)
         signal.raise_signal(number)
         assert signals.received == number and signals.stop_after(1)
-        # From now on Ctrl-C is the system's, which ends the program without Python's help.
+        # The next Ctrl-C kills the process without running Python code.
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-        signal.raise_signal(signal.SIGTERM)  # a group's signal may come twice
+        signal.raise_signal(signal.SIGTERM)  # a signal to a process group can arrive twice
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert "stopping; saving ..." in capfd.readouterr().err
 
 
-def test_a_second_ctrl_c_ends_the_program_at_once() -> None:
+def test_one_ctrl_c_stops_all_processes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's runtime handles SIGTERM and stops all processes after the same step."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        multihost_utils, "reached_preemption_sync_point", lambda step: step == 3 and received
+    )
+    try:
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGINT)
+            assert received == [signal.SIGTERM] and not signals.stop_after(2)
+            assert signals.stop_after(3) and signals.name == "SIGTERM"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_ctrl_c_kills_the_program() -> None:
     program = (
         "import signal, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from transformer_jax.training.signals import Interrupted, Signals\n"
         "with Signals():\n    print('ready', flush=True)\n"
-        # Briefly: a signal that another thread gets does not end the main thread's sleep.
+        # Short sleeps, because a signal to another thread does not interrupt this one.
         "    for _ in range(600): time.sleep(0.1)\n"
     )
     with subprocess.Popen(
@@ -56,7 +74,7 @@ def test_a_second_ctrl_c_ends_the_program_at_once() -> None:
         assert process.wait(timeout=20) == -signal.SIGINT
 
 
-def test_a_translation_is_stopped_between_windows() -> None:
+def test_evaluation_polls_between_blocks_of_sentences() -> None:
     windows: list[int] = []
 
     class Translator:
@@ -82,17 +100,17 @@ def test_a_translation_is_stopped_between_windows() -> None:
     assert evaluator._translate({}, pairs) == ["A"] * 5000
 
 
-def test_a_signal_during_the_test_set_leaves_it_to_the_next_start(
+def test_an_interrupted_test_evaluation_runs_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = no_evaluation(tiny(steps=1))
     test = PairsConfig("numbers", split="test", limit=3)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=test))
+    config = changed(config, data={"test": test})
 
     def interrupted(self: Evaluator, checkpoints: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         self._poll()
-        raise AssertionError("it went on")
+        raise AssertionError("not interrupted")
 
     monkeypatch.setattr(Evaluator, "test", interrupted)
     summary = train(config, tmp_path, devices=ONE)
