@@ -29,7 +29,7 @@ SLOW = [
         "test_examples",
         "training/test_object_store",
         "decoding/test_engine",
-        "training/test_going_on",
+        "training/test_resumed_runs",
         "test_notebooks",
         "test_table3",
         "test_decode_cli",
@@ -101,9 +101,9 @@ os.environ |= {
 STARTED = [str(Path(__file__).with_name("started")), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, STARTED))
 
-# What tests import is compiled to bytecode when it is first imported, for 13 s of CPU time. Where
-# all tests run, workers begin with different packages, so that few are compiled twice.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests read only folders that they wrote
+# The first import of a module compiles it to bytecode; that takes 13 s of CPU time in total. If all
+# tests run, each worker starts with different packages, so that few modules are compiled twice.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests load only models that they saved
 PACKAGES = (
     ("transformer_jax.training.loop", "hypothesis", "chex"),
     ("torch", "transformers"),
@@ -155,7 +155,7 @@ exchange_compiled()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest's workers whether they run all tests, on CPUs: a GPU's libraries are JAX's."""
+    """Tell pytest's workers if they run all tests on CPUs. With a GPU, JAX must load first."""
     os.environ["ALL_TESTS"] = str(
         config.args == config.getini("testpaths") and DEVICE.platform == "cpu"
     )
@@ -178,15 +178,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow files first, so that no worker ends with one (with xdist: `--dist loadfile
-    --no-loadscope-reorder`).
+    """Run slow files first, so that no worker starts one last.
+
+    With xdist, this needs `--dist loadfile --no-loadscope-reorder`.
     """
     place = {name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(SLOW)))
 
 
 def pytest_collection_finish() -> None:
-    """Run garbage collection less often, because tracing makes many objects."""
+    """Collect garbage less often, because tracing creates many objects."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 

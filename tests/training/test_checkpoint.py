@@ -1,24 +1,21 @@
-"""Checkpoints: exact, retained as configured, verified on load, safe on a full disk."""
+"""Checkpoints: restoring, retention, averaging, corruption, full disks."""
 
-import dataclasses
 import errno
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import chex
 import jax
 import numpy as np
 import pytest
-from runs import ONE
+from runs import ONE, changed
 
 from transformer_jax import checkpoint
 from transformer_jax.checkpoint import choose_checkpoints, load_model, newest_intact
 from transformer_jax.config import (
     Config,
     DataConfig,
-    DecodingConfig,
     ModelConfig,
     OptimizerConfig,
     PairsConfig,
@@ -63,7 +60,7 @@ def run(config: Config) -> StepFunctions:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, config: Config, tokenizer: Tokenizer) -> Checkpoints:
-    """Those of a new work directory, ``tmp_path``."""
+    """The checkpoints of a new work directory, ``tmp_path``."""
     return _begin(tmp_path, config, tokenizer)
 
 
@@ -73,12 +70,8 @@ def _begin(folder: Path, config: Config, tokenizer: Tokenizer) -> Checkpoints:
     return Checkpoints(Workdir(folder), config, tokenizer)
 
 
-def _with_training(config: Config, **training: Any) -> Config:
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
-
-
 def _state(run: StepFunctions, step: int) -> TrainState:
-    """The first state, its parameters shifted; in NumPy, as JAX compiles a sum for each shape."""
+    """The initial state with shifted parameters. JAX would compile a sum for each shape."""
     state = jax.tree.map(np.asarray, run.init())
     shift = jax.tree.map(lambda x: x + np.float32(step), state.parameters)
     state = state.replace(step=np.int32(step), parameters=shift, ema=None)
@@ -104,39 +97,42 @@ def test_restored_state_is_the_saved_one(checkpoints: Checkpoints, run: StepFunc
     assert progress == Progress(best_step=3)
 
 
-def test_newest_and_best_are_kept(checkpoints: Checkpoints, run: StepFunctions) -> None:
+def test_retention_of_the_newest_and_best(checkpoints: Checkpoints, run: StepFunctions) -> None:
     _save(checkpoints, run, 1, 2, 3, 4, best_step=1)
     assert checkpoints.steps() == [1, 3, 4]
     _save(checkpoints, run, 5, best_step=5)
     assert checkpoints.steps() == [4, 5]
 
 
-def test_with_patience_the_mean_up_to_the_best_is_kept(
+def test_retention_of_the_average_that_ends_at_the_best_step(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
-    data = dataclasses.replace(config.data, dev=PairsConfig("numbers", split="dev"))
-    config = _with_training(dataclasses.replace(config, data=data), patience=9)
+    dev = PairsConfig("numbers", split="dev")
+    config = changed(config, data={"dev": dev}, training={"patience": 9})
     checkpoints = _begin(tmp_path, config, tokenizer)
     for step in (1, 2, 3, 4, 5, 6):
         _save(checkpoints, run, step, best_step=min(step, 3))
     assert checkpoints.steps() == [2, 3, 5, 6]
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 6, "averaged_steps": [3, 2]}))
     assert (_chosen(tmp_path), _chosen(tmp_path, 6)) == ([3, 2], [6])
-    _save(checkpoints, run, 7, best_step=7)  # it went on
+    _save(checkpoints, run, 7, best_step=7)  # the run has continued
     assert _chosen(tmp_path) == [7]
 
 
-def test_how_to_decode_is_what_the_work_directory_says_now(
+def test_only_decoding_settings_are_read_from_the_work_directory(
     tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
 ) -> None:
+    """The checkpoint determines all others."""
     _save(checkpoints, run, 1, best_step=9)
-    now = dataclasses.replace(config, decoding=DecodingConfig(beam_size=7), seed=3)
+    now = changed(config, decoding={"beam_size": 7}, seed=3, model={"d_ff": 99})
     (tmp_path / "config.json").write_text(to_json(now))
     for path in (tmp_path, checkpoints.folder / "00000001"):
-        assert load_model(path)[0] == dataclasses.replace(config, decoding=now.decoding)
+        assert load_model(path)[0] == changed(config, decoding=now.decoding)
 
 
-def test_averaging_and_choice(tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions) -> None:
+def test_choosing_and_averaging_checkpoints(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
+) -> None:
     _save(checkpoints, run, 10, 20, best_step=10)
     start = np.asarray(run.init().parameters["target_embedding"]["matrix"])
 
@@ -159,11 +155,8 @@ def test_averaging_and_choice(tmp_path: Path, checkpoints: Checkpoints, run: Ste
             load_model(path, average=average)
 
 
-def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    run: StepFunctions,
-    monkeypatch: pytest.MonkeyPatch,
+def test_each_checkpoint_is_verified_once(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(checkpoints, run, 10, 20)
     verified, corruption = [], checkpoint.corruption
@@ -178,7 +171,7 @@ def test_no_checkpoint_is_read_twice_to_know_whether_it_is_whole(
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
-def test_a_corrupt_checkpoint_is_named_and_training_resumes_from_the_one_before(
+def test_loading_a_corrupt_checkpoint_fails_and_training_resumes_from_an_older_one(
     tmp_path: Path,
     checkpoints: Checkpoints,
     run: StepFunctions,
@@ -210,20 +203,17 @@ def test_a_corrupt_checkpoint_is_named_and_training_resumes_from_the_one_before(
     assert checkpoints.steps() == [1]
 
 
-def test_when_all_are_corrupt_nothing_is_deleted_or_begun_anew(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    run: StepFunctions,
-    config: Config,
+def test_training_does_not_restart_if_all_checkpoints_are_corrupt(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
 ) -> None:
-    """Nor is one taken that is corrupt below the chosen one."""
+    """An average names its corrupt checkpoint, and nothing is deleted."""
     _save(checkpoints, run, 1, 2)
     for step in (1, 2):
         [file, *_] = (checkpoints.folder / f"{step:08d}" / "state").rglob("_METADATA")
         file.write_text("{}")
         with pytest.raises(UserError, match=f"Checkpoint .*{step:08d} is corrupt: state/"):
             load_model(tmp_path, average=2)
-    for _ in range(2):  # a second start does not begin anew either
+    for _ in range(2):  # the second attempt fails, too
         with (
             pytest.raises(UserError, match="All 2 checkpoints .* are corrupt"),
             claimed(Workdir(tmp_path), config),
@@ -232,7 +222,7 @@ def test_when_all_are_corrupt_nothing_is_deleted_or_begun_anew(
     assert len(list(checkpoints.folder.iterdir())) == 2
 
 
-def test_an_error_while_restoring_is_not_taken_for_damage(
+def test_an_error_while_restoring_does_not_mean_corruption(
     checkpoints: Checkpoints, run: StepFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(checkpoints, run, 1, 2)
@@ -246,11 +236,8 @@ def test_an_error_while_restoring_is_not_taken_for_damage(
     assert checkpoints.steps() == [1, 2]
 
 
-def test_a_save_that_was_cut_off_is_no_checkpoint(
-    tmp_path: Path,
-    checkpoints: Checkpoints,
-    run: StepFunctions,
-    config: Config,
+def test_an_interrupted_save_leaves_no_checkpoint(
+    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
 ) -> None:
     _save(checkpoints, run, 1, 2)
     (checkpoints.folder / "00000002" / "manifest.json").unlink()
@@ -259,7 +246,7 @@ def test_a_save_that_was_cut_off_is_no_checkpoint(
     assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]
 
 
-def test_a_complete_step_is_not_saved_again(checkpoints: Checkpoints, run: StepFunctions) -> None:
+def test_a_step_is_saved_once(checkpoints: Checkpoints, run: StepFunctions) -> None:
     _save(checkpoints, run, 1, corpus="one")
     _save(checkpoints, run, 1, corpus="another")
     assert checkpoints.restore(1, run.abstract_state)[1].corpus == "one"
@@ -270,7 +257,7 @@ def _full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_without_a_first_checkpoint_there_is_nothing_to_go_on_with(
+def test_if_the_first_save_fails_the_next_one_raises_an_error(
     checkpoints: Checkpoints,
     run: StepFunctions,
     monkeypatch: pytest.MonkeyPatch,
@@ -303,32 +290,24 @@ def test_after_a_failed_save_the_next_one_succeeds(
     assert [path.name for path in sorted(checkpoints.folder.iterdir())] == ["00000002", "00000003"]
 
 
-def test_a_mean_leaves_out_irregular_checkpoints_below_the_chosen_one(
+def test_an_average_skips_irregular_checkpoints_before_its_last_one(
     tmp_path: Path, run: StepFunctions, config: Config, tokenizer: Tokenizer
 ) -> None:
-    """Of an interruption at step 25, or of a best value between two that were due."""
-    config = _with_training(config, average=3, keep_checkpoints=9, checkpoint_every=10)
+    """Such as step 25, which an interruption or an evaluation saved."""
+    training = {"average": 3, "keep_checkpoints": 9, "checkpoint_every": 10}
+    config = changed(config, training=training)
     checkpoints = _begin(tmp_path, config, tokenizer)
     for step in (10, 25, 30, 40):
         _save(checkpoints, run, step, best_step=min(step, 25))
     assert checkpoints.steps() == [10, 25, 30, 40]
     assert _chosen(tmp_path, average=3) == [40, 30, 10]
     assert _chosen(tmp_path, 30, average=2) == [30, 10]
-    assert _chosen(tmp_path, 25, average=2) == [25, 10]  # itself may be one
+    assert _chosen(tmp_path, 25, average=2) == [25, 10]  # the last one can be irregular
     with pytest.raises(UserError, match="average is 4; expected at most 3"):
         _chosen(tmp_path, average=4)
 
 
-def test_a_model_edited_in_the_work_directory_has_no_effect(
-    tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions, config: Config
-) -> None:
-    _save(checkpoints, run, 1)
-    edited = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=99))
-    (tmp_path / "config.json").write_text(to_json(edited))
-    assert load_model(tmp_path)[0] == config
-
-
-def test_an_exchanged_tokenizer_is_named(
+def test_a_tokenizer_of_another_run_is_an_error(
     tmp_path: Path, checkpoints: Checkpoints, run: StepFunctions
 ) -> None:
     _save(checkpoints, run, 1)
@@ -338,7 +317,7 @@ def test_an_exchanged_tokenizer_is_named(
         load_model(tmp_path)
 
 
-def test_what_is_no_work_directory_of_this_version_is_named(tmp_path: Path) -> None:
+def test_folders_without_usable_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no checkpoint; expected a work directory"):
         load_model(tmp_path)
     folder = tmp_path / "checkpoints" / "00000005"
