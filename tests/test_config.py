@@ -1,4 +1,4 @@
-"""Configs: JSON round trip, error messages, config files, recipes."""
+"""Configs: defaults, JSON, invalid values, config files, recipes."""
 
 import re
 from pathlib import Path
@@ -50,12 +50,12 @@ def test_defaults_are_the_papers_base_model() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipes_load_and_survive_json(path: Path) -> None:
+def test_recipes_round_trip_through_json(path: Path) -> None:
     config = load_config_file(path)
     assert from_json(to_json(config)) == config
 
 
-def test_every_field_has_a_meaning_for_help() -> None:
+def test_every_field_has_a_docstring_for_help() -> None:
     source = (ROOT / "transformer_jax" / "config.py").read_text()
     for name in flatten(Config()):
         field = name.rsplit(".", 1)[-1]
@@ -127,9 +127,19 @@ def test_every_field_has_a_meaning_for_help() -> None:
             lambda: DecodingConfig(top_p=0.0),
             r"decoding.top_p is 0.0; expected a probability in \(0, 1\]",
         ),
+        (lambda: ModelConfig(norm="rms"), "model.norm is 'rms'; expected one of 'post', 'pre'"),
+        (lambda: ModelConfig(d_model="512"), "model.d_model is '512'; expected int"),
+        (lambda: TrainingConfig(steps=1e5), "training.steps is 100000.0; expected int"),
+        (
+            lambda: PairsConfig("text", "train.en", "train.de"),
+            "source is 'train.en'; expected a tuple of str",
+        ),
+        (lambda: Config(seed=None), "seed is None; expected int"),
+        (lambda: Config(model=DataConfig()), "expected ModelConfig"),
+        (lambda: ModelConfig(dtype=jnp.int32), "model.dtype is 'int32'; expected one of"),
     ],
 )
-def test_bad_values_are_named_with_what_was_expected(make: object, message: str) -> None:
+def test_invalid_values(make: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()  # type: ignore[operator]
 
@@ -147,30 +157,27 @@ def test_bad_values_are_named_with_what_was_expected(make: object, message: str)
         ('{"model": {"remat": 1}}', "model.remat is 1; expected bool"),
         ('{"model": 5}', "model is 5; expected an object"),
         ('{"data": {"train": {"source": [1]}}}', r"source is \(1,\); expected a tuple of str"),
-        ("{", "The config is not valid JSON"),
     ],
 )
-def test_bad_json_is_named(text: str, message: str) -> None:
+def test_invalid_values_in_json(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         from_json(text)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype("float32"), np.float32, "auto"])
-def test_a_dtype_may_be_one_of_jax(dtype: Any) -> None:
+def test_dtypes_of_jax_and_numpy(dtype: Any) -> None:
     config = Config(model=ModelConfig(dtype=dtype))
     assert config.model.dtype == (dtype if isinstance(dtype, str) else np.dtype(dtype).name)
     assert from_json(to_json(config)) == config
-    with pytest.raises(UserError, match="model.dtype is 'int32'; expected one of"):
-        ModelConfig(dtype=jnp.int32)  # type: ignore[arg-type]
 
 
-def test_long_values_are_shortened_in_messages() -> None:
+def test_messages_shorten_long_values() -> None:
     with pytest.raises(UserError) as error:
         ModelConfig(norm="x" * 10_000)  # type: ignore[arg-type]
     assert len(str(error.value)) < 250 and "'xxx" in str(error.value)
 
 
-def test_json_accepts_whole_numbers_for_floats() -> None:
+def test_json_accepts_integers_for_floats() -> None:
     assert from_json('{"model": {"dropout": 0}}').model.dropout == 0
 
 
@@ -196,7 +203,7 @@ def test_json_accepts_whole_numbers_for_floats() -> None:
         ("def get_config(): return 3", "returned int; expected a transformer_jax Config"),
     ],
 )
-def test_bad_config_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_in_config_files(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.py"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
@@ -204,7 +211,7 @@ def test_bad_config_files_are_named(tmp_path: Path, text: str, message: str) -> 
 
 
 def test_a_config_file_is_plain_python(tmp_path: Path) -> None:
-    """It does not get the ``from __future__`` imports of the module that runs it."""
+    """It does not inherit ``from __future__`` imports."""
     path = tmp_path / "c.py"
     path.write_text(
         "from transformer_jax import Config\n\n"
@@ -215,14 +222,14 @@ def test_a_config_file_is_plain_python(tmp_path: Path) -> None:
     assert load_config_file(path) == Config(seed=3)
 
 
-def test_a_recipe_is_found_by_name_from_any_folder(
+def test_recipes_are_found_by_name_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config_file("multi30k_cpu") == load_config_file(ROOT / "configs/multi30k_cpu.py")
 
 
-def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
+def test_paths_that_are_not_config_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.py' does not exist"):
         load_config_file(tmp_path / "none.py")
     with pytest.raises(UserError, match="config.json' does not exist; expected a Python file"):
@@ -248,29 +255,8 @@ def test_paths_that_are_no_config_file_are_named(tmp_path: Path) -> None:
         (b'{"data": {"parts": 2}}', "Unknown config field data.parts; .* rename or remove"),
     ],
 )
-def test_messages_about_a_json_config_name_its_file(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_errors_in_json_config_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"config\.json': {message}"):
         load_config_file(path)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ModelConfig(norm="rms"), "model.norm is 'rms'; expected one of 'post', 'pre'"),
-        (lambda: ModelConfig(d_model="512"), "model.d_model is '512'; expected int"),
-        (lambda: TrainingConfig(steps=1e5), "training.steps is 100000.0; expected int"),
-        (
-            lambda: PairsConfig("text", "train.en", "train.de"),
-            "source is 'train.en'; expected a tuple of str",
-        ),
-        (lambda: Config(seed=None), "seed is None; expected int"),
-        (lambda: Config(model=DataConfig()), "expected ModelConfig"),
-    ],
-)
-def test_values_of_a_wrong_type_are_named_however_they_come(make: object, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make()  # type: ignore[operator]

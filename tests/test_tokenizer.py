@@ -1,5 +1,6 @@
-"""Tokenizer: round trip, reproducible training and sampling, special ids, helpful errors."""
+"""Tokenizer: round trip, reproducible training and sampling, special ids, error messages."""
 
+import functools
 import hashlib
 import json
 import pickle
@@ -19,9 +20,9 @@ from transformer_jax.errors import UserError
 from transformer_jax.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from transformer_jax.tokenizer import Tokenizer
 
-PAIRS = list(read_pairs(PairsConfig(kind="numbers", limit=2000)))
+PAIRS = tuple(read_pairs(PairsConfig(kind="numbers", limit=2000)))
 SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))
-# Words of random syllables: each has many plausible segmentations.
+# Words of random syllables, which have many plausible segmentations.
 _generator = random.Random(0)
 _syllables = ["ba", "be", "bo", "da", "de", "do", "na", "ne", "no", "ta", "te", "to"]
 _words = [
@@ -29,14 +30,16 @@ _words = [
     for _ in range(6000)
 ]
 AMBIGUOUS = [" ".join(_words[i : i + 6]) for i in range(0, 6000, 6)]
+AMBIGUOUS_PAIRS = tuple(zip(AMBIGUOUS, AMBIGUOUS, strict=True))
 KINDS = [("bpe", True), ("bpe", False), ("unigram", True), ("unigram", False)]
 
 
-def train(algorithm="bpe", joint=True, vocab_size=60, pairs=PAIRS, **settings):
+def train_anew(algorithm="bpe", joint=True, vocab_size=60, pairs=PAIRS, **settings):
     config = TokenizerConfig(vocab_size=vocab_size, algorithm=algorithm, joint=joint, **settings)
     return Tokenizer.train(iter(pairs), config)
 
 
+train = functools.cache(train_anew)  # pairs, if given, must be hashable
 BYTES = train(vocab_size=330, byte_fallback=True, normalization="identity")
 
 
@@ -59,7 +62,7 @@ def test_decoding_inverts_encoding(algorithm, joint):
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\u2581")),
     st.sampled_from([0.0, 0.5]),
 )
-def test_identity_with_bytes_gives_any_line_back(line, sampling):
+def test_identity_with_byte_fallback_inverts_any_line(line, sampling):
     [ids] = BYTES.source.encode([line], sampling=sampling, seed=1)
     assert BYTES.source.decode(ids) == line
     assert UNK_ID not in ids
@@ -70,7 +73,7 @@ def test_a_decoded_line_has_no_newline():
     assert BYTES.source.decode(newline) == " "
 
 
-def test_special_ids_are_never_text():
+def test_text_never_encodes_to_special_ids():
     tokenizer = train()
     ids = tokenizer.source.encode(["forty-two", "</s> <pad>", "", "forty \u4e2d two"])
     assert not {PAD_ID, BOS_ID, EOS_ID} & {i for line in ids for i in line}
@@ -81,17 +84,17 @@ def test_special_ids_are_never_text():
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
 def test_training_is_reproducible_and_quiet(algorithm, joint, capfd):
-    assert train(algorithm, joint).fingerprint == train(algorithm, joint).fingerprint
+    assert train_anew(algorithm, joint).fingerprint == train(algorithm, joint).fingerprint
     assert train(algorithm, joint, vocab_size=59).fingerprint != train(algorithm, joint).fingerprint
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("joint", [True, False])
-def test_at_most_so_many_sentences_from_all_over_the_text(joint):
-    pairs = [(f"{'a' if i < 500 else 'b'}{i}", f"x{i}") for i in range(1000)]
+def test_training_sentences_are_spread_over_the_text(joint):
+    pairs = tuple((f"{'a' if i < 500 else 'b'}{i}", f"x{i}") for i in range(1000))
     some = train(joint=joint, pairs=pairs, vocab_size=20, max_training_sentences=256)
-    # Every 4th pair (of 1,000, 250 are at most 256) on each side; every 8th where both sides share
-    # the budget.
+    # Every 4th pair (250 of 1,000; at most 256) on each side, or every 8th if both sides share the
+    # limit
     every = pairs[:: 8 if joint else 4]
     assert some.fingerprint == train(joint=joint, pairs=every, vocab_size=20).fingerprint
 
@@ -117,14 +120,14 @@ def test_save_and_load(tmp_path, joint):
 # Sampling
 
 
-def test_sampling_of_no_strength_is_sentencepieces_own_segmentation():
+def test_sampling_with_probability_0_is_sentencepieces_segmentation():
     for tokenizer in (train(), BYTES):
         lines = [*SOURCES, "caf\u00e9 \u4e2d\u4e2d forty", "  a  b "]
         assert tokenizer.source.encode(lines, sampling=1e-12) == tokenizer.source.encode(lines)
 
 
-def test_sampling_depends_on_the_seed_and_on_nothing_else(tmp_path):
-    tokenizer = train(pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True))
+def test_sampling_depends_only_on_the_seed(tmp_path):
+    tokenizer = train(pairs=AMBIGUOUS_PAIRS)
     tokenizer.save(tmp_path)
 
     def digest(seed):
@@ -151,7 +154,7 @@ print(hashlib.sha256(json.dumps(ids).encode()).hexdigest())
 
 
 def test_sampling_has_sentencepieces_distribution():
-    tokenizer, n = train(pairs=zip(AMBIGUOUS, AMBIGUOUS, strict=True)), 20_000
+    tokenizer, n = train(pairs=AMBIGUOUS_PAIRS), 20_000
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.source.model)
     ours = Counter(map(tuple, tokenizer.source.encode(["tobane"] * n, sampling=0.05, seed=1)))
     theirs = Counter(
@@ -188,7 +191,7 @@ def test_a_vocabulary_smaller_than_the_alphabet():
 
 
 @pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("pairs", [[], [("", " ")], [("\x01", "\x02")]])
+@pytest.mark.parametrize("pairs", [(), (("", " "),), (("\x01", "\x02"),)])
 def test_empty_training_text(joint, pairs):
     with pytest.raises(
         UserError,
@@ -197,7 +200,7 @@ def test_empty_training_text(joint, pairs):
         train(joint=joint, pairs=pairs)
 
 
-def test_load_from_a_folder_without_or_with_a_damaged_tokenizer(tmp_path):
+def test_loading_a_missing_or_corrupt_tokenizer(tmp_path):
     with pytest.raises(
         UserError, match=r"tokenizer\.model' does not exist; expected a SentencePiece"
     ):
@@ -244,13 +247,13 @@ def test_an_existing_model_is_used(tmp_path):
         ),
     ],
 )
-def test_models_are_given_for_both_sides_or_neither(joint, files, expected):
+def test_models_for_one_side_only(joint, files, expected):
     with pytest.raises(UserError, match=f"tokenizer.target_model {expected}"):
         TokenizerConfig(joint=joint, **files)
 
 
 def test_a_model_with_other_special_ids(tmp_path):
-    """As SentencePiece has them by default: without PAD, and UNK first."""
+    """SentencePiece's defaults have no PAD, and UNK comes first."""
     file = tmp_path / "other.model"
     train = sentencepiece.SentencePieceTrainer.train
     with file.open("wb") as writer:
@@ -264,7 +267,7 @@ def test_a_model_with_other_special_ids(tmp_path):
 
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
-def test_user_defined_symbols_are_never_cut(algorithm, joint):
+def test_user_defined_symbols_are_never_split(algorithm, joint):
     symbols = ("<2de>", "<2de-formal>", "<BT>")
     tokenizer = train(algorithm, joint, vocab_size=64, user_defined_symbols=symbols)
     lines = ["<2de> one hundred", "<2de-formal> <BT> six", "one<BT>two", "seven"]
@@ -297,7 +300,7 @@ def test_user_defined_symbols_are_never_cut(algorithm, joint):
 
 
 @pytest.mark.parametrize("symbols", [("",), ("a b",), ("<a>", "<a>"), ("<a>", "</s>")])
-def test_wrong_user_defined_symbols(symbols):
+def test_invalid_user_defined_symbols(symbols):
     with pytest.raises(
         UserError, match="user_defined_symbols is .* expected distinct words without whitespace"
     ):
@@ -305,9 +308,9 @@ def test_wrong_user_defined_symbols(symbols):
 
 
 @pytest.mark.parametrize(("algorithm", "joint"), KINDS)
-def test_a_vocabulary_grows_by_symbols(algorithm, joint):
-    """At its end: old text is cut as before, new symbols are whole, and those that are there are
-    not put in again.
+def test_adding_symbols_to_a_vocabulary(algorithm, joint):
+    """New symbols come last and are never split. Other text is segmented as before, and existing
+    symbols are not added again.
     """
     old = train(algorithm, joint, user_defined_symbols=("<2de>",))
     new = old.with_symbols(("<2fr>", "<2de>", "<BT>"))
@@ -329,8 +332,7 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
     assert tagged[-len(plain) :] == plain
     assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
     with pytest.raises(
-        UserError,
-        match=r"which is already a regular or special token .*; choose another name",
+        UserError, match=r"which is already a regular or special token .*; choose another name"
     ):
         old.with_symbols(old.source.tokens([9]))
     with pytest.raises(
@@ -339,10 +341,8 @@ def test_a_vocabulary_grows_by_symbols(algorithm, joint):
         old.with_symbols(old.source.tokens([EOS_ID]))
 
 
-def test_an_imported_vocabulary_grows_by_symbols(tmp_path):
-    """Tags of both kinds stand before each part of a long line; a tag that is there already is left
-    as it is.
-    """
+def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
+    """Lines can start with old and new tags. An existing tag keeps its id."""
     plain = train()
     pieces = [*plain.source.tokens(range(plain.source.vocab_size)), ">>deu<<"]
     models = [plain.source.model] * 2
