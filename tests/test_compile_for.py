@@ -30,6 +30,7 @@ from transformer_jax.training.step import COMPILER_OPTIONS, make_step_functions
 @pytest.mark.cpu("it compiles for the eight simulated devices")
 def test_the_report_for_local_devices(monkeypatch, capsys):
     sizes = "--model.d-model 16 --model.d-ff 32 --model.num-heads 2 --model.num-layers 1"
+    sizes += " --decoding.max-source-length 16 --decoding.max-extra-length 8"
     flags = f"--device cpu --batch.tokens 2560 --length 80 --tokenizer.vocab-size 64 {sizes}"
     monkeypatch.setattr(sys, "argv", ["compile_for", *flags.split()])
     compile_for.main()
@@ -106,7 +107,7 @@ def _step_of_eight(model: ModelConfig, mesh: MeshConfig) -> str:
     "mesh", [MeshConfig(data=8), MeshConfig(fsdp=8), MeshConfig(fsdp=4, tensor=2)], ids=str
 )
 def test_eight_gpus_exchange_parameters_and_gradients_once(h200, mesh):
-    """With ``fsdp``, in bfloat16 and with sharded gradients; a tied matrix is summed in float32."""
+    """``fsdp`` uses bfloat16 and shards gradients; a tied matrix is summed in float32."""
     model = ModelConfig(
         d_model=64, d_ff=128, num_heads=2, num_layers=1, vocab_size=512, dtype="bfloat16"
     )

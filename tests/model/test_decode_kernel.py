@@ -22,7 +22,15 @@ from transformer_jax.model import decode_kernel
 from transformer_jax.model.kv_cache import DecoderCache, empty_cache
 from transformer_jax.model.transformer import Transformer, with_cast_weights
 
-TINY = ModelConfig(vocab_size=40, d_model=16, d_ff=24, num_heads=2, num_layers=2, dtype="float32")
+TINY = ModelConfig(
+    vocab_size=40,
+    d_model=16,
+    d_ff=24,
+    num_heads=2,
+    num_layers=1,
+    num_decoder_layers=2,
+    dtype="float32",
+)
 # B, W, H, d_k, d_v, T, S
 SHAPES = [(3, 4, 2, 16, 16, 32, 16), (4, 5, 1, 8, 32, 48, 33), (2, 1, 3, 64, 16, 16, 7)]
 
@@ -122,8 +130,8 @@ def test_kernels_equal_the_reference_implementation(
 )
 @pytest.mark.usefixtures("interpreted")
 def test_cached_steps_with_kernels_equal_teacher_forcing(changes: dict[str, Any]) -> None:
-    """With rows of several lengths, on caches full of NaN from earlier sentences."""
-    model = random_transformer(dataclasses.replace(TINY, **changes))
+    """Rows have different lengths, and caches hold NaN from earlier sentences."""
+    model = random_transformer(dataclasses.replace(TINY, num_decoder_layers=1, **changes))
     source, target = np.random.default_rng(0).integers(4, 40, (2, 3, 37), np.int32)
     source[1, 4:] = 0
     logits = jax.jit(model)(source, target)
