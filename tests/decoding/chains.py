@@ -92,7 +92,7 @@ def hypotheses(result: Any) -> list[list[tuple[tuple[int, ...], float, float]]]:
 
 
 def assert_same(found: list[tuple[tuple[int, ...], float, float]], expected: list[Any]) -> None:
-    """Compare a sentence's ``hypotheses`` with those of the reference search."""
+    """Assert that a sentence's ``hypotheses`` equal the reference search's."""
     assert [tokens for tokens, _, _ in found] == [each.tokens for each in expected]
     scores = [(score, log_prob) for _, score, log_prob in found]
     expected_scores = [(each.score, each.log_prob) for each in expected]

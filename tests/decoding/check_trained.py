@@ -43,7 +43,7 @@ class Arguments:
     input: str
     """Text to translate."""
     what: Literal["agreement", "independence"]
-    """Which check."""
+    """The check to run."""
     limit: int | None = None
     """Use the first lines only."""
     beam_size: int = 4

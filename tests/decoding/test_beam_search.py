@@ -73,7 +73,7 @@ def test_a_wide_beam_equals_brute_force(possible, length, beam_size, alpha):
 
 @pytest.mark.parametrize(("beam_size", "alpha"), [(1, 0.6), (2, 1.5), (3, 0.6), (8, 0.0)])
 def test_equals_the_reference_search(beam_size, alpha):
-    """With any maximum length; none for 0. A beam of 1 is greedy."""
+    """Maximum lengths vary between sentences; 0 allows no hypothesis. A beam of 1 is greedy."""
     logits, limits = random_logits(beam_size), np.arange(100) % 10
     found = found_in(logits, limits, beam_size=beam_size, length_penalty=alpha)
     for chain, limit, its in zip(logits, limits.tolist(), found, strict=True):
@@ -112,7 +112,7 @@ def test_nan_and_infinite_logits_give_a_nan_score_and_leave_the_neighbors_alone(
 
 
 def test_nan_logits_of_no_live_hypothesis_are_ignored():
-    """Here after a token of probability 0."""
+    """The NaN logits follow a token of probability 0."""
     logits = random_logits(10)
     logits[:, :, :, 5] = -np.inf
     expected = found_in(logits)

@@ -183,7 +183,7 @@ def test_sentences_with_a_limit_of_0_do_not_stop_others(alone):
 
 @pytest.mark.parametrize(("most", "enough"), [(3, 99), (99, 2), (99, 99), (0, 5)])
 def test_steps_after_a_block_is_seated(most, enough):
-    """They stop after ``most`` steps, or once ``enough`` sentences or all are done."""
+    """Steps stop after ``most`` steps, or once ``enough`` sentences or all are done."""
     limits = np.array([2, 5, 7, 9])
     _, seat = compiled(TO_THE_LIMIT, TOY_MODEL, 4)
     rows, block = new_rows(TO_THE_LIMIT, 4), new_block(TO_THE_LIMIT, range(4), 4, limits)
@@ -195,7 +195,7 @@ def test_steps_after_a_block_is_seated(most, enough):
 
 
 def test_inputs_of_idle_rows_stay_in_the_vocabulary():
-    """However long a row waits for others, past the capacity of its own history."""
+    """A row may wait for others longer than its history has positions."""
 
     @struct.dataclass
     class WithLowest(chains.ToyCache):

@@ -87,7 +87,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def of_all_lengths():
-    """(settings, sentences, engine, what it finds) for sources of all padded lengths up to 80."""
+    """Settings, sentences, engine and results for sources of all padded lengths up to 80."""
     config = dataclasses.replace(CONFIG, batch_size=9, max_source_length=80, min_length=2)
     engine = Engine([make_model(0)], config)
     search, exact = engine._search, {"compiler_options": dict(USERS_CODE_GENERATOR)}
@@ -104,7 +104,7 @@ def of_all_lengths():
 
 @pytest.mark.cpu("elsewhere sums may be taken in another order")
 def test_results_are_bit_identical_in_any_batch(of_all_lengths):
-    """Whatever the neighbors' padded lengths, and however much of the caches they use."""
+    """Padded lengths and positions of neighbors do not matter."""
     _, sentences, engine, whole = of_all_lengths
     order = np.random.default_rng(0).permutation(len(sentences))
     shuffled = engine.search([sentences[i] for i in order])
@@ -119,7 +119,7 @@ def test_scores_equal_teacher_forcing(of_all_lengths):
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_code_for_accelerators_finds_the_same(backend, of_all_lengths, monkeypatch):
-    """Other cache blocks and another top-k, run on a CPU."""
+    """Accelerators use other cache blocks and another top-k; both run on a CPU here."""
     config, sentences, _, expected = of_all_lengths
     sentences, expected = sentences[:20], expected[:20]
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
@@ -135,7 +135,7 @@ def test_code_for_accelerators_finds_the_same(backend, of_all_lengths, monkeypat
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_bfloat16_weights_are_converted_once(tied):
-    """When the engine gets its parameters, except embeddings. The model's outputs keep all bits."""
+    """The engine casts assigned parameters, except embeddings. Outputs are bit-identical."""
     changes = {"vocab_size": 56, "dtype": "bfloat16", "tie_embeddings": "all" if tied else "none"}
     model = Transformer(dataclasses.replace(MODEL, **changes), rngs=nnx.Rngs(0))
     engine = Engine([model], CONFIG)
@@ -224,7 +224,7 @@ def test_devices_share_the_sentences(engine):
 @pytest.mark.devices(2)
 @pytest.mark.parametrize("number", [None, 1])
 def test_the_search_runs_on_its_device(engine, number):
-    """With assigned parameters too, and without compiling again."""
+    """Assigned parameters move there too, without recompilation."""
     device = None if number is None else jax.devices()[number]
     other = Engine([make_model(5)], CONFIG, device=device)
     other.parameters = nnx.state(make_model(0), nnx.Param)
@@ -311,7 +311,7 @@ def test_the_loop_copies_no_cache_and_writes_logits_once():
     blocks = [x for x in jax.tree.leaves(rows.cache) if len(x.shape) == 4]
     caches = sum(x.size * 4 for x in blocks)
     assert memory.alias_size_in_bytes >= caches  # updated in place
-    assert memory.temp_size_in_bytes < caches + batch * beam * vocab * 4  # little besides logits
+    assert memory.temp_size_in_bytes < caches + batch * beam * vocab * 4  # little except logits
     every = hlo.computations(program)
     steps = _computations_of_a_step(every, {(batch * beam, vocab), (batch, beam, vocab)})
     assert steps

@@ -50,7 +50,7 @@ def run(source, path, *, nbest=1, format="text", stop=None, shard=(0, 1), resume
 
 @pytest.fixture(params=["text", "text-nbest", "jsonl", "jsonl-nbest"])
 def kind(request, tmp_path):
-    """(input file, arguments of ``run``)."""
+    """Input file and arguments of ``run``."""
     format, _, nbest = request.param.partition("-")
     source = tmp_path / "input"
     source.write_text(
@@ -145,7 +145,7 @@ def test_a_lone_surrogate_is_written_as_an_escape(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 4, 30])
 def test_joined_shards_equal_the_whole(kind, tmp_path, count):
-    """With the commands of docs/decoding.md."""
+    """Joins shards with the commands of docs/decoding.md."""
     source, arguments = kind
     run(source, tmp_path / "whole", **arguments)
     for i in range(count):

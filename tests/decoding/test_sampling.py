@@ -74,7 +74,7 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens():
 
 
 def test_the_most_likely_tokens_alone_are_greedy():
-    """By top-k or any low temperature, here where all allowed tokens have low logits."""
+    """Top-k of 1 and low temperatures are greedy, even if all allowed tokens have low logits."""
     rules = Constraints(suppress=(3, 4, 5))
     method = BeamSearch(**IDS, beam_size=1, constraints=rules)
     greedy = chains.hypotheses(_search(TOYS, np.full((2, 1), -1), np.arange(2), method=method))

@@ -89,7 +89,7 @@ def chinese():
 
 
 def test_text_without_spaces_is_split_between_sentences(chinese):
-    """Or anywhere in a sentence that is too long. Segments contain no space tokens."""
+    """A sentence that is too long is split anywhere. Segments contain no space tokens."""
     line = "".join(CHINESE) * 3 + "我们去学校" * 9
     segments = split(line, 20, chinese)
     texts = [chinese.source.decode(segment) for segment in segments]
@@ -97,4 +97,4 @@ def test_text_without_spaces_is_split_between_sentences(chinese):
     assert segments == chinese.source.encode(texts)
     assert max(map(len, segments)) <= 20
     assert all("▁" not in "".join(chinese.source.tokens(segment))[1:] for segment in segments)
-    assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # as many sentences as fit
+    assert [text[-1] for text in texts[:3]] == ["!", "。", "」"]  # segments hold several sentences

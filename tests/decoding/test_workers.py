@@ -42,7 +42,7 @@ def live_rows(engine):
 
 
 def search_live(rows, sentences, wanted, *, seed):
-    """Search with random arrivals, numbers of rows and of steps. Returns each sentence's
+    """Search with random arrivals, batch sizes and step counts. Returns each sentence's
     hypotheses. Ten times a sentence is canceled and arrives again.
     """
     chance, length_of = random.Random(seed), rows.bucket.length_of

@@ -208,7 +208,7 @@ def _chosen(*shape: int, mask: bool = True, dtype: Any = jnp.bfloat16) -> bool:
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_a_layer_has_two_matmuls_on_a_gpu() -> None:
-    """One for queries, keys and values, and one for the output."""
+    """One computes queries, keys and values; one computes the output."""
     layer = MultiHeadAttention(32, 2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     mask = np.ones((2, 1, 13, 13), bool)
     x = np.ones((2, 13, 32), jnp.bfloat16)

@@ -43,7 +43,7 @@ def test_highest_matmul_precision_is_exact(restored_matmul_precision: None) -> N
 def test_training_and_decoding_set_the_precision(
     restored_matmul_precision: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here both fail later, because text and a checkpoint are missing."""
+    """Both then fail, because text and a checkpoint are missing."""
     missing = DataConfig(train=PairsConfig("text", source=("missing",), target=("missing",)))
     config = Config(model=ModelConfig(matmul_precision="highest"), data=missing)
     (tmp_path / "lines").write_text("one")

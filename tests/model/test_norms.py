@@ -47,7 +47,7 @@ def _plain_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float)
     ids=str,
 )
 def test_gradient_of_layer_norm_equals_the_formulas(shape: tuple[int, ...], remat: bool) -> None:
-    """Compared with float64, for inputs and scales with a mean other than 0 and 1."""
+    """The formula runs in float64. Inputs and scales have means other than 0 and 1."""
     rng = np.random.default_rng(0)
     x, weights = 3 * normal(rng, *shape) + 2, normal(rng, *shape)
     scale, bias = 1 + normal(rng, 16), normal(rng, 16)

@@ -331,7 +331,7 @@ def test_unused_attention_weights_are_not_computed() -> None:
 
 
 def test_checkify_finds_token_ids_outside_the_vocabulary() -> None:
-    """On any device; the checks are off by default."""
+    """Its index checks work on any device and are off by default."""
     model, source, target = build(), tokens(1, 5), tokens(1, 6)
     check = jax.jit(checkify.checkify(model.__call__, errors=checkify.index_checks))
     assert check(source, target)[0].get() is None
@@ -349,7 +349,7 @@ def test_a_seed_instead_of_rngs_is_an_error() -> None:
 
 
 def test_the_model_imports_little_beyond_flax() -> None:
-    """So that other projects can import single modules cheaply."""
+    """Other projects can import single modules cheaply."""
     code = """
 import sys, jax, numpy, flax.nnx
 before = {name.split(".")[0] for name in sys.modules}

@@ -259,7 +259,7 @@ def test_paths_and_methods(server: Server) -> None:
 
 
 def test_unusual_characters_are_translated(server: Server) -> None:
-    """Including text that the sentence splitter cannot read."""
+    """The sentence splitter cannot read some of these texts."""
     controls = "".join(map(chr, range(32))) + "one\x7f\x80\ufeff\u2028two\u202e"
     for text in ('B\xa0. ."', " B\xa0.BB", "a\u3000. b\u3000.", controls, "\x00"):
         assert server.ask(q=text).status == 200
