@@ -127,9 +127,11 @@ def test_a_killed_and_stopped_run_resumes_bit_exactly(finished: Path, tmp_path: 
 @pytest.mark.devices(8)
 def test_a_run_on_eight_devices_equals_one_on_one_device(tmp_path: Path) -> None:
     """Trained, saved, resumed, evaluated and tested on data 2 x fsdp 2 x tensor 2."""
-    config = changed(tiny(), mesh=MeshConfig(fsdp=2, tensor=2))
-    train(changed(config, training={"steps": 20}), tmp_path / "several")
-    summaries = train(config, tmp_path / "several"), train(tiny(), tmp_path / "one", devices=ONE)
+    test = PairsConfig("numbers", split="test", limit=3)  # each device compiles a search
+    config = changed(tiny(bleu_sentences=3), data={"test": test})
+    several = changed(config, mesh=MeshConfig(fsdp=2, tensor=2))
+    train(changed(several, training={"steps": 20}), tmp_path / "several")
+    summaries = train(several, tmp_path / "several"), train(config, tmp_path / "one", devices=ONE)
     for kind, name in (("train", "loss"), ("dev", "dev_loss"), ("dev", "dev_bleu")):
         several, one = (
             {entry["step"]: entry[name] for entry in entries(tmp_path / folder, kind)}
