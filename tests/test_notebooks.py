@@ -30,13 +30,13 @@ def test_notebooks_run(tmp_path: Path) -> None:
     for path in NOTEBOOKS:
         cells += nbformat.read(path, as_version=4).cells
         cells.append(nbformat.v4.new_code_cell("%reset -f"))
-    # A tenth of the training steps, and sizes with which the notebooks share compiled code.
+    # A tenth of the training steps, and sizes with which notebooks share compiled functions.
+    sizes = {"num_layers=2": "num_layers=1", "tokens=1024": "tokens=512", "limit=3000": "limit=900"}
     for cell in cells:
-        source = cell.source.replace("num_layers=2", "num_layers=1")
-        source = source.replace("tokens=1024", "tokens=512")
-        cell.source = re.sub(
-            r"(steps=|_every=|step in range\()(\d+)", lambda m: f"{m[1]}{int(m[2]) // 10}", source
-        )
+        for old, new in sizes.items():
+            cell.source = cell.source.replace(old, new)
+        pattern = r"(steps=|_every=|step in range\()(\d+)"
+        cell.source = re.sub(pattern, lambda m: f"{m[1]}{int(m[2]) // 10}", cell.source)
     alone = {
         # this clone, regardless of what is installed
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]]),
