@@ -13,7 +13,6 @@ from typing import Literal
 
 from transformer_jax.config_checks import (
     Count,
-    Coverage,
     ExtraLength,
     Fraction,
     LineLength,
@@ -21,12 +20,9 @@ from transformer_jax.config_checks import (
     PairLength,
     Positive,
     PositiveFloat,
-    Probability,
+    PositiveFraction,
     Rule,
     Section,
-    Seed,
-    TopP,
-    VocabSize,
 )
 
 
@@ -54,11 +50,11 @@ class ModelConfig(Section, prefix="model."):
     """Number of layers N in the encoder and in the decoder."""
     num_decoder_layers: Positive | None = None
     """Number of decoder layers if different from the encoder; None: num_layers."""
-    dropout: Probability = 0.1
+    dropout: Fraction = 0.1
     """Dropout on embeddings and sub-layer outputs (section 5.4)."""
-    attention_dropout: Probability = 0.0
+    attention_dropout: Fraction = 0.0
     """Dropout on attention weights (not in the paper, but in tensor2tensor and fairseq)."""
-    feed_forward_dropout: Probability = 0.0
+    feed_forward_dropout: Fraction = 0.0
     """Dropout after the activation of the feed-forward layer (not in the paper)."""
     norm: Literal["post", "pre"] = "post"
     """Layer norm after each residual connection (post, as in the paper) or before each sub-layer
@@ -173,13 +169,13 @@ class ModelConfig(Section, prefix="model."):
 class TokenizerConfig(Section, prefix="tokenizer."):
     """SentencePiece tokenizer and its training."""
 
-    vocab_size: VocabSize = 37_000
+    vocab_size: Positive = 37_000
     """Number of tokens per vocabulary, including the four special tokens."""
     algorithm: Literal["bpe", "unigram"] = "bpe"
     """Byte-pair encoding (the paper) or a unigram language model."""
     joint: bool = True
     """Share one vocabulary between both languages (the paper) instead of learning one for each."""
-    character_coverage: Coverage = 1.0
+    character_coverage: PositiveFraction = 1.0
     """Fraction of the characters in the text that the vocabulary covers. The rarest characters
     become unknown tokens (or bytes)."""
     byte_fallback: bool = False
@@ -219,13 +215,8 @@ class TokenizerConfig(Section, prefix="tokenizer."):
         )
         yield (
             "target_model",
-            not (self.joint and self.target_model),
-            "'' unless tokenizer.joint is False",
-        )
-        yield (
-            "target_model",
-            self.joint or bool(self.target_model) == bool(self.model),
-            "both tokenizer.model and tokenizer.target_model, or neither",
+            bool(self.target_model) == (bool(self.model) and not self.joint),
+            "a file if tokenizer.model is set and tokenizer.joint is False, otherwise ''",
         )
 
 
@@ -439,10 +430,10 @@ class DecodingConfig(Section, prefix="decoding."):
     """sample: divide logits by this value. Values below 1 make likely tokens more likely."""
     top_k: Count = 0
     """sample: draw only from the k most likely tokens; 0: from all tokens."""
-    top_p: TopP = 1.0
+    top_p: PositiveFraction = 1.0
     """sample: draw only from the smallest set of most likely tokens whose total probability is at
     least p; 1: from all tokens."""
-    seed: Seed = 0
+    seed: Count = 0
     """sample: random seed. The samples of a line do not depend on its batch."""
     max_source_length: LineLength = 256
     """Maximum source length in tokens, including EOS. Longer lines are translated in segments, with
@@ -505,21 +496,14 @@ class Config(Section):
     training: TrainingConfig = field(default_factory=TrainingConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    seed: Seed = 0
+    seed: Count = 0
     """Random seed for parameter initialization, data order, and dropout."""
 
     def rules(self) -> Iterator[Rule]:
-        model, decay = self.model, self.optimizer.decay
+        model = self.model
         longest = max(self.data.max_source_length, self.data.max_target_length)
         yield (
             "model.max_positions",
             model.positions != "learned" or model.max_positions >= longest,
             f"at least {longest}, the larger of data.max_source_length and data.max_target_length",
-        )
-        yield (
-            "training.steps",
-            decay in ("inverse_sqrt", "constant")
-            or self.training.steps > self.optimizer.warmup_steps,
-            f"more than optimizer.warmup_steps = {self.optimizer.warmup_steps}, because "
-            f"optimizer.decay is {decay!r}",
         )
