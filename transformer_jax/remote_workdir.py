@@ -58,11 +58,6 @@ def cached_folder(url: str, purpose: str) -> Path:
 
     Training and programs that read its results use separate folders.
     """
-    if url.startswith(("file:", "local:")):
-        raise UserError(
-            f"workdir is {url!r}, which is on this machine; use its path instead: "
-            f"{remote_path(url).path!r}."
-        )
     name = f"{purpose}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
     folder = cache_folder() / "workdirs" / name
     folder.mkdir(parents=True, exist_ok=True)
