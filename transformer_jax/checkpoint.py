@@ -181,11 +181,6 @@ def load_averages(checkpoints: Sequence[AnyPath]) -> Iterator[Any]:
     for count, folder in enumerate(checkpoints, start=1):
         which = "ema" if config_of(folder).optimizer.ema_decay > 0 else "parameters"
         loaded = ocp.load_checkpointables(str(folder / "state"), {which: wanted})[which]
-        if not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loaded)):
-            raise UserError(
-                f"The parameters in {folder} are not all finite numbers: training diverged, or "
-                "another program saved them. Choose an earlier checkpoint."
-            )
         total = loaded if total is None else jax.tree.map(np.add, total, loaded)
         yield jax.tree.map(lambda x, count=count: x / np.float32(count), total)
 

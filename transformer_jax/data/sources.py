@@ -221,12 +221,7 @@ def _number_names(split: str, limit: int | None) -> Iterator[tuple[str, str]]:
     styles = random.randint(4, size=_NUMBERS)[numbers]
     if split == "train":
         styles[: 4 * len(small)] = np.tile(np.arange(4), len(small))
-    limit = limit or min(_NUMBERS_DEFAULT, len(numbers))
-    if limit > len(numbers):
-        raise UserError(
-            f"limit is {limit}; expected at most {len(numbers)} for split {split!r} of kind "
-            "'numbers'."
-        )
+    limit = limit or _NUMBERS_DEFAULT
     return (
         (_styled(_name(n, "en", ", ", " and "), style), _styled(_name(n, "de", "", ""), style))
         for n, style in zip(numbers[:limit].tolist(), styles[:limit].tolist())

@@ -270,27 +270,17 @@ def prepare_tokenizer(
 ) -> Tokenizer:
     """Load the newest checkpoint's tokenizer, or create one if no checkpoint exists.
 
-    A new tokenizer comes from the checkpoints to start from, or is trained on the text. The file
-    ``tokenizer.origin`` records the settings, and the text or tokenizer, that it was created from.
-    Until the first checkpoint, changing any of these creates a new tokenizer.
+    A new tokenizer comes from the checkpoints to start from, or is trained on the text.
     """
-    folder, tokenizer = place.folder, None
     if newest is not None:
-        return load_tokenizer(folder, place.checkpoints / checkpoint_name(newest))
+        return load_tokenizer(place.folder, place.checkpoints / checkpoint_name(newest))
     if start:
         symbols = config.tokenizer.user_defined_symbols
         tokenizer = load_tokenizer(start[0].parents[1], start[0]).with_symbols(symbols)
-    elif config.tokenizer.model:
-        tokenizer = Tokenizer.train([], config.tokenizer)  # no text is needed
-    origin, noted = text if tokenizer is None else tokenizer, folder / "tokenizer.origin"
-    if noted.is_file() and noted.read_text() == f"{origin.fingerprint} {config.tokenizer}":
-        return Tokenizer.load(folder)
-    noted.unlink(missing_ok=True)
-    if tokenizer is None:
-        log.info("Training the tokenizer.")
+    else:
+        log.info("Preparing the tokenizer.")
         tokenizer = Tokenizer.train(text.pairs(), config.tokenizer)
-    tokenizer.save(folder)
-    noted.write_text(f"{origin.fingerprint} {config.tokenizer}")
+    tokenizer.save(place.folder)
     return tokenizer
 
 

@@ -93,20 +93,9 @@ class Checkpoints:
         return patiently(self.folder, lambda: complete_steps(self.folder))
 
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
-        """Restore a step's checkpoint with the same shardings as ``abstract_state``.
-
-        Raises:
-          UserError: another version of the program wrote the checkpoint.
-        """
+        """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
         path = self.folder / checkpoint_name(step)
-        try:
-            return _restore_state(path, abstract_state), Progress(**progress_of(path))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"Checkpoint {path} does not have the structure that this version of the program "
-                f"writes ({one_line(error)}). To continue training its "
-                "model, use --training.start-from with another --workdir."
-            ) from error
+        return _restore_state(path, abstract_state), Progress(**progress_of(path))
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
@@ -133,14 +122,7 @@ class Checkpoints:
         except Exception as error:
             self._discard(path, error)
             return
-        try:
-            self._delete_old(progress.best_step)
-        except Exception as error:  # the next save will retry
-            log.warning(
-                "Checkpoint %s was saved, but not all old checkpoints could be deleted: %s",
-                path,
-                one_line(error),
-            )
+        _try(lambda: self._delete_old(progress.best_step))
         _try(self._workdir.push_checkpoints)
 
     def _delete_old(self, best_step: int | None) -> None:
@@ -160,11 +142,11 @@ class Checkpoints:
         log.error(text, int(path.name), self.failure, path, there)
 
 
-def _try(push: Callable[[], None]) -> None:
-    """Push to the object store. If that fails, log a warning and continue training."""
+def _try(work: Callable[[], None]) -> None:
+    """Delete old checkpoints or copy to the store. If that fails, log a warning and continue."""
     try:
-        push()
-    except UserError as error:
+        work()
+    except Exception as error:  # each store raises different errors
         log.warning("%s Training continues and will retry at the next checkpoint.", error)
 
 
