@@ -282,14 +282,8 @@ class DataConfig(Section, prefix="data."):
     max_target_length: PairLength = 256
     """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    cache: str = ""
-    """Folder for tokenized corpora; '': `corpus` in the work directory. Several runs can share a
-    folder."""
     workers: Count = 0
     """Number of processes for tokenization; 0: one per CPU core."""
-
-    def rules(self) -> Iterator[Rule]:
-        yield "cache", "://" not in self.cache, "a local folder, because corpora are memory-mapped"
 
 
 @dataclass(frozen=True)

@@ -187,26 +187,20 @@ def remove_folder(folder: AnyPath) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = False, notice: str = "") -> Iterator[bool]:
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Lock the file ``path`` until the context exits or the process ends.
 
-    Raises ``BlockingIOError`` if another process holds the lock. With ``wait``, logs ``notice`` and
-    waits instead. If the file system does not support locks, logs a warning and yields False.
+    Raises ``BlockingIOError`` if another process holds the lock, or waits for it. If the file
+    system does not support locks, logs a warning.
     """
     with path.open("ab") as file:
-        held = True
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not wait:
-                raise
-            if notice:
-                log.info(notice)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            raise
         except OSError:
             log.warning(
                 "%s is on a file system that does not support locks; use it from one process only.",
                 path,
             )
-            held = False
-        yield held
+        yield

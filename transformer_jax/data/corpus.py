@@ -26,12 +26,11 @@ from transformer_jax.config import DataConfig, PairsConfig
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
 from transformer_jax.errors import UserError, shown
-from transformer_jax.storage import locked
 from transformer_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-_TEMPORARY = "tmp-"
+TEMPORARY = "tmp-"
 MANIFEST = "manifest.json"
 _SIDES = ("source", "target")
 
@@ -89,11 +88,6 @@ class Corpus:
         cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
     ) -> Corpus:
         """Build a corpus in memory from token ids. EOS is added to each sequence."""
-        if len(sources) != len(targets):
-            raise UserError(
-                f"Got {len(sources)} sources and {len(targets)} targets; expected the same number "
-                "of each."
-            )
         digest, sides = hashlib.sha256(), []
         for lists in (sources, targets):
             tokens, lengths = flatten(lists, np.dtype(np.int32))
@@ -133,20 +127,14 @@ def build_corpus(
     directory.mkdir(parents=True, exist_ok=True)
     if corpus := open_corpus(directory, job.fingerprint(text)):
         return corpus
-    notice = f"Another process is tokenizing text in {directory}; waiting for it."
-    with locked(directory / ".lock", wait=True, notice=notice) as alone:
-        if corpus := open_corpus(directory, job.fingerprint(text)):  # built in the meantime
-            return corpus
-        for left in directory.glob(f"{_TEMPORARY}*") if alone else ():  # of killed processes
-            shutil.rmtree(left)
-        try:
-            corpus = _build(text, job, directory)
-        except OSError as error:  # for example a full disk
-            error.filename = error.filename or str(directory)
-            raise
-        kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
-        _log.info("%s of %s pairs pass the filters.", kept, read)
-        return corpus
+    try:
+        corpus = _build(text, job, directory)
+    except OSError as error:  # for example a full disk
+        error.filename = error.filename or str(directory)
+        raise
+    kept, read = f"{corpus.num_pairs:,}", f"{corpus.num_read:,}"
+    _log.info("%s of %s pairs pass the filters.", kept, read)
+    return corpus
 
 
 def corpus_name(fingerprint: str) -> str:
@@ -175,7 +163,7 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
 
 def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
     """Write the corpus under a temporary name and rename it when complete."""
-    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=directory) as temporary:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=directory) as temporary:
         folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
         folder.mkdir()
         fingerprint = _write(folder, text, job)
@@ -186,7 +174,7 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
         try:
             folder.rename(final)
         except OSError:
-            if not final.exists():  # otherwise another machine built it first
+            if not final.exists():  # otherwise another process built it first
                 raise
     corpus = open_corpus(directory, fingerprint)
     assert corpus is not None, f"{final} was just written"

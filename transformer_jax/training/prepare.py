@@ -49,7 +49,7 @@ from transformer_jax.evaluation import check_bleu
 from transformer_jax.model.layers import use_matmul_precision
 from transformer_jax.remote_workdir import local_workdir
 from transformer_jax.sharding import check_rows, make_mesh
-from transformer_jax.storage import copy_folder, local_path, patiently, write_atomically
+from transformer_jax.storage import copy_folder, patiently, write_atomically
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.resuming import (
@@ -126,13 +126,12 @@ def prepare(
         claim = claimed(place, config, allow_changes=allow_changes)
         newest = from_first(lambda: stack.enter_context(claim))
         place.share_token()
-        cache = local_path(config.data.cache) if config.data.cache else place.folder / "corpus"
         with together():
             start = [] if newest is not None else _start_checkpoints(config)
         tokenizer, corpora = first_then_others(
-            lambda: _tokenized(place, config, texts, newest, start, cache)
+            lambda: _tokenized(place, config, texts, newest, start)
         )
-        _share_corpora(place, cache, corpora)
+        _share_corpora(place, corpora)
         check_agreement(
             {
                 "tokenizer": tokenizer.fingerprint,
@@ -180,9 +179,8 @@ def _tokenized(
     texts: dict[str, ParallelText],
     newest: int | None,
     start: list[Path],
-    cache: Path,
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """Load or build the tokenizer and, in process 0, the train and dev corpora in ``cache``."""
+    """Load or build the tokenizer and, in process 0, the train and dev corpora."""
     if not is_first():
         place.pull()
         return Tokenizer.load(place.folder), {}
@@ -193,7 +191,7 @@ def _tokenized(
             text,
             tokenizer,
             config.data,
-            cache,
+            place.folder / "corpus",
             sampling=config.tokenizer.sampling if name == "train" else 0.0,
             num_samples=config.tokenizer.sampled_epochs,
             seed=config.seed,
@@ -205,13 +203,13 @@ def _tokenized(
     return tokenizer, corpora
 
 
-def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> None:
-    """Make process 0's corpora available to every process in the local folder ``here``.
+def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
+    """Make the corpora of process 0 available to every process.
 
-    Hosts that cannot read process 0's folder copy the corpora through the work directory.
+    If the work directory is a URL, other hosts copy the corpora through it.
     """
     found: dict[str, str] = from_first(lambda: {k: c.fingerprint for k, c in corpora.items()})
-    there = place.store / "corpus"
+    here, there = place.folder / "corpus", place.store / "corpus"
 
     def missing() -> list[str]:
         for name, fingerprint in found.items():
@@ -223,18 +221,12 @@ def _share_corpora(place: Workdir, here: Path, corpora: dict[str, Corpus]) -> No
 
     def copy() -> None:
         source, target = (here, there) if is_first() else (there, here)
-        if source != target:
-            for folder in wanted:
-                copy_folder(source / folder, target / folder, last=MANIFEST)
+        for folder in wanted:
+            copy_folder(source / folder, target / folder, last=MANIFEST)
 
     first_then_others(copy)
     with together():
-        if lacking := missing():
-            raise UserError(
-                f"Process 0's tokenized corpora ({', '.join(lacking)}) are corrupt or missing "
-                f"in {here}; use the same data.cache in all processes, or a separate folder "
-                "on each machine."
-            )
+        assert not missing(), "a copied corpus is corrupt"
 
 
 def check_inputs(config: Config) -> tuple[dict[str, ParallelText], dict[str, Pairs]]:

@@ -16,7 +16,6 @@ _FREE_ON_RESUME = (
     "mesh.",
     "decoding.",
     "data.root",
-    "data.cache",
     "data.workers",
     "data.dev.",  # a change resets the best result
     "data.test.",
@@ -42,7 +41,7 @@ _CHANGEABLE = (
     "model.matmul_precision",
 )
 
-FREE_BETWEEN_PROCESSES = ("data.root", "data.cache", "data.workers")
+FREE_BETWEEN_PROCESSES = ("data.root", "data.workers")
 """Settings that can differ between the processes of a run."""
 
 
