@@ -71,7 +71,7 @@ def _on_devices(plan: BatchPlan, sharding: NamedSharding | None, step: int) -> B
     B, _, _ = plan.shape(step)
     # The mesh follows the hardware's topology, so a process's rows may not be contiguous.
     indices = sharding.addressable_devices_indices_map((B, 1)).values()
-    rows = np.unique(np.concatenate([np.arange(B)[index[0]] for index in indices]))
+    rows = np.unique(np.concatenate([np.arange(B)[index[0]] for index in indices if index]))
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(sharding, x, (B, x.shape[1])),
         plan.batch(step, rows),
