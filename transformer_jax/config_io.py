@@ -101,10 +101,9 @@ def from_json(text: str | bytes) -> Config:
     Raises ``UserError`` on unknown fields or invalid values.
     """
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"The config is not valid JSON: {error}.") from None
-    return _build(Config, values, "")
+        return _build(Config, json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"The config is not valid: {error}") from None
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -116,17 +115,11 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _build(section: Any, values: Any, prefix: str) -> Any:
-    fields = {field.name: field.default_factory for field in dataclasses.fields(section)}
+def _build(section: Any, values: dict[str, Any]) -> Any:
+    sections = {field.name: field.default_factory for field in dataclasses.fields(section)}
     arguments = {}
     for name, value in values.items():
-        if name not in fields:
-            raise UserError(
-                f"Unknown config field {prefix}{name}; expected one of {', '.join(fields)}. If an "
-                "earlier version of transformer_jax wrote the file, rename or remove the field."
-            )
-        if dataclasses.is_dataclass(fields[name]):
-            arguments[name] = _build(fields[name], value, f"{prefix}{name}.")
-        else:
-            arguments[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, dict):
+            value = _build(sections[name], value)
+        arguments[name] = tuple(value) if isinstance(value, list) else value
     return section(**arguments)
