@@ -30,7 +30,7 @@ from transformer_jax.training.summary import environment, peak_memory_bytes, tot
 
 log = logging.getLogger(__name__)
 
-_STUCK_SECONDS = 600.0
+_STUCK_SECONDS = 1800.0  # evaluations can take minutes
 
 
 class TrainingError(RuntimeError):
@@ -86,8 +86,8 @@ def train(
 class _Watch:
     """Watchdog for a run.
 
-    Adds the current activity to errors from JAX's runtime. If ``poll`` is not called for 10
-    minutes, writes the tracebacks of all threads to stderr.
+    Adds the current activity to errors from JAX's runtime. If ``poll`` is not called for half an
+    hour, writes the tracebacks of all threads to stderr.
     """
 
     doing = "before the first step"
@@ -123,7 +123,7 @@ class _Loop:
         self._run, self._config, self._progress = run, run.config, run.progress
         self._reporter, self._signals, self._watch = reporter, signals, watch
         self._state, self._step = run.state, int(run.state.step)  # number of completed steps
-        self._evaluator = Evaluator(run, poll=self._poll)
+        self._evaluator = Evaluator(run)
         self._meter = Meter(run.progress)
         self._unread: StepMetrics | None = None  # metrics of the last step
 
@@ -163,8 +163,7 @@ class _Loop:
         """Evaluate on the dev set. Returns True if early stopping triggers."""
         training = self._config.training
         number = -(-self._step // training.eval_every)
-        self._reporter.show(status=f"evaluating step {self._step}")
-        self._watch.poll(f"evaluation after step {self._step}")
+        self._now(f"evaluating step {self._step}")
         figures, example = self._evaluator.dev(self._state.evaluated, number=number)
         self._reporter.dev(self._step, figures, example)
         self._progress.note_evaluation(figures, training.select_by, step=self._step)
@@ -198,9 +197,9 @@ class _Loop:
 
     def sum_up(self) -> dict[str, Any]:
         """Evaluate on the test set if training is finished, and write summary.json."""
-        run = self._run
+        run, stopped_by = self._run, self._signals.name
         summary: dict[str, Any] = {
-            "stopped_by": None,
+            "stopped_by": stopped_by,
             "stopped_early": self._progress.early_stopping_triggered(
                 self._config.training.patience
             ),
@@ -211,34 +210,33 @@ class _Loop:
             "peak_memory_bytes": peak_memory_bytes(),
             **environment(),
         }
-        try:
-            self._poll("choosing the checkpoints to average")
+        if stopped_by:
+            saved = f"saved at step {self._step}" if self._step else "nothing was trained yet"
+            end = f"{stopped_by}: {saved}. Run the same command again to resume."
+        else:
+            self._now("choosing the checkpoints to average")
             checkpoints = self._evaluator.choose()
             if "test" in run.pairs:
-                self._poll("evaluating on the test set")
+                self._now("evaluating on the test set")
                 summary["test"], scores = self._evaluator.test(checkpoints)
                 self._reporter.say(f"test, {described(checkpoints)}: {scores}")
             summary["averaged_steps"] = [int(path.name) for path in checkpoints]
-        except Interrupted:
-            summary["stopped_by"] = self._signals.name
-        finally:
-            if is_first():
-                text = json.dumps(summary, indent=2) + "\n"
-                write_atomically(run.workdir.folder / "summary.json", text)
-        if summary["stopped_by"]:
-            saved = f"saved at step {self._step}" if self._step else "nothing was trained yet"
-            again = "Run the same command again to resume."
-            self._reporter.say(f"{summary['stopped_by']}: {saved}. {again}")
-        else:
             model, file = described(checkpoints), f"{run.workdir.store}/summary.json"
-            self._reporter.say(f"done at step {self._step}: {model}; metrics in {file}")
+            end = f"done at step {self._step}: {model}; metrics in {file}"
+        if is_first():
+            text = json.dumps(summary, indent=2) + "\n"
+            write_atomically(run.workdir.folder / "summary.json", text)
+        self._reporter.say(end)
         return summary
 
-    def _poll(self, doing: str = "") -> None:
-        """Reset the watchdog, update the progress bar, and raise ``Interrupted`` after a signal."""
+    def _now(self, doing: str) -> None:
+        """Reset the watchdog and show the current activity."""
         self._watch.poll(doing)
-        if doing:
-            self._reporter.show(status=doing)
+        self._reporter.show(status=doing)
+
+    def _poll(self, doing: str) -> None:
+        """Show the current activity, and raise ``Interrupted`` after a signal."""
+        self._now(doing)
         if self._signals.received is not None:
             raise Interrupted
 

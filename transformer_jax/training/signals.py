@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 
 class Interrupted(Exception):
-    """Exception for a signal that arrives while training is waiting or evaluating."""
+    """Exception for a signal that arrives while training is waiting for the compiler."""
 
 
 class Signals:
