@@ -91,8 +91,7 @@ class ModelConfig(Section, prefix="model."):
     """Add a bias to the logits (Marian does)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matmuls and of activations between layers; auto: float32 on CPU, bfloat16 on GPU and
-    TPU (mixed precision). Parameters, softmax, norm statistics and the loss are always float32. In
-    Python, jnp.float32 and jnp.bfloat16 also work."""
+    TPU (mixed precision). Parameters, softmax, norm statistics and the loss are always float32."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
     """Precision of float32 matmuls on GPU and TPU, using JAX's names. GPUs use TF32 (10-bit
     mantissa) unless this is highest. TPUs use one, three or six bfloat16 passes. It does not affect
@@ -100,11 +99,6 @@ class ModelConfig(Section, prefix="model."):
     remat: bool = False
     """Activation checkpointing: recompute each layer's activations in the backward pass. Saves
     memory at the cost of about a third more computation."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.dtype, str):  # a dtype of JAX or NumPy
-            object.__setattr__(self, "dtype", getattr(self.dtype, "__name__", str(self.dtype)))
-        super().__post_init__()
 
     def rules(self) -> Iterator[Rule]:
         yield (

@@ -130,12 +130,8 @@ def patiently(path: AnyPath, access: Callable[[], T]) -> T:
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Replace a file's content. Even after a crash, readers see either the old or the new one."""
-    content = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # a device or named pipe cannot be replaced
-        path.write_bytes(content)
-        return
     with _replacing(path) as file:
-        file.write(content)
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ import math
 import platform
 import resource
 import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,17 +54,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "platform": platform.platform(),
-        "cpu": _processor(),
         "cpu_cores": num_cores(),
         "devices": [str(device.device_kind) for device in jax.devices()],
         "processes": jax.process_count(),
     }
-
-
-def _processor() -> str:
-    """Return the CPU's model name, or its architecture if the system does not report a name."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
-    return platform.machine()
