@@ -295,15 +295,12 @@ class AsyncTranslator:
     def from_workdir(
         cls,
         workdir: str | Path,
-        *,
-        average: int | None = None,
         **settings: Any,
     ) -> Self:
         """Load the model of a training run on all devices.
 
         ``workdir`` is the path or URL of a work directory or of one of its checkpoints.
-        ``settings`` override fields of the run's ``decoding`` config. See ``load_model`` for
-        ``average``.
+        ``settings`` override fields of the run's ``decoding`` config.
 
         Raises:
           UserError: see ``load_model`` and ``Translator``.
@@ -311,7 +308,7 @@ class AsyncTranslator:
         folder = local_workdir(workdir)
         rows = replace(load_config_file(folder).decoding, **settings).batch_size
         devices = devices_for_rows(rows)  # before JAX is initialized
-        return cls(*load_models(folder, average=average, **settings), devices=devices)
+        return cls(*load_models(folder, **settings), devices=devices)
 
     def start(self) -> None:
         """Compile everything, then start the search threads."""

@@ -52,10 +52,6 @@ class Arguments:
     """For --style lines: draw only the lines from these tokens in the left column, numbered from 1.
     Default: all.
     """
-    average: int | None = None
-    """Average this many checkpoints, ending with the chosen one. Default: the checkpoints selected
-    at the end of training; for a checkpoint's folder, only that checkpoint.
-    """
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +65,7 @@ def _run(argv: list[str] | None) -> None:
     from transformer_jax import Translator, keep_compiled, sentence_attention, use_matmul_precision
 
     keep_compiled()
-    translator = Translator.from_workdir(task.workdir, average=task.average, batch_size=1)
+    translator = Translator.from_workdir(task.workdir, batch_size=1)
     use_matmul_precision(translator.model.config.matmul_precision)
     attention = sentence_attention(translator, task.text, target=task.target)
     if task.output.endswith(".npz"):
