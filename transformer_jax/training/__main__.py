@@ -30,8 +30,9 @@ class Arguments:
     recipe file (which is executed, so use only files that you trust); or a work directory's
     config.json. Sets the defaults of all other flags. '': the paper's base model."""
     allow_changes: bool = False
-    """Allow a resumed run to change batch.*, optimizer.*, dropout, label smoothing, R-Drop, dtype,
-    matmul_precision, remat, start_from, and steps if the learning rate depends on it."""
+    """Allow a resumed run to change batch.*, optimizer.* (except ema_decay), dropout, label
+    smoothing, R-Drop, dtype, matmul_precision, remat, start_from, and steps if the learning rate
+    depends on it."""
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 

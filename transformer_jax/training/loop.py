@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -173,10 +172,7 @@ class _Loop:
     def _save(self) -> None:
         self._read_figures()  # the checkpoint contains the totals of all steps so far
         self._watch.poll(f"saving step {self._step}")
-        begin = time.perf_counter()
         self._run.checkpoints.save(self._state, self._progress)
-        held = {"held_seconds": time.perf_counter() - begin}
-        self._reporter.write("save", self._step, held)
 
     def _ensure_saved(self) -> None:
         """Wait for the last checkpoint. If saving failed, retry once."""
@@ -248,8 +244,6 @@ class _Loop:
         self._meter.add(metrics)
         self._reporter.show(completed=step)
         if metrics.bad_in_a_row:
-            norm = repr(float(metrics.gradient_norm))
-            self._reporter.write("bad_step", step, {"gradient_norm": norm})
             log.warning("Step %d had a non-finite loss or gradient; its update was skipped.", step)
         if metrics.bad_in_a_row >= self._config.training.max_bad_steps:
             raise TrainingError(

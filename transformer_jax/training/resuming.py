@@ -55,7 +55,7 @@ class Difference(NamedTuple):
     @property
     def changeable(self) -> bool:
         """True if a run can resume with the new value under ``--allow-changes``."""
-        return self.name.startswith(_CHANGEABLE)
+        return self.name.startswith(_CHANGEABLE) and self.name != "optimizer.ema_decay"
 
 
 def differences_on_resume(old: Config, new: Config) -> list[Difference]:

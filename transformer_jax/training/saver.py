@@ -163,12 +163,8 @@ def _parts(state: TrainState) -> dict[str, Any]:
 
 
 def _restore_state(path: AnyPath, abstract: TrainState) -> TrainState:
-    wanted = _parts(abstract)
-    if config_of(path).optimizer.ema_decay == 0:
-        wanted.pop("ema", None)
-    parts = ocp.load_checkpointables(str(path / "state"), wanted)
-    parameters, ema = parts["parameters"], parts.get("ema")
-    if abstract.ema is not None and ema is None:  # the EMA starts at this step
-        ema = jax.tree.map(jnp.copy, parameters)
+    parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract))
     seed = place(np.array(config_of(path).seed, np.uint32), abstract.seed.sharding)
-    return TrainState(parameters=parameters, ema=ema, seed=seed, **parts["rest"])
+    return TrainState(
+        parameters=parts["parameters"], ema=parts.get("ema"), seed=seed, **parts["rest"]
+    )
