@@ -8,7 +8,6 @@ to verify copies of the folder.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +54,7 @@ class Corpus:
     """
 
     fingerprint: str
+    """SHA-256 (hex) of the text and the settings. Empty if built from lists."""
     sides: tuple[Sequences, Sequences]
     """Source and target."""
     num_read: int
@@ -88,14 +88,12 @@ class Corpus:
         cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
     ) -> Corpus:
         """Build a corpus in memory from token ids. EOS is added to each sequence."""
-        digest, sides = hashlib.sha256(), []
+        sides = []
         for lists in (sources, targets):
             tokens, lengths = flatten(lists, np.dtype(np.int32))
-            digest.update(tokens.tobytes())
-            digest.update(lengths.tobytes())
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             sides.append(Sequences(tokens, offsets))
-        return cls(digest.hexdigest(), (sides[0], sides[1]), len(sources))
+        return cls("", (sides[0], sides[1]), len(sources))
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -147,10 +145,7 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
     folder = directory / corpus_name(fingerprint)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        arrays = {
-            name: np.memmap(folder / name, dtype, "r") for name, dtype in manifest["dtypes"].items()
-        }
-        checksums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
+        arrays, checksums = _mapped(folder, manifest["dtypes"])
         if manifest["fingerprint"] != fingerprint or manifest["checksums"] != checksums:
             return None
         source, target = (
@@ -159,6 +154,14 @@ def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
         return Corpus(fingerprint, (source, target), manifest["num_read"], manifest["num_samples"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _mapped(folder: Path, dtypes: dict[str, str]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Memory-map the arrays in a folder and compute their checksums."""
+    arrays: dict[str, np.ndarray] = {
+        name: np.memmap(folder / name, dtype, "r") for name, dtype in dtypes.items()
+    }
+    return arrays, {name: zlib.crc32(array.data) for name, array in arrays.items()}
 
 
 def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
@@ -183,25 +186,21 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
 
 def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
     """Tokenize and hash the text in one pass. Returns the fingerprint of the corpus."""
-    dtypes = {f"{side}_offsets": np.dtype(np.int64) for side in _SIDES}
-    dtypes |= {f"{side}_tokens": dtype for side, dtype in zip(_SIDES, job.dtypes())}
-    checksums = dict.fromkeys(dtypes, 0)
+    dtypes = {f"{side}_offsets": "int64" for side in _SIDES}
+    dtypes |= {f"{side}_tokens": dtype.name for side, dtype in zip(_SIDES, job.dtypes())}
     num_read, num_tokens = 0, dict.fromkeys(_SIDES, 0)
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / name).open("wb")) for name in dtypes}
-
-        def append(name: str, array: np.ndarray) -> None:
-            checksums[name] = _append(files[name], array, checksums[name])
-
         for side in _SIDES:
-            append(f"{side}_offsets", np.zeros(1, np.int64))
+            files[f"{side}_offsets"].write(np.zeros(1, np.int64).data)
         pairs = text.pairs()
         # Closing it, even after an error, ends the worker processes.
         for chunk in stack.enter_context(closing(tokenized(pairs, job))):
             num_read += chunk.num_read
             for side, (tokens, lengths) in zip(_SIDES, chunk.sides):
-                append(f"{side}_tokens", tokens)
-                append(f"{side}_offsets", num_tokens[side] + np.cumsum(lengths, dtype=np.int64))
+                files[f"{side}_tokens"].write(tokens.data)
+                ends = num_tokens[side] + np.cumsum(lengths, dtype=np.int64)
+                files[f"{side}_offsets"].write(ends.data)
                 num_tokens[side] += len(tokens)
     if not num_tokens["source"]:
         raise UserError(
@@ -214,14 +213,8 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
         "fingerprint": fingerprint,
         "num_read": num_read,
         "num_samples": job.num_samples,
-        "dtypes": {name: dtype.name for name, dtype in dtypes.items()},
-        "checksums": checksums,
+        "dtypes": dtypes,
+        "checksums": _mapped(folder, dtypes)[1],
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     return fingerprint
-
-
-def _append(file: BinaryIO, array: np.ndarray, checksum: int) -> int:
-    """Append an array to a file and return the updated checksum of the file."""
-    file.write(array.data)
-    return zlib.crc32(array.data, checksum)

@@ -116,8 +116,6 @@ class ParallelText:
 
     def _tfds_examples(self) -> Any:
         with needs_extra("tfds"):
-            import array_record  # noqa: F401  if missing, TFDS fails later with a long error message
-            import importlib_resources  # noqa: F401
             import tensorflow_datasets as tfds  # slow to import, and few runs need it
 
         name, split = self.config.source[0], self.config.split
