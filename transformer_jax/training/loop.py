@@ -6,7 +6,7 @@ import faulthandler
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformer_jax.training.compiling import LESS_MEMORY, CompileAhead
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
-from transformer_jax.training.signals import Interrupted, Signals
+from transformer_jax.training.signals import Signals
 from transformer_jax.training.step import StepMetrics
 from transformer_jax.training.summary import environment, peak_memory_bytes, totals
 
@@ -74,9 +74,8 @@ def train(
                 start_step=int(run.state.step),
             )
         ) as reporter,
-        Signals() as signals,
     ):
-        loop = _Loop(run, reporter, signals, watch)
+        loop = _Loop(run, reporter, watch)
         with closing(CompileAhead(run)) as compiled:
             loop.train(compiled)
             return loop.sum_up()
@@ -118,9 +117,9 @@ class _Watch:
 
 
 class _Loop:
-    def __init__(self, run: Prepared, reporter: Reporter, signals: Signals, watch: _Watch):
+    def __init__(self, run: Prepared, reporter: Reporter, watch: _Watch):
         self._run, self._config, self._progress = run, run.config, run.progress
-        self._reporter, self._signals, self._watch = reporter, signals, watch
+        self._reporter, self._signals, self._watch = reporter, Signals(), watch
         self._state, self._step = run.state, int(run.state.step)  # number of completed steps
         self._evaluator = Evaluator(run)
         self._meter = Meter(run.progress)
@@ -132,14 +131,17 @@ class _Loop:
         run, stop_at = self._run, self._config.training.steps
         rows = batch_sharding(run.mesh)
         loader = load_batches(run.plan, sharding=rows, start=self._step, stop=stop_at)
-        with closing(loader) as batches, suppress(Interrupted):
-            # Evaluate the last saved step, even if the previous run evaluated it.
-            compiled.before_collectives(self._poll)
-            stop = self._progress.early_stopping_triggered(self._config.training.patience)
-            stop = stop or (self._evaluation_due() and self._evaluate())
+        # Evaluate the last saved step, even if the previous run evaluated it.
+        compiled.before_collectives(self._now)
+        stop = self._progress.early_stopping_triggered(self._config.training.patience)
+        stop = stop or (self._evaluation_due() and self._evaluate()) or self._step >= stop_at
+        if not stop:
+            compiled.wait(run.plan.shape(self._step), self._now)
+        # Until now, there was nothing to save, so signals ended the program.
+        with closing(loader) as batches, self._signals:
             for batch in [] if stop else batches:
                 shape = (*batch.source_BS.shape, batch.target_BT.shape[1])
-                train_step = compiled.wait(shape, self._poll)
+                train_step = compiled.wait(shape, self._now)
                 self._watch.poll("step {}, {} rows of {} + {} tokens".format(self._step, *shape))
                 self._state, figures = train_step(self._state, batch)
                 self._read_figures()  # of the previous step, while this one runs
@@ -151,7 +153,7 @@ class _Loop:
                     stop = self._evaluate()
                 if stop:
                     break
-        self._ensure_saved()
+            self._ensure_saved()
 
     def _evaluation_due(self) -> bool:
         training, step = self._config.training, self._step
@@ -229,12 +231,6 @@ class _Loop:
         """Reset the watchdog and show the current activity."""
         self._watch.poll(doing)
         self._reporter.show(status=doing)
-
-    def _poll(self, doing: str) -> None:
-        """Show the current activity, and raise ``Interrupted`` after a signal."""
-        self._now(doing)
-        if self._signals.received is not None:
-            raise Interrupted
 
     def _read_figures(self) -> None:
         """Read the last step's metrics, unless already read, and log them if due."""

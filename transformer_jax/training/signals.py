@@ -12,10 +12,6 @@ import jax
 from jax.experimental import multihost_utils
 
 
-class Interrupted(Exception):
-    """Exception for a signal that arrives while training is waiting for the compiler."""
-
-
 class Signals:
     """Signal handlers. SIGTERM and the first Ctrl-C set ``received``; a second Ctrl-C exits.
 
