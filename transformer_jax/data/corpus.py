@@ -135,18 +135,13 @@ def build_corpus(
     return corpus
 
 
-def corpus_name(fingerprint: str) -> str:
-    """Return the folder name of a corpus."""
-    return fingerprint[:20]
-
-
 def open_corpus(directory: Path, fingerprint: str) -> Corpus | None:
     """Open the corpus with this fingerprint. Returns None if it is missing or corrupt."""
-    folder = directory / corpus_name(fingerprint)
+    folder = directory / fingerprint
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         arrays, checksums = _mapped(folder, manifest["dtypes"])
-        if manifest["fingerprint"] != fingerprint or manifest["checksums"] != checksums:
+        if manifest["checksums"] != checksums:
             return None
         source, target = (
             Sequences(arrays[f"{side}_tokens"], arrays[f"{side}_offsets"]) for side in _SIDES
@@ -169,8 +164,9 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=directory) as temporary:
         folder = Path(temporary, "corpus")  # readable by all users, unlike the temporary folder
         folder.mkdir()
-        fingerprint = _write(folder, text, job)
-        final = directory / corpus_name(fingerprint)
+        _write(folder, text, job)
+        fingerprint = job.fingerprint(text)  # the text may have changed since it was opened
+        final = directory / fingerprint
         if final.exists() and open_corpus(directory, fingerprint) is None:
             _log.warning("The tokenized corpus %s is corrupt; rebuilding it.", final)
             shutil.rmtree(final)
@@ -184,8 +180,8 @@ def _build(text: ParallelText, job: TokenizeJob, directory: Path) -> Corpus:
     return corpus
 
 
-def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
-    """Tokenize and hash the text in one pass. Returns the fingerprint of the corpus."""
+def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> None:
+    """Tokenize and hash the text in one pass."""
     dtypes = {f"{side}_offsets": "int64" for side in _SIDES}
     dtypes |= {f"{side}_tokens": dtype.name for side, dtype in zip(_SIDES, job.dtypes())}
     num_read, num_tokens = 0, dict.fromkeys(_SIDES, 0)
@@ -208,13 +204,10 @@ def _write(folder: Path, text: ParallelText, job: TokenizeJob) -> str:
             f"{shown(text.config.source or text.config.kind)}. Check the text, or "
             "raise data.max_source_length and data.max_target_length."
         )
-    fingerprint = job.fingerprint(text)
     manifest = {
-        "fingerprint": fingerprint,
         "num_read": num_read,
         "num_samples": job.num_samples,
         "dtypes": dtypes,
         "checksums": _mapped(folder, dtypes)[1],
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    return fingerprint

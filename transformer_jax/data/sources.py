@@ -37,15 +37,10 @@ class ParallelText:
     File names are expanded once, on construction. Relative names and globs start from ``root``. For
     TFDS, ``root`` is the folder of prepared datasets. Files are hashed while they are read.
 
-    Raises ``UserError`` if no source is given or a file is missing.
+    Raises ``UserError`` if a file is missing.
     """
 
     def __init__(self, config: PairsConfig, root: str = "") -> None:
-        if not config.is_given:
-            raise UserError(
-                f"kind is {config.kind!r} and source is empty; set source and target, or choose "
-                "another kind."
-            )
         self.config, self.root = config, root
         names = zip(config.source, config.target) if config.kind == "text" else ()
         self.files = find_files(names, root)

@@ -180,8 +180,6 @@ class _Loop:
         """Wait for the last checkpoint. If saving failed, retry once."""
         self._watch.poll(f"saving step {self._step}")
         checkpoints = self._run.checkpoints
-        if self._step == 0:  # stopped before the first step: nothing to save
-            return
         if not checkpoints.holds(self._step):
             self._save()
         if not checkpoints.holds(self._step):
@@ -209,8 +207,7 @@ class _Loop:
             **environment(),
         }
         if stopped_by:
-            saved = f"saved at step {self._step}" if self._step else "nothing was trained yet"
-            end = f"{stopped_by}: {saved}. Run the same command again to resume."
+            end = f"{stopped_by}: saved at step {self._step}. Run the same command again to resume."
         else:
             self._now("choosing the checkpoints to average")
             checkpoints = self._evaluator.choose()

@@ -29,7 +29,6 @@ from transformer_jax.data.corpus import (
     MANIFEST,
     Corpus,
     build_corpus,
-    corpus_name,
     open_corpus,
 )
 from transformer_jax.data.loader import place
@@ -215,7 +214,7 @@ def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
         for name, fingerprint in found.items():
             if name not in corpora and (corpus := open_corpus(here, fingerprint)):
                 corpora[name] = corpus
-        return [corpus_name(each) for name, each in found.items() if name not in corpora]
+        return [fingerprint for name, fingerprint in found.items() if name not in corpora]
 
     wanted = {folder for folders in from_all(missing()) for folder in folders}
 
