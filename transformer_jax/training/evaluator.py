@@ -117,8 +117,6 @@ class Evaluator:
         scores = evaluate(translations, references, tokenize=tokenize, language=language)
         figures: dict[str, Any] = {
             "sentences": len(references),
-            "checkpoint": int(checkpoints[0].name),
-            "averaged_checkpoints": len(checkpoints),
             "exact_match": scores.exact_match,
         }
         for name in ("bleu", "chrf", "paper_bleu"):

@@ -183,12 +183,10 @@ class _Loop:
         if not checkpoints.holds(self._step):
             self._save()
         if not checkpoints.holds(self._step):
-            steps = checkpoints.steps()
-            newest = f"resumes at step {steps[-1]}" if steps else "starts from scratch"
             raise UserError(
                 f"The last checkpoint (step {self._step}) could not be saved in "
                 f"{checkpoints.folder}: {checkpoints.failure}. Free disk space and run the same "
-                f"command again: it {newest}."
+                "command again to resume from the previous checkpoint."
             )
 
     def sum_up(self) -> dict[str, Any]:

@@ -136,10 +136,10 @@ class Checkpoints:
     def _discard(self, path: AnyPath, error: Exception) -> None:
         if is_first():
             patiently(path, lambda: remove_folder(path))
-        self.failure, steps = one_line(error), self.steps()
-        there = f"The newest checkpoint is step {steps[-1]}" if steps else "No checkpoint exists"
-        text = "Checkpoint %d could not be saved: %s (in %s). %s."
-        log.error(text, int(path.name), self.failure, path, there)
+        self.failure = one_line(error)
+        log.error(
+            "Checkpoint %d could not be saved: %s (in %s).", int(path.name), self.failure, path
+        )
 
 
 def _try(work: Callable[[], None]) -> None:
