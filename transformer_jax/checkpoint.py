@@ -32,6 +32,7 @@ from transformer_jax.config_io import from_json, load_config_file, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_model
 from transformer_jax.storage import (
+    MANIFEST,
     AnyPath,
     files_in,
     local_path,
@@ -43,8 +44,6 @@ from transformer_jax.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=AnyPath)
-
-MANIFEST = "manifest.json"
 
 
 def load_model(path: str | Path) -> tuple[Config, Transformer, Tokenizer]:

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from transformer_jax.checkpoint import (
-    MANIFEST,
     checkpoint_name,
     complete_steps,
     corruption,
@@ -20,6 +19,7 @@ from transformer_jax.checkpoint import (
 )
 from transformer_jax.errors import UserError
 from transformer_jax.storage import (
+    MANIFEST,
     AnyPath,
     cache_folder,
     copy_file,
@@ -86,7 +86,7 @@ def mirror_checkpoints(source: AnyPath, target: AnyPath, *, grace: float = 0) ->
             continue
         delete_checkpoint(target / name)
         try:
-            copy_folder(source / name, target / name, last=MANIFEST)
+            copy_folder(source / name, target / name)
         except FileNotFoundError:  # the run has deleted it in the meantime
             delete_checkpoint(target / name)
     for name in map(checkpoint_name, set(here).difference(there)):

@@ -25,6 +25,9 @@ T = TypeVar("T")
 AnyPath: TypeAlias = "Path | UPath"
 """A local path or the path of a URL, as returned by ``to_path``."""
 
+MANIFEST = "manifest.json"
+"""Name of the last file to be written to a checkpoint or a corpus."""
+
 _PATIENCE_SECONDS = 600.0  # an object store can be down for minutes
 _PAUSE_SECONDS = 5.0
 
@@ -157,9 +160,9 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
         shutil.copyfileobj(file, copy, 1 << 22)
 
 
-def copy_folder(source: AnyPath, target: AnyPath, *, last: str) -> None:
-    """Copy all files in a folder. ``last``, which marks the folder as complete, is copied last."""
-    for name in sorted(files_in(source), key=lambda name: name == last):
+def copy_folder(source: AnyPath, target: AnyPath) -> None:
+    """Copy a folder. Its manifest, which marks it as complete, is copied last."""
+    for name in sorted(files_in(source), key=lambda name: name == MANIFEST):
         copy_file(source / name, target / name)
 
 

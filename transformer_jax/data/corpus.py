@@ -25,12 +25,12 @@ from transformer_jax.config import DataConfig, PairsConfig
 from transformer_jax.data.sources import ParallelText
 from transformer_jax.data.tokenize import TokenizeJob, flatten, tokenized
 from transformer_jax.errors import UserError, shown
+from transformer_jax.storage import MANIFEST
 from transformer_jax.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 TEMPORARY = "tmp-"
-MANIFEST = "manifest.json"
 _SIDES = ("source", "target")
 
 

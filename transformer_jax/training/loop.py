@@ -191,7 +191,7 @@ class _Loop:
 
     def sum_up(self) -> dict[str, Any]:
         """Evaluate on the test set if training is finished, and write summary.json."""
-        run, stopped_by = self._run, self._signals.name
+        run, stopped_by = self._run, self._signals.received
         summary: dict[str, Any] = {
             "stopped_by": stopped_by,
             "stopped_early": self._progress.early_stopping_triggered(

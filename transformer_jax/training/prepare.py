@@ -25,7 +25,6 @@ from transformer_jax.config import Config
 from transformer_jax.config_io import flatten, to_json
 from transformer_jax.data.batching import BatchPlan
 from transformer_jax.data.corpus import (
-    MANIFEST,
     Corpus,
     build_corpus,
     open_corpus,
@@ -220,7 +219,7 @@ def _share_corpora(place: Workdir, corpora: dict[str, Corpus]) -> None:
     def copy() -> None:
         source, target = (here, there) if is_first() else (there, here)
         for folder in wanted:
-            copy_folder(source / folder, target / folder, last=MANIFEST)
+            copy_folder(source / folder, target / folder)
 
     first_then_others(copy)
     with together():
@@ -332,15 +331,12 @@ def _start_checkpoints(config: Config) -> list[Path]:
     name = config.training.start_from
     if not name:
         return []
-    try:
-        chosen = choose_checkpoints(local_workdir(name))
-    except UserError as error:
-        raise UserError(f"training.start_from is {name!r}: {error}") from None
+    chosen = choose_checkpoints(local_workdir(name))
     theirs = config_of(chosen[0])
     ours = dataclasses.replace(theirs, model=config.model)
     if fixed := [each for each in differences_on_resume(theirs, ours) if not each.changeable]:
         raise UserError(
             f"training.start_from is {name!r}, but its model settings differ from this run's. "
-            f"Use --config {name}/config.json. " + fields_that_differ(fixed, where=f"in {name}")
+            f"Use --config {name}/config.json. {fields_that_differ(fixed)}"
         )
     return chosen

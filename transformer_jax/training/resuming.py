@@ -72,11 +72,10 @@ def differences_on_resume(old: Config, new: Config) -> list[Difference]:
     ]
 
 
-def fields_that_differ(
-    differences: Sequence[Difference], *, where: str = "in the work directory"
-) -> str:
-    """Format differences as the last lines of a message, with ``where`` after each old value."""
+def fields_that_differ(differences: Sequence[Difference]) -> str:
+    """Format differences as the last lines of a message."""
     lines = [
-        f"\n  {each.name}: {shown(each.old)} {where}, {shown(each.new)} now" for each in differences
+        f"\n  {each.name}: {shown(each.old)} in the checkpoint, {shown(each.new)} now"
+        for each in differences
     ]
     return "Fields that differ:" + "".join(lines)

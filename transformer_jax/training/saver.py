@@ -17,7 +17,6 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from transformer_jax.checkpoint import (
-    MANIFEST,
     checkpoint_name,
     complete_steps,
     config_of,
@@ -29,7 +28,7 @@ from transformer_jax.config import Config
 from transformer_jax.data.loader import place
 from transformer_jax.distributed import from_first, is_first
 from transformer_jax.errors import UserError, one_line
-from transformer_jax.storage import AnyPath, patiently, remove_folder
+from transformer_jax.storage import MANIFEST, AnyPath, patiently, remove_folder
 from transformer_jax.tokenizer import Tokenizer
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.step import TrainState
