@@ -17,7 +17,6 @@ from transformer_jax.config_checks import (
     Fraction,
     LineLength,
     NonNegative,
-    PairLength,
     Positive,
     PositiveFloat,
     PositiveFraction,
@@ -269,10 +268,10 @@ class DataConfig(Section, prefix="data."):
     """Dev set, for loss and BLEU during training and for selecting the best checkpoint."""
     test: PairsConfig = field(default_factory=PairsConfig)
     """Test set, scored once at the end of training."""
-    max_source_length: PairLength = 256
+    max_source_length: Positive = 256
     """Maximum source length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
-    max_target_length: PairLength = 256
+    max_target_length: Positive = 256
     """Maximum target length in tokens, including EOS. Longer pairs are excluded from the training
     set and the dev loss; the log reports how many pairs remain."""
     workers: Count = 0

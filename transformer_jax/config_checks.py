@@ -22,7 +22,6 @@ PositiveFloat = Annotated[float, Interval(gt=0), "a positive number"]
 NonNegative = Annotated[float, Interval(ge=0), "0 or more"]
 Fraction = Annotated[float, Interval(ge=0, lt=1), "a value in [0, 1)"]
 PositiveFraction = Annotated[float, Interval(gt=0, le=1), "a value in (0, 1]"]
-PairLength = Annotated[int, Interval(ge=2, lt=2**31), "at least 2, for one token and EOS"]
 LineLength = Annotated[int, Interval(ge=3, lt=2**31), "at least 3"]
 
 Rule = tuple[str, bool, str]

@@ -92,17 +92,13 @@ def remote_path(url: str) -> UPath:
 
 
 def kind_of(path: AnyPath) -> str:
-    """Return "file", "directory", "other" (a device or pipe), or "" if the path does not exist.
+    """Return "file", "directory", or "" if the path is neither.
 
     Raises ``UserError`` if an object store reports an error, for example if credentials are
     missing.
     """
     if isinstance(path, Path):
-        if path.is_file():
-            return "file"
-        if path.is_dir():
-            return "directory"
-        return "other" if path.exists() else ""
+        return "file" if path.is_file() else "directory" if path.is_dir() else ""
     try:  # in some stores, isfile() and exists() return False on any error
         return str(path.fs.info(path.path)["type"])
     except FileNotFoundError:

@@ -54,10 +54,10 @@ def find_files(names: Iterable[tuple[str, str]], root: str) -> list[tuple[AnyPat
             )
         found += zip(sources, targets)
     for file in chain.from_iterable(found):
-        if (kind := kind_of(file)) != "file":
+        if kind_of(file) != "file":
             raise UserError(
-                f"File {str(file)!r} {'is not a regular file' if kind else 'does not exist'}; "
-                "expected a text file as source or target of data.train, data.dev or "
-                f"data.test. Relative names start from data.root = {root!r}."
+                f"{str(file)!r} is not a file; expected a text file as source or target of "
+                f"data.train, data.dev or data.test. Relative names start from data.root = "
+                f"{root!r}."
             )
     return found

@@ -94,7 +94,12 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: TrainState) -> tuple[TrainState, Progress]:
         """Restore a step's checkpoint with the same shardings as ``abstract_state``."""
         path = self.folder / checkpoint_name(step)
-        return _restore_state(path, abstract_state), Progress(**progress_of(path))
+        parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract_state))
+        seed = place(np.array(config_of(path).seed, np.uint32), abstract_state.seed.sharding)
+        state = TrainState(
+            parameters=parts["parameters"], ema=parts.get("ema"), seed=seed, **parts["rest"]
+        )
+        return state, Progress(**progress_of(path))
 
     def _make_room(self, path: AnyPath) -> bool:
         """Prepare for saving to ``path``. Returns False if it is already a complete checkpoint."""
@@ -159,11 +164,3 @@ def _parts(state: TrainState) -> dict[str, Any]:
     }
     parts = {"parameters": state.parameters, "rest": rest}
     return parts if state.ema is None else parts | {"ema": state.ema}
-
-
-def _restore_state(path: AnyPath, abstract: TrainState) -> TrainState:
-    parts = ocp.load_checkpointables(str(path / "state"), _parts(abstract))
-    seed = place(np.array(config_of(path).seed, np.uint32), abstract.seed.sharding)
-    return TrainState(
-        parameters=parts["parameters"], ema=parts.get("ema"), seed=seed, **parts["rest"]
-    )
