@@ -90,19 +90,18 @@ class Evaluator:
         run, training = self._run, self._run.config.training
         steps = from_first(run.checkpoints.steps)
         folders = [run.checkpoints.folder / checkpoint_name(step) for step in reversed(steps)]
-        last, best_step = folders[0], run.progress.best_step
-        best = [path for path in folders if int(path.name) == best_step]
+        best = [path for path in folders if int(path.name) == run.progress.best_step]
+        chains = [
+            up_to(end, folders, training.most_averaged, training.checkpoint_every)
+            for end in dict.fromkeys([folders[0], *best])
+        ]
         if training.average != "auto":
-            stopped_early = run.progress.early_stopping_triggered(training.patience)
-            end = best[0] if stopped_early and best else last
-            return up_to(end, folders, training.average, training.checkpoint_every)
+            return chains[-1 if run.progress.early_stopping_triggered(training.patience) else 0]
         if self._dev is None:
             log.info("data.dev is not set, so training.average = auto uses the last checkpoint.")
-            return [last]
+            return chains[0][:1]
         losses: dict[float, list[AnyPath]] = {}
-        for end in dict.fromkeys([last, *best]):
-            most, every = training.most_averaged, training.checkpoint_every
-            chain = up_to(end, folders, most, every)
+        for chain in chains:
             for count, average in enumerate(load_averages(chain), start=1):
                 sums = self._loss(self._placed(average), self._dev)
                 losses.setdefault(means(sums)["loss"], chain[:count])
