@@ -52,7 +52,7 @@ def start(settings: Processes) -> None:
         raise UserError(f"--coordinator-address is {address!r}; expected HOST:PORT of process 0.")
     if settings.process_id == 0:
         log.info("Process 0: waiting up to %d s for all processes at %s.", timeout, address)
-    with _ended_after(timeout, address):
+    with _ended_after(timeout):
         try:
             jax.distributed.initialize(
                 *explicit,
@@ -81,7 +81,7 @@ def start(settings: Processes) -> None:
 
 
 @contextmanager
-def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
+def _ended_after(timeout: int) -> Iterator[None]:
     """Exit the program if this context takes longer than ``timeout`` seconds.
 
     JAX's own timeout would abort with a stack trace.
@@ -90,8 +90,7 @@ def _ended_after(timeout: int, address: str | None) -> Iterator[None]:
     def end() -> None:
         print(
             f"error: The processes did not connect within {timeout} s (--start-timeout); check "
-            "that all of them are running and that process 0 is reachable at "
-            f"{address or 'its address'}.",
+            "that all of them are running and can reach process 0.",
             file=sys.stderr,
             flush=True,
         )
