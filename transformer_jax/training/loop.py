@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformer_jax.training.prepare import Prepared, prepare
 from transformer_jax.training.reporting import Meter, Reporter
 from transformer_jax.training.signals import Signals
 from transformer_jax.training.step import StepMetrics
-from transformer_jax.training.summary import environment, peak_memory_bytes, totals
+from transformer_jax.training.summary import environment, peak_memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,8 @@ class _Loop:
         training = self._config.training
         number = -(-self._step // training.eval_every)
         self._now(f"evaluating step {self._step}")
-        figures, example = self._evaluator.dev(self._state.evaluated, number=number)
+        parameters = self._state.parameters if self._state.ema is None else self._state.ema
+        figures, example = self._evaluator.dev(parameters, number=number)
         self._reporter.dev(self._step, figures, example)
         self._progress.note_evaluation(figures, training.select_by, step=self._step)
         self._meter.restart()
@@ -191,16 +193,17 @@ class _Loop:
 
     def sum_up(self) -> dict[str, Any]:
         """Evaluate on the test set if training is finished, and write summary.json."""
-        run, stopped_by = self._run, self._signals.received
+        run, progress, stopped_by = self._run, self._progress, self._signals.received
         summary: dict[str, Any] = {
             "stopped_by": stopped_by,
-            "stopped_early": self._progress.early_stopping_triggered(
-                self._config.training.patience
-            ),
+            "stopped_early": progress.early_stopping_triggered(self._config.training.patience),
             "steps": self._step,
             "epochs": self._step / run.plan.steps_per_epoch,
             "bad_steps": int(self._state.bad_steps),
-            **totals(self._progress),
+            **({"best_step": progress.best_step} if progress.best else {}),
+            **{f"best_{name}": value for name, value in progress.best.items()},
+            "train_seconds": progress.train_seconds,
+            "tokens_per_second": progress.tokens / (progress.train_seconds or math.inf),
             "peak_memory_bytes": peak_memory_bytes(),
             **environment(),
         }

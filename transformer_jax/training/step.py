@@ -46,11 +46,6 @@ class TrainState:
     # share a compiled step in the compilation cache. Checkpoints do not contain it.
     seed: jax.Array
 
-    @property
-    def evaluated(self) -> Parameters:
-        """Parameters for evaluation and translation."""
-        return self.parameters if self.ema is None else self.ema
-
 
 class StepMetrics(NamedTuple):
     """Metrics of one step over the global batch, as scalars on the device."""

@@ -1,9 +1,8 @@
-"""Time, memory, versions and hardware of a run, for summary.json."""
+"""Memory, versions and hardware of a run."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import platform
 import resource
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 
 from transformer_jax.machine import num_cores
-from transformer_jax.training.progress import Progress
 
 _PACKAGES = [
     "jax",
@@ -25,17 +23,6 @@ _PACKAGES = [
     "sacrebleu",
     "numpy",
 ]
-
-
-def totals(progress: Progress) -> dict[str, Any]:
-    """Return the training time, speed and best evaluation of the whole run."""
-    best = {"best_step": progress.best_step} if progress.best else {}
-    return {
-        **best,
-        **{f"best_{name}": value for name, value in progress.best.items()},
-        "train_seconds": progress.train_seconds,
-        "tokens_per_second": progress.tokens / (progress.train_seconds or math.inf),
-    }
 
 
 def peak_memory_bytes() -> dict[str, int]:
