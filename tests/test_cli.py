@@ -56,7 +56,7 @@ class Inner:
 class Outer:
     """Search."""
 
-    name: str
+    name: str = tyro.MISSING
     """Who searches."""
     flat: Annotated[Inner, tyro.conf.arg(name="")] = field(default_factory=Inner)
     nested: Inner = field(default_factory=Inner)

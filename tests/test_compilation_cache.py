@@ -1,12 +1,9 @@
 """Compilation cache: reused between runs; an unusable cache never stops a run."""
 
-import errno
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,44 +87,17 @@ def test_default_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == Path("/home/someone/.cache/transformer_jax")
 
 
-def test_a_folder_that_cannot_be_created_disables_the_cache(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    updates: dict[str, object],
-) -> None:
+def test_a_folder_that_cannot_be_created_disables_the_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    keep_compiled()
-    [message] = caplog.messages
-    assert "cannot be cached in" in message and "Not a directory" in message
-    assert "Set JAX_COMPILATION_CACHE_DIR to another folder." in message
-    assert not updates
-
-
-def test_a_read_only_folder_is_still_read(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    updates: dict[str, object],
-) -> None:
-    def refuse(**_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    folder = tmp_path / "transformer_jax" / "compiled"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    keep_compiled()
-    warnings.warn("Error writing persistent compilation cache entry", stacklevel=1)  # ignored
-    assert updates == {"jax_compilation_cache_dir": str(folder)}
-    [message] = caplog.messages
-    assert "Read-only file system" in message and str(folder) in message
+    out, err = run(XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert "persistent compilation cache" in err and "Not a directory" in err
+    assert "Traceback" not in err and out
 
 
 def test_a_full_disk_disables_the_cache(tmp_path: Path) -> None:
     out, err = run(XDG_CACHE_HOME=str(tmp_path), limit=1000)
-    assert err.count("cannot be cached in") == 1 and "File too large" in err
-    assert err.count("\n") == 1 and out
+    assert "Error writing persistent compilation cache entry" in err and "File too large" in err
+    assert "Traceback" not in err and out
 
 
 def test_a_corrupt_entry_is_recompiled_with_a_warning(filled: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_empty_input(decode):
 
 def test_flags_reach_the_search(decode, workdir):
     checkpoint = workdir / "checkpoints" / "00000020"
-    settings = {"average": 2, "beam_size": 3, "length_penalty": 1.0, "batch_size": 2}
+    settings = {"beam_size": 3, "length_penalty": 1.0, "batch_size": 2}
     flags = [x for name, value in settings.items() for x in (f"--{name.replace('_', '-')}", value)]
     _, out, _ = decode(*flags, folder=checkpoint)
     translator = Translator.from_workdir(checkpoint, **settings)
@@ -153,7 +153,7 @@ def test_a_corrupt_checkpoint_is_named_and_another_can_be_chosen(decode, workdir
         assert "00000030 is corrupt: manifest.json has changed since it was saved" in err
         assert "Pass the folder of another checkpoint." in err
     older = Path("checkpoints", "00000020")
-    one, other = (decode("--average", 2, folder=folder / older)[:2] for folder in (copy, workdir))
+    one, other = (decode(folder=folder / older)[:2] for folder in (copy, workdir))
     assert one == other
 
 
@@ -388,7 +388,6 @@ def test_defaults_that_depend_on_other_flags(workdir):
         (("--beam-size", 0), "decoding.beam_size is 0"),
         (("--max-extra-length", 2**31 - 1), "is 2147483647; expected a number from 1 to 65,536"),
         (("--beam-size", 31), "decoding.beam_size is 31"),
-        (("--average", 9), "average is 9"),
         (("--suppress", "</s>"), "decoding.suppress contains '</s>'"),
         (("--alignments", "hard", "--alignment-layer", 3), "layer is 3; expected -1 to 0"),
         (("--format", "jsonl", "--text-field", "x"), "line 1 is not valid JSON"),

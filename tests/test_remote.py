@@ -7,13 +7,12 @@ import shutil
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import chex
 import fsspec
 import jax
 import pytest
-from runs import ONE, changed, entries, no_evaluation, tiny
+from runs import ONE, entries, no_evaluation, tiny
 
 from transformer_jax import remote_workdir
 from transformer_jax.checkpoint import complete_steps, load_model
@@ -202,10 +201,10 @@ def test_text_behind_urls(tmp_path, store, monkeypatch):
     with pytest.raises(UserError, match="does not match any files"):
         ParallelText(PairsConfig("text", ("x*.en",), ("x*.de",)), "memory://bucket/text")
     with pytest.raises(
-        UserError, match="File 'memory://bucket/text' is not a regular file; expected a text file"
+        UserError, match="'memory://bucket/text' is not a file; expected a text file"
     ):
         ParallelText(PairsConfig("text", *[("memory://bucket/text",)] * 2))
-    with pytest.raises(UserError, match="File 'memory://bucket/text/c.en' does not exist"):
+    with pytest.raises(UserError, match="'memory://bucket/text/c.en' is not a file"):
         ParallelText(PairsConfig("text", ("c.en",), ("c.de",)), "memory://bucket/text")
     with (
         monkeypatch.context() as patched,
@@ -287,11 +286,6 @@ def test_an_inaccessible_store_is_an_error_before_training(store, monkeypatch):
             patched.setattr(store, name, fault)
             with pytest.raises(UserError, match=message):
                 train(run(2), URL, devices=ONE)
-    for name in (f"file://{Path.cwd()}", f"local://{Path.cwd()}"):
-        with pytest.raises(
-            UserError, match=f"is on this machine; use its path instead: '{Path.cwd()}'"
-        ):
-            Workdir(name)
 
 
 def test_training_continues_during_a_store_outage(store, monkeypatch, caplog):
@@ -314,11 +308,9 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     """Shells do not expand it in ``--workdir=~/run`` or in config files."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    config = run(2)
-    cached = changed(config, data={"cache": "~/cache"})
-    train(cached, "~/run", devices=ONE)
+    train(run(2), "~/run", devices=ONE)
     assert local_workdir("~/run") == tmp_path / "run"
     assert local_copy("~/run") == str(tmp_path / "run")
     settings = TokenizerConfig(model="~/run/tokenizer.model")
     assert Tokenizer.train([], settings).fingerprint == Tokenizer.load("run").fingerprint
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

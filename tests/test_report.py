@@ -189,7 +189,7 @@ CORRUPT = [
     (
         "config.json",
         lambda file: file.write_bytes(b"\xff\x00"),
-        "Config file &#39;config.json&#39;: The config is not valid JSON",
+        "Config file &#39;config.json&#39;: The config is not valid",
     ),
 ]
 

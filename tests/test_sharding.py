@@ -68,7 +68,6 @@ def test_slices_of_other_devices_are_contiguous_groups() -> None:
     ("config", "chips", "message"),
     [
         (MeshConfig(fsdp=32), (2, 4, 4), "mesh.data is 1; expected a multiple of 2, the number of"),
-        (MeshConfig(slices=4), (2, 4, 4), "mesh.slices is 4; expected 2, the number of slices"),
         (MeshConfig(slices=3), (1, 4, 4), "mesh.slices is 3; expected a divisor of 16, the number"),
         (MeshConfig(), (1, 5, 1), "is 5 x 1 x 1 in a slice of 5 devices; expected axes"),
     ],

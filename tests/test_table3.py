@@ -81,7 +81,10 @@ def test_the_recipe_takes_a_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("table3", r"table3\.py': get_config\(\) needs an argument: table3:ARGUMENT\. Config of a"),
+        (
+            "table3",
+            r"table3\.py'.*: get_config\(\) missing 1 required positional argument: 'argument'",
+        ),
         (
             "table3:",
             r"table3\.py', line \d+: Row '' is unknown; expected one of base, A-h1, .*, big",
@@ -89,7 +92,7 @@ def test_the_recipe_takes_a_base(tmp_path: Path) -> None:
         ("table3:C-N3", "Row 'C-N3' is unknown; expected one of base, "),
         ("table3:E,multi30", "Config 'multi30' is not a recipe; expected one of"),
         ("table3:E,none.py", "Config file 'none.py' does not exist"),
-        ("demo:large", r"demo\.py': get_config\(\) takes no argument, but got 'large'"),
+        ("demo:large", r"demo\.py': .*get_config\(\) takes 0 positional arguments but 1 was given"),
         ("tabel3:E", "'tabel3' is not a recipe; expected one of .*, table3, "),
     ],
 )

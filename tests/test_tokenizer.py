@@ -195,15 +195,13 @@ def test_a_vocabulary_smaller_than_the_alphabet():
 def test_empty_training_text(joint, pairs):
     with pytest.raises(
         UserError,
-        match=r"is empty, .* Check data.train|SentencePiece cannot learn .* training text",
+        match=r"SentencePiece cannot learn .* training text",
     ):
         train(joint=joint, pairs=pairs)
 
 
 def test_loading_a_missing_or_corrupt_tokenizer(tmp_path):
-    with pytest.raises(
-        UserError, match=r"tokenizer\.model' does not exist; expected a SentencePiece"
-    ):
+    with pytest.raises(FileNotFoundError, match="tokenizer.model"):
         Tokenizer.load(tmp_path)
     for damaged in (b"", b"no model", train().source.model[:500]):
         (tmp_path / "tokenizer.model").write_bytes(damaged)
@@ -225,9 +223,7 @@ def test_an_existing_model_is_used(tmp_path):
         "target_model": str(tmp_path / "tokenizer.target.model"),
     }
     assert Tokenizer.train([], TokenizerConfig(joint=False, **files)).fingerprint == two.fingerprint
-    with pytest.raises(UserError, match=r"tokenizer\.model = '.*absent' does not exist"):
-        Tokenizer.train(PAIRS, TokenizerConfig(model="absent"))
-    with pytest.raises(UserError, match=r"tokenizer\.target_model = '.*absent' does not exist"):
+    with pytest.raises(FileNotFoundError, match="absent"):
         Tokenizer.train(PAIRS, TokenizerConfig(joint=False, **files | {"target_model": "absent"}))
 
 
@@ -237,14 +233,10 @@ def test_an_existing_model_is_used(tmp_path):
         (
             True,
             {"model": "a", "target_model": "b"},
-            "is 'b'; expected '' unless tokenizer.joint is False",
+            "is 'b'; expected a file if tokenizer.model is set and",
         ),
-        (False, {"model": "a"}, "is ''; expected both tokenizer.model and tokenizer.target_model"),
-        (
-            False,
-            {"target_model": "b"},
-            "is 'b'; expected both tokenizer.model and tokenizer.target_model",
-        ),
+        (False, {"model": "a"}, "is ''; expected a file if tokenizer.model is set"),
+        (False, {"target_model": "b"}, "is 'b'; .* tokenizer.joint is False, otherwise ''"),
     ],
 )
 def test_models_for_one_side_only(joint, files, expected):
@@ -260,7 +252,7 @@ def test_a_model_with_other_special_ids(tmp_path):
         train(sentence_iterator=iter(SOURCES), model_writer=writer, vocab_size=60, minloglevel=2)
     with pytest.raises(
         UserError,
-        match=r"tokenizer.model = '.*other.model' has the ids \(-1, 1, 2, 0\) for PAD, .* expected "
+        match=r"'.*other.model' has the ids \(-1, 1, 2, 0\) for PAD, .* expected "
         r"0 to 3. Train it with spm_train --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3",
     ):
         Tokenizer.train([], TokenizerConfig(model=str(file)))
@@ -307,42 +299,7 @@ def test_invalid_user_defined_symbols(symbols):
         TokenizerConfig(user_defined_symbols=symbols)
 
 
-@pytest.mark.parametrize(("algorithm", "joint"), KINDS)
-def test_adding_symbols_to_a_vocabulary(algorithm, joint):
-    """New symbols come last and are never split. Other text is segmented as before, and existing
-    symbols are not added again.
-    """
-    old = train(algorithm, joint, user_defined_symbols=("<2de>",))
-    new = old.with_symbols(("<2fr>", "<2de>", "<BT>"))
-    assert (new.source.vocab_size, new.target.vocab_size) == (
-        old.source.vocab_size + 2,
-        old.target.vocab_size + 2,
-    )
-    assert new.source.encode(SOURCES) == old.source.encode(SOURCES) and new.target.encode(
-        TARGETS
-    ) == old.target.encode(TARGETS)
-    [tagged], [plain] = (
-        new.source.encode(["<2fr> <BT> one hundred"]),
-        old.source.encode(["one hundred"]),
-    )
-    assert [id_ for id_ in tagged if id_ >= old.source.vocab_size] == [
-        old.source.vocab_size,
-        old.source.vocab_size + 1,
-    ]
-    assert tagged[-len(plain) :] == plain
-    assert new.with_symbols(("<BT>",)).fingerprint == new.fingerprint
-    with pytest.raises(
-        UserError, match=r"which is already a regular or special token .*; choose another name"
-    ):
-        old.with_symbols(old.source.tokens([9]))
-    with pytest.raises(
-        UserError, match=r"which is already a regular or special token in the vocabulary"
-    ):
-        old.with_symbols(old.source.tokens([EOS_ID]))
-
-
-def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
-    """Lines can start with old and new tags. An existing tag keeps its id."""
+def test_an_imported_vocabulary(tmp_path):
     plain = train()
     pieces = [*plain.source.tokens(range(plain.source.vocab_size)), ">>deu<<"]
     models = [plain.source.model] * 2
@@ -352,24 +309,9 @@ def test_adding_symbols_to_an_imported_vocabulary(tmp_path):
     for sampling in (0.0, 0.1):
         assert len(pieces) in with_sign.source.encode(["one Ω two"], sampling=sampling)[0]
         assert with_sign.source.split_tag(">>fra<< one") == ([UNK_ID], " one")
-    grown = imported.with_symbols(("<2fr>", ">>deu<<"))
-    deu, fr = len(pieces) - 1, len(pieces)
-    assert grown.source.vocab_size == len(pieces) + 1
-    assert (
-        grown.source.encode(["one hundred"])
-        == imported.source.encode(["one hundred"])
-        == plain.source.encode(["one hundred"])
-    )
-    for line, tags in (
-        (">>deu<< one", [deu]),
-        ("<2fr> one", [fr]),
-        (">>deu<< <2fr> one", [deu, fr]),
-    ):
-        tag, rest = grown.source.split_tag(line)
-        assert [id_ for id_ in tag if id_ >= deu] == tags and rest.strip() == "one"
-        assert [id_ for id_ in grown.source.encode([line])[0] if id_ >= deu] == tags
-    grown.save(tmp_path)
-    for same in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(grown))):
-        assert same.vocabulary == grown.vocabulary and same.fingerprint == grown.fingerprint
+        assert with_sign.source.split_tag(">>deu<< one") == ([len(pieces) - 1], " one")
+    imported.save(tmp_path)
+    for same in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(imported))):
+        assert same.vocabulary == imported.vocabulary and same.fingerprint == imported.fingerprint
     train().save(tmp_path)
     assert not Tokenizer.load(tmp_path).vocabulary

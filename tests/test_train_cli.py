@@ -80,7 +80,7 @@ ERRORS_AT_ONCE = [
         (f"{flag} {TOO_LARGE}", rf"is {TOO_LARGE}; expected a positive number below 2\^31")
         for flag in ("--training.steps", "--data.train.limit", "--num-processes")
     ),
-    ("--data.train.source a --data.train.target b", "File 'a' does not exist"),
+    ("--data.train.source a --data.train.target b", "'a' is not a file"),
     (f"{NUMBERS} --workdir /dev/null/w", "'/dev/null/w'"),
     (
         f"{NUMBERS} --mesh.fsdp 64",
@@ -91,7 +91,7 @@ ERRORS_AT_ONCE = [
     (f"{TRAIN} --training.bleu-language german", "bleu_language is 'german'; expected .* de, "),
     (
         f"{NUMBERS} --data.dev.source none.en --data.dev.target none.de",
-        "File 'none.en' does not exist",
+        "'none.en' is not a file",
     ),
     (
         f"{TRAIN} --data.dev.source short --data.dev.target long",
@@ -108,7 +108,7 @@ ERRORS_BEFORE_TRAINING = [
     (f"{NUMBERS} --decoding.suppress no-such-token", "decoding.suppress contains 'no-such-token'"),
     (
         f"{NUMBERS} --training.start-from nowhere",
-        "training.start_from is '.*nowhere': .* is not a folder; expected a work directory",
+        "nowhere' is not a folder; expected a work directory",
     ),
 ]
 
@@ -152,7 +152,7 @@ def test_a_missing_device_is_an_error_that_names_its_package(program: str, tmp_p
         env=os.environ | {"JAX_PLATFORMS": "tpu"},
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    for part in ("JAX_PLATFORMS is 'tpu'", "Installed plugins:", "pip install 'jax[tpu]'"):
+    for part in ("JAX_PLATFORMS is 'tpu'", "pip install 'jax[cuda13]' or 'jax[tpu]'"):
         assert part in done.stderr
 
 

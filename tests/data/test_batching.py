@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from transformer_jax.config import BatchConfig
 from transformer_jax.data.batching import Batch, BatchPlan, permutation
 from transformer_jax.data.bucketing import choose_widths, fill_buckets
-from transformer_jax.data.corpus import Corpus
 from transformer_jax.data.packing import pack
 from transformer_jax.errors import UserError
 
@@ -306,7 +305,6 @@ LONG = make_corpus(np.array([[5, 30]]), np.array([[5, 40]]))
             {"layout": "packed", "row_length": 39},
             "batch.row_length is 39; expected at least 40, ",
         ),
-        (Corpus.from_lists([], []), {}, "no pairs"),
     ],
 )
 def test_impossible_batches(corpus, config, message):

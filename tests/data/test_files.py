@@ -106,12 +106,8 @@ def test_a_text_is_hashed_as_it_is_read(folder, limit, opened):
 
 
 def test_paths_that_are_not_regular_files(folder):
-    for name, problem in (
-        ("none.en", "does not exist"),
-        (".", "is not a regular file"),
-        ("/dev/null", "is not a regular file"),
-    ):
+    for name in ("none.en", ".", "/dev/null"):
         config = PairsConfig("text", (name,), ("extra.de",))
         for function in (ParallelText, read_pairs):  # before a line is read
-            with pytest.raises(UserError, match=rf"File '.*' {problem}; expected a text file"):
+            with pytest.raises(UserError, match="'.*' is not a file; expected a text file"):
                 function(config, str(folder))

@@ -120,8 +120,7 @@ def test_invalid_utf8_names_the_line(tmp_path):
 
 
 def test_no_source_is_set():
-    with pytest.raises(UserError, match="kind is 'text' and source is empty; set source"):
-        read_pairs(PairsConfig())
+    assert list(read_pairs(PairsConfig())) == []
 
 
 # TFDS
@@ -251,8 +250,7 @@ def test_numbers_are_reproducible_and_limited():
     assert few[3] == ("One hundred and seventy-five.", "Einhundertfünfundsiebzig.")
     test = list(read_pairs(PairsConfig(kind="numbers", split="test", limit=3)))
     assert test[2][0] == "Six hundred and eighty-eight thousand, six hundred and ninety-four"
-    with pytest.raises(UserError, match=r"limit is 10001; expected at most 10000 for split 'test'"):
-        read_pairs(PairsConfig(kind="numbers", split="test", limit=10_001))
+    assert len(list(read_pairs(PairsConfig(kind="numbers", split="test", limit=10_001)))) == 10_000
 
 
 # Fingerprint

@@ -363,7 +363,6 @@ def test_program_errors_write_nothing(run, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for flag, value, message in (
         ("--workdir", str(tmp_path / "none"), "is not a folder; expected a work directory"),
-        ("--average", "2", "average is 2"),
         ("--output", "s3://bucket/x", "'s3://bucket/x'; expected a new or empty folder"),
     ):
         status, said = run("huggingface", flag, value)

@@ -29,7 +29,6 @@ from transformer_jax.training import compiling
 from transformer_jax.training import step as step_module
 from transformer_jax.training.compiling import CompileAhead, memory_needed
 from transformer_jax.training.loop import train
-from transformer_jax.training.signals import Interrupted
 
 
 def fake_run(*shapes: tuple[int, int, int], lower: Any = None) -> Any:
@@ -89,8 +88,7 @@ def test_a_run_compiles_each_shape_once_and_ahead(
     assert all(thread.startswith(COMPILING) for thread in threads)
 
 
-def test_a_step_waits_only_for_its_own_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling.time, "monotonic", lambda: 7.0)  # a busy machine must not matter
+def test_a_step_waits_only_for_its_own_shape() -> None:
     release = threading.Event()
 
     def lower(state: Any, batch: Any) -> Any:
@@ -103,28 +101,12 @@ def test_a_step_waits_only_for_its_own_shape(monkeypatch: pytest.MonkeyPatch) ->
         np.testing.assert_array_equal(ahead.wait((8, 2, 2), told.append)(jnp.ones(2)), [2, 2])
         told.clear()
 
-        def poll(state: str) -> None:
+        def show(state: str) -> None:
             told.append(state)
             release.set()
 
-        assert len(ahead.wait((8, 3, 3), poll)(jnp.ones(3))) == 3
-    assert told[0] == "compiling shape 2 of 2, 0 s"
-
-
-def test_an_exception_from_poll_ends_the_wait() -> None:
-    release = threading.Event()
-
-    def lower(state: Any, batch: Any) -> Any:
-        assert release.wait(60)
-        return fake_run().functions.train_step.lower(state, batch)
-
-    def poll(state: str) -> None:
-        raise Interrupted
-
-    with closing(CompileAhead(fake_run((8, 2, 2), lower=lower))) as ahead:
-        with pytest.raises(Interrupted):
-            ahead.wait((8, 2, 2), poll)
-        release.set()
+        assert len(ahead.wait((8, 3, 3), show)(jnp.ones(3))) == 3
+    assert told == ["compiling shape 2 of 2"]
 
 
 def test_a_failure_for_one_shape_is_raised_for_every_shape() -> None:
@@ -237,12 +219,11 @@ def compile(self, shape):
     return made.compile()
 
 compiling.CompileAhead._compile = compile
-summary = {{}}
 
 def main():
-    summary = loop.train(tiny(), Path({str(tmp_path / "run")!r}))
-    return 128 + signal.Signals[summary["stopped_by"]]
+    loop.train(tiny(), Path({str(tmp_path / "run")!r}))
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(run_program(main))
 """
     process = subprocess.Popen(
@@ -259,7 +240,7 @@ sys.exit(run_program(main))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)  # compiling takes minutes
     assert process.returncode == 128 + signal.SIGINT, err
-    assert "nothing was trained yet" in err and "terminate called" not in err
+    assert "Traceback" not in err and "terminate called" not in err
     assert not (tmp_path / "run" / "checkpoints" / "0").exists()
 
 

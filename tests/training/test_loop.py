@@ -37,7 +37,7 @@ from transformer_jax.training import loop
 from transformer_jax.training.evaluator import Evaluator
 from transformer_jax.training.loop import TrainingError, train
 from transformer_jax.training.loss import LossSums
-from transformer_jax.training.prepare import prepare, with_layout
+from transformer_jax.training.prepare import with_layout
 from transformer_jax.training.reporting import Meter
 from transformer_jax.training.saver import Checkpoints
 from transformer_jax.training.signals import Signals
@@ -71,10 +71,9 @@ def test_contents_of_a_work_directory(finished: Path) -> None:
         "paper_bleu_signature",
         "chrf",
         "exact_match",
-        "averaged_checkpoints",
     }
     assert (
-        summary["cpu"]
+        summary["cpu_cores"]
         and summary["tokens_per_second"] > 0
         and summary["peak_memory_bytes"]["host"] > 1e7
     )
@@ -85,11 +84,8 @@ def test_contents_of_a_work_directory(finished: Path) -> None:
     assert train_entries[-1]["loss"] < 0.9 * train_entries[0]["loss"]
     assert {"learning_rate", "gradient_norm", "tokens_per_second"} <= set(train_entries[0])
     assert train_entries[-1]["peak_memory_bytes"]["host"] > 1e7
-    assert entries(finished, "start")[0]["environment"]["cpu"] == summary["cpu"]
+    assert entries(finished, "start")[0]["environment"]["versions"] == summary["versions"]
     assert [entry["step"] for entry in entries(finished, "dev")] == [15, 30]
-    assert {
-        entry["step"] for entry in entries(finished, "save") if entry["held_seconds"] > 0
-    } >= set(range(5, 35, 5))
     assert complete_steps(finished / "checkpoints")[-3:] == [20, 25, 30]
 
 
@@ -217,7 +213,6 @@ def test_a_loss_that_stays_non_finite_ends_the_run(tmp_path: Path) -> None:
     config = changed(config, optimizer=OptimizerConfig(warmup_steps=1, peak_learning_rate=1e38))
     with pytest.raises(TrainingError, match="not finite for 3 steps in a row"):
         train(config, tmp_path / "run", devices=ONE)
-    assert len(entries(tmp_path / "run", "bad_step")) == 3
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()  # invalid in JSON
     assert [entry["loss"] is None for entry in entries(tmp_path / "run", "train")[-2:]] == [
         True,
@@ -318,16 +313,6 @@ def test_training_on_packed_rows_with_bpe_dropout(tmp_path: Path) -> None:
     found = entries(tmp_path / "run")
     assert found[-1]["loss"] < found[0]["loss"]
     assert entries(tmp_path / "run", "start")[0]["source_fill"] > 0.9
-
-
-def test_a_run_without_a_checkpoint_keeps_its_tokenizer(tmp_path: Path) -> None:
-    """Even if training settings change."""
-    config, written = no_evaluation(tiny()), set()
-    for warmup_steps in (1, 2):
-        other = changed(config, optimizer={"warmup_steps": warmup_steps})
-        with prepare(other, tmp_path, devices=ONE):
-            written.add((tmp_path / "tokenizer.model").stat().st_mtime_ns)
-    assert len(written) == 1
 
 
 def test_a_stuck_step_writes_tracebacks(

@@ -430,11 +430,6 @@ def test_other_decays_end_at_the_last_step(decay: str, at_half: float, at_end: f
     schedule = learning_rate_schedule(config, 512, 109)
     np.testing.assert_allclose([schedule(4), schedule(9)], [1.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose([schedule(59), schedule(108)], [2 * at_half, 2 * at_end], rtol=1e-3)
-    if decay != "constant":
-        with pytest.raises(
-            UserError, match=r"training.steps is 10; expected more than optimizer.warmup_steps = 10"
-        ):
-            learning_rate_schedule(config, 512, 10)
 
 
 def test_the_moving_average_starts_with_a_low_decay() -> None:
@@ -482,9 +477,9 @@ def test_first_update_has_the_size_of_the_learning_rate() -> None:
 def test_mesh_errors() -> None:
     with pytest.raises(UserError, match="expected a product of 8, the number of devices"):
         make_mesh(MeshConfig(data=3))
-    with pytest.raises(UserError, match=r"multiple of mesh.data x mesh.fsdp = 8"):
+    with pytest.raises(UserError, match=r"multiple of mesh.data x mesh.fsdp x .* = 8"):
         check_rows(make_mesh(MeshConfig()), 12)
-    with pytest.raises(UserError, match=r"is 24; expected .* x optimizer.accumulate_steps = 8 x 2"):
+    with pytest.raises(UserError, match=r"is 24; expected .* x optimizer.accumulate_steps = 16"):
         check_rows(make_mesh(MeshConfig()), 24, 2)
     check_rows(make_mesh(MeshConfig()), 32, 2)
     with pytest.raises(UserError, match="mesh.tensor is 8; expected a divisor"):
